@@ -360,7 +360,7 @@ class Row:
     columns: dict[str, Column] = field(default_factory=dict[str, Column])
     """`advantages`, `staleness` (int32 updates since the oldest weights behind a token), and
     `<output>/<who>`: `logprobs/engine` as sampled, `logprobs/policy` before the update,
-    `logprobs/reference`."""
+    `logprobs/reference`; after it `entropy/policy` of some rows, for people."""
 
     @property
     def num_tokens(self) -> int:

@@ -315,3 +315,21 @@ def test_a_config_file_and_flags(folder: Path) -> None:
     assert found.key("data.max_tokens") == 1024
     with pytest.raises(UserError, match="cannot be read"):
         read_command("trl", ["trl", "dpo", "--config", "absent.yaml"])
+
+
+def test_settings_of_the_newest_packages_are_known() -> None:
+    """Of those that OpenRLHF 0.11.2, verl 0.9.1 and TRL 1.16 accept, by ends that were missed."""
+    ends = {
+        "openrlhf": "fsdp.enable_sleep fsdp2_enable_sleep fsdp.param_dtype",
+        "verl": "actor.optim.min_lr actor.optim.lr_wsd_decay_style actor.optim.exp_avg_dtype "
+        "actor.optim.muon_tp_mode actor.megatron.dynamic_context_parallel actor.megatron.dtype "
+        "actor.fsdp_config.pad_to_length actor.fsdp_config.turbo_config.distributed.fsdp_plan.x "
+        "model.lora.lora_A_init_method model.lora.merge model.lora.freeze_vision_model "
+        "critic.fsdp.dtype rollout.router_config_path reward.reward_manager.module.path _target_",
+        "trl": "ignore_bias_buffers",
+    }
+    for framework, names in ends.items():
+        for name in names.split():
+            assert find_alias(framework, name.split(".")) is not None, name
+    with pytest.raises(UserError, match=r"hone rl --teacher\.path"):
+        read_command("openrlhf", ["python", "-m", "openrlhf.cli.train_opd", "--opd.topk", "0"])

@@ -69,7 +69,7 @@ def assert_same_run(one: Path, several: Path) -> None:
                 within = 1e-4 if key == "train/share_unchanged" else 1e-6
                 assert shared[key] == pytest.approx(alone[key], rel=1e-5, abs=within), key
     for a, b in zip(lines(one / "samples.jsonl"), lines(several / "samples.jsonl"), strict=True):
-        for name in ("logprobs", "policy_logprobs"):  # the policy's where it has scored the sample
+        for name in ("logprobs", "policy_logprobs", "entropy"):  # the last two of training
             assert b.pop(name, []) == pytest.approx(a.pop(name, []), abs=1e-5)
         # Samples of an evaluation have no advantage; a model's rewards are of other passes.
         for name in ("advantage", "reward", "reward_parts"):

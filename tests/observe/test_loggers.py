@@ -12,7 +12,7 @@ import torch
 
 from hone.config.run import LogConfig
 from hone.observe.histogram import Histogram
-from hone.observe.loggers import PER_TOKEN, POLICY_LOGPROBS, RunLog
+from hone.observe.loggers import ENTROPY, PER_TOKEN, POLICY_LOGPROBS, RunLog
 from hone.types import NOT_SAMPLED
 from tests.observe.fake_run import make_group
 
@@ -143,11 +143,13 @@ def test_what_the_policy_says_of_a_sample_is_at_its_trained_tokens(tmp_path: Pat
     )
     with RunLog(tmp_path, PLAIN) as log:
         samples = [replace(group, samples=[scored, other])]
-        log.samples(1, samples, policy_logprobs={scored.id: torch.tensor([-0.5, -0.25])})
+        scores = {POLICY_LOGPROBS: torch.tensor([-0.5, -0.25]), ENTROPY: torch.tensor([1.0, 0.5])}
+        log.samples(1, samples, policy={scored.id: scores})
     first, second = rows(tmp_path / "samples.jsonl")
     assert first[POLICY_LOGPROBS] == [-0.5, None, -0.25]
     assert POLICY_LOGPROBS not in second
-    assert list(first)[-1] == POLICY_LOGPROBS, "behind all others that have a value for each token"
+    assert first[ENTROPY] == [1.0, None, 0.5]
+    assert list(first)[-2:] == [POLICY_LOGPROBS, ENTROPY], "behind all others of tokens"
 
 
 def test_groups_with_a_failure_come_first_where_asked_for(tmp_path: Path) -> None:

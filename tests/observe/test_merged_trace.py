@@ -71,7 +71,7 @@ def test_processes_of_a_step_lie_side_by_side(traces: Path, tmp_path: Path) -> N
     }
     assert sorted(names.values()) == sorted(
         f"{process}: {track}"
-        for process in ("engine0 TP-0", "rank0", "rank1")
+        for process in ("engine0 TP-0", "trainer rank0", "trainer rank1")
         for track in ("GPU 0", "99")
     )
     begins = {
@@ -84,6 +84,58 @@ def test_processes_of_a_step_lie_side_by_side(traces: Path, tmp_path: Path) -> N
     found.write(tmp_path / "all.json.gz")
     with gzip.open(tmp_path / "all.json.gz") as file:
         assert len(json.load(file)["traceEvents"]) == len(found.events)
+
+
+def test_a_viewer_drops_nothing_and_finds_a_name_for_each_track(tmp_path: Path) -> None:
+    """Slices that touch, at the times that torch writes since 1970; ten engines."""
+    base_us = 1_795_652_098_121_000
+    start = 7_800_000_000.0
+    nested = [
+        span("outer", start + 0.3, start + 0.7),
+        span("first", start + 0.3, start + 0.5),
+        span("second", start + 0.5, start + 0.7),
+        span("next", start + 0.7, start + 0.9),
+        phase("decode", start, start + 1),
+        span("aten::mm", start + 0.1, start + 0.2, "cpu_op", pid=99, tid=0),
+        {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": start},
+        *(
+            {"ph": "M", "name": "thread_name", "pid": 99, "tid": 0, "ts": 0, "args": {"name": name}}
+            for name in ("thread 0 (gloo)", "thread 0 (p)")
+        ),
+    ]
+    for number in range(12):
+        path = tmp_path / "rollout_trace" / f"engine{number}.trace.json.gz"
+        write(path, 1, f"engine{number} TP-0", nested, base_us=base_us + number)
+    events = read_step(tmp_path).events
+    tracks: dict[Any, list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            end = event["ts"] + event["dur"]
+            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], end))
+    for spans in tracks.values():
+        around: list[float] = []
+        for begin, end in sorted(spans, key=lambda one: (one[0], -one[1])):
+            while around and around[-1] <= begin + 1e-4:
+                around.pop()
+            assert not around or end <= around[-1] + 1e-4, (spans, "overlap")
+            around.append(end)
+    told = {
+        kind: {
+            (event["pid"], event.get("tid")): next(iter(event["args"].values()))
+            for event in events
+            if event["name"] == kind
+        }
+        for kind in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+    }
+    assert {pid for pid, _ in tracks} == {pid for pid, _ in told["process_name"]}  # none is empty
+    order = sorted(told["process_name"], key=lambda track: told["process_sort_index"][track])
+    names = [told["process_name"][track].split(":")[0] for track in order]
+    assert list(dict.fromkeys(names)) == [f"engine{number} TP-0" for number in range(12)]
+    assert set(told["thread_name"].values()) == {"thread 0 (gloo)"}
+    phases = {(e["pid"], e["tid"]) for e in events if e["name"] == "hone/decode"}
+    assert {told["thread_sort_index"][track] for track in phases} <= {0, 1}
+    for pid, tid in phases:
+        assert told["thread_sort_index"][pid, tid] < told["thread_sort_index"][pid, 0]
 
 
 def test_kernels_and_gaps_are_those_of_the_innermost_phases(traces: Path) -> None:

@@ -7,6 +7,8 @@ states, activations and keys, FLOPs of products and attention, bytes over links.
 from __future__ import annotations
 
 import math
+import random
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,9 +22,9 @@ from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.rules import findings
 from hone.config.tree import PlanConfig
-from hone.families.shape import public_shape
+from hone.families.shape import ModelShape, public_shape
 from hone.planner.comparison import compare, planned_config
-from hone.planner.fitting import changed, does_fit, errors, gpu_host_roles, rl_config
+from hone.planner.fitting import changed, does_fit, does_fit_host, errors, gpu_host_roles, rl_config
 from hone.planner.run_memory import RunMemory
 from hone.planner.search import peak_bytes, plan_of, search
 from hone.planner.simulator import Placement
@@ -384,16 +386,56 @@ def test_two_trainers_of_a_host_share_its_memory() -> None:
     assert max(needs) > 60, "the limit decides something"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_plan_passes_the_check(name: str) -> None:
-    model, gpu, flags = CASES[name]
-    cfg = planned(model, gpu, flags)
-    shape = public_shape(model.name)
-    assert shape is not None
-    for outcome in compare(cfg).outcomes:
+def check_plans(cfg: PlanConfig, shape: ModelShape) -> int:
+    """Every way to run passes `hone check` for its GPUs, and fits device and host; how many."""
+    outcomes = compare(cfg).outcomes
+    for outcome in outcomes:
         run = rl_config(planned_config(cfg, outcome))
-        devices = Devices(kind="cuda", gpu=outcome.plan.devices.gpu)  # not those of this host
+        given = outcome.plan.devices  # not those of this host
+        devices = Devices(kind="cuda", gpu=given.gpu, host_bytes=given.host_bytes)
         trainers = outcome.run.placement.num_trainers
         plan = resolve(run, ModelFacts.of_shape(shape), devices, world_size=trainers)
         refused = [x.message for x in findings(plan) if x.level == "error"]
         assert refused == ["data.train is empty. Name at least one source."], outcome.name
+        assert does_fit(plan), outcome.name
+        assert does_fit_host(plan), outcome.name
+    return len(outcomes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_plan_passes_the_check(name: str) -> None:
+    model, gpu, flags = CASES[name]
+    shape = public_shape(model.name)
+    assert shape is not None
+    assert check_plans(planned(model, gpu, flags), shape)
+
+
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_plan_for_any_hardware_is_one_that_cannot_start(seed: int) -> None:
+    """Models, GPUs, lengths and limits by chance: what is proposed runs; else it is refused, with
+    words."""
+    draw = random.Random(seed)
+    name = draw.choice(["qwen3-0.6b", "qwen3-1.7b", "qwen2.5-7b", "qwen3-8b", "qwen3-32b"])
+    shape = public_shape(name)
+    assert shape is not None
+    rank = draw.choice([0, 0, 32])
+    flags = {
+        "model.shape": name,
+        "plan.gpu": draw.choice(["4090", "a10", "a100-40g", "a100", "h100", "h200"]),
+        "plan.gpus": draw.choice([1, 2, 3, 4, 6, 8, 16]),
+        "plan.steps": 4,
+        "plan.prompt_tokens": draw.choice([64, 1000]),
+        "rollout.max_completion_tokens": draw.choice([512, 4096, 16384]),
+        "rollout.prompts_per_step": draw.choice([7, 16, 32]),
+        "rollout.n_samples_per_prompt": draw.choice([4, 8]),
+        "plan.goal": draw.choice(["throughput", "memory", "on_policy"]),
+        "model.lora.rank": rank,
+        "model.lora.load_in_4bit": str(bool(rank) and draw.random() < 0.5).lower(),
+        **draw.choice([{}, {"plan.host_gib": 64}, {"plan.host_gib": 500}]),
+    }
+    cfg = load_config(PlanConfig, None, [f"--{key}={value}" for key, value in flags.items()])
+    with suppress(UserError):  # which is for what is impossible alone
+        assert check_plans(cfg, shape), flags

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -168,6 +169,49 @@ def local():
     yield make
     for host in hosts:
         host.kill()
+
+
+# ---------------------------------------------------------------- when engines are at work
+
+
+class Timed(Toy):
+    """Says how long it has been inside `step`."""
+
+    busy_s = 0.0
+
+    def step(self):
+        start = time.perf_counter()
+        done = super().step()
+        self.busy_s += time.perf_counter() - start
+        return done
+
+    def stats(self):
+        return replace(super().stats(), busy_s=self.busy_s)
+
+
+def test_the_pool_knows_when_each_engine_was_at_work(local):
+    """Two pieces of work with a pause between, of one engine; the other has none."""
+    engines = [Timed(step_s=0.02), Timed(step_s=0.02)]
+    group = local(engines)
+    sync(group, 1)
+    begin = time.time()
+    for number in range(2):
+        group.submit(make_group(number, size=1))
+        drain(group, version=1)
+        if not number:
+            time.sleep(0.3)
+    end = time.time()
+    busy = group.take_busy()
+    assert busy.keys() == {"engine 0", "engine 1"}
+    spans = sorted(span for spans in busy.values() for span in spans)
+    assert sum(stop - start for start, stop in spans) == pytest.approx(
+        sum(engine.busy_s for engine in engines), rel=0.05
+    )
+    assert begin <= spans[0][0]
+    assert spans[-1][1] <= end
+    pauses = [later[0] - earlier[1] for earlier, later in pairwise(spans)]
+    assert max(pauses) >= 0.25, "work lies where it was, not spread over the pause"
+    assert not any(group.take_busy().values()), "each is told once"
 
 
 # ---------------------------------------------------------------- the same samples

@@ -42,6 +42,7 @@ from hone.planner.memory import (
     training_memory,
 )
 from hone.planner.roofline import training_flops
+from hone.trainer.shown_tokens import ShownTokens
 from hone.trainer.trainer import Trainer
 from hone.types import Column, MicroBatch, Row
 
@@ -263,10 +264,12 @@ class _Probe:
             with self.memory.forward(model.module.parameters):
                 return forward(batch, outputs)
 
-        def every(batches: Iterable[MicroBatch], objective: Objective) -> tuple[Tensor, Metrics]:
+        def every(
+            batches: Iterable[MicroBatch], objective: Objective, shown: ShownTokens | None = None
+        ) -> tuple[Tensor, Metrics]:
             first = self._now()
             with self.memory.passes(lambda: trainer.policy.gradients.values()):
-                result = forward_backward(batches, objective)
+                result = forward_backward(batches, objective, shown)
             self._passes = (first, self._now())
             return result
 

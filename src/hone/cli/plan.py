@@ -25,6 +25,7 @@ from hone.config.rules import findings
 from hone.config.tree import PlanConfig
 from hone.observe.whole_file import whole_file, write_whole
 from hone.planner.comparison import (
+    NUM_WHOLE,
     Comparison,
     Outcome,
     compare,
@@ -77,7 +78,7 @@ examples:
     --plan.staleness '[1, 2, 4]' --pipeline.in_flight abort
 """
 
-_MAX_ROWS = 16
+_MAX_ROWS = NUM_WHOLE
 _NUM_EXPLAINED = 4
 _TELLING_SHARE = 0.01
 """Of a step: differences below are not told."""

@@ -31,6 +31,7 @@ PROGRAMS: Mapping[str, Mapping[str, Command]] = {
 _NOT_SERVED = {
     "train_kto": "OpenRLHF has given up its KTO; `hone dpo --algorithm.loss kto` is one",
     "distillation": "`hone rl --teacher.path MODEL` distils on-policy",
+    "train_opd": "`hone rl --teacher.path MODEL` distils on-policy",
 }
 _TELLING = {  # settings that only one program has, for files that name none
     "trl": {"num_generations": "grpo", "max_completion_length": "grpo", "desirable_weight": "kto",

@@ -27,7 +27,7 @@ from hone.observe.console import Console
 from hone.observe.device_memory import DeviceMemory
 from hone.observe.disk import DiskError
 from hone.observe.gpu_use import GPUUse
-from hone.observe.loggers import RunLog
+from hone.observe.loggers import ENTROPY, POLICY_LOGPROBS, RunLog, chosen
 from hone.observe.metrics import Max, Mean, Metrics, merge, to_scalars
 from hone.observe.metrics_server import MetricsServer
 from hone.observe.spans import Spans
@@ -40,6 +40,8 @@ __all__ = ["Limits", "Recorder", "recording"]
 _log = logging.getLogger(__name__)
 
 GIB = 2**30
+_OF_POLICY = {POLICY_LOGPROBS: "logprobs/policy", ENTROPY: "entropy/policy"}
+"""What is written of a sample's tokens, by the column that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,16 @@ class Recorder:
     """Of this process's device."""
     memory: DeviceMemory = field(init=False)
     """Likewise."""
+    lane: str = "trainer 0"
+    """What this process is called where lanes of all are drawn."""
+    engine_lanes: Callable[[], Mapping[str, Sequence[tuple[float, float]]]] = dict[
+        str, Sequence[tuple[float, float]]
+    ]
+    """When engines apart were at work since the last call, by name."""
+    num_shown: int = 0
+    """Samples of a step that are written."""
+    shown_ids: frozenset[str] = frozenset()
+    """Those of the step in progress."""
     before_failure: Callable[[], None] = lambda: None
     """Called where an error ends the run, as long as events can be written."""
     _unrecorded: tuple[int, Sequence[Group], str] | None = None
@@ -167,6 +179,8 @@ class Recorder:
         """Keep the groups of the step in progress until `record`; where the step fails, they are
         what a person wants to see."""
         self._unrecorded = step, groups, "train"
+        shown = chosen(groups, self.num_shown)
+        self.shown_ids = frozenset(sample.id for group in shown for sample in group.samples)
 
     def evaluated(self, step: int, samples: Sequence[Sample]) -> None:
         """Write some of the samples of an evaluation, which come prompt by prompt."""
@@ -210,9 +224,16 @@ class Recorder:
         own: Metrics = {"mem/rss_gib": Max(rss / GIB), **self.memory.take()}
         if self.gpu_use is not None:
             own["perf/gpu_utilization"] = Mean.of(self.gpu_use.take())
-        machine = merge(*self.mesh.gather(own))
+        own_lane = self.lane, self.spans.take_ended()
+        of_all, trainer_lanes = zip(*self.mesh.gather((own, own_lane)), strict=True)
+        machine = merge(*of_all)
         if self.log is None or self.console is None:
             return
+        engine_lanes = {
+            name: [("generate", *span) for span in spans]
+            for name, spans in self.engine_lanes().items()
+        }
+        self.log.lanes(step, dict(trainer_lanes) | engine_lanes)
         scalars = to_scalars(metrics | machine)
         scalars |= {f"time/{name}_s": value for name, value in seconds.items()}
         if self.mesh.device.type == "cpu":
@@ -241,12 +262,15 @@ class Recorder:
                 for row in rows
                 if "advantages" in row.columns and row.num_trained
             }
-            scored = {
-                row.id: row.column("logprobs/policy")
+            policy = {
+                row.id: {
+                    name: row.column(column)
+                    for name, column in _OF_POLICY.items()
+                    if column in row.columns
+                }
                 for row in rows
-                if "logprobs/policy" in row.columns
             }
-            self.log.samples(step, groups, advantages=advantages, policy_logprobs=scored)
+            self.log.samples(step, groups, advantages=advantages, policy=policy)
             self._unrecorded = None
         lengths = [[len(sample.token_ids) for sample in group.samples] for group in groups]
         alarms = self.alarms.check(step, scalars, lengths=lengths, why_untrained=why_untrained)
@@ -313,7 +337,13 @@ def recording(
 
     spans = Spans(on_begin=begin, on_end=end)
     recorder = Recorder(
-        everyone, spans, alarms, limits=limits, metrics_server=launch.metrics_server
+        everyone,
+        spans,
+        alarms,
+        limits=limits,
+        metrics_server=launch.metrics_server,
+        lane=f"{'trainer' if launch.roles.own == 'policy' else 'critic'} {launch.mesh.world.rank}",
+        num_shown=cfg.log.samples_per_step,
     )
     with ExitStack() as stack:
         recorder.gpu_use = GPUUse.of(everyone.device)

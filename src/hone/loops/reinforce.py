@@ -306,6 +306,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         recorder = stack.enter_context(recording(start, model, limits, plan))
         if pools is not None:
             pools.report_to(recorder.event)
+            recorder.engine_lanes = pools.engines.take_busy
         if scorer is not None:
             scorer.on_wait = recorder.waiting
         built = RLRun(

@@ -88,7 +88,8 @@ class Run(ABC, Generic[Item]):
     def update(self, rows: Sequence[Row], step: int) -> Metrics:
         """Train on `rows`."""
         with self.span(UPDATE):
-            return self.models.update(self.algorithm, rows, step)
+            shown = self.recorder.shown_ids
+            return self.models.update(self.algorithm, rows, step, shown_ids=shown)
 
     def push(self, step: int) -> Metrics:
         """Bring weight version `step` to what samples with it."""

@@ -6,7 +6,8 @@
         log.samples(step, groups)
 
 The run folder holds `metrics.jsonl` (one row a step), `events.jsonl`, `samples.jsonl` (some groups
-of each step, whole) and `histograms.jsonl` (of all its samples); each row is written and flushed at
+of each step, whole), `histograms.jsonl` (of all its samples) and `lanes.jsonl` (what trainers and
+engines did when); each row is written and flushed at
 once, so that a killed run keeps every finished step. When a run resumes at step s, rows of steps
 >= s are cut off: they are about to be computed again.
 """
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "ENTROPY",
     "PER_TOKEN",
     "POLICY_LOGPROBS",
     "RunLog",
     "append_event",
+    "chosen",
     "completion_row",
     "json_line",
     "pair_row",
@@ -47,8 +50,12 @@ _SAME_ROLES = ("completion", "response", "output", "ground_truth")
 """Columns that would be taken for the completion or the answer beside ours."""
 PER_TOKEN = "prompt_token_ids"
 """The first of the fields of a sample's row that have a value for each token."""
-POLICY_LOGPROBS = "policy_logprobs"
-"""The last, where the policy has scored the sample before its update."""
+POLICY_LOGPROBS, ENTROPY = "policy_logprobs", "entropy"
+"""The last: of the policy before its update, or where it has first trained on the tokens."""
+_DIGITS = 5
+"""Of these."""
+
+MAX_LANES = 64
 
 Item = TypeVar("Item")
 
@@ -144,9 +151,9 @@ class RunLog:
         resume_step: int | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._metrics, self._events, self._samples, self._histograms = (
+        self._metrics, self._events, self._samples, self._histograms, self._lanes = (
             _JsonLines(run_dir / f"{name}.jsonl", resume_step)
-            for name in ("metrics", "events", "samples", "histograms")
+            for name in ("metrics", "events", "samples", "histograms", "lanes")
         )
         self._trackers: Sequence[Tracker] = start_trackers(
             cfg, run_dir, resume_step=resume_step, config=config or {}
@@ -169,13 +176,22 @@ class RunLog:
         """Record something that happened: an alarm, a drop, a checkpoint."""
         self._events.write(_event(kind, fields))
 
+    def lanes(self, step: int, lanes: Mapping[str, Sequence[tuple[str, float, float]]]) -> None:
+        """Record what trainers and engines did in a step: state, beginning and end, in seconds of
+        the wall clock. Of very many devices some are left out, evenly."""
+        rounded = {
+            name: [(state, round(begin, 3), round(end, 3)) for state, begin, end in lanes[name]]
+            for name in _spread([*lanes], MAX_LANES)
+        }
+        self._lanes.write({"step": step, "lanes": rounded})
+
     def samples(
         self,
         step: int,
         groups: Sequence[Group],
         *,
         advantages: Mapping[str, float] | None = None,
-        policy_logprobs: Mapping[str, Tensor] | None = None,
+        policy: Mapping[str, Mapping[str, Tensor]] | None = None,
         split: str = "train",
         failed_first: bool = False,
     ) -> None:
@@ -184,18 +200,18 @@ class RunLog:
         The histograms are of all samples.
 
         `advantages` maps the id of each trained sample to the mean advantage of its tokens,
-        `policy_logprobs` that of each scored one to the log-probabilities that its trained tokens
-        have under the policy before the update.
+        `policy` that of each to what the policy says of its trained tokens, `POLICY_LOGPROBS` and
+        `ENTROPY`.
         """
         rows: list[dict[str, Any]] = []
-        for group in _chosen(groups, self._samples_per_step, failed_first=failed_first):
+        for group in chosen(groups, self._samples_per_step, failed_first=failed_first):
             for sample in group.samples:
                 place = {"step": step, "split": split}
                 advantage = {} if advantages is None else {"advantage": advantages.get(sample.id)}
                 row = place | advantage | sample_row(sample)
-                if (scored := (policy_logprobs or {}).get(sample.id)) is not None:
-                    values = iter(scored.tolist())
-                    row[POLICY_LOGPROBS] = [next(values) if m else None for m in sample.loss_mask]
+                for name, scored in (policy or {}).get(sample.id, {}).items():
+                    values = (round(value, _DIGITS) for value in scored.tolist())
+                    row[name] = [next(values) if m else None for m in sample.loss_mask]
                 rows.append(row)
                 self._samples.write(row)
         histograms = _histograms(groups, step if split == "train" else None)
@@ -207,13 +223,13 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and release all of them."""
-        files = (self._metrics, self._events, self._samples, self._histograms)
+        files = (self._metrics, self._events, self._samples, self._histograms, self._lanes)
         for destination in (*files, *self._trackers):
             destination.close()
 
 
-def _chosen(groups: Sequence[Group], num_samples: int, *, failed_first: bool) -> list[Group]:
-    """As few groups as hold `num_samples` samples, evenly."""
+def chosen(groups: Sequence[Group], num_samples: int, *, failed_first: bool = False) -> list[Group]:
+    """As few groups as hold `num_samples` samples, evenly: those that are written."""
     largest = max((len(group.samples) for group in groups), default=0)
     count = math.ceil(num_samples / max(largest, 1))
     failed: list[Group] = []
@@ -221,8 +237,8 @@ def _chosen(groups: Sequence[Group], num_samples: int, *, failed_first: bool) ->
     for group in groups:
         has_failed = any(sample.failure is not None for sample in group.samples)
         (failed if failed_first and has_failed else others).append(group)
-    chosen = _spread(failed, count)
-    return chosen + _spread(others, count - len(chosen))
+    found = _spread(failed, count)
+    return found + _spread(others, count - len(found))
 
 
 def _spread(items: Sequence[Item], count: int) -> list[Item]:

@@ -3,6 +3,9 @@
 A step is traced by trainers, in `train_trace`, and by the engines that sampled with the weights
 from before it, in `rollout_trace`. Torch's traces count microseconds from a base that each names,
 so that those of several processes, and hosts with clocks in step, lie side by side.
+
+Viewers drop a slice that ends after the one around it. So times are never counted from 1970, where
+a float of microseconds has steps of a quarter, and a thread that has two names has one track.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ _OWN_US = "own_us"
 _NUM_LONGEST = 10
 _SUFFIX = ".trace.json.gz"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_TRACKS = {"process_name", "process_labels", "process_sort_index"}
-"""Metadata events that say what is drawn beside a process; ours take their place."""
+_DRAWN = ("X", "C", "s", "t", "f", "b", "e", "n")
+"""Slices, counters and arrows. Metadata that says what is drawn beside them is written anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +103,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merged(step: int, traces: Sequence[tuple[Path, dict[str, Any]]]) -> StepTrace:
+    traces = sorted(traces, key=lambda one: _natural(one[1][FACTS]["process"]))
+    bases_ns = [int(trace.get("baseTimeNanoseconds", 0)) for _, trace in traces]
     by_process: list[tuple[str, list[Event]]] = []
-    for number, (_, trace) in enumerate(traces):
+    for number, ((_, trace), base_ns) in enumerate(zip(traces, bases_ns, strict=True)):
         process: str = trace[FACTS]["process"]
-        base_us = trace.get("baseTimeNanoseconds", 0) / 1000
+        base_us = (base_ns - min(bases_ns)) / 1000
         own = list(_renumbered(trace["traceEvents"], number, process, base_us))
         by_process.append((process, own))
     events = [event for _, own in by_process for event in own]
     origin = min((event["ts"] for event in events if event["ph"] == "X"), default=0.0)
     for event in events:
         if "ts" in event:
-            event["ts"] = max(event["ts"] - origin, 0.0)
+            event["ts"] = round(max(event["ts"] - origin, 0.0), 3)
     phases: defaultdict[str, list[_Phase]] = defaultdict(list)
     for process, own in by_process:
         for phase in _phases(own, process):
@@ -124,30 +129,54 @@ def _merged(step: int, traces: Sequence[tuple[Path, dict[str, Any]]]) -> StepTra
     )
 
 
+def _natural(name: str) -> list[tuple[int, str]]:
+    """For an order in which engine 2 comes before engine 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
 def _renumbered(
     events: Sequence[Event], number: int, process: str, base_us: float
 ) -> Iterator[Event]:
-    """The events with processes of their own, that say whose they are."""
-    tracks: dict[Any, int] = {}
+    """The events with processes of their own, that say whose they are.
+
+    What torch says of its recording is left out, with the tracks that have nothing else.
+    """
     labels: dict[Any, str] = {}
+    names: dict[tuple[Any, Any], str] = {}
     for event in events:
         if event["name"] == "process_labels":
             labels[event["pid"]] = event["args"]["labels"]
+        elif event["name"] == "thread_name":  # where there are two, the shorter is the program's
+            track = event["pid"], event["tid"]
+            names[track] = max(names.get(track, ""), event["args"]["name"], key=len)
+    tracks: dict[Any, int] = {}
+    threads: dict[tuple[Any, Any], bool] = {}
     for event in events:
-        if event["name"] in _TRACKS or event.get("cat") == "Trace":
+        if event["ph"] not in _DRAWN or event.get("cat") == "Trace":
             continue
         own = dict(event)
-        pid = tracks.setdefault(event["pid"], 1000 * (number + 1) + len(tracks))
-        own["pid"] = pid
-        if "ts" in own:
-            own["ts"] = own["ts"] + base_us
+        track = event["pid"], event["tid"]
+        own["pid"] = tracks.setdefault(event["pid"], 1000 * (number + 1) + len(tracks))
+        own["ts"] = own["ts"] + base_us
         if "id" in own:  # arrows from launch to kernel
             own["id"] = f"{number}.{own['id']}"
+        threads[track] = threads.get(track, False) or event["name"].startswith(RANGE)
         yield own
     for original, pid in tracks.items():
-        name = f"{process}: {labels.get(original, original)}"
+        name = f"{_told(process)}: {labels.get(original, original)}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    order = sorted(threads, key=lambda track: (not threads[track], str(track[1])))
+    for place, track in enumerate(order):  # that of our ranges first
+        about = {"ph": "M", "pid": tracks[track[0]], "tid": track[1]}
+        if track in names:
+            yield about | {"name": "thread_name", "args": {"name": names[track]}}
+        yield about | {"name": "thread_sort_index", "args": {"sort_index": place}}
+
+
+def _told(process: str) -> str:
+    """For people: a trainer's rank and coordinates, or an engine and its rank."""
+    return f"trainer {process}" if process.startswith("rank") else process
 
 
 @dataclass(frozen=True, slots=True)

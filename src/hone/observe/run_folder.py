@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ _EVAL_FILES = (EVAL_CONFIG, EVAL_METRICS, EVAL_SAMPLES)
 _FILES = (CONFIG, METRICS, "events.jsonl", *_EVAL_FILES)
 """What a folder is known by as one of a run: it has one of them."""
 
+_LANES_BYTES = 1 << 20
+"""Of the file's end that are read."""
 _ENDS = ("error", "interrupted", "finished")
 """Kinds of the events that end a launch."""
 
@@ -138,6 +141,18 @@ class RunFolder:
     def histograms(self) -> list[dict[str, Any]]:
         """Rows of `histograms.jsonl`."""
         return list(_json_rows(self.path / "histograms.jsonl"))
+
+    def newest_lanes(self, num_steps: int) -> list[dict[str, Any]]:
+        """The last rows of `lanes.jsonl`, of which a long run has many."""
+        path = self.path / "lanes.jsonl"
+        if not path.is_file():
+            return []
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - _LANES_BYTES, 0))
+            lines = file.read().split(b"\n")
+        whole = lines[:-1] if size <= _LANES_BYTES else lines[1:-1]
+        return [json.loads(line) for line in whole[-num_steps:]]
 
     def setting(self, dotted: str) -> Any:
         """A configuration value by its dotted name, or None."""

@@ -50,6 +50,7 @@ class Spans:
         self._open: list[tuple[str, float]] = []  # path, start; innermost last
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._trace: deque[tuple[str, float, float]] = deque(maxlen=max_trace_events)
+        self._ended: list[tuple[str, float, float]] = []
 
     @contextmanager
     def span(self, name: str) -> Generator[None]:
@@ -68,6 +69,8 @@ class Spans:
             self._on_end(path)
             self._seconds[path] += end - max(start, self._taken_at)
             self._trace.append((path, start, end))
+            if not self._open:
+                self._ended.append((path, start, end))
 
     def take(self) -> dict[str, float]:
         """Seconds by span path since the last call (or since construction).
@@ -82,6 +85,13 @@ class Spans:
         wall, self._taken_at = now - self._taken_at, now
         top_level = sum(value for path, value in seconds.items() if "/" not in path)
         return {**seconds, "unattributed": max(wall - top_level, 0.0), "step": wall}
+
+    def take_ended(self) -> list[tuple[str, float, float]]:
+        """Outermost spans that have ended since the last call: name, beginning and end, in seconds
+        of the wall clock."""
+        ended, self._ended = self._ended, []
+        base = self._origin_ns / 1e9 - self._origin
+        return [(path, base + start, base + end) for path, start, end in ended]
 
     def trace_events(self) -> list[dict[str, Any]]:
         """Finished spans as Chrome trace events (complete events; microseconds)."""

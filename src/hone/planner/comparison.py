@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 from hone.planner.training_time import TrainingTime
 
 __all__ = [
+    "NUM_WHOLE",
     "Comparison",
     "Outcome",
     "changed_settings",
@@ -49,6 +50,8 @@ __all__ = [
 
 _PLANNED = ("cluster", "engine", "pipeline", "rollout", "algorithm", "critic", "trainer")
 """Sections that a plan decides about."""
+NUM_WHOLE = 16
+"""Outcomes that are simulated for all steps: as many as `hone plan` shows."""
 _TELLING = 1.1
 """Ratios below this are within the error of a prediction."""
 
@@ -186,24 +189,10 @@ def compare(cfg: PlanConfig) -> Comparison:
             notes.append(f"{key}.path '{path}' is taken to be of the policy's shape")
     if shape.num_sliding_layers:
         notes.append("decode steps are taken to read all keys in layers with a sliding window too")
-    outcomes = [
-        Outcome(
-            mode,
-            pipeline.samples_ahead,
-            simulate(
-                placement,
-                of_placement,
-                lengths,
-                num_prompt_tokens=cfg.plan.prompt_tokens,
-                num_steps=cfg.plan.steps,
-                rollout=mode_rollout,
-                pipeline=pipeline,
-                engine=cfg.engine,
-            ),
-            plans[placement],
-        )
+    ways = [
+        _Way(cfg, mode, plans[placement], placement, of_placement, rollout, pipeline, lengths)
         for placement, of_placement in rates.items()
-        for mode, mode_rollout, pipeline in _modes(cfg, placement)
+        for mode, rollout, pipeline in _modes(cfg, placement)
     ]
     return Comparison(
         cfg=cfg,
@@ -211,9 +200,57 @@ def compare(cfg: PlanConfig) -> Comparison:
         num_gpus=num_gpus,
         num_params=shape.num_params,
         lengths=lengths,
-        outcomes=tuple(sorted(outcomes, key=lambda x: _rank(cfg, x))),
+        outcomes=tuple(_simulated(ways)),
         notes=tuple(notes),
     )
+
+
+class _Way(NamedTuple):
+    """A mode on a placement."""
+
+    cfg: PlanConfig
+    mode: str
+    plan: RunPlan
+    placement: Placement
+    rates: Rates
+    rollout: RolloutConfig
+    pipeline: PipelineConfig
+    lengths: Sequence[Sequence[int]]
+
+    def outcome(self, num_steps: int) -> Outcome:
+        run = simulate(
+            self.placement,
+            self.rates,
+            self.lengths,
+            num_prompt_tokens=self.cfg.plan.prompt_tokens,
+            num_steps=num_steps,
+            rollout=self.rollout,
+            pipeline=self.pipeline,
+            engine=self.cfg.engine,
+        )
+        return Outcome(self.mode, self.pipeline.samples_ahead, run, self.plan)
+
+    @property
+    def few_steps(self) -> int:
+        """That tell whether it is worth more, once samples are as old as they may be."""
+        steps = self.cfg.plan.steps
+        return min(max(steps // 8, 3) + self.pipeline.max_staleness, steps)
+
+
+def _simulated(ways: Sequence[_Way]) -> list[Outcome]:
+    """All, best first. A few steps tell which are far behind; the first, and the best of each mode,
+    have all their steps."""
+    cfg = ways[0].cfg
+    found = [way.outcome(way.few_steps) for way in ways]
+    while True:
+        ranked = sorted(range(len(ways)), key=lambda number: _rank(cfg, found[number]))
+        best_of_mode = {ways[number].mode: number for number in reversed(ranked)}
+        wanted = {*ranked[:NUM_WHOLE], *best_of_mode.values()}
+        short = [number for number in wanted if len(found[number].run.steps) < cfg.plan.steps]
+        if not short:
+            return [found[number] for number in ranked]
+        for number in short:
+            found[number] = ways[number].outcome(cfg.plan.steps)
 
 
 def _rank(cfg: PlanConfig, outcome: Outcome) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from queue import Empty, SimpleQueue
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any
 
 from hone.distributed.pool import LOOK_S, Member, Pending, Pool, Worker, WorkersLostError
@@ -52,6 +52,8 @@ class _Member(Member[Request]):
     poll: Pending | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     beat: int = -1
+    busy: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """When it was at work, in seconds of this host's wall clock; what touches is one."""
 
 
 class EnginePool(Pool[Request, _Member]):
@@ -101,6 +103,14 @@ class EnginePool(Pool[Request, _Member]):
         """
         self._add((request.id, request) for request in requests)
         self._assign()
+
+    def take_busy(self) -> dict[str, list[tuple[float, float]]]:
+        """When each engine was at work since the last call, by its name: beginning and end, in
+        seconds of the wall clock."""
+        taken: dict[str, list[tuple[float, float]]] = {}
+        for member in self._members:
+            taken[member.worker.name], member.busy = member.busy, []
+        return taken
 
     def step(self) -> list[Completion]:
         """What any engine has finished, waiting for a moment where that is nothing.
@@ -288,6 +298,7 @@ class EnginePool(Pool[Request, _Member]):
             name: getattr(self._totals, name) + getattr(stats, name) - getattr(member.stats, name)
             for name in _COUNTED
         }
+        _add_busy(member.busy, stats.busy_s - member.stats.busy_s)
         self._totals, member.stats = EngineStats(**changed), stats
 
     def _new_member(self, index: int, worker: Worker, starting: Pending | None) -> _Member:
@@ -324,7 +335,21 @@ class EnginePool(Pool[Request, _Member]):
             self._finished.append(Completion.as_submitted(request, StopReason.ERROR, error))
 
 
+_BLINK_S = 0.02
+"""Pauses that are none."""
 _COUNTED = [stat.name for stat in fields(EngineStats) if stat.name != "kv_cache_usage"]
+
+
+def _add_busy(busy: list[tuple[float, float]], busy_s: float) -> None:
+    """An engine that answers now has been at work for `busy_s` since its answer before: at the end
+    of that time, since it answers when something has finished, and waits for what is sent."""
+    if busy_s <= 0:
+        return
+    now = time()
+    start = now - busy_s
+    if busy and start - busy[-1][1] < _BLINK_S:
+        start = busy.pop()[0]
+    busy.append((start, now))
 
 
 def _drop_ended(calls: list[Pending]) -> None:

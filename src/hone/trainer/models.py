@@ -17,6 +17,7 @@ from hone.algorithms.algorithm import Algorithm, Outputs
 from hone.observe.merged_trace import RANGE
 from hone.observe.metrics import Last, Metrics
 from hone.trainer.scorer import FrozenScorer, RowScorer
+from hone.trainer.shown_tokens import ShownTokens
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
 from hone.weights.parity import ParityGate
@@ -77,16 +78,27 @@ class Models:
             metrics |= self.parity.check(rows, self.trainer)
         return rows, metrics
 
-    def update(self, algorithm: Algorithm[Item], rows: Sequence[Row], step: int) -> Metrics:
-        """Train on `rows` every role that learns in `step`. What the policy's `train/` metrics are
+    def update(
+        self,
+        algorithm: Algorithm[Item],
+        rows: Sequence[Row],
+        step: int,
+        *,
+        shown_ids: frozenset[str] = frozenset(),
+    ) -> Metrics:
+        """Train on `rows` every role that learns in `step`; those of `shown_ids` then have what the
+        policy says of their tokens, as columns. What the policy's `train/` metrics are
         for it, `<role>/` ones are for another role. Collective."""
         metrics: Metrics = {}
+        shown = ShownTokens(shown_ids) if shown_ids else None
         for role, trainer in self.learners.items():
             if step > algorithm.needs.learns_after.get(role, 0):
                 with record_function(f"{RANGE}update {role}"):
-                    own = trainer.update(rows)
+                    own = trainer.update(rows, shown if role == "policy" else None)
                 prefix = "train/" if role == "policy" else f"{role}/"
                 metrics |= {key.replace("train/", prefix): value for key, value in own.items()}
+        if shown is not None and "policy" in self.learners:  # once all have trained on equal rows
+            shown.add_to(rows, self.trainer.mesh)
         return self.share(metrics | self._memory())
 
     def _memory(self) -> Metrics:

@@ -36,6 +36,7 @@ from hone.trainer.policy import BasePolicy, Policy
 from hone.trainer.precision import apply_matmul_precision
 from hone.trainer.recompute import apply_recompute, can_recompute, recompute_fully
 from hone.trainer.sharded import ShardedModel, ShardedPolicy
+from hone.trainer.shown_tokens import ShownTokens
 from hone.trainer.tensor import parallelize
 from hone.types import MicroBatch
 
@@ -180,13 +181,17 @@ class ParallelModel:
         return self._sharded(partial(self._forward, batch, outputs))
 
     def forward_backward(
-        self, batches: Iterable[MicroBatch], objective: Objective
+        self,
+        batches: Iterable[MicroBatch],
+        objective: Objective,
+        shown: ShownTokens | None = None,
     ) -> tuple[Tensor, Metrics]:
         """Add the gradient of one optimizer step's loss, one micro-batch at a time.
 
-        Returns the loss, a scalar on the device, and the metrics: of all rows, equal on every rank.
+        `shown` sees the outputs of each. Returns the loss, a scalar on the device, and the metrics:
+        of all rows, equal on every rank.
         """
-        learning = _Learning(objective, self.mesh)
+        learning = _Learning(objective, self.mesh, shown)
         if self._pipeline is not None:
             assert self._sharded is not None
             num_passes = self._pipeline.forward_backward(
@@ -294,8 +299,8 @@ class ParallelModel:
 class _Learning:
     """Loss, metrics and gradients of one optimizer step's micro-batches."""
 
-    def __init__(self, objective: Objective, mesh: Mesh) -> None:
-        self._objective = objective
+    def __init__(self, objective: Objective, mesh: Mesh, shown: ShownTokens | None) -> None:
+        self._objective, self._shown = objective, shown
         self._device = mesh.device
         self.loss = torch.zeros((), device=mesh.device)
         self.metrics: list[Metrics] = []
@@ -309,6 +314,8 @@ class _Learning:
             (0.0 * scored.sum()).backward()
             return
         # Nothing from here on waits for the device.
+        if self._shown is not None:
+            self._shown.see(batch, outputs)
         scored.retain_grad()
         batch = on_device(batch, self._device)
         found = objective(outputs, batch)

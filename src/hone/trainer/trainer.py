@@ -37,6 +37,7 @@ from hone.trainer.parallel_model import ParallelModel
 from hone.trainer.pipeline import with_other_stages
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.scorer import agree, agreed_passes, row_outputs
+from hone.trainer.shown_tokens import ShownTokens
 from hone.types import MicroBatch, Row
 
 __all__ = ["Trainer"]
@@ -119,8 +120,8 @@ class Trainer:
 
         return self.repair.until_it_fits("forward", rows, score)
 
-    def update(self, rows: Sequence[Row]) -> Metrics:
-        """Train on the rows of one rollout, or one step's demonstrations.
+    def update(self, rows: Sequence[Row], shown: ShownTokens | None = None) -> Metrics:
+        """Train on the rows of one rollout, or one step's demonstrations; `shown` sees the outputs.
 
         Rows need the columns that the objective names, and those of `outputs_before`. Raises
         NonFiniteError for numbers that are not finite, ValueError for a row that does not fit into
@@ -129,11 +130,11 @@ class Trainer:
         agree(rows, [], self.mesh, step=self.optimizer.num_steps)
         self._check(rows)
         steps = self.batcher.optimizer_steps(rows, self.num_updates)
-        metrics = merge(*(self._step(step_rows) for step_rows in steps))
+        metrics = merge(*(self._step(step_rows, shown) for step_rows in steps))
         self.num_updates += 1
         return metrics
 
-    def _step(self, rows: Sequence[Row]) -> Metrics:
+    def _step(self, rows: Sequence[Row], shown: ShownTokens | None) -> Metrics:
         """One optimizer step. Without a single trained token it is a no-op that is counted.
 
         Raises NonFiniteError, with weights and optimizer untouched, for a loss or gradient that is
@@ -141,7 +142,7 @@ class Trainer:
         """
         if not any(row.num_trained for row in rows):
             return {"train/num_skipped_steps": Sum(1)}
-        loss, metrics = self.forward_backward(rows)
+        loss, metrics = self.forward_backward(rows, shown)
         norm = self.policy.gradient_norm()
         if not bool((norm + loss).isfinite()):
             parameter = self.policy.non_finite_gradient()
@@ -157,13 +158,15 @@ class Trainer:
             "train/num_optimizer_steps": Sum(1),
         }
 
-    def forward_backward(self, rows: Sequence[Row]) -> tuple[Tensor, Metrics]:
+    def forward_backward(
+        self, rows: Sequence[Row], shown: ShownTokens | None = None
+    ) -> tuple[Tensor, Metrics]:
         """The gradient of one optimizer step over `rows`; loss and metrics as
         `ParallelModel.forward_backward`. Raises as `Repair.until_it_fits`."""
 
         def compute() -> tuple[Tensor, Metrics]:
             batches = self._micro_batches(rows, self.objective.weights(rows))
-            return self.model.forward_backward(batches, self.objective)
+            return self.model.forward_backward(batches, self.objective, shown)
 
         discard = self.policy.drop_gradient
         return self.repair.until_it_fits("backward", rows, compute, discard=discard)

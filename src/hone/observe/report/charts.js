@@ -435,7 +435,67 @@ function drawColumns(figure, chart) {
   });
 }
 
-const DRAW = { curves: drawCurves, bars: drawBars, columns: drawColumns };
+// What devices did over time: a lane each, a colour a state. It is not zoomed with the others, whose
+// steps it has not all.
+const LANE = 20;
+function drawLanes(figure, chart) {
+  const plot = figure.querySelector(".plot");
+  plot.style.height = `${PAD.top + LANE * chart.lanes.length + PAD.bottom}px`;
+  const inks = chart.states.map((state, k) =>
+    state === "wait" ? "var(--rest)" : state === "asleep" ? "var(--asleep)" : color(k),
+  );
+  const widest = Math.max(...chart.lanes.map(({ name }) => name.length));
+  const [left, right] = [14 + 6.2 * widest, plot.clientWidth - 44];
+  const bottom = PAD.top + LANE * chart.lanes.length;
+  const end = Math.max(...chart.steps.map(([, , to]) => to)) || 1;
+  const sx = (s) => left + (s / end) * (right - left);
+  const apart = tickStep(0, end, plot.clientWidth < 420 ? 3 : 6);
+  const lanes = chart.lanes.map(({ name, use, spans }, k) => {
+    const y = PAD.top + LANE * k;
+    const text = { y: y + LANE / 2, dy: 3.5 };
+    const rects = spans.map(([state, from, to]) =>
+      svg("rect", { x: sx(from), width: Math.max(sx(to) - sx(from), 0.4), y: y + 2, height: LANE - 4, fill: inks[state] }),
+    );
+    return [
+      svg("text", { x: left - 8, "text-anchor": "end", ...text }, escapeHtml(name)),
+      svg("rect", { x: left, width: right - left, y: y + 2, height: LANE - 4, class: "lane" }),
+      ...rects,
+      svg("text", { x: right + 6, ...text }, `${Math.round(100 * use)}%`),
+    ].join("");
+  });
+  const axes = [
+    ...chart.steps.map(([, from]) =>
+      svg("line", { class: "grid", x1: sx(from), x2: sx(from), y1: PAD.top - 4, y2: bottom }),
+    ),
+    svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
+    ...ticks(0, end, apart).map((s) =>
+      svg("text", { x: sx(s), y: bottom + 16, "text-anchor": "middle" }, tick(s, apart)),
+    ),
+  ];
+  plot.innerHTML = picture(plot, axes.join("") + lanes.join(""));
+  const seen = chart.states.map((_, state) =>
+    chart.lanes.some(({ spans }) => spans.some(([held]) => held === state)),
+  );
+  drawLegend(
+    figure,
+    chart.states.flatMap((state, k) => (seen[k] ? [[inks[k], state, ""]] : [])),
+  );
+  plot.onpointermove = (event) => {
+    const box = plot.getBoundingClientRect();
+    const lane = chart.lanes[Math.floor((event.clientY - box.top - PAD.top) / LANE)];
+    const at = ((event.clientX - box.left - left) / (right - left)) * end;
+    if (!lane || at < 0 || at > end) return void (TIP.hidden = true);
+    const step = chart.steps.findLast(([, from]) => from <= at) ?? chart.steps[0];
+    const held = lane.spans.findLast(([, from, to]) => from <= at && at <= to);
+    const told = held
+      ? row(inks[held[0]], chart.states[held[0]], `${number(held[2] - held[1])} s`)
+      : row("transparent", "nothing", "");
+    showTip(event, stepLine(step[0]) + row("transparent", lane.name, percent(lane.use)) + told);
+  };
+  plot.onpointerleave = () => (TIP.hidden = true);
+}
+
+const DRAW = { curves: drawCurves, bars: drawBars, columns: drawColumns, lanes: drawLanes };
 
 function draw(figure) {
   const chart = DATA.sections[figure.dataset.section].charts[figure.dataset.chart];

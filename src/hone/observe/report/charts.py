@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hone.observe.histogram import NUM_BINS
+from hone.observe.report.lanes import lanes_chart
 from hone.observe.run_folder import RunFolder
 
 __all__ = ["chart_data"]
@@ -115,7 +116,7 @@ def chart_data(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
     A chart has `title`, `unit` and `kind`. `curves` has `lines`, each with the number of its `run`,
     whose steps its `values` are at; `bars` and `columns` (a histogram for each of its steps) have
-    `steps` of their own.
+    `steps` of their own; `lanes` are over time.
     """
     grids = [_thin(run.rows, ()) for run in runs]
     sections = [*_curves(runs), *_histograms(runs), *_phases(runs)]
@@ -231,12 +232,17 @@ def _values(row: Mapping[str, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[An
 
 
 def _phases(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    charts = [
-        chart | ({"title": f"{chart['title']} of {run.name}"} if len(runs) > 1 else {})
-        for run in runs
-        if (chart := _phase_chart(run)) is not None
-    ]
-    return [{"title": "Where the time went", "charts": charts}] if charts else []
+    sections: list[dict[str, Any]] = []
+    drawn = (("Where the time went", _phase_chart), ("What each device did", lanes_chart))
+    for title, draw in drawn:
+        charts = [
+            chart | ({"title": f"{chart['title']} of {run.name}"} if len(runs) > 1 else {})
+            for run in runs
+            if (chart := draw(run)) is not None
+        ]
+        if charts:
+            sections.append({"title": title, "charts": charts})
+    return sections
 
 
 def _phase_chart(run: RunFolder) -> dict[str, Any] | None:

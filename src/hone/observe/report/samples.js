@@ -145,6 +145,11 @@ const SHADES = {
     marks: ["1", "1.3", "1.6", "2.1", "2.7"],
     text: "the importance ratio of trainer and engine, either way",
   },
+  entropy: {
+    depth: ({ entropy }) => (entropy === null ? null : 2 * entropy),
+    marks: ["0", "1", "2", "3", "4 nats"],
+    text: "the entropy of the distribution that it was drawn from, by the trainer",
+  },
   staleness: {
     depth: ({ behind }) => behind,
     marks: ["0", "2", "4", "6", "8"],
@@ -163,23 +168,24 @@ function shadeOf(token) {
 
 // What `data-t` of a token says, and what is read from it.
 const written = (token) =>
-  [token.id, token.logprob, token.policy, token.version, token.behind, token.isOwn ? 1 : 0]
+  [token.id, token.logprob, token.policy, token.entropy, token.version, token.behind, token.isOwn ? 1 : 0]
     .map((v) => v ?? "none")
     .join(" ");
 function tokenOf(data) {
-  const [id, logprob, policy, version, behind, isOwn] = data
+  const [id, logprob, policy, entropy, version, behind, isOwn] = data
     .split(" ")
     .map((text) => (text === "none" ? null : Number(text)));
-  return { id, logprob, policy, version, behind, isOwn: isOwn === 1 };
+  return { id, logprob, policy, entropy, version, behind, isOwn: isOwn === 1 };
 }
 
 // A token of a sample that trained `step`, or of none.
-function tokenHtml({ ids, logprobs, policy, versions, mask }, piece, i, step = null) {
+function tokenHtml({ ids, logprobs, policy, entropy, versions, mask }, piece, i, step = null) {
   const version = (Array.isArray(versions) ? versions[i] : versions) ?? null;
   const token = {
     id: ids[i],
     logprob: logprobs[i] ?? null,
     policy: policy?.[i] ?? null,
+    entropy: entropy?.[i] ?? null,
     version,
     behind: step === null || version === null || version < 0 ? null : step - 1 - version,
     isOwn: mask === 1 || mask[i] === 1,
@@ -644,13 +650,14 @@ async function startSamples() {
 function tokenTip(event) {
   const token = event.target.closest?.("[data-t]");
   if (!token) return;
-  const { id, logprob, policy, version, behind, isOwn } = tokenOf(token.dataset.t);
+  const { id, logprob, policy, entropy, version, behind, isOwn } = tokenOf(token.dataset.t);
   const lines = [["token", id]];
   if (!isOwn) lines.push(["written by", "the environment"]);
   else if (logprob !== null)
     lines.push(["log-prob", logprob.toFixed(3)], ["probability", percent(Math.exp(logprob))]);
   if (isOwn && policy !== null && logprob !== null)
     lines.push(["log-prob of the trainer", policy.toFixed(3)], ["ratio", number(Math.exp(policy - logprob))]);
+  if (isOwn && entropy !== null) lines.push(["entropy", `${number(entropy)} nats`]);
   if (isOwn) lines.push(["weight version", version]);
   if (isOwn && behind !== null) lines.push(["updates behind", behind]);
   showTip(event, lines.map(([name, value]) => `<div>${name}<b>${value}</b></div>`).join(""));

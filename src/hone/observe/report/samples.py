@@ -9,8 +9,8 @@ The index has a number for each sample of what the page filters, sorts and count
     chunk: [{"prompt_id", "task", "prompt", "answer", "samples": [{"id", "text" | "pieces", ...}]}]
 
 `first` is the position of a group's first sample among the `N`. A sample with `pieces`, one a
-token, has `ids`, `logprobs`, `versions` and `mask` beside it, and where the trainer
-has scored it before its update, that as `policy`; one of several turns has `parts`.
+token, has `ids`, `logprobs`, `versions` and `mask` beside it, and where it was trained
+`policy` and `entropy`, what the trainer says of its tokens; one of several turns has `parts`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hone.observe.loggers import PER_TOKEN, POLICY_LOGPROBS
+from hone.observe.loggers import ENTROPY, PER_TOKEN, POLICY_LOGPROBS
 from hone.observe.report.pieces import Splitter
 from hone.observe.run_folder import RunFolder
 
@@ -209,11 +209,11 @@ def text_of(row: SampleRow, split: Splitter | None, *, with_tokens: bool) -> dic
         "pieces": pieces,
         "ids": ids,
         "logprobs": [_rounded(value) for value in whole.get("logprobs") or []],
-        **(
-            {"policy": list(map(_rounded, policy))}
-            if (policy := whole.get(POLICY_LOGPROBS))
-            else {}
-        ),
+        **{
+            name: list(map(_rounded, values))
+            for name, field in (("policy", POLICY_LOGPROBS), ("entropy", ENTROPY))
+            if (values := whole.get(field))
+        },
         "versions": versions[0] if len(set(versions)) == 1 else versions,
         "mask": 1 if all(mask) else mask,
     }

@@ -1,0 +1,61 @@
+"""What an update says of single tokens of a few rows, for people who look at samples.
+
+    shown = ShownTokens(ids)
+    trainer.update(rows, shown)
+    shown.add_to(rows, trainer.mesh)     # columns `logprobs/policy`, `entropy/policy`
+
+The loss computes both for every token: what is kept costs no pass, and nothing that waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hone.algorithms.algorithm import Outputs
+from hone.config.algorithm import Output
+from hone.distributed.mesh import Mesh
+from hone.types import Column, MicroBatch, Row
+
+__all__ = ["ShownTokens"]
+
+_SHOWN: tuple[Output, ...] = ("logprobs", "entropy")
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTokens:
+    """Of the rows with these `ids`, as the policy first has them in the update."""
+
+    ids: frozenset[str]
+    _passes: list[tuple[Sequence[str], Outputs]] = field(
+        default_factory=list[tuple[Sequence[str], Outputs]]
+    )
+    """Ids of a pass, and its outputs over all trained tokens."""
+
+    def see(self, batch: MicroBatch, outputs: Outputs) -> None:
+        """Keep what a pass with gradient has computed."""
+        if not self.ids.isdisjoint(batch.ids):
+            found: Outputs = {name: outputs[name].detach() for name in _SHOWN if name in outputs}
+            self._passes.append((batch.ids, found))
+
+    def add_to(self, rows: Sequence[Row], mesh: Mesh) -> None:
+        """Give the rows what they do not have, in every process. Collective."""
+        num_trained = {row.id: row.num_trained for row in rows}
+        own: dict[str, Outputs] = {}
+        for ids, outputs in self._passes:
+            sizes = [num_trained[row_id] for row_id in ids]
+            columns: Outputs = {name: values.cpu() for name, values in outputs.items()}
+            ends = np.cumsum(sizes).tolist()
+            for row_id, size, end in zip(ids, sizes, ends, strict=True):
+                if row_id in self.ids and row_id not in own:
+                    part: Outputs = {k: v[end - size : end].clone() for k, v in columns.items()}
+                    own[row_id] = part
+        everyones: dict[str, Outputs] = {}
+        for of_rank in mesh.gather(own):
+            everyones |= of_rank
+        for row in rows:
+            for name, values in everyones.get(row.id, {}).items():
+                row.columns.setdefault(f"{name}/policy", Column(values))
