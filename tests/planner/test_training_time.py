@@ -54,6 +54,14 @@ def test_what_saves_memory_costs_what_was_measured(
     assert ratio == pytest.approx(measured, abs=0.06)
 
 
+def test_layers_computed_again_cost_what_they_are_of_all() -> None:
+    """Of 36: `uniform` computes each once more, `block` those that it names."""
+    off, full = (seconds(plan_of("qwen3-4b", recompute=mode)) for mode in ("off", "full"))
+    assert seconds(plan_of("qwen3-4b", recompute="uniform:5")) == pytest.approx(full)
+    nine = seconds(plan_of("qwen3-4b", recompute="block:9"))
+    assert nine - off == pytest.approx((full - off) / 4)
+
+
 def test_states_in_fewer_bits_travel_faster() -> None:
     plain = seconds(plan_of("qwen3-1.7b"))
     full = seconds(plan_of("qwen3-1.7b", offload="optimizer")) - plain

@@ -73,7 +73,7 @@ def cases():
     for name, layout in LAYOUTS[dist.get_world_size()].items():
         yield name, MODEL, entropy, many, {"micro_batch_size": 2, "parallel": layout}
     yield "untied", UNTIED, plain, many, {"micro_batch_size": 2, "parallel": parallel}
-    for mode in ("full", "selective"):
+    for mode in ("full", "selective", "uniform:2", "block:2"):
         settings = {**ONE_ROW, "recompute": mode, "parallel": parallel}
         yield f"recompute {mode}", MODEL, plain, many, settings
     yield "one micro-batch", MODEL, plain, few, {"parallel": parallel}

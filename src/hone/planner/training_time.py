@@ -179,9 +179,19 @@ class TrainingTime:
         world = role.axes.world
         return self._gpu_rate * world * (self.assumed.training_scaling if world > 1 else 1.0)
 
-    @staticmethod
-    def _recomputed_share(trainer: SFTTrainerConfig) -> float:
-        return _RECOMPUTED[trainer.recompute] / trainer.recompute_every_n_layers
+    def _recomputed_share(self, trainer: SFTTrainerConfig) -> float:
+        return _RECOMPUTED[trainer.recompute_mode] * self._recomputed_layers(trainer)
+
+    def _recomputed_layers(self, trainer: SFTTrainerConfig) -> float:
+        """Share of the layers that are computed again."""
+        number = self._layers_of_stage
+        return sum(map(len, trainer.recomputed_spans(number))) / number
+
+    @property
+    def _layers_of_stage(self) -> int:
+        shape, axes = self.plan.shape, self.plan.policy.axes
+        assert shape is not None
+        return -(-shape.num_layers // axes.pipeline)
 
     def _num_micro_batches(self, num_tokens: int) -> int:
         """Of each device, in an epoch."""
@@ -259,9 +269,9 @@ class TrainingTime:
             seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
         own_tokens = num_tokens / (axes.data * axes.context)
         # Passes that talk: forward, backward, and forward again, which may keep attention.
-        again = 1 / trainer.recompute_every_n_layers
-        passes = 2 + again * (trainer.recompute != "off")
-        attention_passes = 2 + again * (trainer.recompute == "full")
+        again = self._recomputed_layers(trainer)
+        passes = 2 + again
+        attention_passes = 2 + again * (trainer.recompute_mode == "full")
         keys = 2 * shape.num_kv_heads * shape.head_dim
         if axes.tensor > 1:  # two gathers and two sums a pass
             values = 2 * shape.num_layers * shape.hidden_size * own_tokens
@@ -290,8 +300,8 @@ class TrainingTime:
         if not trainer.offload_activations or trainer.recompute == "off":
             return 0.0
         axes = plan.policy.axes
-        num_layers = -(-shape.num_layers // trainer.recompute_every_n_layers)
-        values = num_layers * shape.hidden_size * num_tokens / (axes.data * axes.context)
+        num_spans = len(trainer.recomputed_spans(self._layers_of_stage))
+        values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
         return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 
     def _offloads_s(self, num_micro_batches: int, backward_s: float) -> float:

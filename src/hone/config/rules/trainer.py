@@ -86,6 +86,20 @@ _MEMORY = (
           fix="trainer.recompute = full | trainer.offload_activations = false"),
     unused("trainer.recompute_every_n_layers", "trainer.recompute = off",
            why="nothing is recomputed", instead="trainer.recompute = full"),
+    unused("trainer.recompute_every_n_layers", "@recompute_number > 0",
+           says="trainer.recompute_every_n_layers is set, and trainer.recompute is "
+           "{trainer.recompute}",
+           why="that says itself which layers are recomputed", instead="trainer.recompute = full"),
+    warning("@recompute_number > @layers_of_stage",
+            says="trainer.recompute is {trainer.recompute}, and a stage has {layers_of_stage} "
+            "layers",
+            why="there are no more to recompute",
+            fix="name {layers_of_stage} layers or fewer"),
+    error("@recomputes_together", "not @has_spec",
+          says="trainer.recompute is {trainer.recompute}, and {the_model} is of the family "
+          "{family}",
+          why="what its forward does between its layers is not known",
+          fix="trainer.recompute = full"),
     error("trainer.offload != none", "trainer.optimizer.name = muon",
           why="Muon multiplies whole momentum matrices with themselves in every step, while what "
           "lies on the host visits the device in pieces",
@@ -167,6 +181,10 @@ _FORMATS = (
           ("trainer.offload = parameters",
            "exact mode computes with the engine's layers, which hold their weights",
            "trainer.offload = gradients"))),
+    error("model.exact", "@recompute_number > 0", only=_EXACT,
+          says="model.exact is on, and trainer.recompute is {trainer.recompute}",
+          why="exact mode recomputes every layer by itself, or none",
+          fix="trainer.recompute = full | trainer.recompute = off"),
     error("model.exact", "trainer.(recompute_every_n_layers|offload_activations) is set",
           only=_EXACT, given=("trainer.recompute = full",),
           why="exact mode recomputes every layer from its input on the device",
