@@ -78,10 +78,12 @@ class SFTTrainerConfig(Section):
 
     max_tokens_per_forward: int | None = Field(default=None, ge=1)
     """Token budget of forward-only passes (old and reference log-probabilities, the evaluation of
-    `hone sft`); unset: twice `max_tokens_per_microbatch`."""
+    `hone sft`); unset: `micro_batch_size` where that is set, else twice
+    `max_tokens_per_microbatch`."""
 
     micro_batch_size: int | None = Field(default=None, ge=1)
-    """Sequences per micro-batch, as an alternative to the token budget; unset: dynamic batches."""
+    """Sequences per micro-batch, as an alternative to `max_tokens_per_microbatch`; unset: dynamic
+    batches."""
 
     recompute: Recompute = "off"
     """What backward computes again instead of keeping it: `full` all of a decoder layer but its
