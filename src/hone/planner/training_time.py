@@ -18,7 +18,9 @@ assumes. On top of them come, by count and with the rates of benchmarks/memory.m
   weights. They run beside the products of four fifths of the passes that they belong to, and take
   time where the link is too slow for that.
   Those of tensor, Ulysses and ring parallelism hold up the pass, and once more where layers are
-  recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind.
+  recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind;
+* pipeline stages: of S stages each waits for S - 1 micro-batches in every optimizer step. What they
+  send is hidden.
 """
 
 from __future__ import annotations
@@ -109,6 +111,9 @@ class TrainingTime:
         seconds += max(values_s - self._scores_itself * forward / self._rate, 0.0)
         seconds += max(critic_s - update_flops / self._rate, 0.0)
         num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
+        # Stages wait while an optimizer step's first micro-batch comes and its last one goes.
+        waits = (plan.policy.axes.pipeline - 1) * self._num_steps / num_micro_batches
+        seconds += waits * compute_s
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
         seconds += self._activations_s(epochs * num_tokens)
@@ -207,10 +212,10 @@ class TrainingTime:
 
     @property
     def _num_params(self) -> int:
-        """What is trained, of each rank along tensor."""
-        shape, lora = self.plan.shape, self._config.model.lora
+        """What is trained, of each rank along tensor, of a pipeline stage."""
+        shape, lora, axes = self.plan.shape, self._config.model.lora, self.plan.policy.axes
         assert shape is not None
-        return (adapter_params(shape, lora) or shape.num_params) // self.plan.policy.axes.tensor
+        return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
 
     @property
     def _unpacking_s(self) -> float:
@@ -252,7 +257,7 @@ class TrainingTime:
             sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
             # Of experts a process gathers and reduces its own.
             elsewhere = shape.expert_params * (axes.expert - 1) // axes.expert
-            weights = 2 * (sharded - elsewhere) // axes.tensor
+            weights = 2 * (sharded - elsewhere) // axes.tensor // axes.pipeline
             reduced = _GRADIENT_BYTES * self._num_params
             if not self._config.model.lora.rank:
                 reduced -= _GRADIENT_BYTES * elsewhere
@@ -272,13 +277,13 @@ class TrainingTime:
         again = self._recomputed_layers(trainer)
         passes = 2 + again
         attention_passes = 2 + again * (trainer.recompute_mode == "full")
-        keys = 2 * shape.num_kv_heads * shape.head_dim
+        keys, num_layers = 2 * shape.num_kv_heads * shape.head_dim, self._layers_of_stage
         if axes.tensor > 1:  # two gathers and two sums a pass
-            values = 2 * shape.num_layers * shape.hidden_size * own_tokens
+            values = 2 * num_layers * shape.hidden_size * own_tokens
             seconds += 4 * passes * values * (axes.tensor - 1) / axes.tensor / own_link
         if axes.ulysses > 1:  # queries, keys, values, and what attention returns
             width = 2 * shape.num_heads * shape.head_dim + keys
-            values = 2 * shape.num_layers * width * own_tokens / axes.tensor
+            values = 2 * num_layers * width * own_tokens / axes.tensor
             seconds += attention_passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
         if axes.expert > 1:  # hidden states to experts and back
             width = 2 * shape.experts_per_token * shape.hidden_size
@@ -286,7 +291,7 @@ class TrainingTime:
             seconds += passes * values * (axes.expert - 1) / axes.expert / own_link
         if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
-            values = shape.num_layers * keys * own_tokens / axes.tensor
+            values = num_layers * keys * own_tokens / axes.tensor
             num_bytes = values * (2 * attention_passes * (axes.ring - 1) + 4 * axes.ring)
             seconds += num_bytes / (link * _REACHED)
         return seconds
@@ -323,7 +328,7 @@ class TrainingTime:
             num_bytes += num_micro_batches * _GRADIENT_BYTES * last
             num_bytes += num_steps * _GRADIENT_BYTES * num_params
         if trainer.offloads("parameters"):
-            weights = 2 * shape.num_params / axes.tensor / axes.fsdp
+            weights = 2 * shape.num_params / axes.tensor / axes.pipeline / axes.fsdp
             num_bytes += 2 * num_micro_batches * weights
         if trainer.enable_sleep:
             num_bytes += 2 * states * num_params

@@ -18,9 +18,9 @@ ROWS: list[Row] = [
      "trainer.parallel.pipeline_parallel_size model.path"),
     ("rl", "--nproc=2 model.exact=true trainer.parallel.pipeline_parallel_size=2", "error",
      "model.exact trainer.parallel.pipeline_parallel_size"),
-    *(("sft", f"--nproc=4 trainer.parallel.pipeline_parallel_size=2 trainer.parallel.{name}=2",
-       "error", f"trainer.parallel.pipeline_parallel_size trainer.parallel.{name}")
-      for name in ("tensor_parallel_size", "ring_size", "ulysses_size", "expert_parallel_size")),
+    ("sft", "--nproc=4 model.path=qwen3_moe trainer.parallel.pipeline_parallel_size=2 "
+     "trainer.parallel.expert_parallel_size=2", "error",
+     "trainer.parallel.pipeline_parallel_size trainer.parallel.expert_parallel_size"),
     ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 model.lora.rank=8", "error",
      "trainer.parallel.pipeline_parallel_size model.lora.rank"),
     ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 trainer.offload=gradients", "error",
@@ -38,6 +38,8 @@ ROWS: list[Row] = [
      "trainer.max_tokens_per_forward trainer.max_tokens_per_microbatch"),
     ("rl", "trainer.micro_batch_size=4 trainer.max_tokens_per_microbatch=9000", "warning",
      "trainer.micro_batch_size trainer.max_tokens_per_microbatch"),
+    ("rl", "trainer.micro_batch_size=4 trainer.max_tokens_per_forward=2047", "error",
+     "trainer.max_tokens_per_forward data.max_prompt_tokens rollout.max_completion_tokens"),
     ("rl", "trainer.micro_batch_size=600", "warning", "trainer.micro_batch_size"),
     ("sft", "trainer.max_tokens_per_microbatch=2000", "error",
      "trainer.max_tokens_per_microbatch data.max_tokens"),
