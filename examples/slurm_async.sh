@@ -6,6 +6,8 @@
 #SBATCH --exclusive
 # The first node trains on its eight GPUs, the others sample:
 #   sbatch slurm_async.sh RECIPE --cluster.num_trainers 8 --cluster.num_engines 16 --pipeline.max_staleness 1
+# Where nodes do not find each other, name their network interface before: `ip -br address` lists them.
+#   export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 set -euo pipefail
 ((SLURM_NNODES > 1)) || { echo 'two nodes at least: one trains, the others sample' >&2; exit 1; }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -5,6 +5,8 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 # Every GPU trains and samples: sbatch slurm_colocated.sh RECIPE [flags]
+# Where nodes do not find each other, name their network interface before: `ip -br address` lists them.
+#   export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 set -euo pipefail
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 exec srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 \

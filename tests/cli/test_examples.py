@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
 from hone.config.model_facts import ModelFacts
-from hone.config.plan import Devices, resolve
+from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.rules import findings
 from hone.config.tree import RLConfig
+from hone.families.shape import public_configs
 from hone.planner.fitting import check_gpu_memory
+from tests.cli.planned_figures import PLAN, planned_comment
 from tests.config import workspace as files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,34 +25,27 @@ _ROW = re.compile(r"\]\((\S+)\) \|.*\|\s*([^|]*?)\s*\|$", re.MULTILINE)
 ROWS = dict(_ROW.findall((EXAMPLES / "README.md").read_text()))
 """By file: the GPUs in its row of the table."""
 GPUS = {"80": "A100", "48": "L40S"}
-QWEN3 = files.MODEL_CONFIG | {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
-SIZES: dict[str, dict[str, Any]] = {
-    "Qwen3-1.7B": QWEN3
-    | dict(zip(("hidden_size", "intermediate_size"), (2048, 6144), strict=True)),
-    "Qwen3-4B": QWEN3 | dict(zip(("hidden_size", "intermediate_size"), (2560, 9728), strict=True)),
-    "Qwen3-8B": QWEN3 | dict(zip(("hidden_size", "intermediate_size"), (4096, 12288), strict=True)),
-    "Qwen2-7B-Instruct": QWEN3
-    | {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_key_value_heads": 4,
-        "vocab_size": 152_064,
-    },
+PER_NODE = 8
+QWEN2 = files.MODEL_CONFIG | {
+    "model_type": "qwen2",
+    "head_dim": 128,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
 }
-LAYERS = {"Qwen3-1.7B": (28, 16), "Qwen3-4B": (36, 32), "Qwen3-8B": (36, 32)}
+"""Of 7B, which is no public name of hone's."""
 
 
 def with_local_model(recipe: str, folder: Path) -> RLConfig:
     """The recipe with a model of the same shape, without weights, and one row of data."""
     name = load_config(RLConfig, EXAMPLES / recipe, []).model.path.rpartition("/")[2]
-    layers, heads = LAYERS.get(name, (28, 28))
-    shape = SIZES[name] | {
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": name in ("Qwen3-1.7B", "Qwen3-4B"),
-    }
+    public = public_configs().get(name.lower().removesuffix("-instruct"))
+    shape = QWEN2 if public is None else {**files.MODEL_CONFIG, **public}
     (folder / "model" / "config.json").write_text(json.dumps(shape))
     local = ["--model.path=model", "--data.train=[{path: train.jsonl}]"]
     return load_config(RLConfig, EXAMPLES / recipe, local)
@@ -59,8 +53,25 @@ def with_local_model(recipe: str, folder: Path) -> RLConfig:
 
 def num_processes(recipe: str, cfg: RLConfig) -> int:
     """As the command in the file's comment says."""
-    said = re.search(r"--nproc (\d+)", (EXAMPLES / recipe).read_text())
+    said = re.search(r"--nproc (\d+)", text := (EXAMPLES / recipe).read_text())
+    nodes = re.search(r"--nodes (\d+) .*slurm_colocated", text)
+    if nodes:
+        return PER_NODE * int(nodes[1])
     return int(said[1]) if said else cfg.cluster.num_trainers
+
+
+def plan_of(recipe: str) -> RunPlan:
+    """As it is shipped, on nodes with the GPUs of its row."""
+    cfg = load_config(RLConfig, EXAMPLES / recipe, [])
+    return resolved(recipe, cfg, num_processes(recipe, cfg), per_node=PER_NODE)
+
+
+def resolved(recipe: str, cfg: RLConfig, nproc: int, *, per_node: int | None = None) -> RunPlan:
+    """`per_node` tells fast links from slow ones; None: of GPUs that are not here."""
+    gpu = gpu_peaks(GPUS[ROWS[recipe].split(" of ")[1].split()[0]])
+    assert gpu is not None
+    devices = Devices(kind="cuda", gpu=gpu, per_node=per_node)
+    return resolve(cfg, ModelFacts.known(cfg.model.path), devices, world_size=nproc)
 
 
 @pytest.fixture
@@ -75,16 +86,29 @@ def test_R22_every_example_passes_its_check_and_fits(recipe: str, folder: Path) 
     shipped = load_config(RLConfig, EXAMPLES / recipe, [])
     cfg = with_local_model(recipe, folder)
     nproc = num_processes(recipe, cfg)
-    gpus, gib = re.fullmatch(r"([\d +]+) of (\d+) GB", ROWS[recipe]).groups()  # type: ignore[union-attr]
-    gpu = gpu_peaks(GPUS[gib])
-    assert gpu is not None
+    (gpus,) = re.fullmatch(r"([\d +]+) of \d+ GB", ROWS[recipe]).groups()  # type: ignore[union-attr]
     for each in (shipped, cfg):
-        facts, devices = ModelFacts.known(each.model.path), Devices(kind="cuda", gpu=gpu)
-        plan = resolve(each, facts, devices, world_size=nproc)
+        plan = resolved(recipe, each, nproc)
         assert [finding.message for finding in findings(plan)] == []
         assert [*check_gpu_memory(plan)] == []
     sampling = cfg.cluster.num_engines * cfg.engine.tensor_parallel_size
-    assert [int(n) for n in gpus.split("+")] == [nproc, *([sampling] if sampling else [])]
+    apart = [number for number in (sampling, cfg.cluster.num_critics) if number]
+    assert [int(n) for n in gpus.split("+")] == [nproc, *apart]
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if PLAN.search((EXAMPLES / r).read_text())])
+def test_the_plan_in_a_comment_is_what_the_planner_says(recipe: str) -> None:
+    """After a change: `python -m tests.cli.planned_figures`."""
+    found = PLAN.search((EXAMPLES / recipe).read_text())
+    assert found is not None
+    assert found[0] == planned_comment(plan_of(recipe))
+
+
+def test_every_large_recipe_has_its_plan() -> None:
+    large = [r for r in RECIPES if r.startswith("large/")]
+    assert len(large) == 6
+    for recipe in ("hybrid.yaml", *large):
+        assert PLAN.search((EXAMPLES / recipe).read_text()), recipe
 
 
 def test_every_example_is_in_the_table() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +17,7 @@ import psutil
 import pytest
 
 from hone.config.load import dump_config
+from hone.observe.resumed_run import newest_step
 from tests.tiny_runs import lines, tiny_config, write_inputs
 
 pytest.importorskip("ray")
@@ -173,3 +177,77 @@ def test_a_dead_node_of_trainers_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert "is lost: " in told, told
     assert "error: node " in told, told
     assert "with ranks " in told, told
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_a_node_is_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers on two of three nodes, of which one dies; what its node has left behind on this
+    machine is no part of the cluster any more."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    write_inputs(tmp_path, num_kv_heads=2)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        nodes = {node.node_id: node for node in (cluster.add_node(num_cpus=1) for _ in range(3))}
+        cfg = tiny_config(
+            tmp_path,
+            tmp_path / "run",
+            run={"steps": 400},
+            checkpoint={"every_n_steps": 1},
+            cluster={
+                "num_trainers": 2,
+                "num_engines": 1,
+                "num_nodes": 3,
+                "devices_per_node": 1,
+                "address": cluster.address,
+            },
+            algorithm={"correction": {"kind": "tis"}},
+        )
+        (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
+        log = tmp_path / "log"
+        with log.open("w") as written:
+            run = subprocess.Popen(
+                [sys.executable, "-m", "hone", "rl", "recipe.yaml"],
+                cwd=tmp_path,
+                env=dict(os.environ),
+                stdout=written,
+                stderr=subprocess.STDOUT,
+            )
+        rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 200
+
+        def await_(what: Callable[[], bool]) -> None:
+            while not what():
+                assert run.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.3)
+
+        def is_saved() -> bool:
+            return rows.exists() and (newest_step(tmp_path / "run") or 0) >= 1
+
+        await_(is_saved)
+        ray.init(cluster.address, namespace="watching")
+        (trainers,) = (
+            table["bundles_to_node_id"]
+            for table in ray.util.placement_group_table().values()
+            if table["strategy"] == "STRICT_SPREAD" and table["state"] == "CREATED"
+        )
+        ray.shutdown()
+        dead = next(nodes[name] for name in reversed([*trainers.values()]) if name in nodes)
+        cluster.remove_node(dead, allow_graceful=False)
+        await_(lambda: "the run goes on from step" in log.read_text())
+        resumed = int(re.findall(r"the run goes on from step (\d+)", log.read_text())[-1])
+        await_(lambda: lines(rows)[-1]["step"] >= resumed + 2)
+        run.send_signal(signal.SIGTERM)
+        code = run.wait(timeout=60)
+    finally:
+        cluster.shutdown()
+    told = log.read_text()
+    assert "is lost: " in told, told
+    assert code == 128 + signal.SIGTERM, told
+    steps = [row["step"] for row in lines(rows)]
+    assert steps == list(range(1, len(steps) + 1))

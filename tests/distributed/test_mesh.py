@@ -9,6 +9,7 @@ from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.processes import Processes
+from hone.distributed.watch import LostPeerError
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,16 @@ def test_one_process_shares_with_nobody():
     mesh.agree("anything", object())
     (values,) = mesh.gather_values(torch.arange(3.0), [3])
     assert values.tolist() == [0.0, 1.0, 2.0]
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_host_that_others_cannot_reach_is_told_how_to_name_its_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    own = Processes(rank=1, world_size=2, local_rank=0, local_world_size=1)
+    store = torch.distributed.HashStore()
+    with pytest.raises(LostPeerError, match=r"rank 1 on \S+ could not connect.*nowhere0") as told:
+        Mesh.join(ParallelConfig(timeout_s=5), own, torch.device("cpu"), store=store)
+    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in str(told.value)
     assert not torch.distributed.is_initialized()
 
 

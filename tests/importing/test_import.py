@@ -190,6 +190,15 @@ COMMANDS = [
     ("trl", "trl kto --beta 0.2", {"algorithm.loss": "kto", "algorithm.beta": 0.2}),
     ("relax", "relax/entrypoints/train.py --global-batch-size 64 --rollout-batch-size 16 "
      "--n-samples-per-prompt 8 --colocate", {"trainer.prompts_per_minibatch": 8}),
+    *(("relax", "relax/entrypoints/train.py --recompute-granularity full "
+       f"--recompute-method {method} --recompute-num-layers {number}", {"trainer.recompute": ours})
+      for method, number, ours in (
+          ("uniform", 1, "full"), ("uniform", 4, "uniform:4"), ("block", 12, "block:12"))),
+    ("verl", "verl.trainer.main_ppo "
+     "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full "
+     "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=block "
+     "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=3",
+     {"trainer.recompute": "block:3"}),
     ("relax", "relax/entrypoints/train.py --rollout-batch-size 16 --over-sampling-batch-size 24 "
      "--partial-rollout --partial-rollout-max-aborted-count 3",
      {"rollout.oversample_prompts": 8, "rollout.max_aborted_count": 3}),

@@ -60,6 +60,7 @@ SAME_BITS: dict[str, Sections] = {
     "recompute": {"trainer": {"recompute": "full"}},
     "recompute selectively": {"trainer": {"recompute": "selective"}},
     "recompute every 2nd layer": {"trainer": {"recompute": "full", "recompute_every_n_layers": 2}},
+    "recompute two layers at once": {"trainer": {"recompute": "uniform:2"}},
     "offload_activations": {"trainer": {"recompute": "full", "offload_activations": True}},
     "offload_activations selectively": {
         "trainer": {"recompute": "selective", "offload_activations": True}

@@ -117,6 +117,21 @@ def test_activations_by_hand():
     every = TrainerConfig(recompute="full", recompute_every_n_layers=3)
     found = training_memory(shape, every, dtype="bfloat16", num_tokens=tokens)
     assert found.activations == (18 * expected["off"] + 10 * expected["full"]) // 28 + ends
+    one = training_memory(
+        shape, TrainerConfig(recompute="full"), dtype="bfloat16", num_tokens=tokens
+    )
+    for mode, num_plain, num_inputs, num_together in (
+        ("block:10", 18, 10, 1),
+        ("uniform:5", 0, 6, 5),
+        ("uniform:40", 0, 1, 28),
+    ):
+        found = training_memory(
+            shape, TrainerConfig(recompute=mode), dtype="bfloat16", num_tokens=tokens
+        )
+        of_layers = (num_plain * expected["off"] + num_inputs * expected["full"]) // 28
+        assert found.activations == of_layers + ends, mode
+        more = (num_together - 1) * expected["off"] // 28  # of a span, while backward goes by
+        assert found.workspace == one.workspace + more, mode
     away = TrainerConfig(recompute="full", offload_activations=True)
     found = training_memory(shape, away, dtype="bfloat16", num_tokens=tokens)
     assert found.activations == 2 * tokens * 1024 * 2 + ends

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hone.config.hardware import GPUS, Peaks, known_gpu
@@ -13,6 +14,7 @@ from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.planning import PlanningConfig
 from hone.config.tree import PlanConfig
 from hone.families.shape import public_shape
+from hone.planner.roofline import training_flops
 from hone.planner.training_time import TrainingTime
 
 ROWS = [2048] * 128
@@ -52,6 +54,40 @@ def test_what_saves_memory_costs_what_was_measured(
 ) -> None:
     ratio = seconds(plan_of(shape, **knobs)) / seconds(plan_of(shape))
     assert ratio == pytest.approx(measured, abs=0.06)
+
+
+def test_layers_computed_again_cost_what_they_are_of_all() -> None:
+    """Of 36: `uniform` computes each once more, `block` those that it names."""
+    off, full = (seconds(plan_of("qwen3-4b", recompute=mode)) for mode in ("off", "full"))
+    assert seconds(plan_of("qwen3-4b", recompute="uniform:5")) == pytest.approx(full)
+    nine = seconds(plan_of("qwen3-4b", recompute="block:9"))
+    assert nine - off == pytest.approx((full - off) / 4)
+
+
+def test_stages_wait_for_a_micro_batch_each() -> None:
+    """Whose number is that of tokens; each stage sends the sums of its own layers, and no device
+    has more to multiply."""
+    parallel = {"tensor_parallel_size": 2, "zero_stage": 1}
+    slow_link = 1e9
+    gpu = replace(GPUS[0], bytes_per_s=1e18, link_bytes_per_s=slow_link, node_bytes_per_s=slow_link)
+    shape, tokens, assumed = public_shape("qwen3-4b"), sum(ROWS), PlanningConfig()
+    assert shape is not None
+    flops = training_flops(shape, np.asarray(ROWS), num_head_tokens=tokens)
+    rate = gpu.flops_per_s * assumed.training_share * assumed.training_scaling * 8
+    for stages in (2, 4):  # of 8 processes of two tensor parallel ones each
+        own = parallel | {"pipeline_parallel_size": stages}
+        plan = plan_of(
+            "qwen3-4b", world_size=8, gpu=gpu, parallel=own, max_tokens_per_microbatch=2048
+        )
+        data = 4 // stages
+        passes = tokens // data // 2048
+        waited = (stages - 1) / passes * flops / rate
+        # Two gathers and two sums of half the values, forward and twice backward.
+        sums = 8 * 2 * (36 // stages) * 2560 * (tokens / data) / 2
+        shards = (data - 1) / data * shape.num_params / 2 / stages * (2 + 4)
+        hidden = min(0.8 * flops / rate / passes, shards / (0.7 * slow_link))
+        sent = (sums + shards) / (0.7 * slow_link) - hidden
+        assert seconds(plan) == pytest.approx(flops / rate + waited + sent, rel=0.01)
 
 
 def test_states_in_fewer_bits_travel_faster() -> None:

@@ -53,6 +53,7 @@ from tests.weights.test_sync import ModuleEngine
 MODEL = {"num_hidden_layers": 5}
 UNTIED = {**MODEL, "tie_word_embeddings": False}
 TWO = {"pipeline_parallel_size": 2}
+TENSOR = TWO | {"tensor_parallel_size": 2}
 OF_TWO = {f"two stages, zero {zero}": TWO | {"zero_stage": zero} for zero in range(4)}
 LAYOUTS = {
     2: OF_TWO,
@@ -60,9 +61,18 @@ LAYOUTS = {
         **OF_TWO,
         "two stages, two copies of shards": TWO | {"zero_stage": 1, "fsdp_size": 1},
         "four stages": {"pipeline_parallel_size": 4, "zero_stage": 1},
+        **{
+            f"two stages, {axis} 2": TWO | {f"{axis}_size": 2, "zero_stage": zero}
+            for axis, zero in (("tensor_parallel", 1), ("ulysses", 2), ("ring", 3))
+        },
     },
 }
 ONE_ROW = {"micro_batch_size": 1}
+
+
+def stages():
+    """Two stages; of four processes each of two tensor parallel ones."""
+    return TWO if dist.get_world_size() == 2 else TENSOR
 
 
 def cases():
@@ -73,9 +83,11 @@ def cases():
     for name, layout in LAYOUTS[dist.get_world_size()].items():
         yield name, MODEL, entropy, many, {"micro_batch_size": 2, "parallel": layout}
     yield "untied", UNTIED, plain, many, {"micro_batch_size": 2, "parallel": parallel}
-    for mode in ("full", "selective"):
+    for mode in ("full", "selective", "uniform:2", "block:2"):
         settings = {**ONE_ROW, "recompute": mode, "parallel": parallel}
         yield f"recompute {mode}", MODEL, plain, many, settings
+    if dist.get_world_size() == 4:
+        yield from cases_of_tensor(plain, many, few)
     yield "one micro-batch", MODEL, plain, few, {"parallel": parallel}
     yield (
         "uneven micro-batches",
@@ -111,6 +123,20 @@ def cases():
         many,
         {"micro_batch_size": 3, "parallel": parallel},
     )
+
+
+def cases_of_tensor(cfg, many, few):
+    """Two stages of two tensor parallel processes each."""
+    parallel = TENSOR | {"zero_stage": 1}
+    yield "tensor 2, untied", UNTIED, cfg, few, {"parallel": parallel}
+    for mode in ("full", "selective", "uniform:2"):
+        settings = {**ONE_ROW, "recompute": mode, "parallel": parallel}
+        yield f"tensor 2, recompute {mode}", MODEL, cfg, many, settings
+    yield "tensor 2, one micro-batch", MODEL, cfg, few, {"parallel": parallel}
+    settings = {"max_tokens_per_microbatch": 60, "parallel": TENSOR | {"zero_stage": 3}}
+    yield "tensor 2, uneven micro-batches", MODEL, cfg, random_rows(7, seed=5), settings
+    settings = {**ONE_ROW, "offload": "optimizer", "parallel": parallel}
+    yield "tensor 2, moments on the host", MODEL, cfg, many, settings
 
 
 def layouts():
@@ -169,7 +195,7 @@ def scores():
         ("critic", value_model, frozenset({"values"})),
     ):
         per_mesh = []
-        for mesh in (None, on_mesh(TWO)):
+        for mesh in (None, on_mesh(stages())):
             trainer = make_trainer(model(), mesh=mesh, micro_batch_size=2)
             per_mesh.append(trainer.outputs(rows, outputs))
         for output in sorted(outputs):
@@ -224,6 +250,8 @@ def round_trip():
     }
     if dist.get_world_size() == 4:
         cases["four stages, then two"] = ({"pipeline_parallel_size": 4}, two)
+        cases["two stages of tensor 2, then one"] = (TENSOR, one)
+        cases["tensor 2, then two stages of it"] = ({"tensor_parallel_size": 2}, TENSOR)
     rows = rows_near(tiny_model(**MODEL), AlgorithmConfig(), random_rows(6, seed=2))
     found = {}
     with TemporaryDirectory() as own_folder:
@@ -264,15 +292,17 @@ def round_trip():
 
 
 def delivered():
-    """What an engine beside each stage samples with after a push, and what is exported."""
+    """What an engine beside each stage samples with after a push, and what is exported. Where
+    matrices are shared, sums would be rounded to bfloat16 otherwise."""
+    narrow = torch.bfloat16 if dist.get_world_size() == 2 else torch.float32
     found = {}
     with TemporaryDirectory() as own_folder:
         for name, fields, dtype in (
             ("tied", MODEL, torch.float32),
-            ("untied", UNTIED, torch.bfloat16),
+            ("untied", UNTIED, narrow),
         ):
             alone = make_trainer(tiny_model(dtype=dtype, **fields), **ONE_ROW, **STEP)
-            mesh = on_mesh(TWO)
+            mesh = on_mesh(stages())
             trainer = make_trainer(tiny_model(dtype=dtype, **fields), mesh=mesh, **ONE_ROW, **STEP)
             for each in (alone, trainer):
                 each.update(random_rows(6))
@@ -319,7 +349,7 @@ def deferred():
     with torch.device("meta"):
         empty = tiny_model(**MODEL)
     defer(empty, Source())
-    trainer = make_trainer(empty, mesh=on_mesh(TWO))
+    trainer = make_trainer(empty, mesh=on_mesh(stages()))
     expected = dict(whole_model.named_parameters())
     return {
         "read": sorted(read) == sorted(trainer.policy.masters),
@@ -376,6 +406,6 @@ MEASURES = ("logprobs", "loss", "gradient", "metrics", "weights", "masters")
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    parts = [layouts, supervised, in_flight, parts_held, round_trip]
-    of_two = [bfloat16, scores, delivered, deferred, planted]
+    parts = [layouts, supervised, scores, in_flight, parts_held, round_trip, delivered, deferred]
+    of_two = [bfloat16, planted]
     run_parts(parts + of_two if dist.get_world_size() == 2 else parts)

@@ -57,8 +57,9 @@ def test_supervised_metrics_are_those_of_one_process(ranks, world):
             assert other == pytest.approx(one, rel=EXACT)
 
 
-def test_scores_without_gradient_are_those_of_one_process(ranks):
-    for rank in ranks(2):
+@pytest.mark.parametrize("world", WORLDS)
+def test_scores_without_gradient_are_those_of_one_process(ranks, world):
+    for rank in ranks(world):
         for output, (worst, has_same_dtype) in rank["scores"].items():
             assert worst < EXACT, output
             assert has_same_dtype, output
@@ -83,7 +84,8 @@ def test_each_stage_holds_its_layers(ranks, world):
             is_end = stage in {0, sizes.pipeline - 1}
             assert ("model.embed_tokens.weight" in names) == is_end, "tied: on both ends"
             assert ("model.norm.weight" in names) == (stage == sizes.pipeline - 1)
-            assert share == pytest.approx(1 / sizes.fsdp, abs=0.05), layout
+            of_one = 1 / (sizes.fsdp * sizes.tensor)
+            assert share == pytest.approx(of_one, abs=0.05), layout
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -95,8 +97,9 @@ def test_a_run_goes_on_in_another_number_of_stages(ranks, world):
             assert found["go on alike"] < EXACT, (name, found)
 
 
-def test_R2_weights_of_all_stages_arrive_and_are_exported(ranks):
-    for rank in ranks(2):
+@pytest.mark.parametrize("world", WORLDS)
+def test_R2_weights_of_all_stages_arrive_and_are_exported(ranks, world):
+    for rank in ranks(world):
         for name, found in rank["delivered"].items():
             assert found["names"], name
             assert found["version"] == 3
@@ -105,8 +108,9 @@ def test_R2_weights_of_all_stages_arrive_and_are_exported(ranks):
             assert found["asleep"], name
 
 
-def test_a_stage_reads_its_own_weights_alone(ranks):
-    for rank in ranks(2):
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_stage_reads_its_own_weights_alone(ranks, world):
+    for rank in ranks(world):
         assert rank["deferred"] == {"read": True, "equal": True}
 
 

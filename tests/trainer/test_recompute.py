@@ -79,10 +79,72 @@ def test_gradients_have_the_bits_of_a_pass_that_keeps_all(
         assert_same_bits(gradients_of(model), expected)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("mode", ["uniform:2", "uniform:3", "uniform:9", "block:3", "block:9"])
+def test_methods_have_the_bits_of_a_pass_that_keeps_all(mode: str, offload: bool):
+    for family in ("qwen3", "gemma3_text"):
+        fields = {"num_hidden_layers": NUM_LAYERS} | (
+            {"sliding_window": 4, "query_pre_attn_scalar": 8} if family != "qwen3" else {}
+        )
+        model = tiny_model(family, dtype=torch.bfloat16, **fields)
+        expected = gradients_of(model)
+        apply_recompute(layers_of(model), configured(mode, offload=offload))
+        for _ in range(2):
+            assert_same_bits(gradients_of(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "spans"),
+    [
+        ("off", []),
+        ("full", [(0,), (1,), (2,), (3,)]),
+        ("uniform:1", [(0,), (1,), (2,), (3,)]),
+        ("uniform:2", [(0, 1), (2, 3)]),
+        ("uniform:3", [(0, 1, 2), (3,)]),
+        ("uniform:9", [(0, 1, 2, 3)]),
+        ("block:3", [(0,), (1,), (2,)]),
+        ("block:9", [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_spans_keep_the_input_of_their_first_layer(mode: str, spans: list[tuple[int, ...]]):
+    assert [tuple(span) for span in configured(mode).recomputed_spans(NUM_LAYERS)] == spans
+    kept: list[tuple[int, ...]] = []
+    model = model_with(mode)
+    watched = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(tuple(x.shape)) or x, lambda x: x
+    )
+    repeated = backward_counts(mode)["rsqrt"] - backward_counts("off")["rsqrt"]
+    assert repeated == 4 * sum(map(len, spans))
+    with watched:
+        loss_of(model)
+    if sum(map(len, spans)) == NUM_LAYERS:  # else plain layers keep more of that shape
+        assert kept.count((1, sum(LENGTHS), 32)) == len(spans) + 3, "and the final norm's"
+
+
+def test_a_pass_that_fails_midway_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch):
+    model = model_with("uniform:4")
+    expected = gradients_of(model_with("off"))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    for number in (0, 2, 3):
+        with monkeypatch.context() as patched:
+            patched.setattr(layers_of(model)[number], "_gradient_checkpointing_func", fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss_of(model)
+        assert_same_bits(gradients_of(model), expected)
+
+
 @pytest.mark.slow
 def test_compiled_layers_recompute_the_same_bits():
     results: list[dict[str, Tensor]] = []
-    for mode, offload in (("off", False), ("selective", True), ("full", False)):
+    for mode, offload in (
+        ("off", False),
+        ("selective", True),
+        ("full", False),
+        ("uniform:2", False),
+    ):
         torch._dynamo.reset()
         model = tiny_model(num_hidden_layers=2)
         apply_recompute(layers_of(model), configured(mode, offload=offload))

@@ -23,6 +23,7 @@ SETTINGS = {
     "whole": {"max_tokens_per_forward": 4096},
     "passes": {"max_tokens_per_forward": 70},
     "rows": {"micro_batch_size": 3},
+    "rows with gradient alone": {"micro_batch_size": 1, "max_tokens_per_forward": 70},
 }
 
 
@@ -73,6 +74,25 @@ def test_numbers_are_those_of_a_reference_beside_the_policy(name: str, seed: int
     for row, found in zip(rows, elsewhere(batcher, scorer, rows, 3), strict=True):
         expected = expected_of(reference, row, 0.7)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_passes_without_gradient_have_a_cap_of_their_own() -> None:
+    """Tokens, where the others count rows; the rows of the others where it is unset."""
+    mesh, rows = Mesh.alone("cpu"), random_rows(20, seed=7)
+
+    def largest(**settings: int) -> tuple[int, int]:
+        """Rows of a pass with gradient, and of one without."""
+        batcher = Batcher.of(TrainerConfig.model_validate(settings), tiny_model())
+        each = (batcher.passes(rows, kind, mesh) for kind in ("backward", "forward"))
+        with_gradient, without = (max(len(own) for own in passes[0]) for passes in each)
+        return with_gradient, without
+
+    assert largest(micro_batch_size=2) == (2, 2)
+    with_gradient, without = largest(micro_batch_size=2, max_tokens_per_forward=4096)
+    assert (with_gradient, without) == (2, 20)
+    with_gradient, without = largest(max_tokens_per_microbatch=4096, max_tokens_per_forward=70)
+    assert with_gradient == 20
+    assert without < 10
 
 
 def test_passes_are_of_like_size_for_each_device_and_the_dearest_come_first() -> None:

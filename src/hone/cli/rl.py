@@ -21,6 +21,7 @@ from hone.config.rules import Fact, Finding
 from hone.config.tree import RLConfig
 from hone.distributed.address import unreachable
 from hone.distributed.processes import processes
+from hone.observe.resumed_run import newest_step
 
 if TYPE_CHECKING:
     from hone.loops.run import Outcome
@@ -54,7 +55,7 @@ def _run_on_nodes(arguments: Sequence[str]) -> int:
     import_extra("ray", needed_by=cfg.cluster.used_by)
     from hone.distributed.ray_trainers import run_on_nodes
 
-    return run_on_nodes(cfg, arguments)
+    return run_on_nodes(cfg, arguments, lambda: newest_step(cfg.run.dir))
 
 
 def train(cfg: RLConfig) -> Outcome:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from hone.config.aliases import alias_hint, of_other_command
 from hone.config.base import Section
@@ -150,6 +150,7 @@ def _is_text(target: Field) -> bool:
     kinds = [member for member in members(target.annotation) if member is not type(None)]
     return all(
         kind in (str, Path)
+        or (get_origin(kind) is Annotated and get_args(kind)[0] is str)
         or (get_origin(kind) is Literal and all(isinstance(x, str) for x in get_args(kind)))
         for kind in kinds
     )

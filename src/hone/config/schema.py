@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as bounds
 from pydantic.fields import FieldInfo
@@ -116,6 +116,8 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type and its bounds in words, for example `whole number >= 1`."""
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(value) for value in get_args(annotation))
+    if get_origin(annotation) is Annotated:  # a pattern, which says itself what it allows
+        return str(get_args(annotation)[1].description)
     if annotation is type(None):
         return "null"
     if len(members(annotation)) > 1:

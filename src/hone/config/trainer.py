@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -13,6 +14,7 @@ __all__ = [
     "MatmulPrecision",
     "OffloadLevel",
     "OptimizerConfig",
+    "Recompute",
     "RecomputeMode",
     "SFTTrainerConfig",
     "TrainerConfig",
@@ -21,6 +23,12 @@ __all__ = [
 
 MatmulPrecision = Literal["default", "tf32", "fp8"]
 RecomputeMode = Literal["off", "selective", "full"]
+Recompute = (
+    RecomputeMode
+    | Annotated[
+        str, Field(pattern=r"^(uniform|block):[1-9][0-9]*$", description="uniform:N, or block:N")
+    ]
+)
 OffloadLevel = Literal["none", "optimizer", "gradients", "parameters"]
 
 
@@ -70,15 +78,19 @@ class SFTTrainerConfig(Section):
 
     max_tokens_per_forward: int | None = Field(default=None, ge=1)
     """Token budget of forward-only passes (old and reference log-probabilities, the evaluation of
-    `hone sft`); unset: twice `max_tokens_per_microbatch`."""
+    `hone sft`); unset: `micro_batch_size` where that is set, else twice
+    `max_tokens_per_microbatch`."""
 
     micro_batch_size: int | None = Field(default=None, ge=1)
-    """Sequences per micro-batch, as an alternative to the token budget; unset: dynamic batches."""
+    """Sequences per micro-batch, as an alternative to `max_tokens_per_microbatch`; unset: dynamic
+    batches."""
 
-    recompute: RecomputeMode = "off"
+    recompute: Recompute = "off"
     """What backward computes again instead of keeping it: `full` all of a decoder layer but its
     input, `selective` also keeps the results of attention, and of matrix products where layers are
-    not compiled (a compiled layer recomputes what lies around attention as a whole)."""
+    not compiled (a compiled layer recomputes what lies around attention as a whole). `block:N` is
+    `full` for the first N layers, of each pipeline stage. `uniform:N` keeps the input of every N
+    layers, which are computed again together: less is kept, and more exists at a time."""
 
     recompute_every_n_layers: int = Field(default=1, ge=1)
     """Recompute every n-th layer only."""
@@ -117,6 +129,41 @@ class SFTTrainerConfig(Section):
 
     parallel: ParallelConfig = ParallelConfig()
     """How several processes share the work."""
+
+    @property
+    def recompute_mode(self) -> RecomputeMode:
+        """What the layers keep that are computed again."""
+        match self.recompute:
+            case "off" | "selective" as mode:
+                return mode
+            case _:
+                return "full"
+
+    @property
+    def recompute_number(self) -> int | None:
+        """That of `uniform:N` and `block:N`."""
+        _, _, number = self.recompute.partition(":")
+        return int(number) if number else None
+
+    def recomputed_spans(self, num_layers: int) -> Sequence[range]:
+        """Which of so many layers, those of a pipeline stage, are computed again: each span at
+        once, from the input of its first layer."""
+        number = self.recompute_number
+        if self.recompute == "off":
+            return ()
+        if number is None:
+            starts = range(0, num_layers, self.recompute_every_n_layers)
+        elif self.recompute.startswith("block"):
+            starts = range(min(number, num_layers))
+        else:
+            starts = range(0, num_layers, number)
+            return [range(start, min(start + number, num_layers)) for start in starts]
+        return [range(start, start + 1) for start in starts]
+
+    @property
+    def recomputed_together(self) -> int:
+        """Layers of the longest span."""
+        return (self.recompute.startswith("uniform") and self.recompute_number) or 1
 
     def offloads(self, what: OffloadLevel) -> bool:
         """Whether it lies in host memory; each level has those before it."""

@@ -15,6 +15,7 @@ among its ranks that differ in data or context, and replicated over such groups.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,11 +31,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.processes import Processes
-from hone.distributed.watch import BACKSTOP_S
+from hone.distributed.watch import BACKSTOP_S, LostPeerError
 
 __all__ = ["Axis", "DisagreementError", "Mesh", "patience"]
 
 T = TypeVar("T")
+_INTERFACES = (
+    "Each host announces the address of one network interface: gloo that of the host's name, NCCL "
+    "one that it finds. Where others cannot reach it, name the right one (`ip -br address` lists "
+    "them) in the environment of every process: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+)
 
 
 class DisagreementError(RuntimeError):
@@ -101,7 +107,7 @@ class Mesh:
         With one process nothing is set up.
 
         Collective: every process calls it, once. Raises UserError as `AxisSizes.of` does, before
-        any process waits for another.
+        any process waits for another, and LostPeerError where they do not reach each other.
         """
         sizes = AxisSizes.of(cfg, own.world_size)
         if own.world_size == 1:
@@ -109,14 +115,20 @@ class Mesh:
         timeout = patience(cfg)
         if not dist.is_initialized():
             is_cuda = device.type == "cuda"
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-                timeout=timeout,
-                device_id=device if is_cuda else None,
-                store=store,
-                rank=-1 if store is None else own.rank,
-                world_size=-1 if store is None else own.world_size,
-            )
+            try:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+                    timeout=timeout,
+                    device_id=device if is_cuda else None,
+                    store=store,
+                    rank=-1 if store is None else own.rank,
+                    world_size=-1 if store is None else own.world_size,
+                )
+            except RuntimeError as error:
+                raise LostPeerError(
+                    f"rank {own.rank} on {socket.gethostname()} could not connect to the other "
+                    f"{own.world_size - 1} processes: {error}. {_INTERFACES}"
+                ) from error
         return cls.of_group(sizes, device, timeout=timeout)
 
     @classmethod

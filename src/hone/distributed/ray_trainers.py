@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hone.config.cluster import ClusterConfig
 from hone.config.errors import UserError
 from hone.config.tree import RLConfig
 from hone.distributed.processes import DEVICES_HELD
@@ -68,11 +69,16 @@ class TrainerNode:
             self._process.send_signal(number)
 
 
-def run_on_nodes(cfg: RLConfig, arguments: Sequence[str]) -> int:
+def run_on_nodes(
+    cfg: RLConfig, arguments: Sequence[str], newest_step: Callable[[], int | None]
+) -> int:
     """Run `hone rl` with `arguments` in `cluster.num_trainers` processes, as many on each node as
-    `cluster.devices_per_node` says; the exit code, 1 where a node is lost, which is named.
+    `cluster.devices_per_node` says; the exit code.
 
-    Raises UserError where the cluster has not so many nodes with so many free devices.
+    A node that is lost is named. Where others are left in its place the run goes on there, from the
+    last checkpoint, whose step `newest_step` gives, if it has not gone on from that before; else
+    the code is 1. Raises UserError where the cluster has not so many nodes with so many free
+    devices.
     """
     cluster = cfg.cluster
     assert cluster.address is not None
@@ -81,14 +87,32 @@ def run_on_nodes(cfg: RLConfig, arguments: Sequence[str]) -> int:
         has_gpus = "GPU" in ray.cluster_resources()
         uses_gpus = cfg.run.device == "cuda" or (cfg.run.device == "auto" and has_gpus)
         kind = "GPU" if uses_gpus else "CPU"
-        check_nodes(cluster, kind)
-        placed = _place(cluster.num_trainer_nodes, cluster.devices_per_node or 1, kind)
-        try:
-            return _Nodes(cfg, placed, uses_gpus=uses_gpus).run(arguments)
-        finally:
-            remove_placement_group(placed)
+        placed, gone_on_from = _reserve(cluster, kind), None
+        while True:
+            try:
+                nodes = _Nodes(cfg, placed, uses_gpus=uses_gpus)
+                code = nodes.run(arguments)
+            finally:
+                remove_placement_group(placed)
+            step = newest_step()
+            has_more = step is not None and step != gone_on_from and cfg.run.resume == "auto"
+            if not nodes.may_go_on or not has_more:
+                return code
+            try:
+                placed = _reserve(cluster, kind)
+            except UserError as error:
+                _log.error("error: the run cannot go on without the node that is lost: %s", error)
+                return code
+            gone_on_from = step
+            _log.warning("warning: the run goes on from step %d, on nodes that are there", step)
     finally:
         ray.shutdown()
+
+
+def _reserve(cluster: ClusterConfig, kind: str) -> PlacementGroup:
+    """The trainers' nodes."""
+    check_nodes(cluster, kind)
+    return _place(cluster.num_trainer_nodes, cluster.devices_per_node or 1, kind)
 
 
 def _place(num_nodes: int, each: int, kind: str) -> PlacementGroup:
@@ -111,6 +135,8 @@ class _Nodes:
     def __init__(self, cfg: RLConfig, placed: PlacementGroup, *, uses_gpus: bool) -> None:
         self._num_nodes = cfg.cluster.num_trainer_nodes
         self._each = each = cfg.cluster.devices_per_node or 1
+        self.may_go_on = False
+        """Whether a node has been lost, and nobody has asked for the end."""
         actor = ray.remote(TrainerNode)
         self._actors: list[Any] = [
             actor.options(
@@ -140,6 +166,7 @@ class _Nodes:
 
         with handling(forward, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             code = self._wait(runs, hosts, came)
+        self.may_go_on = self.may_go_on and not came
         return 128 + came[0] if code and came else code
 
     def _words(self, index: int, host: str, port: int, arguments: Sequence[str]) -> list[str]:
@@ -175,10 +202,11 @@ class _Nodes:
         try:
             return ray.get(run)
         except RayError as error:
+            self.may_go_on = True
             first = node * self._each
             _log.error(
-                "error: node %s, with ranks %d to %d, is lost: %s. The same command goes on from "
-                "the last checkpoint, on nodes that are there.",
+                "error: node %s, with ranks %d to %d, is lost: %s. From the last checkpoint the "
+                "run goes on where other nodes are there, else with the same command.",
                 hosts[node],
                 first,
                 first + self._each - 1,

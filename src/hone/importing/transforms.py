@@ -541,6 +541,13 @@ def betas_(value: Any, run: Imported, row: Alias) -> Any:
 # Memory and devices
 
 
+def recompute_(value: Any, run: Imported, row: Alias) -> Any:
+    """Megatron's method and number of layers are part of ours."""
+    method, number = run.given("recompute_method"), run.given("recompute_num_layers", default=1)
+    is_plain = value != "full" or method is None or (method, str(number)) == ("uniform", "1")
+    return (value or None) if is_plain else f"{method}:{number}"
+
+
 def offload_(value: Any, run: Imported, row: Alias) -> Any:
     """Each level has those before it. verl moves all weights while others use the device."""
     if not value:

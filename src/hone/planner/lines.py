@@ -197,7 +197,10 @@ def _micro_batches(plan: RunPlan, batch: BatchArithmetic) -> Iterator[Line]:
         f"{sizes.data} data ranks"
     )
     if trainer.micro_batch_size is not None:
-        yield Line("micro_batch_size", micro, "trainer.micro_batch_size; token budgets unused")
+        yield Line("micro_batch_size", micro, "trainer.micro_batch_size, in place of tokens")
+        if trainer.max_tokens_per_forward is not None:
+            tokens = trainer.max_tokens_per_forward
+            yield Line("tokens_per_forward", tokens, "forward only, on one device")
         yield Line("accumulation", most, identity)
         return
     budget, row = trainer.max_tokens_per_microbatch, plan.tokens_per_packed_row

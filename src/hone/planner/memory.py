@@ -376,12 +376,14 @@ class _Step:
     # -- what is modelled ------------------------------------------------------------------------
 
     def _gathered(self) -> int:
-        """Of FSDP: all weights, or with stage 3 both ends and two layers in flight."""
+        """Of FSDP: all weights, or with stage 3 both ends, the layers that are computed again
+        together, and one on its way."""
         if not self.is_shared:
             return 0
         one_layer = self.whole_layers // self.shape.num_layers
         is_kept = self.trainer.parallel.zero_stage < 3
-        return self.whole_root + (self.whole_layers if is_kept else 2 * one_layer)
+        at_once = min(1 + self.trainer.recomputed_together, self.shape.num_layers)
+        return self.whole_root + (self.whole_layers if is_kept else at_once * one_layer)
 
     def _reducing(self) -> int:
         """Of FSDP: a layer's buffers, and gradients where they are reduced once a step. Where they
@@ -402,14 +404,14 @@ class _Step:
 
     def _activations(self) -> int:
         """On the device, of the layers and of both ends."""
-        kept, recomputed = self._layer_bytes("off"), self._num_recomputed
-        plain = self.shape.num_layers - recomputed
-        mode = self.trainer.recompute
+        spans = self.trainer.recomputed_spans(self.shape.num_layers)
+        plain = self.shape.num_layers - sum(map(len, spans))
         inputs = self._input_bytes
-        of_layers = self._in_flight * (plain * kept + recomputed * self._layer_bytes(mode))
+        of_spans = len(spans) * self._layer_bytes(self.trainer.recompute_mode)
+        of_layers = self._in_flight * (plain * self._layer_bytes("off") + of_spans)
         if self.trainer.offload_activations:
             # One leaves or comes beside the newest.
-            of_layers -= max(self._in_flight * recomputed - 2, 0) * inputs
+            of_layers -= max(self._in_flight * len(spans) - 2, 0) * inputs
         if self.sizes.pipeline > 1:
             of_layers += _MESSAGES * inputs
         width = self.shape.hidden_size * self.num_bytes
@@ -418,14 +420,9 @@ class _Step:
         return of_layers + at_end * width
 
     def _activations_on_host(self) -> int:
-        kept = self._in_flight * self._num_recomputed * self._input_bytes
+        spans = self.trainer.recomputed_spans(self.shape.num_layers)
+        kept = self._in_flight * len(spans) * self._input_bytes
         return kept * self.trainer.offload_activations
-
-    @property
-    def _num_recomputed(self) -> int:
-        if self.trainer.recompute == "off":
-            return 0
-        return -(-self.shape.num_layers // self.trainer.recompute_every_n_layers)
 
     @property
     def _input_bytes(self) -> int:
@@ -474,14 +471,15 @@ class _Step:
         return chunk * copies + matrix + self.num_trained * width * self.num_bytes
 
     def _workspace(self) -> int:
-        """In the backward of one layer."""
+        """In the backward of one layer, or of several that are computed again together."""
         shape, tensor = self.shape, self.sizes.tensor
         inter, hidden = shape.mlp_size // tensor, shape.hidden_size
         # Gradients of gate and up, of their product and it, of the stream and the norm's result.
         values = 4 * inter + 3 * hidden + self._routed
-        recomputed = 0
-        if self.trainer.recompute != "off":
-            recomputed = self._layer_bytes("off") - self._layer_bytes(self.trainer.recompute)
+        # What the layers of a span keep while backward goes through them.
+        together = max(map(len, self.trainer.recomputed_spans(shape.num_layers)), default=0)
+        recomputed = together * self._layer_bytes("off")
+        recomputed -= (together > 0) * self._layer_bytes(self.trainer.recompute_mode)
         # A matrix's own gradient, before it is added to the master's.
         matrix = 0 if self.lora.rank else inter * hidden * (self.num_bytes + 4)
         return self.num_tokens * values * self.num_bytes + recomputed + matrix

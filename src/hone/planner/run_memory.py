@@ -235,7 +235,7 @@ class RunMemory:
             assert isinstance(cfg, RLConfig)
             trainer = cfg.teacher_trainer if name == "teacher" else cfg.trainer
             num_tokens = trainer.max_tokens_per_forward or 2 * trainer.max_tokens_per_microbatch
-            if trainer.micro_batch_size is not None:
+            if trainer.micro_batch_size is not None and trainer.max_tokens_per_forward is None:
                 num_tokens = trainer.micro_batch_size * self.longest
         shape = self.scorer_shape(name)
         hidden, layer = self._pass_bytes(shape, min(num_tokens, whole or num_tokens))

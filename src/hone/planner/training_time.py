@@ -18,7 +18,9 @@ assumes. On top of them come, by count and with the rates of benchmarks/memory.m
   weights. They run beside the products of four fifths of the passes that they belong to, and take
   time where the link is too slow for that.
   Those of tensor, Ulysses and ring parallelism hold up the pass, and once more where layers are
-  recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind.
+  recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind;
+* pipeline stages: of S stages each waits for S - 1 micro-batches in every optimizer step. What they
+  send is hidden.
 """
 
 from __future__ import annotations
@@ -110,6 +112,9 @@ class TrainingTime:
         seconds += max(values_s - self._scores_itself * forward / self._rate, 0.0)
         seconds += max(critic_s - update_flops / self._rate, 0.0)
         num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
+        # Stages wait while an optimizer step's first micro-batch comes and its last one goes.
+        waits = (plan.policy.axes.pipeline - 1) * self._num_steps / num_micro_batches
+        seconds += waits * compute_s
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
         seconds += self._activations_s(epochs * num_tokens)
@@ -180,9 +185,19 @@ class TrainingTime:
         world = role.axes.world
         return self._gpu_rate * world * (self.assumed.training_scaling if world > 1 else 1.0)
 
-    @staticmethod
-    def _recomputed_share(trainer: SFTTrainerConfig) -> float:
-        return _RECOMPUTED[trainer.recompute] / trainer.recompute_every_n_layers
+    def _recomputed_share(self, trainer: SFTTrainerConfig) -> float:
+        return _RECOMPUTED[trainer.recompute_mode] * self._recomputed_layers(trainer)
+
+    def _recomputed_layers(self, trainer: SFTTrainerConfig) -> float:
+        """Share of the layers that are computed again."""
+        number = self._layers_of_stage
+        return sum(map(len, trainer.recomputed_spans(number))) / number
+
+    @property
+    def _layers_of_stage(self) -> int:
+        shape, axes = self.plan.shape, self.plan.policy.axes
+        assert shape is not None
+        return -(-shape.num_layers // axes.pipeline)
 
     def _num_micro_batches(self, num_tokens: int) -> int:
         """Of each device, in an epoch."""
@@ -198,10 +213,10 @@ class TrainingTime:
 
     @property
     def _num_params(self) -> int:
-        """What is trained, of each rank along tensor."""
-        shape, lora = self.plan.shape, self._config.model.lora
+        """What is trained, of each rank along tensor, of a pipeline stage."""
+        shape, lora, axes = self.plan.shape, self._config.model.lora, self.plan.policy.axes
         assert shape is not None
-        return (adapter_params(shape, lora) or shape.num_params) // self.plan.policy.axes.tensor
+        return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
 
     @property
     def _unpacking_s(self) -> float:
@@ -243,7 +258,7 @@ class TrainingTime:
             sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
             # Of experts a process gathers and reduces its own.
             elsewhere = shape.expert_params * (axes.expert - 1) // axes.expert
-            weights = 2 * (sharded - elsewhere) // axes.tensor
+            weights = 2 * (sharded - elsewhere) // axes.tensor // axes.pipeline
             reduced = _GRADIENT_BYTES * self._num_params
             if not self._config.model.lora.rank:
                 reduced -= _GRADIENT_BYTES * elsewhere
@@ -260,16 +275,16 @@ class TrainingTime:
             seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
         own_tokens = num_tokens / (axes.data * axes.context)
         # Passes that talk: forward, backward, and forward again, which may keep attention.
-        again = 1 / trainer.recompute_every_n_layers
-        passes = 2 + again * (trainer.recompute != "off")
-        attention_passes = 2 + again * (trainer.recompute == "full")
-        keys = 2 * shape.num_kv_heads * shape.head_dim
+        again = self._recomputed_layers(trainer)
+        passes = 2 + again
+        attention_passes = 2 + again * (trainer.recompute_mode == "full")
+        keys, num_layers = 2 * shape.num_kv_heads * shape.head_dim, self._layers_of_stage
         if axes.tensor > 1:  # two gathers and two sums a pass
-            values = 2 * shape.num_layers * shape.hidden_size * own_tokens
+            values = 2 * num_layers * shape.hidden_size * own_tokens
             seconds += 4 * passes * values * (axes.tensor - 1) / axes.tensor / own_link
         if axes.ulysses > 1:  # queries, keys, values, and what attention returns
             width = 2 * shape.num_heads * shape.head_dim + keys
-            values = 2 * shape.num_layers * width * own_tokens / axes.tensor
+            values = 2 * num_layers * width * own_tokens / axes.tensor
             seconds += attention_passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
         if axes.expert > 1:  # hidden states to experts and back
             width = 2 * shape.experts_per_token * shape.hidden_size
@@ -277,7 +292,7 @@ class TrainingTime:
             seconds += passes * values * (axes.expert - 1) / axes.expert / own_link
         if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
-            values = shape.num_layers * keys * own_tokens / axes.tensor
+            values = num_layers * keys * own_tokens / axes.tensor
             num_bytes = values * (2 * attention_passes * (axes.ring - 1) + 4 * axes.ring)
             seconds += num_bytes / (link * _REACHED)
         return seconds
@@ -291,8 +306,8 @@ class TrainingTime:
         if not trainer.offload_activations or trainer.recompute == "off":
             return 0.0
         axes = plan.policy.axes
-        num_layers = -(-shape.num_layers // trainer.recompute_every_n_layers)
-        values = num_layers * shape.hidden_size * num_tokens / (axes.data * axes.context)
+        num_spans = len(trainer.recomputed_spans(self._layers_of_stage))
+        values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
         return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 
     def _offloads_s(self, num_micro_batches: int, backward_s: float) -> float:
@@ -314,7 +329,7 @@ class TrainingTime:
             num_bytes += num_micro_batches * _GRADIENT_BYTES * last
             num_bytes += num_steps * _GRADIENT_BYTES * num_params
         if trainer.offloads("parameters"):
-            weights = 2 * shape.num_params / axes.tensor / axes.fsdp
+            weights = 2 * shape.num_params / axes.tensor / axes.pipeline / axes.fsdp
             num_bytes += 2 * num_micro_batches * weights
         if trainer.enable_sleep:
             num_bytes += 2 * states * num_params

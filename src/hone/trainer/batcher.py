@@ -30,10 +30,10 @@ class Batcher:
 
     max_tokens: int
     """Of a pass with gradient."""
-    max_tokens_forward: int
-    """Of a pass without."""
+    max_tokens_forward: int | None
+    """Of a pass without; None: `micro_batch_size`."""
     micro_batch_size: int | None
-    """Rows of a pass, in place of a number of tokens."""
+    """Rows of a pass with gradient, in place of a number of tokens."""
     cost: Cost
     shuffle: bool = False
     """Whether groups are drawn in a new order in each epoch; else one optimizer step has all rows,
@@ -51,9 +51,10 @@ class Batcher:
     def of(cls, cfg: SFTTrainerConfig, model: PreTrainedModel, *, seed: int = 0) -> Batcher:
         """As configured, for `model` before anything has been done to it."""
         is_rollout = isinstance(cfg, TrainerConfig)
+        usual = 2 * cfg.max_tokens_per_microbatch if cfg.micro_batch_size is None else None
         return cls(
             max_tokens=cfg.max_tokens_per_microbatch,
-            max_tokens_forward=cfg.max_tokens_per_forward or 2 * cfg.max_tokens_per_microbatch,
+            max_tokens_forward=cfg.max_tokens_per_forward or usual,
             micro_batch_size=cfg.micro_batch_size,
             cost=_attention_cost(model),
             shuffle=is_rollout,
@@ -90,18 +91,23 @@ class Batcher:
         return self._cut(rows, kind, num_ranks, sharers=sharers)
 
     def configured(self, kind: PassKind) -> int:
-        """The cap of the configuration: tokens of one device, or rows with `micro_batch_size`."""
-        if self.micro_batch_size is not None:
-            return self.micro_batch_size
-        return self.max_tokens if kind == "backward" else self.max_tokens_forward
+        """The cap of the configuration: tokens of one device, or rows (`counts_rows`)."""
+        if kind == "forward" and self.max_tokens_forward is not None:
+            return self.max_tokens_forward
+        return self.micro_batch_size or self.max_tokens
+
+    def counts_rows(self, kind: PassKind) -> bool:
+        """Whether the cap of a pass is a number of rows."""
+        by_tokens = kind == "forward" and self.max_tokens_forward is not None
+        return self.micro_batch_size is not None and not by_tokens
 
     def lower(self, kind: PassKind, rows: Sequence[Row], mesh: Mesh) -> int | None:
         """Halve what the fullest pass of `rows` holds, down to their largest unit; the new cap, or
         None where the fullest has no more than that."""
         sharers = mesh.context.size
         of_ranks = self.passes(rows, kind, mesh)
-        fullest = max(self._size(rows, own, sharers) for passes in of_ranks for own in passes)
-        largest = self._largest_unit(rows, sharers)
+        fullest = max(self._size(rows, own, kind, sharers) for passes in of_ranks for own in passes)
+        largest = self._largest_unit(rows, kind, sharers)
         if fullest <= largest:
             return None
         self.lowered[kind] = max(fullest // 2, largest)
@@ -139,15 +145,17 @@ class Batcher:
     def _groups_per_step(self, num_groups: int) -> int:
         return self.groups_per_step or max(num_groups, 1)
 
-    def _size(self, rows: Sequence[Row], indices: Sequence[int], sharers: int) -> int:
+    def _size(
+        self, rows: Sequence[Row], indices: Sequence[int], kind: PassKind, sharers: int
+    ) -> int:
         """Of a pass, in what the cap counts."""
-        if self.micro_batch_size is not None:
+        if self.counts_rows(kind):
             return len(indices)
         return ceil(sum(rows[i].num_tokens for i in indices) / sharers)
 
-    def _largest_unit(self, rows: Sequence[Row], sharers: int) -> int:
+    def _largest_unit(self, rows: Sequence[Row], kind: PassKind, sharers: int) -> int:
         units = (unit for unit in units_of(rows) if any(rows[i].num_trained for i in unit))
-        return max((self._size(rows, unit, sharers) for unit in units), default=1)
+        return max((self._size(rows, unit, kind, sharers) for unit in units), default=1)
 
     def _cut(
         self, rows: Sequence[Row], kind: PassKind, num_ranks: int, *, sharers: int = 1
@@ -158,12 +166,12 @@ class Batcher:
         trained = [i for unit in units if any(rows[i].num_trained for i in unit) for i in unit]
         cap = self.configured(kind)
         if kind in self.lowered:
-            cap = min(cap, max(self.lowered[kind], self._largest_unit(rows, sharers)))
+            cap = min(cap, max(self.lowered[kind], self._largest_unit(rows, kind, sharers)))
         passes = plan(
             [rows[i] for i in trained],
             max_tokens=cap * sharers,
             num_ranks=num_ranks,
-            micro_batch_size=None if self.micro_batch_size is None else cap,
+            micro_batch_size=cap if self.counts_rows(kind) else None,
             cost=self.cost,
         )
         return [[[trained[m] for m in members] for members in own] for own in passes]

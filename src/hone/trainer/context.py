@@ -26,7 +26,7 @@ from hone.models.routes import unrecorded
 from hone.trainer.packing import to_device
 from hone.types import MicroBatch
 
-__all__ = ["Share", "gather", "own_part", "split"]
+__all__ = ["Share", "gather", "own_part", "share_of_layers", "split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,14 @@ class _Others:
     own: Tensor  # [n] int64 into [N]: this rank's
     longest: int  # largest n of a rank
     places: Tensor  # [N] int64 into [size * longest]: each token among those of all ranks
+
+
+def share_of_layers(batch: MicroBatch, mesh: Mesh) -> int:
+    """Tokens of `batch` that this rank has between layers: its share of those of the context axis,
+    dealt out over the tensor axis."""
+    ring, ulysses = mesh.ring.size, mesh.ulysses.size
+    num_tokens = padded_tokens(batch.num_tokens, ring=ring, ulysses=ulysses)
+    return -(-num_tokens // (ring * ulysses * mesh.tensor.size))
 
 
 def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Share:

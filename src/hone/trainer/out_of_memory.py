@@ -169,7 +169,7 @@ class Repair:
 
     def _setting(self, kind: PassKind, cap: int) -> tuple[str, int]:
         """The key that would have set this cap, and its value."""
-        if self._batcher.micro_batch_size is not None:
+        if self._batcher.counts_rows(kind):
             return "trainer.micro_batch_size", cap
         if self._role == "critic":  # of which passes without gradient have twice as much
             return "critic.max_tokens_per_microbatch", cap if kind == "backward" else cap // 2

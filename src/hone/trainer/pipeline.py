@@ -11,13 +11,14 @@ passes ahead of backward. Here S = 3, with four micro-batches:
     stage 1      F0 F1 .. B0 F2 .. B1 F3 B2 .. B3
     stage 2         F0 B0 F1 B1 .. F2 B2 F3 B3
 
-All stages have the same micro-batches, so what travels has a shape that both sides know. Hidden
-states and their gradients have a group each: in one, a stage that sends both and one that receives
-both would wait for each other.
+All stages have the same micro-batches, so what travels has a shape that both sides know: a rank of
+the tensor and context axes sends its share of the tokens to the rank of the next stage that has the
+same. Hidden states and their gradients have a group each: in one, a stage that sends both and one
+that receives both would wait for each other.
 
 A tied embedding lies in the first and in the last stage, which add up their gradients of it.
 
-Letters: T tokens, D model width.
+Letters: T tokens of this rank, D model width.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from hone.distributed.mesh import Axis, Mesh
 from hone.models.decoder import Elsewhere, head_weight
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head
+from hone.trainer.context import share_of_layers
 from hone.types import MicroBatch
 
 __all__ = [
@@ -141,7 +143,7 @@ class Pipeline:
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         """Of a model that `cut_stage` has cut, before it is sharded."""
         self._axis, self._back, self._ends = mesh.pipeline, mesh.pipeline_back, mesh.pipeline_ends
-        self._device, self._dtype = mesh.device, model.dtype
+        self._mesh, self._device, self._dtype = mesh, mesh.device, model.dtype
         self._width: int = model.config.hidden_size
         self._sent: deque[_Message] = deque()
         """What may be on its way still, in the order of sending."""
@@ -233,7 +235,7 @@ class Pipeline:
         return None if self._is_last else self._expect(batch, self._back, self._axis.rank + 1)
 
     def _expect(self, batch: MicroBatch, axis: Axis, sender: int) -> _Message:
-        shape = 1, len(batch.input_ids), self._width
+        shape = 1, share_of_layers(batch, self._mesh), self._width
         found = torch.empty(shape, dtype=self._dtype, device=self._device)
         work = dist.irecv(found, group=axis.group, group_src=sender)
         assert work is not None

@@ -3,14 +3,16 @@
 `full` keeps a layer's input. `selective` also keeps the results of attention and, in layers that
 are not compiled, of matrix products: what costs least to hold for the time it takes to compute. A
 compiled layer consists of pieces between its attention calls, which are computed again as wholes.
-Either way backward sees the bits that forward saw.
+`uniform:N` keeps the input of every N layers. Backward sees the bits that forward saw.
+
+The layers of a span run when its last is called: those before give back what they are given.
 
 The method is that of Chen et al., arXiv:1604.06174; selective policies are torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -70,12 +72,15 @@ def apply_recompute(layers: nn.ModuleList, cfg: SFTTrainerConfig) -> None:
             f"{type(layers[0]).__name__} is no GradientCheckpointingLayer of transformers; set "
             "trainer.recompute to off for this model"
         )
-    run = _layer_runner(cfg.recompute, ActivationOffload() if cfg.offload_activations else None)
-    for layer in list(layers)[:: cfg.recompute_every_n_layers]:
-        recomputed: Any = layer
-        recomputed.gradient_checkpointing = True
-        recomputed._gradient_checkpointing_func = run
-        recomputed.training = True
+    offload = ActivationOffload() if cfg.offload_activations else None
+    run = _layer_runner(cfg.recompute_mode, offload)
+    for span in cfg.recomputed_spans(len(layers)):
+        callers = [run] if len(span) == 1 else _together(len(span), run)
+        for number, caller in zip(span, callers, strict=True):
+            recomputed: Any = layers[number]
+            recomputed.gradient_checkpointing = True
+            recomputed._gradient_checkpointing_func = caller
+            recomputed.training = True
 
 
 def can_recompute(layers: nn.ModuleList) -> bool:
@@ -84,8 +89,32 @@ def can_recompute(layers: nn.ModuleList) -> bool:
 
 
 def recompute_fully(cfg: C) -> C:
-    """The configuration with the least that layers can keep on the device."""
+    """The configuration in which all layers are computed again."""
+    if cfg.recomputed_together > 1:
+        return cfg
     return cfg.model_copy(update={"recompute": "full", "recompute_every_n_layers": 1})
+
+
+def _together(num_layers: int, run: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """What calls each of so many neighbouring layers, which run as one when the last is called."""
+    calls: list[Callable[..., Tensor]] = []
+
+    def call(position: int, layer_call: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+        del calls[position:]  # of a pass that has failed midway
+        calls.append(layer_call)
+        if position < num_layers - 1:
+            return hidden
+        span = tuple(calls)
+        calls.clear()
+        return run(partial(_one_after_the_other, span), hidden)
+
+    return [partial(call, position) for position in range(num_layers)]
+
+
+def _one_after_the_other(calls: Sequence[Callable[..., Tensor]], hidden: Tensor) -> Tensor:
+    for call in calls:
+        hidden = call(hidden)
+    return hidden
 
 
 def _layer_runner(

@@ -46,8 +46,8 @@ from transformers import PreTrainedModel
 from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS
 from hone.families.spec import Split
-from hone.models.decoder import head_weight
-from hone.models.heads import value_head
+from hone.models.decoder import Elsewhere, decoder_layers, head_weight
+from hone.models.heads import has_value_head, value_head
 
 __all__ = ["SplitModule", "first_row", "gather_rows", "own_part", "parallelize"]
 
@@ -64,33 +64,36 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
         return
     head: Any = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    is_tied = head_weight(model) is embedding.weight
+    is_tied = not isinstance(embedding, Elsewhere) and head_weight(model) is embedding.weight
     base: Any = model.base_model
-    for name, layer_class in _split_modules(model):
-        module = base.get_submodule(name)
+    for module, layer_class in _split_modules(model):
         layer_class.split(module, mesh.tensor_mesh)
         module.__class__ = layer_class
     if is_tied:
         head.weight = embedding.weight
-    elif head is None:
+    elif has_value_head(model):
         ValueHead.split(value_head(model), mesh.tensor_mesh)
-    else:
+    elif not isinstance(head, Elsewhere):
         ColumnLinear.split(head, mesh.tensor_mesh)
-    for layer in base.layers:
+    for layer in cast(Any, decoder_layers(model)):
         layer.self_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
         layer.mlp.register_forward_pre_hook(_gather_for_mlp)
-    base.register_forward_hook(_gather_output, with_kwargs=True)
+    if mesh.is_last_stage:  # others pass their shares on
+        base.register_forward_hook(_gather_output, with_kwargs=True)
 
 
-def _split_modules(model: PreTrainedModel) -> Iterator[tuple[str, type[SplitModule]]]:
-    """Names in the backbone, and what the modules become."""
+def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[SplitModule]]]:
+    """Modules of the backbone that are here, and what they become."""
     plan = SPECS[model.config.model_type].tensor_plan
     assert plan is not None, f"{model.config.model_type} is not split over the tensor axis"
-    for i in range(model.config.num_hidden_layers):
+    for layer in decoder_layers(model):
         for name, split in plan.items():
-            yield f"layers.{i}.{name}", _CLASSES[split]
-    yield "norm", SharedNorm
-    yield "embed_tokens", VocabularyEmbedding
+            yield layer.get_submodule(name), _CLASSES[split]
+    ends = {"norm": SharedNorm, "embed_tokens": VocabularyEmbedding}
+    for name, layer_class in ends.items():
+        module = model.base_model.get_submodule(name)
+        if not isinstance(module, Elsewhere):
+            yield module, layer_class
 
 
 class SplitModule(nn.Module):

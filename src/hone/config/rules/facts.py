@@ -445,6 +445,29 @@ def num_layers(view: View) -> Fact:
 
 
 @fact
+def recompute_number(view: View) -> Fact:
+    """Layers that `trainer.recompute` names; 0 where it names none."""
+    trainer = view.plan.trainer
+    number = 0 if trainer is None else trainer.recompute_number or 0
+    return Fact(number, "the layers of trainer.recompute")
+
+
+@fact
+def recomputes_together(view: View) -> bool:
+    """Whether several layers are computed again at once."""
+    return view.plan.trainer is not None and view.plan.trainer.recomputed_together > 1
+
+
+@fact
+def layers_of_stage(view: View) -> Fact:
+    """Of the pipeline stage that has fewest."""
+    if view.model.shape is None:
+        raise NotKnownError("layers_of_stage")
+    stages = view["trainer.parallel.pipeline_parallel_size"]
+    return Fact(view.model.shape.num_layers // stages, "the layers of a stage")
+
+
+@fact
 def has_fp8_widths(view: View) -> bool:
     """Whether some projection can be multiplied in float8."""
     tensors = () if view.plan.shape is None else view.plan.shape.tensors()
