@@ -33,6 +33,7 @@ from hone.types import (
     Completion,
     EngineStats,
     Group,
+    PerToken,
     Prompt,
     Request,
     Sample,
@@ -419,12 +420,8 @@ def apply_masks(groups: Iterable[Group], cfg: RolloutConfig) -> None:
     """Mask what `cfg` keeps out of the loss."""
     for sample in (sample for group in groups for sample in group.samples):
         if cfg.truncated_samples == "mask" and sample.truncated:
-            sample.loss_mask = [False] * len(sample.token_ids)
+            sample.loss_mask = PerToken("b", bytes(len(sample.token_ids)))
         elif cfg.mask_off_policy_tokens:
             newest = max(sample.weight_versions, default=0)
-            sample.loss_mask = [
-                trained and sampled_by == newest
-                for trained, sampled_by in zip(
-                    sample.loss_mask, sample.weight_versions, strict=True
-                )
-            ]
+            masked = zip(sample.loss_mask, sample.weight_versions, strict=True)
+            sample.loss_mask = PerToken("b", [mask and own == newest for mask, own in masked])
