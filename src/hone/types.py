@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     Routes = NDArray[np.integer[Any]]
     """The experts that tokens passed in each layer that has them: ids [T, L, K]; the largest number
     of the format stands for a token of which nobody knows (`hone.models.routes`)."""
+    _Array = array[Any]
 else:
     Routes = Any  # whoever reads annotations when it runs needs no numpy
+    _Array = array
 
 __all__ = [
     "NOT_SAMPLED",
@@ -153,7 +155,7 @@ class Request:
     """Tokens sampled earlier (a partial rollout); generation goes on after them."""
 
 
-class PerToken(array):  # its elements: see `_CODES`
+class PerToken(_Array):
     """A value for each token, in 1 to 8 bytes. Equals a list of the same values."""
 
     __slots__ = ()
@@ -168,6 +170,9 @@ class PerToken(array):  # its elements: see `_CODES`
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> tuple[Any, ...]:
         return PerToken, (self.typecode, self.tobytes())
+
+    def __deepcopy__(self, memo: object) -> PerToken:
+        return PerToken(self.typecode, self)
 
 
 _CODES = {"token_ids": "i", "logprobs": "d", "weight_versions": "i", "loss_mask": "b"}

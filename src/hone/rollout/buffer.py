@@ -218,10 +218,10 @@ class Buffer:
             number=order,
         )
 
-    def submit(self, entry: InFlightGroup) -> None:
-        """Submit the unfinished requests of a group."""
-        if entry.requests:
-            self.engine.submit(list(entry.requests.values()))
+    def submit(self, entries: Iterable[InFlightGroup]) -> None:
+        """Submit the unfinished requests of groups, together."""
+        if requests := [request for entry in entries for request in entry.requests.values()]:
+            self.engine.submit(requests)
 
     def withdraw(self, entries: Iterable[InFlightGroup]) -> None:
         """Abort all requests of the engine, which are those of `entries`; their tokens are kept."""

@@ -474,19 +474,22 @@ class Collector:
     def _own(self) -> list[InFlightGroup]:
         return [entry for entry in self._buffer if entry.rank == self.comm.rank]
 
-    def _assign_to_rank(self, entry: InFlightGroup) -> None:
-        """Give a group to the next process; where that is this one, submit it."""
-        entry.rank = self._num_assigned % self.comm.size
-        self._num_assigned += 1
-        if entry.rank == self.comm.rank:
-            self._buffer.submit(entry)
+    def _assign_to_ranks(self, entries: Iterable[InFlightGroup]) -> None:
+        """Give each group to the next process; submit those of this one."""
+        own: list[InFlightGroup] = []
+        for entry in entries:
+            entry.rank = self._num_assigned % self.comm.size
+            self._num_assigned += 1
+            if entry.rank == self.comm.rank:
+                own.append(entry)
+        self._buffer.submit(own)
 
     def _admit(self) -> None:
         """Start as many groups as there is room for."""
         assert self._version is not None
         version = self._version
-        for entry in self._buffer.draw(self._num_free_slots, step=version + 1, version=version):
-            self._assign_to_rank(entry)
+        drawn = self._buffer.draw(self._num_free_slots, step=version + 1, version=version)
+        self._assign_to_ranks(drawn)
 
     @property
     def _num_free_slots(self) -> int:
@@ -503,8 +506,7 @@ class Collector:
     def _submit_withdrawn(self) -> None:
         if not self._buffer.is_submitted:
             self._num_assigned = 0
-            for entry in self._buffer:
-                self._assign_to_rank(entry)
+            self._assign_to_ranks(self._buffer)
             self._buffer.is_submitted = True
 
     def _withdraw(self) -> None:
