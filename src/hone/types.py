@@ -161,6 +161,10 @@ class PerToken(_Array):
     __slots__ = ()
     __hash__ = None
 
+    if TYPE_CHECKING:  # the stubs have one for each type code
+
+        def __new__(cls, typecode: str, values: Iterable[Any] = ..., /) -> Self: ...
+
     def __eq__(self, other: object) -> bool:
         return self.tolist() == other if isinstance(other, list) else super().__eq__(other)
 
