@@ -2,9 +2,9 @@
 
     python benchmarks/control_plane.py --engines 512 --in-flight 10000 --tokens 1024 --step-s 20
 
-Engines are fakes in a few Ray actors, of which each answers for many: what they sample is made up
+Engines are fakes in a few processes, of which each answers for many: what they sample is made up
 and takes the time that it would, but all messages are real, as are collector, pool of engines,
-tokenizer, and the pickling of a step's groups for the other trainers. Rewards are given at once:
+and the pickling of a step's groups for the other trainers. Rewards are given at once:
 workers compute them. Nothing is trained.
 """
 
@@ -17,88 +17,134 @@ import pickle
 import pstats
 import random
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from typing import Any
 
 import psutil
-import ray
 
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
-from hone.distributed.ray import RayPending
+from hone.distributed.calls import Frames, Hub, frame
 from hone.engine.worker import Polled
 from hone.loops.inputs import decoder
 from hone.models.tiny import make_bpe_tokenizer
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector
 from hone.rollout.engine_pool import EnginePool
-from hone.types import Completion, EngineStats, Prompt, Request, Reward, Sample, StopReason
+from hone.rollout.requests import Decode
+from hone.types import (
+    Completion,
+    EngineStats,
+    PerToken,
+    Prompt,
+    Request,
+    Reward,
+    Sample,
+    StopReason,
+)
 
 GROUP = 8
 """Samples of a prompt."""
 HOSTS = 2
-"""Actors that the fake engines share."""
+"""Processes that the fake engines share."""
 
 
-class FakeEngines:
-    """Engines that know when each request will have ended, by a clock alone."""
+class FakeEngine:
+    """An engine that knows when each request will have ended, by a clock alone."""
 
-    def __init__(self, number: int, tokens: int, mean_s: float, vocabulary: int) -> None:
+    def __init__(self, tokens: int, mean_s: float, vocabulary: int) -> None:
         self._rate = tokens / mean_s
         self._tokens = tokens
-        self._ids = random.choices(range(vocabulary), k=8 * tokens)
-        self._logprobs = [random.random() for _ in range(8 * tokens)]
-        self._running: list[dict[str, tuple[float, int]]] = [{} for _ in range(number)]
+        self._ids = PerToken("i", random.choices(range(vocabulary), k=8 * tokens))
+        self._logprobs = PerToken("d", [random.random() for _ in range(8 * tokens)])
+        self._running: dict[str, tuple[float, int]] = {}
+        self._has_more = asyncio.Event()
         self._beat = self._version = 0
 
-    def submit(self, engine: int, requests: list[Request]) -> None:
+    def submit(self, requests: list[Request]) -> None:
         for request in requests:
             draw = random.Random(request.sampling.seed)
             length = min(int(self._tokens * draw.lognormvariate(-0.32, 0.8)) + 1, 8 * self._tokens)
-            self._running[engine][request.id] = (time.time() + length / self._rate, length)
+            self._running[request.id] = (time.time() + length / self._rate, length)
+        self._has_more.set()
 
-    async def poll(self, engine: int, wait_s: float) -> Polled:
-        running, until = self._running[engine], time.time() + wait_s
-        first = min((end for end, _ in running.values()), default=until)
-        await asyncio.sleep(max(min(first, until) - time.time(), 0.0))
-        now = time.time()
-        ended = [name for name, (end, _) in running.items() if end <= now]
+    async def poll(self, wait_s: float) -> Polled:
+        until = time.time() + wait_s
+        while not (ended := self._ended()) and (left_s := until - time.time()) > 0.0:
+            first = min((end for end, _ in self._running.values()), default=until)
+            self._has_more.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._has_more.wait(), max(min(first - time.time(), left_s), 0.001)
+                )
         self._beat += 1
-        completions = [self._completion(name, running.pop(name)[1]) for name in ended]
-        return Polled(completions, EngineStats(num_running=len(running)), self._beat)
+        completions = [self._completion(name, self._running.pop(name)[1]) for name in ended]
+        return Polled(completions, EngineStats(num_running=len(self._running)), self._beat)
+
+    def _ended(self) -> list[str]:
+        now = time.time()
+        return [name for name, (end, _) in self._running.items() if end <= now]
 
     def _completion(self, name: str, length: int) -> Completion:
         return Completion(
             request_id=name,
-            token_ids=self._ids[:length],
-            logprobs=self._logprobs[:length],
-            weight_versions=[self._version] * length,
+            token_ids=PerToken("i", self._ids[:length]),
+            logprobs=PerToken("d", self._logprobs[:length]),
+            weight_versions=PerToken("i", [self._version]) * length,
             stop_reason=StopReason.EOS,
             text="x" * (3 * length),
         )
 
-    def weight_version(self, engine: int) -> int:
-        del engine
+    def weight_version(self) -> int:
         return self._version
 
-    def receive(self, engine: int, version: int, rank: int) -> None:
-        del engine, rank
+    def receive(self, version: int, rank: int) -> None:
+        del rank
         self._version = version
 
-    async def call(self, engine: int, method: str, args: tuple[Any, ...]) -> Any:
-        result = getattr(self, method)(engine, *args)
-        return await result if asyncio.iscoroutine(result) else result
+    async def serve(self, address: tuple[str, int], key: bytes) -> None:
+        """As `hone.distributed.calls.serve`, many in one thread."""
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(key)
+        frames, calls = Frames(), set[asyncio.Task[None]]()
+        while data := await reader.read(1 << 18):
+            for number, method, args in frames.feed(data):
+                calls.add(call := asyncio.create_task(self._answer(writer, number, method, args)))
+                call.add_done_callback(calls.discard)
+
+    async def _answer(
+        self, writer: asyncio.StreamWriter, number: int, method: str, args: tuple[Any, ...]
+    ) -> None:
+        result = getattr(self, method)(*args)
+        value = await result if asyncio.iscoroutine(result) else result
+        writer.write(frame((number, True, value)))
 
 
-class ActorWorker:
-    """One of `FakeEngines` in a Ray actor."""
+def host_engines(
+    address: tuple[str, int], keys: list[bytes], tokens: int, mean_s: float, vocabulary: int
+) -> None:
+    async def host() -> None:
+        engines = [(FakeEngine(tokens, mean_s, vocabulary), key) for key in keys]
+        await asyncio.gather(*(engine.serve(address, key) for engine, key in engines))
+
+    asyncio.run(host())
+
+
+class LineWorker:
+    """One of the engines of another process."""
 
     num_ranks = 1
 
-    def __init__(self, name: str, actor: Any, index: int) -> None:
-        self.name, self._actor, self._index = name, actor, index
+    def __init__(self, hub: Hub, name: str) -> None:
+        self.name = name
+        self.line = hub.line(name)
+        self.num_calls = 0
 
     def call(self, method: str, /, *args: Any) -> Any:
-        return RayPending(self.name, self._actor.call.remote(self._index, method, args), ())
+        self.num_calls += 1
+        return self.line.call(method, *args)
 
     def kill(self) -> None:
         pass
@@ -143,16 +189,26 @@ class InstantScorer:
         return ScorerStats(num_scored=0, num_failed={}, num_pending=0, num_kills=0, p99_s=0.0)
 
 
-def workers_of(args: argparse.Namespace, vocabulary: int) -> list[Any]:
-    ray.init(num_cpus=HOSTS, include_dashboard=False, log_to_driver=False)
-    each = -(-args.engines // HOSTS)
+@contextmanager
+def engines_of(args: argparse.Namespace, vocabulary: int) -> Generator[list[LineWorker]]:
+    hub = Hub("127.0.0.1")
+    workers = [LineWorker(hub, f"engine {number}") for number in range(args.engines)]
+    keys = [worker.line.key for worker in workers]
     hosts = [
-        ray.remote(FakeEngines)
-        .options(max_concurrency=4 * each)
-        .remote(each, args.tokens, args.step_s, vocabulary)
-        for _ in range(HOSTS)
+        get_context("spawn").Process(
+            target=host_engines,
+            args=(hub.address, keys[number::HOSTS], args.tokens, args.step_s, vocabulary),
+        )
+        for number in range(HOSTS)
     ]
-    return [ActorWorker(f"engine {i}", hosts[i % HOSTS], i // HOSTS) for i in range(args.engines)]
+    for host in hosts:
+        host.start()
+    try:
+        yield workers
+    finally:
+        hub.close()
+        for host in hosts:
+            host.join()
 
 
 def deliver(pool: EnginePool, version: int) -> None:
@@ -166,10 +222,15 @@ def deliver(pool: EnginePool, version: int) -> None:
 def measure(args: argparse.Namespace) -> None:
     text = "the sum of seven and twelve is nineteen, so that 3.5 times it makes 66.5\n" * 9
     tokenizer = make_bpe_tokenizer([text], vocab_size=600)
-    pool = EnginePool(
-        workers_of(args, len(tokenizer)), restart=None, timeout_s=600.0, max_restarts=0
-    )
-    deliver(pool, 0)
+    with engines_of(args, len(tokenizer)) as workers:
+        pool = EnginePool(workers, restart=None, timeout_s=600.0, max_restarts=0)
+        deliver(pool, 0)
+        measure_steps(args, pool, workers, decoder(tokenizer))
+
+
+def measure_steps(
+    args: argparse.Namespace, pool: EnginePool, workers: list[LineWorker], decode: Decode
+) -> None:
     staleness = args.staleness
     size = args.in_flight // GROUP // (1 + staleness)
     collector = Collector(
@@ -182,7 +243,7 @@ def measure(args: argparse.Namespace) -> None:
             max_completion_tokens=8 * args.tokens,
         ),
         pipeline_cfg=PipelineConfig(max_staleness=staleness),
-        decode=decoder(tokenizer),
+        decode=decode,
         seed=7,
     )
     process, profile = psutil.Process(), cProfile.Profile() if args.profile else None
@@ -192,12 +253,13 @@ def measure(args: argparse.Namespace) -> None:
         f"{size * GROUP:,} a step, {args.tokens} tokens a sample, {args.step_s:g} s a step; "
         f"{before_mib:.0f} MiB at the start"
     )
-    print("step  wall s  cpu s  of a core  of which to trainers s  MiB sent  MiB above the start")
+    print("step  wall s  cpu s  of which to trainers s  calls  MiB sent  MiB above the start")
     for step in range(1, args.steps + 1):
         start, used = time.monotonic(), time.process_time()
         if profile and step == 1:
             profile.enable()
-        groups = collector.collect(step)
+        called = sum(worker.num_calls for worker in workers)
+        groups = collector.collect(step, lambda _finished, _wanted: None)
         sending = time.process_time()
         sent = len(pickle.dumps(groups)) / 2**20
         sending = time.process_time() - sending
@@ -209,8 +271,9 @@ def measure(args: argparse.Namespace) -> None:
             deliver(pool, step)
         wall, used = time.monotonic() - start, time.process_time() - used
         mib = process.memory_info().rss / 2**20 - before_mib
+        called = sum(worker.num_calls for worker in workers) - called
         print(
-            f"{step:4}  {wall:6.1f}  {used:5.2f}  {used / wall:9.1%}  {sending:22.2f}  {sent:8.1f}"
+            f"{step:4}  {wall:6.1f}  {used:5.2f}  {sending:22.2f}  {called:5}  {sent:8.1f}"
             f"  {mib:.0f}",
             flush=True,
         )

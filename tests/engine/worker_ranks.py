@@ -78,12 +78,12 @@ def command(host, engine):
     found = {}
     host.submit(REQUESTS)
     done = take(host, 4)
-    found["tokens"] = [done[r.id].token_ids for r in REQUESTS]
+    found["tokens"] = [list(done[r.id].token_ids) for r in REQUESTS]
     alone = make_engine()
     alone.submit(REQUESTS)
     expected = {}
     while alone.has_unfinished:
-        expected |= {c.request_id: c.token_ids for c in alone.step()}
+        expected |= {c.request_id: list(c.token_ids) for c in alone.step()}
     found["tokens of one rank"] = [expected[r.id] for r in REQUESTS]
 
     host.receive(5, 3)
@@ -94,7 +94,9 @@ def command(host, engine):
         "good": again["good"].error,
         "poisoned": "vocabulary" in again["poisoned"].error,
     }
-    found["aborted is a prefix"] = aborted.token_ids == found["tokens"][0][: len(aborted.token_ids)]
+    found["aborted is a prefix"] = (
+        list(aborted.token_ids) == found["tokens"][0][: len(aborted.token_ids)]
+    )
     found["versions"] = [done["1"].weight_versions, again["good"].weight_versions]
     try:
         host.receive("fails on the last")

@@ -750,6 +750,7 @@ def test_silence_while_nobody_looks_does_not_count(local, monkeypatch):
     group.step()
     monkeypatch.undo()
     group._members[0].poll = None
+    group._to_ask.add(group._members[0])
     check(done | drain(group), make_group(0, max_tokens=90))
 
 

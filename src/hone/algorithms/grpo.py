@@ -7,7 +7,6 @@ the loss of a token (`losses/`, likewise) and how tokens are averaged (`aggregat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -82,14 +81,14 @@ def _row(sample: Sample, group: Group, version: int) -> Row:
     drawn over keys and values of theirs, so that the trainer cannot find its log-probability again.
     What an environment inserted is of no weights, and has no age.
     """
-    trained = [t for t, is_trained in enumerate(sample.loss_mask) if is_trained]
-    logprobs = [sample.logprobs[t] for t in trained]
-    ages = (0 if drawn == NOT_SAMPLED else version - drawn for drawn in sample.weight_versions)
-    oldest = list(accumulate(ages, max))
-    staleness = [oldest[t] for t in trained]
+    mask = np.asarray(sample.loss_mask, dtype=bool)
+    logprobs = np.asarray(sample.logprobs)[mask].astype(np.float32)
+    drawn = np.asarray(sample.weight_versions, dtype=np.int32)
+    ages = np.where(drawn == NOT_SAMPLED, 0, version - drawn)
+    staleness = np.maximum.accumulate(ages)[mask].astype(np.int32)
     columns = {
-        "logprobs/engine": Column(torch.tensor(logprobs, dtype=torch.float32)),
-        "staleness": Column(torch.tensor(staleness, dtype=torch.int32)),
+        "logprobs/engine": Column(torch.from_numpy(logprobs)),
+        "staleness": Column(torch.from_numpy(staleness)),
     }
     token_ids = [*sample.prompt.token_ids, *sample.token_ids]
     if sample.routes is not None:
@@ -98,7 +97,7 @@ def _row(sample: Sample, group: Group, version: int) -> Row:
         id=sample.id,
         group_id=group.id,
         token_ids=token_ids,
-        loss_mask=[False] * len(sample.prompt.token_ids) + sample.loss_mask,
+        loss_mask=[False] * len(sample.prompt.token_ids) + mask.tolist(),
         columns=columns,
     )
 

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -222,19 +223,30 @@ class Pool(ABC, Generic[Task, M]):
             self._waiting.setdefault(self._affinity(task_id), {})[task_id] = task
 
     def _assign(self) -> None:
-        """Give waiting tasks to the ready worker with the least to do, as long as it has room."""
+        """Give waiting tasks to the ready worker with the least to do, as long as it has room; each
+        worker gets its share in one message."""
         while self._waiting:
-            ready = [member for member in self._members if member.is_ready]
-            member = min(ready, key=lambda member: member.load, default=None)
-            if member is None or not self._has_room(member):
+            ready = [m for m in self._members if m.is_ready]
+            least = [(member.load, member.index) for member in ready]
+            heapify(least)
+            shares: dict[M, dict[str, Task]] = {}
+            while self._waiting and least:
+                member = self._members[least[0][1]]
+                if not self._has_room(member):
+                    break
+                tasks = self._waiting.pop(next(iter(self._waiting)))
+                if not member.tasks:
+                    member.note_progress()
+                member.tasks |= tasks
+                member.load += sum(map(self._cost, tasks.values()))
+                heapreplace(least, (member.load, member.index))
+                self._owners.update(dict.fromkeys(tasks, member))
+                shares.setdefault(member, {}).update(tasks)
+            for member, tasks in shares.items():
+                if self._is_live(member):
+                    self._send(member, tasks)
+            if not shares:
                 return
-            tasks = self._waiting.pop(next(iter(self._waiting)))
-            if not member.tasks:
-                member.note_progress()
-            member.tasks |= tasks
-            member.load += sum(map(self._cost, tasks.values()))
-            self._owners.update(dict.fromkeys(tasks, member))
-            self._send(member, tasks)
 
     def _finish(self, member: M, task_id: str) -> None:
         """A task is no longer with a worker."""

@@ -12,8 +12,8 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -38,6 +38,7 @@ from hone.config.model import ModelConfig
 from hone.config.reward import RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.distributed.address import no_cluster, unreachable
+from hone.distributed.calls import Hub, serve
 from hone.distributed.pool import WorkersLostError
 from hone.distributed.processes import DEVICES_HELD, processes
 from hone.distributed.signals import handling
@@ -77,6 +78,8 @@ _PER_CORE = 4
 """Processes of a run on CPUs that may share a core: with many more none gets on."""
 _CALLS = 8
 """Calls of one engine that run side by side: the longest waits for weights."""
+_METHODS = 4
+"""Methods of an actor that run side by side: one lasts as long as the worker."""
 _IDS = re.compile(r"(class_name|actor_id|namespace|pid|ip|name|node_id|job_id):")
 _GUESSES = "Some common causes include"
 _SETTLE_S = 1.0
@@ -96,6 +99,10 @@ class RayWorkers:
     build: str
     """`module:function` that makes, of role, configuration and name, what a worker's calls are for:
     in its process, once that sees its GPUs."""
+    host: str
+    """How workers reach this process."""
+    hub: Hub
+    """The lines to them."""
 
     def start(self, role: Role, index: int) -> RayWorker:
         """Begin to make a worker on its devices."""
@@ -105,7 +112,7 @@ class RayWorkers:
         actor = ray.remote(_RANKS[role]).options(
             num_cpus=1,
             num_gpus=1 if self.uses_gpus else 0,
-            max_concurrency=_CALLS if is_engine else 1,
+            max_concurrency=_METHODS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self.placed,
                 placement_group_bundle_index=_workers(cfg.cluster).index((role, index)),
@@ -116,13 +123,7 @@ class RayWorkers:
             actor.remote(cfg, self.build, role, name=name, rank=rank, size=size)
             for rank in range(size)
         ]
-        return RayWorker(name, ranks)
-
-    @property
-    def host(self) -> str:
-        """How workers reach this process."""
-        is_local = self.cfg.cluster.address is None
-        return "127.0.0.1" if is_local else ray.util.get_node_ip_address()
+        return RayWorker(name, ranks, self.hub)
 
     @property
     def starting_s(self) -> float:
@@ -177,7 +178,9 @@ def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
     ):
         placed = _place(cfg, uses_gpus=uses_gpus)
         try:
-            yield RayWorkers(_anywhere(cfg), placed, uses_gpus, build)
+            host = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
+            with closing(Hub(host, lost_after_s=_LOOK_S)) as hub:
+                yield RayWorkers(_anywhere(cfg), placed, uses_gpus, build, host, hub)
         finally:
             remove_placement_group(placed)
 
@@ -400,8 +403,8 @@ def check_own_node() -> None:
 
 
 class WorkerRank:
-    """One process of a worker. The methods of an engine run in threads of the actor, side by side,
-    those of what scores one after the other."""
+    """One process of a worker. The methods of an engine run in threads, side by side, those of what
+    scores one after the other."""
 
     def __init__(
         self, cfg: RLConfig, build: str, role: Role, *, name: str, rank: int, size: int
@@ -450,8 +453,12 @@ class WorkerRank:
         finally:
             self._started.set()
 
-    def call(self, method: str, args: Sequence[Any]) -> Any:
-        """Call a method of what is made here, once it is."""
+    def serve(self, address: tuple[str, int], key: bytes) -> None:
+        """Answer the calls of a line: each waits until what they are for is made."""
+        num_threads = _CALLS if self._role == "engine" else 1
+        serve(address, key, self._call, num_threads=num_threads)
+
+    def _call(self, method: str, args: Sequence[Any]) -> Any:
         return getattr(self._made(), method)(*args)
 
     def follow(self) -> None:
@@ -489,73 +496,63 @@ _RANKS: Mapping[Role, type[WorkerRank]] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RayPending:
     """What a call will have returned."""
 
     engine: str
-    ref: ray.ObjectRef[Any]
-    others: Sequence[ray.ObjectRef[Any]]
-    """Calls of the other ranks that last as long as the engine: without these it hangs."""
-    _future: Future[Any] | None = None
-    """Of `ref`, where somebody is to be called."""
+    future: Future[Any]
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """As of the future that Ray makes."""
-        self._future = self.ref.future()
-        self._future.add_done_callback(fn)
+        """As of a future."""
+        self.future.add_done_callback(fn)
 
     def result(self, timeout_s: float) -> Any:
         """Wait for it. Raises what the call has raised, TimeoutError, and EngineLostError where a
         process of the engine is gone; WorkersLostError where Ray itself is."""
-        if self._future is not None and (self._future.done() or not (timeout_s or self.others)):
-            return self._value(self._future.result, 0.0)  # without asking Ray
         deadline = monotonic() + timeout_s
-        ended = self._ended(min(timeout_s, _LOOK_S))
-        while not ended and (left_s := deadline - monotonic()) > 0.0:
+        left_s = timeout_s
+        while not self.future.done() and left_s > 0.0:
+            if wait([self.future], min(left_s, _LOOK_S)).done:
+                break
             check_own_node()
-            ended = self._ended(min(left_s, _LOOK_S))
-        if ended and self.ref not in ended:
-            # What the first rank knows of it says more; it may also have closed in order.
-            ended, _ = ray.wait([self.ref], timeout=min(timeout_s, _SETTLE_S))
-            if not ended:
-                self._raise_of_others()
-        if not ended:
+            left_s = deadline - monotonic()
+        if not self.future.done():
             raise TimeoutError(f"{self.engine} has not answered within {timeout_s:g} s")
-        return self._value(ray.get, self.ref)
-
-    def _value(self, get: Callable[[Any], Any], arg: Any) -> Any:
-        try:
-            return get(arg)
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayError as error:
-            raise EngineLostError(self.engine, why_lost(error)) from error
-
-    def _ended(self, timeout_s: float) -> list[ray.ObjectRef[Any]]:
-        return ray.wait([self.ref, *self.others], timeout=timeout_s)[0]
-
-    def _raise_of_others(self) -> None:
-        """Raise EngineLostError where another rank is gone, or has failed."""
-        for ref in ray.wait([*self.others], num_returns=len(self.others), timeout=0.0)[0]:
-            try:
-                ray.get(ref)
-            except RayError as error:
-                raise EngineLostError(self.engine, f"of another rank: {why_lost(error)}") from error
+        return self.future.result()
 
 
 class RayWorker:
-    """A `Worker`: the actors of its ranks, of which the first takes the calls."""
+    """A `Worker`: the actors of its ranks, of which the first takes the calls, over a line of its
+    own. Ray says when one is gone."""
 
-    def __init__(self, name: str, ranks: Sequence[Any]) -> None:
+    def __init__(self, name: str, ranks: Sequence[Any], hub: Hub) -> None:
         """`ranks` are actors of `WorkerRank`."""
         self.name = name
         self._ranks = list(ranks)
+        self._line = hub.line(name)
         first = self._ranks[0]
         address = first.address.remote()
         gpus = [rank.gpus.remote() for rank in self._ranks]
         self._starting = [rank.start.remote(address, *gpus) for rank in self._ranks]
-        self._following = [rank.follow.remote() for rank in self._ranks[1:]]
+        served = first.serve.remote(hub.address, self._line.key)
+        served.future().add_done_callback(self._on_first_ended)
+        for rank in self._ranks[1:]:
+            rank.follow.remote().future().add_done_callback(self._on_other_ended)
+
+    def _on_first_ended(self, served: Future[None]) -> None:
+        error = served.exception()
+        cause = why_lost(error) if isinstance(error, RayError) else f"it has ended: {error}"
+        self._line.end(cause)
+
+    def _on_other_ended(self, followed: Future[None]) -> None:
+        """Without it the engine hangs. What the first rank knows of it says more."""
+        error = followed.exception()
+        if isinstance(error, RayError):  # else it was closed in order
+            cause = f"of another rank: {why_lost(error)}"
+            end = threading.Timer(_SETTLE_S, self._line.end, (cause,))
+            end.daemon = True
+            end.start()
 
     @property
     def num_ranks(self) -> int:
@@ -573,16 +570,22 @@ class RayWorker:
                     "trainer.parallel.timeout_s. Is its process stopped (`ray list actors`)?"
                 )
             for ref in ended:
-                RayPending(self.name, ref, ()).result(0.0)
+                try:
+                    ray.get(ref)
+                except RayTaskError as error:
+                    raise error.cause from None
+                except RayError as error:
+                    raise EngineLostError(self.name, why_lost(error)) from error
 
     def call(self, method: str, /, *args: Any) -> RayPending:
         """Begin a call of a method of what the first rank has made."""
-        return RayPending(self.name, self._ranks[0].call.remote(method, args), self._following)
+        return RayPending(self.name, self._line.call(method, *args))
 
     def kill(self) -> None:
         """End its processes at once."""
         for rank in self._ranks:
             ray.kill(rank, no_restart=True)
+        self._line.end("it was killed")
 
 
 def why_lost(error: RayError) -> str:

@@ -330,8 +330,8 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "failure": None if sample.failure is None else str(sample.failure),
         "failure_detail": sample.failure_detail,
         PER_TOKEN: list(sample.prompt.token_ids),
-        "token_ids": sample.token_ids,
-        "logprobs": sample.logprobs,
-        "weight_versions": sample.weight_versions,
+        "token_ids": list(sample.token_ids),
+        "logprobs": list(sample.logprobs),
+        "weight_versions": list(sample.weight_versions),
         "loss_mask": [int(trained) for trained in sample.loss_mask],
     }

@@ -33,6 +33,7 @@ from hone.types import (
     Completion,
     EngineStats,
     Group,
+    PerToken,
     Prompt,
     Request,
     Sample,
@@ -217,10 +218,10 @@ class Buffer:
             number=order,
         )
 
-    def submit(self, entry: InFlightGroup) -> None:
-        """Submit the unfinished requests of a group."""
-        if entry.requests:
-            self.engine.submit(list(entry.requests.values()))
+    def submit(self, entries: Iterable[InFlightGroup]) -> None:
+        """Submit the unfinished requests of groups, together."""
+        if requests := [request for entry in entries for request in entry.requests.values()]:
+            self.engine.submit(requests)
 
     def withdraw(self, entries: Iterable[InFlightGroup]) -> None:
         """Abort all requests of the engine, which are those of `entries`; their tokens are kept."""
@@ -419,12 +420,8 @@ def apply_masks(groups: Iterable[Group], cfg: RolloutConfig) -> None:
     """Mask what `cfg` keeps out of the loss."""
     for sample in (sample for group in groups for sample in group.samples):
         if cfg.truncated_samples == "mask" and sample.truncated:
-            sample.loss_mask = [False] * len(sample.token_ids)
+            sample.loss_mask = PerToken("b", bytes(len(sample.token_ids)))
         elif cfg.mask_off_policy_tokens:
             newest = max(sample.weight_versions, default=0)
-            sample.loss_mask = [
-                trained and sampled_by == newest
-                for trained, sampled_by in zip(
-                    sample.loss_mask, sample.weight_versions, strict=True
-                )
-            ]
+            masked = zip(sample.loss_mask, sample.weight_versions, strict=True)
+            sample.loss_mask = PerToken("b", [mask and own == newest for mask, own in masked])

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nlargest
 from threading import Event
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from hone.config.pipeline import PipelineConfig
@@ -61,6 +61,8 @@ __all__ = ["Collector", "Comm", "SingleProcess"]
 
 MAX_REFILL_ROUNDS = 10
 """Rounds of further prompts of `dynamic_sampling` before a step goes on with fewer."""
+REPORT_S = 0.5
+"""How often the progress of a step ahead of the training is counted: over all groups in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,9 @@ class Collector:
     _num_assigned: int = 0
     _num_failed: int = 0
     """Failed samples, of all so far, that `_check_failures` has seen."""
+    _progress: tuple[int, int] = (0, 0)
+    """What was told last, counted at `_progress_since`."""
+    _progress_since: float = 0.0
     _is_idle: bool = True
     _inside: str = ""
     """The context that the caller must leave before it asks for anything else."""
@@ -378,21 +383,31 @@ class Collector:
         assert self._next_update == self._version, f"{self._next_update=} {self._version=}"
         self._rounds = self._new_rounds(size - sum(entry.complete for entry in self._buffer))
         self._admit()
-        while (batch := self._choose_batch()) is None:
+        self._progress_since = 0.0
+        num_complete = sum(entry.complete for entry in self._buffer)
+        batch = self._choose_batch(num_complete)
+        while batch is None:
             assert self._is_busy, f"no batch of {size} in {len(self._buffer)} groups"
-            self._poll(SCORE_WAIT_S)
+            num_dropped = self._counting.num_dropped_groups
+            num_new = self._poll(SCORE_WAIT_S)
+            num_complete += num_new
+            if num_new or self._counting.num_dropped_groups > num_dropped:
+                batch = self._choose_batch(num_complete)
             self._check_failures(size)
-            self._report(progress, size)
+            self._report(progress, size, every_s=REPORT_S)
         for entry in batch:
             self._buffer.pop(entry)
         self._counting.num_refill_rounds = self._rounds.num_refills
         self._rounds = self._new_rounds(0)
         return batch
 
-    def _choose_batch(self) -> list[InFlightGroup] | None:
-        """The groups that the next update trains; None: not yet."""
-        entries = list(self._buffer)
+    def _choose_batch(self, num_complete: int) -> list[InFlightGroup] | None:
+        """The groups that the next update trains, of `num_complete` that could be; None: not yet.
+        Only what has become complete, or was dropped, changes the answer."""
         size, used_up = self.rollout_cfg.prompts_per_step, self._rounds.are_used_up
+        if num_complete < size and not used_up:  # without a look at all that are in flight
+            return None
+        entries = list(self._buffer)
         chosen = choose(
             [self._deadline(entry) for entry in entries],
             [entry.complete for entry in entries],
@@ -410,16 +425,18 @@ class Collector:
     def _is_busy(self) -> bool:
         return self._buffer.has_requests or self.scorer.pending > 0
 
-    def _poll(self, timeout_s: float, *, admits: bool = True) -> None:
+    def _poll(self, timeout_s: float, *, admits: bool = True) -> int:
+        """How many groups this has made complete, but for those that are dropped."""
         if self._buffer.has_requests:
             self._buffer.step()
             timeout_s = 0.0
-        self._poll_scores(timeout_s)
+        num_complete = self._poll_scores(timeout_s)
         if admits and self._is_ahead:
             self._admit()
+        return num_complete
 
-    def _poll_scores(self, timeout_s: float) -> None:
-        drops = self.rollout_cfg.dynamic_sampling and self._is_ahead
+    def _poll_scores(self, timeout_s: float) -> int:
+        drops, num_kept = self.rollout_cfg.dynamic_sampling and self._is_ahead, 0
         for entry in self._buffer.poll_scores(timeout_s):
             if drops:
                 is_kept = teaches(entry.group, self.rollout_cfg)
@@ -427,8 +444,10 @@ class Collector:
                 if not is_kept:
                     self._counting.count_dropped(self._buffer.pop(entry))
                     continue
+            num_kept += 1
             if self._is_ahead and self.on_complete is not None:
                 self.on_complete(entry.group)
+        return num_kept
 
     def _poll_until(self, stop: Event) -> None:
         while self._is_busy and not stop.is_set():
@@ -455,19 +474,22 @@ class Collector:
     def _own(self) -> list[InFlightGroup]:
         return [entry for entry in self._buffer if entry.rank == self.comm.rank]
 
-    def _assign_to_rank(self, entry: InFlightGroup) -> None:
-        """Give a group to the next process; where that is this one, submit it."""
-        entry.rank = self._num_assigned % self.comm.size
-        self._num_assigned += 1
-        if entry.rank == self.comm.rank:
-            self._buffer.submit(entry)
+    def _assign_to_ranks(self, entries: Iterable[InFlightGroup]) -> None:
+        """Give each group to the next process; submit those of this one."""
+        own: list[InFlightGroup] = []
+        for entry in entries:
+            entry.rank = self._num_assigned % self.comm.size
+            self._num_assigned += 1
+            if entry.rank == self.comm.rank:
+                own.append(entry)
+        self._buffer.submit(own)
 
     def _admit(self) -> None:
         """Start as many groups as there is room for."""
         assert self._version is not None
         version = self._version
-        for entry in self._buffer.draw(self._num_free_slots, step=version + 1, version=version):
-            self._assign_to_rank(entry)
+        drawn = self._buffer.draw(self._num_free_slots, step=version + 1, version=version)
+        self._assign_to_ranks(drawn)
 
     @property
     def _num_free_slots(self) -> int:
@@ -484,8 +506,7 @@ class Collector:
     def _submit_withdrawn(self) -> None:
         if not self._buffer.is_submitted:
             self._num_assigned = 0
-            for entry in self._buffer:
-                self._assign_to_rank(entry)
+            self._assign_to_ranks(self._buffer)
             self._buffer.is_submitted = True
 
     def _withdraw(self) -> None:
@@ -577,11 +598,15 @@ class Collector:
             limit = self.max_failure_rate
             check_failures(self._buffer, self.rollout_cfg, limit, num_wanted=num_wanted)
 
-    def _report(self, progress: Progress | None, num_groups: int) -> None:
-        """Call `progress` with the samples of the `num_groups` groups of ours that lead."""
+    def _report(self, progress: Progress | None, num_groups: int, *, every_s: float = 0.0) -> None:
+        """Call `progress` with the samples of the `num_groups` groups of ours that lead, which are
+        counted again `every_s`."""
         if progress is None:
             return
-        own = self._own()
-        num_groups = min(num_groups, len(own))
-        num_finished = sum(nlargest(num_groups, (entry.num_finished for entry in own)))
-        progress(num_finished, num_groups * self.rollout_cfg.n_samples_per_prompt)
+        if (now := monotonic()) >= self._progress_since + every_s:
+            own = self._own()
+            num_groups = min(num_groups, len(own))
+            num_finished = sum(nlargest(num_groups, (entry.num_finished for entry in own)))
+            self._progress = num_finished, num_groups * self.rollout_cfg.n_samples_per_prompt
+            self._progress_since = now
+        progress(*self._progress)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep, time
 from typing import Any
@@ -75,6 +76,9 @@ class EnginePool(Pool[Request, _Member]):
         """Of all engines, lost ones too; usage is not kept."""
         self._answered: SimpleQueue[_Member] = SimpleQueue()
         """Engines whose poll has an answer."""
+        self._to_ask: set[_Member] = set()
+        """Engines that have got work, or have answered, since they were asked."""
+        self._next_look_s = 0.0
         self._poll_s = min(POLL_S, self._timeout_s / 4)
         self._look_s = min(LOOK_S, self._timeout_s / 4)
         """Silence after which an engine is looked at that has not answered."""
@@ -122,16 +126,14 @@ class EnginePool(Pool[Request, _Member]):
         if self._is_syncing:
             raise RuntimeError("step() while weights are being delivered; repeat a failed delivery")
         self._assign()
-        busy = [member for member in self._members if member.tasks]
-        for member in busy:
-            if member.poll is None:
-                self._ask(member)
-        for member in self._take_answered(WAIT_S if busy and not self._finished else 0.0):
+        self._ask_all(self._to_ask)
+        for member in self._take_answered(WAIT_S if self._owners and not self._finished else 0.0):
             self._look_at(member)
-        now = monotonic()
-        for member in busy:
-            if now - member.looked_at > self._look_s:
-                self._look_at(member)
+        if (now := monotonic()) >= self._next_look_s:
+            self._next_look_s = now + self._look_s / 4
+            for member in self._members:
+                if member.tasks and now - member.looked_at > self._look_s:
+                    self._look_at(member)
         if self._waiting and self.needs_weights:
             sleep(WAIT_S)
         finished, self._finished = self._finished, []
@@ -248,11 +250,19 @@ class EnginePool(Pool[Request, _Member]):
 
     # -- as a pool -----------------------------------------------------------------------------
 
-    def _ask(self, member: _Member) -> None:
-        """Ask an engine for what it finishes next."""
-        member.poll = self._call(member, "poll", self._poll_s)
-        if member.poll is not None:
-            member.poll.add_done_callback(lambda _: self._answered.put(member))
+    def _ask_all(self, members: set[_Member]) -> None:
+        """Ask engines that have work for what they finish next."""
+        while members:
+            member = members.pop()
+            if member.poll is None and member.tasks:
+                member.poll = self._call(member, "poll", self._poll_s)
+                if member.poll is not None:
+                    member.poll.add_done_callback(partial(self._on_answer, member))
+
+    def _on_answer(self, member: _Member, poll: Pending) -> None:
+        """In any thread."""
+        del poll
+        self._answered.put(member)
 
     def _take_answered(self, wait_s: float) -> set[_Member]:
         """Engines that have answered; waits for the first, and a moment for others."""
@@ -275,6 +285,7 @@ class EnginePool(Pool[Request, _Member]):
             with contextlib.suppress(TimeoutError):
                 polled = member.poll.result(0.0)
                 member.poll = None
+                self._to_ask.add(member)
         except EngineLostError as error:
             self._lose(member, error.cause)
             return
@@ -315,6 +326,7 @@ class EnginePool(Pool[Request, _Member]):
     def _send(self, member: _Member, tasks: Mapping[str, Request]) -> None:
         if (call := self._call(member, "submit", list(tasks.values()))) is not None:
             member.sent.append(call)
+        self._to_ask.add(member)
 
     def _on_loss(self, member: _Member) -> None:
         idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "kv_cache_bytes": 0}

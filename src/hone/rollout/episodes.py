@@ -22,6 +22,7 @@ from hone.types import (
     FailureKind,
     Message,
     Observation,
+    PerToken,
     Prompt,
     Request,
     Sample,
@@ -67,10 +68,15 @@ class Episodes:
         `max_tokens` is the longest episode. A completion with an error fails the sample.
         """
         start = len(sample.token_ids)
-        sample.token_ids += completion.token_ids
-        sample.logprobs += completion.logprobs
-        sample.weight_versions += completion.weight_versions
-        sample.loss_mask += [True] * len(completion.token_ids)
+        if start:
+            sample.token_ids += completion.token_ids
+            sample.logprobs += completion.logprobs
+            sample.weight_versions += completion.weight_versions
+        else:
+            sample.token_ids = completion.token_ids
+            sample.logprobs = completion.logprobs
+            sample.weight_versions = completion.weight_versions
+        sample.loss_mask += PerToken("b", b"\1" * len(completion.token_ids))
         if completion.routes is not None:  # of all turns: those before keep what sampled them
             had = completion.routes[:0] if sample.routes is None else sample.routes
             sample.routes = np.concatenate([had, completion.routes[len(had) :]])

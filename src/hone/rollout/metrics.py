@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 
@@ -82,7 +83,7 @@ def _reward_metrics(valid: Sequence[Sample]) -> Metrics:
 
 def _sample_metrics(samples: Sequence[Sample], valid: Sequence[Sample]) -> Metrics:
     lengths = [float(sample.num_sampled) for sample in valid]
-    versions = [float(v) for sample in samples for v in sample.weight_versions if v != NOT_SAMPLED]
+    versions = [float(v) for one in samples for v in {*one.weight_versions} if v != NOT_SAMPLED]
     stops = Counter(sample.stop_reason for sample in samples)
     failures = Counter(sample.failure for sample in samples)
     metrics: Metrics = {
@@ -121,7 +122,7 @@ def _group_metrics(groups: Sequence[Group]) -> Metrics:
         rewards = [s.reward.total for s in group.valid_samples if s.reward is not None]
         if len(group.samples) > 1:  # a lone sample is not compared within its group
             flat.append(len(rewards) < 2 or not has_spread(rewards))
-        distinct = {tuple(sample.token_ids) for sample in group.samples}
+        distinct = {bytes(array("i", sample.token_ids)) for sample in group.samples}
         duplicates += len(group.samples) - len(distinct)
         num_samples += len(group.samples)
     return {

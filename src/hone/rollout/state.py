@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -28,7 +29,7 @@ _PROMPT, _SAMPLE, _REQUEST = TypeAdapter(Prompt), TypeAdapter(Sample), TypeAdapt
 
 def request_to_dict(request: Request) -> dict[str, Any]:
     """All fields, nested."""
-    values = asdict(request)
+    values = _fields(request)
     if values["resumed"] is not None:
         values["resumed"]["routes"] = _routes_to_dict(values["resumed"]["routes"])
     return values
@@ -40,6 +41,15 @@ def request_from_dict(data: Mapping[str, Any]) -> Request:
     if request.resumed is not None:
         request.resumed.routes = _routes_from_dict(request.resumed.routes)
     return request
+
+
+def _fields(value: Request | Sample) -> dict[str, Any]:
+    """All fields, nested; values of tokens as lists."""
+    return asdict(value, dict_factory=_with_lists)
+
+
+def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: list(item) if isinstance(item, array) else item for name, item in items}
 
 
 def sample_values(sample: Sample) -> dict[str, Any]:
@@ -61,7 +71,7 @@ def group_to_dict(group: Group) -> dict[str, Any]:
 
 def sample_to_dict(sample: Sample) -> dict[str, Any]:
     """All fields but the prompt, nested."""
-    values = asdict(sample)
+    values = _fields(sample)
     del values["prompt"]
     values["routes"] = _routes_to_dict(sample.routes)
     return values

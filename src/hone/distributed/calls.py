@@ -1,0 +1,302 @@
+"""Calls of an object in another process, over a socket of its own.
+
+    hub = Hub("127.0.0.1")                      # in the process that calls
+    line = hub.line("engine 0")                 # calls wait until the other process is there
+    pending = line.call("poll", 10.0)
+    serve(hub.address, line.key, target)        # in the other process, until the line is closed
+
+Whoever starts processes (Ray) also says when one is gone: `Line.end`. A call over a line costs
+either end a few system calls and a pickle, a tenth of what a call of a Ray actor does, so that one
+process can have a thousand engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+from hone.types import EngineLostError
+
+__all__ = ["Frames", "Hub", "Line", "frame", "serve"]
+
+_log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+"""What a process sends first. It is secret: who does not know it is not listened to."""
+_SEND_S = 30.0
+"""Longest that a process may leave what is sent to it unread, once the buffers of the socket are
+full."""
+_CONNECT_S = 60.0
+_HEADER = struct.Struct("<Q")
+_READ_BYTES = 1 << 18
+
+
+def frame(value: Any) -> bytes:
+    """A picklable value as it travels: the number of bytes, then these."""
+    message = pickle.dumps(value, protocol=5)
+    return _HEADER.pack(len(message)) + message
+
+
+class Frames:
+    """Values out of the bytes of a stream."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The values that `data` makes complete."""
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= _HEADER.size:
+            end = _HEADER.size + _HEADER.unpack_from(buffer)[0]
+            if len(buffer) < end:
+                return
+            message = bytes(buffer[_HEADER.size : end])
+            del buffer[:end]
+            yield pickle.loads(message)
+
+
+class Line:
+    """The way to one process. Any thread may call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.key = secrets.token_bytes(KEY_BYTES)
+        self._numbers = count()
+        # These are guarded by `_lock`.
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._unsent: list[bytes] = []
+        """Calls that were made before the process was there."""
+        self._open: dict[int, Future[Any]] = {}
+        self._cause = ""
+
+    def call(self, method: str, /, *args: Any) -> Future[Any]:
+        """Call a method of what the process serves, without waiting for it.
+
+        The future raises what the method raises, and EngineLostError once the line has ended.
+        """
+        future, number, broken = Future[Any](), next(self._numbers), ""
+        message = frame((number, method, args))
+        with self._lock:
+            ended = self._cause
+            if not ended:
+                self._open[number] = future
+                if self._socket is None:
+                    self._unsent.append(message)
+                else:
+                    broken = _try_to_send(self._socket, message)
+        if ended:
+            future.set_exception(EngineLostError(self.name, ended))
+        elif broken:
+            self.end(broken)
+        return future
+
+    def end(self, cause: str) -> None:
+        """Calls that are open, and all later ones, raise EngineLostError with `cause`. The first
+        cause counts."""
+        with self._lock:
+            if self._cause:
+                return
+            self._cause = cause
+            unanswered, self._open = list(self._open.values()), {}
+            self._unsent.clear()
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # it may have gone
+                    self._socket.shutdown(socket.SHUT_RDWR)
+        for future in unanswered:
+            future.set_exception(EngineLostError(self.name, cause))
+
+    def connect(self, sock: socket.socket) -> None:
+        """The process is there; what was called before is sent."""
+        with self._lock:
+            self._socket = sock
+            unsent, self._unsent = self._unsent, []
+            broken = _try_to_send(sock, b"".join(unsent))
+        if broken:
+            self.end(broken)
+
+    def take(self, answer: tuple[int, bool, Any]) -> None:
+        """An answer has come: of a number, whether the method has returned, and what."""
+        number, has_returned, value = answer
+        with self._lock:
+            future = self._open.pop(number, None)
+        if future is None:  # the line has ended meanwhile
+            return
+        if has_returned:
+            future.set_result(value)
+        else:
+            future.set_exception(value)
+
+
+def _try_to_send(sock: socket.socket, message: bytes) -> str:
+    """Why it could not be sent; empty: it was."""
+    try:
+        sock.sendall(message)
+    except BlockingIOError:  # the timeout of the socket's option
+        return f"it has not read what was sent to it for {_SEND_S:g} s"
+    except OSError as error:
+        return f"its connection is broken: {error}"
+    return ""
+
+
+class Hub:
+    """All lines of a process, and the thread that reads them."""
+
+    def __init__(self, host: str, *, lost_after_s: float = 5.0) -> None:
+        """Other processes reach this one as `host`. One whose connection ends is taken for lost
+        `lost_after_s` later: who started it may say by then why it is gone."""
+        self._lost_after_s = lost_after_s
+        self._lines: dict[bytes, Line] = {}
+        """By key, until their process is there."""
+        is_local = host == "127.0.0.1"
+        self._listener = socket.create_server((host if is_local else "", 0), backlog=4096)
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._waker, wakes = socket.socketpair()
+        self._selector.register(wakes, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._read, args=(wakes,), name="calls", daemon=True)
+        self._thread.start()
+
+    def line(self, name: str) -> Line:
+        """The line to a process that will `serve` its key."""
+        line = Line(name)
+        self._lines[line.key] = line
+        return line
+
+    def close(self) -> None:
+        """End all connections; what is open gets no answer."""
+        self._waker.close()
+        self._thread.join()
+
+    def _read(self, wakes: socket.socket) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is wakes:
+                    self._close_all()
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._take(key.fileobj, key.data)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it may be gone again
+            sock, _ = self._listener.accept()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            timeout = struct.pack("ll", int(_SEND_S), 0)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            self._selector.register(sock, selectors.EVENT_READ, _Connection())
+
+    def _take(self, sock: socket.socket, connection: _Connection) -> None:
+        line = connection.line
+        wanted = _READ_BYTES if line is not None else KEY_BYTES - len(connection.key)
+        try:
+            data = sock.recv(wanted, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(sock, line)
+        elif line is not None:
+            for answer in connection.frames.feed(data):
+                line.take(answer)
+        else:
+            connection.key += data
+            if len(connection.key) < KEY_BYTES:
+                return
+            connection.line = self._lines.pop(connection.key, None)
+            if connection.line is None:
+                _log.warning("a connection without a key of this run was refused")
+                self._drop(sock, None)
+            else:
+                connection.line.connect(sock)
+
+    def _drop(self, sock: socket.socket, line: Line | None) -> None:
+        self._selector.unregister(sock)
+        sock.close()
+        if line is not None:
+            end = threading.Timer(self._lost_after_s, line.end, ("its connection has ended",))
+            end.daemon = True
+            end.start()
+
+    def _close_all(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+
+class _Connection:
+    """What has come over a socket so far."""
+
+    def __init__(self) -> None:
+        self.key = b""
+        self.line: Line | None = None
+        """Known once the key has come."""
+        self.frames = Frames()
+
+
+def serve(
+    address: tuple[str, int],
+    key: bytes,
+    call: Callable[[str, Sequence[Any]], Any],
+    *,
+    num_threads: int,
+) -> None:
+    """Answer the calls of a line with `call(method, args)` until it is closed, as many side by side
+    as there are threads. Raises OSError where nobody listens at `address`."""
+    sending = threading.Lock()
+    with (
+        socket.create_connection(address, _CONNECT_S) as sock,
+        ThreadPoolExecutor(num_threads, thread_name_prefix="calls") as pool,
+    ):
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(key)
+
+        def answer(number: int, method: str, args: Sequence[Any]) -> None:
+            message = frame_of_answer(number, method, args)
+            with sending, contextlib.suppress(OSError):  # nobody waits for it any more
+                sock.sendall(message)
+
+        def frame_of_answer(number: int, method: str, args: Sequence[Any]) -> bytes:
+            try:
+                return frame((number, True, call(method, args)))
+            except Exception as error:  # noqa: BLE001  whoever has called is told
+                return frame((number, False, _portable(error)))
+
+        frames = Frames()
+        while data := _received(sock):
+            for request in frames.feed(data):
+                pool.submit(answer, *request)
+
+
+def _received(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(_READ_BYTES)
+    except OSError:  # reset
+        return b""
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself, if it survives a pickle."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  whatever its own methods raise
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
