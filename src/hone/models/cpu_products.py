@@ -34,7 +34,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 def multiply_by_onednn(module: nn.Module) -> None:
     """Let the linear layers in `module` compute by `linear`, in place; their classes, parameters
-    and hooks stay."""
+    and hooks stay. For modules of one process, whose weights are whole."""
     for layer in module.modules():
         if type(layer) is nn.Linear:
             cast(Any, layer).forward = partial(_forward, layer)

@@ -91,7 +91,7 @@ class ParallelModel:
             require_exact(module)
             self._backbone = PackedDecoder(module, recompute=cfg.recompute == "full")
             self._compiles = False  # there is nothing to compile
-        elif mesh.device.type == "cpu" and not self._compiles:
+        elif mesh.device.type == "cpu" and mesh.world.size == 1 and not self._compiles:
             multiply_by_onednn(module)
 
     @classmethod
