@@ -11,7 +11,7 @@ host copy, so that no attention call ever waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -139,6 +139,9 @@ class PagedContext:
     calibrate: bool = False  # prefill: set each layer's scales from this chunk before writing
     shared: SharedPrefix | None = None  # decode: read these keys once for each group
     routes: Tensor | None = None  # [slots + 1, L, K] takes the experts of each token, at its slot
+    biases: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
+    """What attention in plain torch adds to a decode step's scores, by window: made by the first
+    layer, the same for all."""
 
     def __post_init__(self) -> None:
         num_queries = len(self.block_tables) if self.is_decode else sum(self.query_lens)

@@ -51,11 +51,11 @@ def packed_attention(
     outputs: list[Tensor] = []
     for group, *qkv in zip(groups, q_rows, k_rows, v_rows, strict=True):
         q_g, k_g, v_g = (x.unflatten(0, group).transpose(1, 2) for x in qkv)  # [B, H, L, D]
-        visible = None
+        bias = None
         if softcap is not None or (window is not None and window < group[1]):
             positions = torch.arange(group[1], device=q.device)
-            visible = _visible(positions, positions, window)
-        output = _attend(q_g, k_g, v_g, visible, scale=scale, softcap=softcap)
+            bias = _bias(positions, positions, window, q.dtype)
+        output = _attend(q_g, k_g, v_g, bias, scale=scale, softcap=softcap)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, rows)
 
@@ -77,32 +77,29 @@ def paged_attention(
     computed together; a decode step is a single batch, and reads a shared prefix once for each
     member. Returns [T, Hq, D].
     """
+    block_size = kv_cache.shape[2]
     if context.is_decode:
+        num_blocks = -(-context.max_context_len // block_size)
+        tables = context.block_tables[:, :num_blocks]
+        bias = context.biases.get(window)
+        if bias is None:
+            num_keys = num_blocks * block_size
+            bias = _bias_of_newest(context.context_lens, 1, num_keys, window, q.dtype)
+            context.biases[window] = bias
         output = _attend_blocks(
-            q.unsqueeze(1),
-            kv_cache,
-            context.block_tables,
-            context.context_lens,
-            context.max_context_len,
-            scale=scale,
-            scales=scales,
-            window=window,
-            softcap=softcap,
+            q.unsqueeze(1), kv_cache, tables, bias, scale=scale, scales=scales, softcap=softcap
         )
         return output.squeeze(1)
     output = torch.empty_like(q)
     for members, sequences, tokens in _query_groups(context.query_lens, q.device):
         queries = q.index_select(0, tokens).unflatten(0, (len(members), -1))
+        num_blocks = -(-max(context.key_lens[i] for i in members) // block_size)
+        tables = context.block_tables[:, :num_blocks].index_select(0, sequences)
+        lens = context.context_lens.index_select(0, sequences)
+        num_keys = num_blocks * block_size
+        bias = _bias_of_newest(lens, queries.shape[1], num_keys, window, q.dtype)
         attended = _attend_blocks(
-            queries,
-            kv_cache,
-            context.block_tables.index_select(0, sequences),
-            context.context_lens.index_select(0, sequences),
-            max(context.key_lens[i] for i in members),
-            scale=scale,
-            scales=scales,
-            window=window,
-            softcap=softcap,
+            queries, kv_cache, tables, bias, scale=scale, scales=scales, softcap=softcap
         )
         output.index_copy_(0, tokens, attended.flatten(0, 1))
     return output
@@ -200,58 +197,64 @@ def _attend_blocks(
     q: Tensor,
     kv_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
-    max_context_len: int,
+    bias: Tensor,
     *,
     scale: float,
     scales: Tensor | None,
-    window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """The last L tokens of each sequence, q [B, L, Hq, D], against its blocks; [B, L, Hq, D]."""
-    batch, num_queries = q.shape[:2]
-    num_blocks = -(-max_context_len // kv_cache.shape[2])
-    blocks = block_tables[:, :num_blocks].reshape(-1)
-    kv = gather_kv(kv_cache, 1, blocks, scales, q.dtype).view(2, batch, -1, *kv_cache.shape[3:])
-    k, v = kv.transpose(2, 3).unbind(0)  # [B, Hkv, K, D]
-    keys = torch.arange(kv.shape[2], device=q.device)
-    newest = torch.arange(-num_queries, 0, device=q.device)
-    positions = context_lens.unsqueeze(1) + newest  # [B, L]
-    visible = _visible(positions, keys, window).unsqueeze(1)  # [B, 1, L, K]
-    output = _attend(q.transpose(1, 2), k, v, visible, scale=scale, softcap=softcap)
+    kv = gather_kv(kv_cache, 1, block_tables.reshape(-1), scales, q.dtype)
+    k, v = kv.view(2, len(q), -1, *kv_cache.shape[3:]).transpose(2, 3).unbind(0)  # [B, Hkv, K, D]
+    output = _attend(q.transpose(1, 2), k, v, bias, scale=scale, softcap=softcap)
     return output.transpose(1, 2)
 
 
-def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which keys [K] the queries [..., L] see, by position: bool [..., L, K]."""
+def _bias_of_newest(
+    context_lens: Tensor, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """`_bias` of the last L tokens of each sequence for its first K keys, [B, 1, L, K]."""
+    keys = torch.arange(num_keys, device=context_lens.device)
+    newest = torch.arange(-num_queries, 0, device=context_lens.device)
+    return _bias(context_lens.unsqueeze(1) + newest, keys, window, dtype).unsqueeze(1)
+
+
+def _bias(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of queries [..., L] and keys [K], given by position: 0 where the
+    query sees the key, else -inf; [..., L, K]."""
     distance = queries.unsqueeze(-1) - keys
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visible: Tensor | None,
+    bias: Tensor | None,
     *,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """q [B, Hq, L, D] on k and v [B, Hkv, K, D]; `visible` None is causal with L = K."""
-    if softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=True
-        )
-    assert visible is not None
+    """q [B, Hq, L, D] on k and v [B, Hkv, K, D]; `bias` None is causal with L = K."""
     num_kv_heads, num_queries = k.shape[1], q.shape[2]
-    # The queries that share a key head lie in one matrix, so that keys are never copied.
+    if softcap is None and (bias is None or num_queries > 1):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=True
+        )
+    # The queries that share a key head lie in one matrix, so that keys are read once, never copied.
     grouped = q.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G * L, D]
+    if softcap is None:
+        output = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
+        return output.flatten(1, 2).unsqueeze(2)
+    assert bias is not None
     exact = torch.promote_types(q.dtype, torch.float32)
     scores = grouped.to(exact) @ k.to(exact).transpose(2, 3)
     scores = ((scores * (scale / softcap)).tanh() * softcap).unflatten(
         2, (-1, num_queries)
     )  # [B, Hkv, G, L, K]
-    hidden = ~(visible.unsqueeze(1) if visible.dim() == 4 else visible)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
+    scores = scores + (bias.unsqueeze(1) if bias.dim() == 4 else bias)
+    weights = scores.softmax(-1).to(v.dtype)
     return (weights.flatten(2, 3) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)

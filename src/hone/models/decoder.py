@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.attention import AttentionContext
+from hone.models import cpu_products
 from hone.models.exact import linear
 from hone.models.heads import has_value_head, value_head
 
@@ -82,7 +83,7 @@ def head_product(hidden_ND: Tensor, weight_VD: Tensor, *, exact: bool = False) -
         return linear(hidden_ND, weight_VD, dtype=torch.float32)
     if hidden_ND.is_cuda and hidden_ND.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
-    return hidden_ND @ weight_VD.T
+    return cpu_products.linear(hidden_ND, weight_VD)
 
 
 class Elsewhere(nn.Module):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from hone.attention import PagedContext
 from hone.attention.backends import write_kv
 from hone.attention.interface import attend_paged
+from hone.models.cpu_products import linear
 from hone.models.experts import Experts, Record, sum_experts
 
 __all__ = [
@@ -221,12 +222,12 @@ class TorchKernels:
         return F.silu(gate) * up
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     sum_linear = linear
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.silu_mul(F.linear(x, weight, bias))
+        return self.silu_mul(linear(x, weight, bias))
 
     def sum_experts(self, x: Tensor, experts: Experts, record: Record = None) -> Tensor:
         return sum_experts(x, experts, record)

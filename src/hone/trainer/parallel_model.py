@@ -22,6 +22,7 @@ from hone.algorithms.algorithm import Objective, Outputs
 from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
+from hone.models.cpu_products import multiply_by_onednn
 from hone.models.decoder import decoder_layers, hidden_states, layer_outputs
 from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.heads import token_values
@@ -96,6 +97,8 @@ class ParallelModel:
             require_exact(module)
             self._backbone = PackedDecoder(module, recompute=cfg.recompute == "full")
             self._compiles = False  # there is nothing to compile
+        elif mesh.device.type == "cpu" and mesh.world.size == 1 and not self._compiles:
+            multiply_by_onednn(module)
 
     @classmethod
     def frozen(

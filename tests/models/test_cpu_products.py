@@ -1,0 +1,92 @@
+"""Products by oneDNN against those of float64, forward and backward, and where they are used."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.models import cpu_products
+from hone.models.cpu_products import linear, multiply_by_onednn
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
+)
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("widths", [(96, 160), (160, 96)], ids=["wider", "narrower"])
+@pytest.mark.parametrize("rows", [(131,), (1, 131), (2, 70)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_numbers_and_gradients_are_those_of_float64(
+    monkeypatch: pytest.MonkeyPatch,
+    widths: tuple[int, int],
+    rows: tuple[int, ...],
+    has_bias: bool,
+) -> None:
+    products: list[torch.Size] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        products.append(x.shape)
+        return product(x, weight, bias)
+
+    product = cpu_products._product  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(cpu_products, "_product", counted)
+    num_in, num_out = widths
+    operands = [draw(*rows, num_in, seed=1), draw(num_out, num_in, seed=2)]
+    operands += [draw(num_out, seed=3)] if has_bias else []
+    upstream = draw(*rows, num_out, seed=4)
+    own = [x.clone().requires_grad_() for x in operands]
+    wide = [x.double().requires_grad_() for x in operands]
+
+    output = linear(*own)
+    output.backward(upstream)
+    expected = F.linear(*wide)
+    expected.backward(upstream.double())
+
+    assert len(products) == 3
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=5e-5)
+    for x, reference in zip(own, wide, strict=True):
+        assert x.grad is not None
+        assert reference.grad is not None
+        assert x.grad.shape == x.shape
+        torch.testing.assert_close(x.grad.double(), reference.grad, rtol=0, atol=2e-4)
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    x, weight = draw(64, 128, seed=1).requires_grad_(), draw(256, 128, seed=2)
+    linear(x, weight).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(64, -1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"), [(torch.float64, 512), (torch.bfloat16, 512), (torch.float32, 4)]
+)
+def test_others_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_rows: int
+) -> None:
+    monkeypatch.setattr(cpu_products, "_product", None)  # not called
+    x, weight = draw(num_rows, 64, seed=1).to(dtype), draw(64, 64, seed=2).to(dtype)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+def test_layers_of_a_module_and_of_its_copies_use_their_own_weights() -> None:
+    module = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
+    x = draw(128, 128, seed=1)
+    before = module(x)
+    multiply_by_onednn(module)
+    twin = copy.deepcopy(module)
+    torch.testing.assert_close(module(x), before)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(x).any()
+    torch.testing.assert_close(module(x), before)
+    assert type(module[0]) is nn.Linear
