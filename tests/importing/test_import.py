@@ -342,3 +342,15 @@ def test_settings_of_the_newest_packages_are_known() -> None:
             assert find_alias(framework, name.split(".")) is not None, name
     with pytest.raises(UserError, match=r"hone rl --teacher\.path"):
         read_command("openrlhf", ["python", "-m", "openrlhf.cli.train_opd", "--opd.topk", "0"])
+
+
+def test_a_function_of_the_script_is_not_the_one_of_trl_of_that_name(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        "def accuracy_reward(completions, **kwargs):\n"
+        "    return [0.0 for _ in completions]\n"
+        "GRPOTrainer(model='m', reward_funcs=accuracy_reward, args=GRPOConfig()).train()\n"
+    )
+    found = convert(read_file("trl", script, {}))
+    assert str(found.key("reward.functions.0.fn")).endswith("own.py:accuracy_reward")

@@ -378,7 +378,10 @@ def reward_list_(value: Any, run: Imported, row: Alias) -> Any:
         name = text_of(entry)
         if ":" not in name and not isinstance(entry, Unread):
             name = ":".join(name.rsplit(".", 1))
-        own = _TRL_REWARDS.get(name.rpartition(":")[2])
+        module, _, function = name.rpartition(":")
+        # A function of the script's own may have the name of one of TRL's.
+        is_theirs = not module.endswith(".py") and module.partition(".")[0] in ("", "trl")
+        own = _TRL_REWARDS.get(function) if is_theirs else None
         if own is None and (":" not in name or isinstance(entry, Unread)):
             raise NotServed(
                 f"{name}, which is no function in a file; reward models are not served yet"
