@@ -113,7 +113,7 @@ def test_help_of_one_section(workspace: Path, capsys: pytest.CaptureFixture[str]
     )
     assert "--model.path  [required]" in output(capsys, "check", "rl", "--help")
     text = output(capsys, "rl", "--run.steps", "3", "--help", "trainer.recompute")
-    assert text.startswith("  --trainer.recompute  one of off, selective, full  [default: off]")
+    assert text.startswith("  --trainer.recompute\n      one of off, selective, full, or uniform:N")
 
 
 @pytest.mark.parametrize("command", _FIRST_PAGES)

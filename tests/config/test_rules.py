@@ -375,11 +375,6 @@ def test_rewards_are_parsed_not_run(workspace: Path) -> None:
     assert findings("rl", "reward.functions.0.fn=star.py:join") == []
 
 
-def test_a_broken_config_json_is_left_to_the_loader(workspace: Path) -> None:
-    (workspace / "model" / "config.json").write_text("[]")
-    assert findings("rl", "") == []
-
-
 def test_float16_is_refused_by_its_type() -> None:
     with pytest.raises(UserError, match=r"model\.dtype: got 'float16'"):
         load_config(RLConfig, None, [*BASE["rl"], "--model.dtype=float16"])

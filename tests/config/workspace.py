@@ -39,6 +39,7 @@ OTHERS: dict[str, dict[str, object]] = {
     "odd": {"hidden_size": 36, "intermediate_size": 36, "head_dim": 9},
     "wide": {"head_dim": 32},
     "large": {"head_dim": 8192, "num_key_value_heads": 4},
+    "impossible": {"num_hidden_layers": -1},
 }
 """Models that differ from `model` in these fields of their `config.json`."""
 

@@ -291,7 +291,7 @@ def test_preempted_sequences_are_recomputed_under_the_new_weights(own):
     push(other, 2)
     resumed = [replace(request, resumed=first_tokens(done[request.id], 4)) for request in requests]
     assert_equal(done, run(other, resumed))
-    assert all(done[r.id].weight_versions[:5] == [0, 0, 0, 0, 2] for r in requests)
+    assert all(list(done[r.id].weight_versions[:5]) == [0, 0, 0, 0, 2] for r in requests)
 
 
 def first_tokens(completion, count):

@@ -409,11 +409,11 @@ def test_a_checkpoint_has_its_event_where_the_next_step_fails(
     cfg = make_config(run={"steps": 4}, checkpoint={"every_n_steps": 2})
     update = Trainer.update
 
-    def fail_in_step_3(trainer: Trainer, samples: Any) -> Any:
+    def fail_in_step_3(trainer: Trainer, *args: Any) -> Any:
         if len(lines(cfg.run.dir / "metrics.jsonl")) == 2:
             wait_until((cfg.run.dir / "checkpoints" / "step_2").is_dir)
             raise RuntimeError("a bug")
-        return update(trainer, samples)
+        return update(trainer, *args)
 
     monkeypatch.setattr(Trainer, "update", fail_in_step_3)
     with pytest.raises(RuntimeError, match="a bug"):

@@ -104,7 +104,7 @@ def test_R20_rows_hold_the_sampled_ids_and_their_mask(make_config: MakeConfig) -
     rows = built(run, groups)
     for sample, row in zip(samples, rows, strict=True):
         assert row.token_ids == [*sample.prompt.token_ids, *sample.token_ids]
-        assert row.loss_mask == [False] * len(sample.prompt.token_ids) + sample.loss_mask
+        assert row.loss_mask == [*[False] * len(sample.prompt.token_ids), *sample.loss_mask]
         kept = [
             lp for lp, trained in zip(sample.logprobs, sample.loss_mask, strict=True) if trained
         ]

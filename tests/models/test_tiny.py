@@ -87,6 +87,8 @@ PUBLIC_PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
+    "glm-4.5-air": 106_852_245_504,
+    "glm-4.5": 352_797_814_784,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.3-70b": 70_553_706_496,
     "mistral-7b-v0.3": 7_248_023_552,
@@ -118,7 +120,7 @@ def test_shapes_have_the_parameters_of_the_public_models(tmp_path, shape):
 
 
 def test_unknown_shape_is_told(tmp_path):
-    with pytest.raises(ValueError, match=r"qwen9.*known: llama-3\.2-1b, .*qwen3-0\.6b"):
+    with pytest.raises(ValueError, match=r"qwen9.*known: .*llama-3\.2-1b, .*qwen3-0\.6b"):
         make_model_folder(tmp_path, "qwen9")
 
 

@@ -301,9 +301,9 @@ class WeightsOfOwnRows(Trainer):
 
 
 class OwnMetrics(Trainer):
-    def forward_backward(self, rows):
+    def forward_backward(self, *args):
         self.model._merge_ranks = lambda loss, metrics: (loss, metrics)
-        return super().forward_backward(rows)
+        return super().forward_backward(*args)
 
 
 def set_divide_factor(self, factor):

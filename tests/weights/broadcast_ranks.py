@@ -114,7 +114,7 @@ def generate(engine: EmbeddedEngine) -> list[int]:
         engine.submit(requests)
         while engine.has_unfinished:
             if done := engine.step():
-                return done[0].weight_versions
+                return list(done[0].weight_versions)
     finally:
         engine.abort(["r"])
     return []

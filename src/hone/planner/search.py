@@ -63,6 +63,13 @@ _NONE: _Rank = (math.inf, 0)
 _SURE_GAIN = 1.05
 """How much faster than trainers without it sharing rows, matrices or experts has to be by
 prediction."""
+_NOTHING_OFFLOADED: Change = {
+    "trainer.offload": "none",
+    "trainer.offload_activations": False,
+    "trainer.enable_sleep": False,
+    "engine.enable_sleep": False,
+}
+"""By which a host holds least."""
 _CHOSEN = (
     *(*_AXES[:3], _STAGE, "trainer.max_tokens", "trainer.offload", "trainer.recompute"),
     *("trainer.enable_sleep", "engine.enable_sleep", "engine.gpu_memory_utilization"),
@@ -241,6 +248,8 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
         base = laid_out[index]
         if any(not _names(error, _settings_of_memory(base)) for error in errors(base) - allowed):
             continue  # no choice among these lifts it
+        if not does_fit_host(changed(base, _NOTHING_OFFLOADED)):
+            continue
         for recompute in _recomputed(base):
             if bound(base, recompute) <= least[0]:
                 rank, found = _cheapest(base, recompute, weighed, serves, least)

@@ -58,6 +58,7 @@ ROWS: list[Row] = [
      "engine.kv_cache_dtype run.device"),
     # models that nothing can run, or not so
     ("rl", "model.path=glm4 model.exact=true", "error", "model.exact model.path"),
+    ("rl", "model.path=impossible", "error", "model.path"),
     ("rl", "model.path=qwen3_moe engine.backend=vllm", "error", "engine.backend model.path"),
     ("rl", "model.path=qwen3_moe model.exact=true", "error", "model.exact model.path"),
     ("generate", "model.path=glm4 engine.tensor_parallel_size=2", "error",

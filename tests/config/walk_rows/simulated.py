@@ -84,7 +84,7 @@ SIMULATE: dict[str, Row] = {
     "cluster.devices_per_node": Row("1", "log:cluster.devices_per_node.* no effect"),
     "plan.gpus": Row("3", "numbers"),
     "plan.gpu": Row("H100", "numbers"),
-    "plan.host_gib": Row("0.001", "numbers", (*LARGE, "--trainer.offload=optimizer")),
+    "plan.host_gib": Row("0.001", "exit", LARGE),
     "plan.prompt_tokens": Row("64", "numbers"),
     "plan.lengths.distribution": Row("uniform", "numbers"),
     "plan.lengths.median": Row("100", "numbers"),
