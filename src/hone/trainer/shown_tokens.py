@@ -25,37 +25,42 @@ __all__ = ["ShownTokens"]
 _SHOWN: tuple[Output, ...] = ("logprobs", "entropy")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShownTokens:
     """Of the rows with these `ids`, as the policy first has them in the update."""
 
     ids: frozenset[str]
-    _passes: list[tuple[Sequence[str], Outputs]] = field(
-        default_factory=list[tuple[Sequence[str], Outputs]]
+    num_steps: int = 0
+    """Optimizer steps of the update that have ended: which of a row's passes was its first, where
+    each epoch may give it to another process."""
+    _passes: list[tuple[int, Sequence[str], Outputs]] = field(
+        default_factory=list[tuple[int, Sequence[str], Outputs]]
     )
-    """Ids of a pass, and its outputs over all trained tokens."""
+    """Of a pass `num_steps`, its ids, and its outputs over all trained tokens."""
 
     def see(self, batch: MicroBatch, outputs: Outputs) -> None:
         """Keep what a pass with gradient has computed."""
         if not self.ids.isdisjoint(batch.ids):
             found: Outputs = {name: outputs[name].detach() for name in _SHOWN if name in outputs}
-            self._passes.append((batch.ids, found))
+            self._passes.append((self.num_steps, batch.ids, found))
 
     def add_to(self, rows: Sequence[Row], mesh: Mesh) -> None:
         """Give the rows what they do not have, in every process. Collective."""
         num_trained = {row.id: row.num_trained for row in rows}
-        own: dict[str, Outputs] = {}
-        for ids, outputs in self._passes:
+        own: dict[str, tuple[int, Outputs]] = {}
+        for step, ids, outputs in self._passes:
             sizes = [num_trained[row_id] for row_id in ids]
             columns: Outputs = {name: values.cpu() for name, values in outputs.items()}
             ends = np.cumsum(sizes).tolist()
             for row_id, size, end in zip(ids, sizes, ends, strict=True):
                 if row_id in self.ids and row_id not in own:
                     part: Outputs = {k: v[end - size : end].clone() for k, v in columns.items()}
-                    own[row_id] = part
-        everyones: dict[str, Outputs] = {}
+                    own[row_id] = step, part
+        first: dict[str, tuple[int, Outputs]] = {}
         for of_rank in mesh.gather(own):
-            everyones |= of_rank
+            for row_id, found in of_rank.items():
+                if row_id not in first or found[0] < first[row_id][0]:
+                    first[row_id] = found
         for row in rows:
-            for name, values in everyones.get(row.id, {}).items():
+            for name, values in first.get(row.id, (0, {}))[1].items():
                 row.columns.setdefault(f"{name}/policy", Column(values))

@@ -143,6 +143,8 @@ class Trainer:
         if not any(row.num_trained for row in rows):
             return {"train/num_skipped_steps": Sum(1)}
         loss, metrics = self.forward_backward(rows, shown)
+        if shown is not None:
+            shown.num_steps += 1
         norm = self.policy.gradient_norm()
         if not bool((norm + loss).isfinite()):
             parameter = self.policy.non_finite_gradient()
