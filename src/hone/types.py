@@ -168,6 +168,9 @@ class PerToken(_Array):
     def __eq__(self, other: object) -> bool:
         return self.tolist() == other if isinstance(other, list) else super().__eq__(other)
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __iadd__(self, values: Iterable[Any]) -> Self:
         self.extend(values)
         return self

@@ -38,11 +38,25 @@ class GRPO:
     def rows(self, batch: Sequence[Group], version: int) -> list[Row]:
         """One for each valid sample, in order, of the groups that have enough of them. Failed
         samples leave no trace in them."""
-        return [
+        rows = [
             _row(sample, group, version)
             for group in self._usable(batch)
             for sample in group.valid_samples
         ]
+        self._agree_on_routes(rows)
+        return rows
+
+    def _agree_on_routes(self, rows: Sequence[Row]) -> None:
+        """A run that goes on with replay switched on or off has samples of before."""
+        recorded = [row.column("routes") for row in rows if "routes" in row.columns]
+        for row in rows:
+            if not self.cfg.routing_replay:
+                row.columns.pop("routes", None)
+            elif recorded and "routes" not in row.columns:
+                routes = recorded[0]
+                unrecorded = torch.iinfo(routes.dtype).max  # where the router chooses for itself
+                values = routes.new_full((row.num_tokens, *routes.shape[1:]), unrecorded)
+                row.columns["routes"] = Column(values, per="token")
 
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
         """Advantages, one for each trained token."""

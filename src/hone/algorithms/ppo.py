@@ -59,7 +59,7 @@ class PPO(GRPO):
         for row, advantage, to_learn in zip(rows, advantages, returns, strict=True):
             row.columns["advantages"] = Column(advantage)
             row.columns["returns"] = Column(to_learn.float())
-        if not rows:
+        if not any(map(len, values)):
             return {}
         return {
             "critic/score": Distribution.of([sample.reward for sample in samples]),

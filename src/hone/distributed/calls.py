@@ -145,8 +145,8 @@ def _try_to_send(sock: socket.socket, message: bytes) -> str:
         sock.sendall(message)
     except BlockingIOError:  # the timeout of the socket's option
         return f"it has not read what was sent to it for {_SEND_S:g} s"
-    except OSError as error:
-        return f"its connection is broken: {error}"
+    except OSError:  # broken: whoever reads sees it as well, and waits for the cause
+        return ""
     return ""
 
 
@@ -213,8 +213,12 @@ class Hub:
         if not data:
             self._drop(sock, line)
         elif line is not None:
-            for answer in connection.frames.feed(data):
-                line.take(answer)
+            try:
+                for answer in connection.frames.feed(data):
+                    line.take(answer)
+            except Exception as error:  # noqa: BLE001  what is unpickled may raise anything
+                line.end(f"its answer cannot be read: {type(error).__name__}: {error}")
+                self._drop(sock, None)
         else:
             connection.key += data
             if len(connection.key) < KEY_BYTES:

@@ -34,8 +34,8 @@ __all__ = ["run_on_nodes"]
 _log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_GRACE_S = 30.0
-"""What the other nodes have to end after one of them has failed: torchrun waits as long."""
+_GRACE_S = 45.0
+"""What the other nodes have to end after one of them has failed: torchrun waits for 30 s."""
 
 
 class TrainerNode:
@@ -152,7 +152,11 @@ class _Nodes:
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run torchrun on all; signals that come here go on to them."""
-        addresses = ray.get([actor.address.remote() for actor in self._actors])
+        try:
+            addresses = ray.get([actor.address.remote() for actor in self._actors])
+        except RayError as error:
+            _log.error("error: a node is lost before its trainers have started: %s", error)
+            return 1
         hosts, (host, port) = [name for name, _ in addresses], addresses[0]
         _log.info("starting %d trainers each on %s", self._each, ", ".join(hosts))
         runs = [
