@@ -49,6 +49,8 @@ class GRPO:
     def _agree_on_routes(self, rows: Sequence[Row]) -> None:
         """A run that goes on with replay switched on or off has samples of before."""
         recorded = [row.column("routes") for row in rows if "routes" in row.columns]
+        if len(recorded) == len(rows):
+            return
         for row in rows:
             if not self.cfg.routing_replay:
                 row.columns.pop("routes", None)

@@ -159,7 +159,7 @@ def join_roles(
         watch.enter("start")
         watch.follow(roles.mesh.groups, roles.channels)
         yield roles, watch
-        if dist.is_initialized():
+        if own.world_size > 1 and dist.is_initialized():  # an engine may have groups of its own
             dist.destroy_process_group()
 
 
