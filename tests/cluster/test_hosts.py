@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -84,6 +85,19 @@ def test_two_nodes_with_an_engine_each(tmp_path: Path, monkeypatch: pytest.Monke
     assert "is lost" not in run.stderr
 
 
+def write_recipe(folder: Path, address: str, **sections: Any) -> None:
+    """Of a run with two trainers and an engine, on three nodes of one device each."""
+    nodes = {"num_trainers": 2, "num_engines": 1, "num_nodes": 3, "devices_per_node": 1}
+    cfg = tiny_config(
+        folder,
+        folder / "run",
+        cluster={**nodes, "address": address},
+        algorithm={"correction": {"kind": "tis"}},
+        **sections,
+    )
+    (folder / "recipe.yaml").write_text(dump_config(cfg))
+
+
 @pytest.mark.slow
 def test_one_command_starts_trainers_on_two_nodes_beside_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,20 +113,7 @@ def test_one_command_starts_trainers_on_two_nodes_beside_an_engine(
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=1)
-        cfg = tiny_config(
-            tmp_path,
-            tmp_path / "run",
-            run={"steps": steps},
-            cluster={
-                "num_trainers": 2,
-                "num_engines": 1,
-                "num_nodes": 3,
-                "devices_per_node": 1,
-                "address": cluster.address,
-            },
-            algorithm={"correction": {"kind": "tis"}},
-        )
-        (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
+        write_recipe(tmp_path, cluster.address, run={"steps": steps})
         run = subprocess.run(
             [sys.executable, "-m", "hone", "rl", "recipe.yaml"],
             cwd=tmp_path,
@@ -141,20 +142,7 @@ def test_a_dead_node_of_trainers_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-        cfg = tiny_config(
-            tmp_path,
-            tmp_path / "run",
-            run={"steps": 5000},
-            cluster={
-                "num_trainers": 2,
-                "num_engines": 1,
-                "num_nodes": 3,
-                "devices_per_node": 1,
-                "address": cluster.address,
-            },
-            algorithm={"correction": {"kind": "tis"}},
-        )
-        (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
+        write_recipe(tmp_path, cluster.address, run={"steps": 5000})
         run = subprocess.Popen(
             [sys.executable, "-m", "hone", "rl", "recipe.yaml"],
             cwd=tmp_path,
@@ -194,21 +182,7 @@ def test_a_run_goes_on_where_a_node_is_spare(
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         nodes = {node.node_id: node for node in (cluster.add_node(num_cpus=1) for _ in range(3))}
-        cfg = tiny_config(
-            tmp_path,
-            tmp_path / "run",
-            run={"steps": 400},
-            checkpoint={"every_n_steps": 1},
-            cluster={
-                "num_trainers": 2,
-                "num_engines": 1,
-                "num_nodes": 3,
-                "devices_per_node": 1,
-                "address": cluster.address,
-            },
-            algorithm={"correction": {"kind": "tis"}},
-        )
-        (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
+        write_recipe(tmp_path, cluster.address, run={"steps": 400}, checkpoint={"every_n_steps": 1})
         log = tmp_path / "log"
         with log.open("w") as written:
             run = subprocess.Popen(

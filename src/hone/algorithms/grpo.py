@@ -55,10 +55,8 @@ class GRPO:
             if not self.cfg.routing_replay:
                 row.columns.pop("routes", None)
             elif recorded and "routes" not in row.columns:
-                routes = recorded[0]
-                unrecorded = torch.iinfo(routes.dtype).max  # where the router chooses for itself
-                values = routes.new_full((row.num_tokens, *routes.shape[1:]), unrecorded)
-                row.columns["routes"] = Column(values, per="token")
+                none = recorded[0][:0].numpy()
+                row.columns["routes"] = Column(_of_all_tokens(none, row.num_tokens), per="token")
 
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
         """Advantages, one for each trained token."""
@@ -119,7 +117,8 @@ def _row(sample: Sample, group: Group, version: int) -> Row:
 
 
 def _of_all_tokens(routes: Routes, num_tokens: int) -> Tensor:
-    """Those of the last token, and of what was inserted behind the last turn, are not known."""
+    """Of all tokens, where the router chooses for itself behind those that were recorded: for the
+    last token, and for what was inserted behind the last turn."""
     found = np.full((num_tokens, *routes.shape[1:]), np.iinfo(routes.dtype).max, routes.dtype)
     found[: len(routes)] = routes
     return torch.from_numpy(found)

@@ -155,7 +155,8 @@ class _Nodes:
         try:
             addresses = ray.get([actor.address.remote() for actor in self._actors])
         except RayError as error:
-            _log.error("error: a node is lost before its trainers have started: %s", error)
+            told = "error: a node is lost before its trainers have started: %s"
+            _log.error(told, why_lost(error))
             return 1
         hosts, (host, port) = [name for name, _ in addresses], addresses[0]
         _log.info("starting %d trainers each on %s", self._each, ", ".join(hosts))

@@ -66,8 +66,7 @@ prediction."""
 _NOTHING_OFFLOADED: Change = {
     "trainer.offload": "none",
     "trainer.offload_activations": False,
-    "trainer.enable_sleep": False,
-    "engine.enable_sleep": False,
+    **dict.fromkeys(_ASLEEP, False),
 }
 """By which a host holds least."""
 _CHOSEN = (
@@ -246,7 +245,8 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
         if bounds[index] >= least[0]:
             break
         base = laid_out[index]
-        if any(not _names(error, _settings_of_memory(base)) for error in errors(base) - allowed):
+        chosen = _settings_of_memory(base)
+        if any(not _names(error, chosen) for error in errors(base) - allowed):
             continue  # no choice among these lifts it
         if not does_fit_host(changed(base, _NOTHING_OFFLOADED)):
             continue
