@@ -129,8 +129,22 @@ def test_a_late_process_is_waited_for() -> None:
     assert (end.code, end.screen) == (0, "")
 
 
-def test_R11_under_torchrun_the_others_name_the_one_that_was_killed() -> None:
-    """torchrun ends them at once by SIGTERM; they speak first, and one of them alone."""
+SLOW_TO_END = """\
+import os, time
+if 'RANK' in os.environ:
+    import hone.cli.main as main
+    explain = main._explain
+    main._explain = lambda error: (explain(error), time.sleep(2))[0]
+"""
+
+
+@pytest.mark.parametrize("patch", ["", SLOW_TO_END], ids=["at once", "SIGTERM during the report"])
+def test_R11_under_torchrun_the_others_name_the_one_that_was_killed(
+    patch: str, tmp_path: Path
+) -> None:
+    """torchrun ends them at once by SIGTERM; they speak first, once, and one of them alone."""
+    (tmp_path / "sitecustomize.py").write_text(patch)
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["tests.distributed.watched_rank", "train", "kill", "30"]
     done = subprocess.run(
@@ -139,7 +153,7 @@ def test_R11_under_torchrun_the_others_name_the_one_that_was_killed() -> None:
         text=True,
         cwd=ROOT,
         timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         check=False,
     )
     screen = done.stdout + done.stderr

@@ -170,7 +170,11 @@ class Claim:
 
 
 def claim(own: Processes) -> Claim | None:
-    """Claim to be the one that reports why the run ends; None where another process does."""
+    """Claim to be the one that reports why the run ends; None where another process does.
+
+    SIGTERM is ignored from then on: a launcher that has seen another process die sends it, and
+    would cut the report short, or have it written twice.
+    """
     if own.world_size == 1:
         return Claim(None)
     try:
@@ -178,9 +182,11 @@ def claim(own: Processes) -> Claim | None:
         granted = claim_for(own.rank, store)
         if granted is None:
             store.set(f"ack/{own.rank}", "1")
-        return granted
     except (LostPeerError, UserError, dist.DistError):  # nobody can be asked
-        return Claim(None) if own.rank == 0 else None
+        granted = Claim(None) if own.rank == 0 else None
+    if granted is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return granted
 
 
 def claim_for(rank: int | None, store: dist.Store) -> Claim | None:

@@ -140,15 +140,11 @@ def _draw_failed(folder: Path) -> str | None:
 
 
 def _claims_report(error: BaseException) -> bool:
-    """Whether this process reports why the run ends; until it has, the launcher may not end
-    it."""
+    """Whether this process reports why the run ends."""
     own = processes()
     if own.world_size == 1:
         return True
-    if isinstance(error, SystemExit) or claim(own) is None:
-        return False
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return True
+    return not isinstance(error, SystemExit) and claim(own) is not None
 
 
 def _described(error: BaseException) -> dict[str, Any]:
