@@ -74,6 +74,25 @@ def test_every_page_has_its_place(site: ModuleType) -> None:
         assert f"docs/{page.name}" in nav, page.name
 
 
+def test_the_table_of_symptoms_names_alarms_keys_and_tests_that_are_there() -> None:
+    """And every alarm that advises a setting has its row."""
+    text = (ROOT / "docs/monitoring.md").read_text()
+    table = text.partition("| rule of the guides |")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    source = (ROOT / "src/hone/observe/alarms.py").read_text()
+    advising = re.findall(r'Rule\(\n\s+"(\w+)",(?:(?!Rule\().)*?\n\s+advice\.', source, re.DOTALL)
+    assert sorted(re.findall(r"\w+", row[1])[0] for row in rows) == sorted(advising)
+    missing: list[str] = []
+    for _, _, _, changes, test in rows:
+        keys = re.findall(r"`(\w+(?:\.\w+)+)`", changes)
+        missing += [key for key in keys if not locate(TREES["rl"], key.split("."))]
+        path, _, name = test.strip("`").rpartition("::")
+        tests = (ROOT / (path or "tests/loops/test_symptoms.py")).read_text()
+        if f"def {name}(" not in tests and f'    "{name}": Case(' not in tests:
+            missing.append(test)
+    assert missing == []
+
+
 EXTENDING = (ROOT / "docs/extending.md").read_text()
 
 

@@ -141,6 +141,23 @@ def test_the_least_costly_way_out_of_a_full_device_says_what_it_costs() -> None:
     assert set(found.change) == {"trainer.optimizer.state_dtype"}
 
 
+def test_passes_that_were_cut_down_name_the_keys_that_cut_them_from_the_start() -> None:
+    """Of each role its own; of those that share one the smallest."""
+    plan = plan_of(teacher={"path": "t"}, trainer={"max_tokens_per_microbatch": 32768})
+    metrics = {
+        "mem/policy_replays": 1.0,
+        "mem/policy_backward_cap": 9000.0,
+        "mem/policy_forward_cap": 20000.0,
+        "mem/reference_forward_cap": 18000.0,
+        "mem/teacher_forward_cap": 12000.0,
+    }
+    assert raised_in(plan, metrics)["out_of_memory"].change == {
+        "trainer.max_tokens_per_microbatch": 9000,
+        "trainer.max_tokens_per_forward": 18000,
+        "teacher.max_tokens_per_forward": 12000,
+    }
+
+
 def test_samples_too_stale_for_the_learning_rate_halve_one_of_both() -> None:
     stale = {"off_policy/kl": 0.03}
     for staleness, change in (

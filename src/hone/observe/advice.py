@@ -10,7 +10,7 @@ planner prices the others, and the best is advised. Nothing is computed before a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
@@ -23,9 +23,11 @@ from hone.config.tree import RLConfig
 from hone.observe.symptoms import History
 from hone.planner.fitting import Change, changed, does_fit, errors, memory_changes
 from hone.planner.gain import Measured, Pricing
+from hone.planner.rungs import cap_key
 from hone.planner.search import peak_bytes
 
 __all__ = [
+    "TRAINED_OR_SCORED",
     "Advice",
     "Advisor",
     "Candidates",
@@ -37,6 +39,7 @@ __all__ = [
     "fresher_samples",
     "further_ahead",
     "less_memory",
+    "lowered_caps",
     "more_reward_workers",
     "more_room",
     "more_sequences",
@@ -47,13 +50,17 @@ _LEAST_GAIN = 0.02
 """Of a step; less is within the error of every prediction."""
 _UNPLANNED = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, ValueError)
 """What planner and rules raise about a run that they were not made for."""
+TRAINED_OR_SCORED = ("policy", "critic", "reference", "teacher")
+"""Roles whose passes are computed again where memory ends."""
 _NUM_KEPT = 8
 """Steps whose lengths are kept."""
 
 Pick = Literal["fastest", "gain", "first"]
 """What is advised of several changes: the one that saves most time; the same, and nothing is said
 where none saves any; the first."""
-Candidates: TypeAlias = Callable[[RunPlan, RLConfig], Iterator[Change]]
+Metrics: TypeAlias = Mapping[str, float]
+"""Of the newest step."""
+Candidates: TypeAlias = Callable[[RunPlan, RLConfig, Metrics], Iterator[Change]]
 """Changes worth trying."""
 
 
@@ -90,7 +97,7 @@ class Advisor:
     def _advise(self, candidates: Candidates, history: History, pick: Pick) -> Advice | None:
         plan, known = self._plan, errors(self._plan)
         assert isinstance(plan.config, RLConfig)
-        changes = [x for x in candidates(plan, plan.config) if self._differs(x)]
+        changes = [x for x in candidates(plan, plan.config, history.now) if self._differs(x)]
         plans = [changed(plan, change) for change in changes]
         served = [errors(after) <= known and does_fit(after) for after in plans]
         changes = [*compress(changes, served)]
@@ -152,19 +159,19 @@ def _word(value: Any) -> str:
 # -- candidates: of those that bring the same the first is preferred -------------------------------
 
 
-def more_sequences(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def more_sequences(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """At once, in an engine with requests that wait, or more room for them."""
     num_batches = 1 + cfg.pipeline.max_staleness
     num_groups = cfg.rollout.prompts_per_step * num_batches + cfg.rollout.oversample_prompts
     most = -(-num_groups * cfg.rollout.n_samples_per_prompt // plan.roles["engine"].num_workers)
-    now = cfg.engine.max_num_seqs
+    present = cfg.engine.max_num_seqs
     for factor in (2, 4, 8, 16):
-        if factor // 2 * now < most:
-            yield {"engine.max_num_seqs": min(factor * now, most)}
+        if factor // 2 * present < most:
+            yield {"engine.max_num_seqs": min(factor * present, most)}
     yield from _more_cache(plan, cfg)
 
 
-def more_room(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def more_room(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """For keys and values of the sequences that run, or fewer of these."""
     yield from _more_cache(plan, cfg)
     for share in (0.75, 0.5):
@@ -180,7 +187,7 @@ def _more_cache(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
     yield from ({"engine.gpu_memory_utilization": tenth / 10} for tenth in tenths)
 
 
-def carry_over(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def carry_over(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """What is unfinished when a step has enough; or sample ahead, where engines are apart."""
     is_corrected = cfg.algorithm.correction.kind != "none"
     correction = {} if is_corrected else {"algorithm.correction.kind": "tis"}
@@ -192,13 +199,13 @@ def carry_over(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
         yield {"pipeline.max_staleness": 1, **correction}
 
 
-def further_ahead(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def further_ahead(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """Of trainers that wait: older samples, or devices of theirs to one engine more."""
     yield {"pipeline.max_staleness": cfg.pipeline.max_staleness + 1}
     yield from _moved_devices(cfg, 1)
 
 
-def fewer_engines(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def fewer_engines(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """Of engines that wait: devices of one to trainers."""
     yield from _moved_devices(cfg, -1)
 
@@ -210,7 +217,7 @@ def _moved_devices(cfg: RLConfig, num_engines: int) -> Iterator[Change]:
         yield {"cluster.num_engines": engines, "cluster.num_trainers": trainers}
 
 
-def faster_generation(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def faster_generation(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """Prompts read once, graphs, and many small engines in place of few large ones."""
     num_engines, size = cfg.cluster.num_engines, cfg.engine.tensor_parallel_size
     if not cfg.engine.enable_prefix_caching:
@@ -222,35 +229,49 @@ def faster_generation(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
         yield {"engine.enforce_eager": False}
 
 
-def faster_training(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def faster_training(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """What trades memory for time, as far as there is memory to spare."""
     yield {"trainer.recompute": "off"}
     yield {"trainer.offload": "none"}
-    yield from faster_generation(plan, cfg)
+    yield from faster_generation(plan, cfg, now)
     if plan.max_accumulation > 1:
         size = "micro_batch_size" if cfg.trainer.micro_batch_size else "max_tokens_per_microbatch"
         yield {f"trainer.{size}": 2 * getattr(cfg.trainer, size)}
 
 
-def less_memory(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def less_memory(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """The cheapest first, of those that free a thirtieth of what is in use."""
     most = 29 / 30 * peak_bytes(plan)
     yield from (x for x in memory_changes(plan) if peak_bytes(changed(plan, x)) < most)
 
 
-def fresher_samples(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def lowered_caps(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
+    """What the passes that ran out of memory have been cut down to."""
+    change: dict[str, int] = {}
+    for role in TRAINED_OR_SCORED:
+        for kind in ("backward", "forward"):
+            if (cap := now.get(f"mem/{role}_{kind}_cap")) is not None:
+                has_own = kind == "forward" and cfg.trainer.max_tokens_per_forward is not None
+                in_rows = cfg.trainer.micro_batch_size is not None and not has_own
+                key = cap_key(role, kind, in_rows=in_rows)
+                change[key] = min(int(cap), change.get(key, int(cap)))
+    if change:
+        yield change
+
+
+def fresher_samples(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """Divergence grows with the square of how far the policy moves until a sample is trained."""
     if cfg.pipeline.max_staleness > 1:
         yield {"pipeline.max_staleness": cfg.pipeline.max_staleness // 2}
     yield {"trainer.optimizer.lr": cfg.trainer.optimizer.lr / 2}
 
 
-def more_reward_workers(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def more_reward_workers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """Calls at a time."""
     yield from ({"reward.num_workers": n * cfg.reward.worker_limit} for n in (2, 4))
 
 
-def wider_buffers(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
+def wider_buffers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """Of weights on their way."""
     if cfg.cluster.num_engines:
         yield {"cluster.update_weight_buffer_size": 2 * cfg.cluster.update_weight_buffer_size}

@@ -433,14 +433,13 @@ _LEARNING = (
 )
 
 _MACHINE = (
-    *(
-        Rule(
-            "out_of_memory",
-            above(f"mem/{role}_replays", 0),
-            f"Memory has ended in passes of the {role}, which were computed again with less: the "
-            "log says which key to set to what; a step that is replayed takes up to twice as long.",
-        )
-        for role in ("policy", "critic", "reference", "teacher")
+    Rule(
+        "out_of_memory",
+        either(*(above(f"mem/{role}_replays", 0) for role in advice.TRAINED_OR_SCORED)),
+        "Memory has ended in a pass, and the step was computed again with less, which takes up to "
+        "twice as long: keep in the recipe what the warnings in the log name.",
+        advice.lowered_caps,
+        "first",
     ),
     Rule(
         "host_memory",

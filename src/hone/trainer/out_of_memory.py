@@ -31,7 +31,7 @@ from hone.distributed.mesh import Mesh
 from hone.models.failed_pass import free_failed_pass
 from hone.observe.metrics import Last, Metrics, Sum
 from hone.observe.whole_file import write_whole
-from hone.planner.rungs import Rungs
+from hone.planner.rungs import Rungs, cap_key
 from hone.trainer.batcher import Batcher, PassKind
 from hone.trainer.recompute import recompute_fully
 from hone.types import Row
@@ -157,7 +157,8 @@ class Repair:
         configured: object = self._batcher.configured(kind)
         now: object = self._batcher.lower(kind, rows, self._mesh)
         if isinstance(now, int):
-            key, value = self._setting(kind, now)
+            in_rows = self._batcher.counts_rows(kind)
+            key, value = cap_key(self._role, kind, in_rows=in_rows), now
             self._note(kind, configured, now)
         elif kind == "backward" and self._recompute():
             key, value = f"{'critic' if self._role == 'critic' else 'trainer'}.recompute", "full"
@@ -166,15 +167,6 @@ class Repair:
             raise self.exhausted(f"a {kind} pass over the longest row alone", told)
         assert self._rungs is not None
         return f"{key} {value}{self._rungs.cost({key: value})}"
-
-    def _setting(self, kind: PassKind, cap: int) -> tuple[str, int]:
-        """The key that would have set this cap, and its value."""
-        if self._batcher.counts_rows(kind):
-            return "trainer.micro_batch_size", cap
-        if self._role == "critic":  # of which passes without gradient have twice as much
-            return "critic.max_tokens_per_microbatch", cap if kind == "backward" else cap // 2
-        key = "max_tokens_per_microbatch" if kind == "backward" else "max_tokens_per_forward"
-        return f"trainer.{key}", cap
 
     # -- notes -----------------------------------------------------------------------------------
 
