@@ -24,6 +24,7 @@ from hone.loops.launch import lock_run_dir
 from hone.observe.local_server import LocalServer
 from hone.observe.loggers import RunLog
 from hone.observe.report import sample_table
+from hone.observe.report.pieces import Splitter
 from hone.observe.report.sample_table import SampleTable
 from hone.observe.report.served import serve
 from hone.observe.run_folder import RunFolder
@@ -200,6 +201,18 @@ def test_the_page_changes_with_the_run(server: LocalServer, folder: Path) -> Non
     write_steps(folder, range(7, 8), resume_step=7)
     assert stamp() != first
     assert "7 of 200" in get(server, "/")[1]
+
+
+def test_opened_groups_read_neither_metrics_nor_tokenizer_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_tokenizer(folder)
+    with serve(folder, 0) as server:
+        status, before = get(server, "/group?number=0")
+        assert (status, "pieces" in before) == (200, True)
+        monkeypatch.setattr(RunFolder, "read", None)
+        monkeypatch.setattr(Splitter, "of_run", None)
+        assert get(server, "/group?number=0") == (200, before)
 
 
 @pytest.mark.parametrize(

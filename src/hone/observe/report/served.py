@@ -46,15 +46,18 @@ class _Page:
         self._run = run
         self._samples = SampleTable(run)
         self._lock = Lock()
-        """Of the page that was made last."""
+        """Of the page that was made last, and of what it was made from."""
         self._made = ("", b"")
+        self._shown: RunFolder | None = None
+        self._splitter: Splitter | None = None
 
     def html(self, _: Mapping[str, str]) -> Reply:
         """Made once for each state of the files."""
         with self._lock:
             stamp = self._stamp()
             if self._made[0] != stamp:
-                page = describe([RunFolder.read(self._run)], stamp=stamp)
+                self._shown = RunFolder.read(self._run)
+                page = describe([self._shown], stamp=stamp)
                 self._made = stamp, render(page).encode(errors="replace")
             return Reply(self._made[1], "text/html; charset=utf-8")
 
@@ -72,12 +75,16 @@ class _Page:
         number = query.get("number", "")
         self._samples.refresh()
         try:
-            return _json(self._samples.group(int(number), self._splitter()))
+            return _json(self._samples.group(int(number), self._split()))
         except (ValueError, IndexError):
             return Reply(f"there is no group {number!r}\n".encode(), "text/plain", 404)
 
-    def _splitter(self) -> Splitter | None:
-        return Splitter.of_run(RunFolder.read(self._run))
+    def _split(self) -> Splitter | None:
+        """Made once: of a large vocabulary that takes as long as a hundred groups."""
+        with self._lock:
+            if self._splitter is None and self._shown is not None:
+                self._splitter = Splitter.of_run(self._shown)
+            return self._splitter
 
     def _stamp(self) -> str:
         """Changes with the files and with the run's end."""
