@@ -10,6 +10,7 @@ from hone.config.data import ColumnsConfig, DataConfig, SourceConfig
 from hone.config.errors import UserError
 from hone.config.tree import SFTDataConfig
 from hone.data.prompts import load_prompts
+from hone.data.reading import read_prompts
 from hone.data.sft import load_sft
 from hone.data.split import is_held_out
 from tests.data.support import CHATML, char_tokenizer, write_rows
@@ -65,6 +66,15 @@ def test_a_chat_template_that_nobody_asked_for_is_told(chat, tmp_path, caplog):
     told = "put into the tokenizer's chat template (data.chat never leaves them as they are)"
     assert (told in caplog.text) == (chat == "auto")
     assert ("the first one: '<|im_start|>user" in caplog.text) == (chat == "auto")
+
+
+def test_prompts_that_are_read_as_they_are_needed_show_the_first_once(tmp_path, caplog):
+    """`hone generate` has no list of them."""
+    cfg = DataConfig(train=(source(tmp_path, "a", rows(2)), source(tmp_path, "b", rows(2))))
+    with caplog.at_level(logging.INFO):
+        found = [*read_prompts(cfg, char_tokenizer(CHATML), seed=0, max_prompt_tokens=400)]
+    assert len(found) == 4
+    assert caplog.text.count(f"the first one: {found[0].text!r}"[:40]) == 1
 
 
 def test_how_many_rows_are_for_what_is_told(tmp_path, caplog):

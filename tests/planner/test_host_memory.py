@@ -18,7 +18,7 @@ from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig, SFTConfig
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.fitting import check_host_memory
-from hone.planner.host_memory import host_roles
+from hone.planner.host_memory import HostRole, host_roles
 from hone.trainer import host_gradients, offload, policy, update_rules
 from tests.planner.memory_cases import model_of, plan, settings
 from tests.trainer.examples import make_trainer, random_rows
@@ -130,6 +130,14 @@ def test_the_advice_makes_it_fit() -> None:
         assert f"{key} to {value}" in found.message
         better = configured(*ON_CPU, f"--{flag}", model="qwen3-0.6b")
         assert found_in(better, 40, "qwen3-0.6b") == []
+
+
+def test_what_does_not_show_is_not_listed() -> None:
+    copied = {"copy for a checkpoint": 1 << 30, "offloaded": 1 << 20}
+    assert HostRole("trainer", 2, copied).in_words() == (
+        "2 trainers x 1.0 GiB (copy for a checkpoint 1.0)"
+    )
+    assert HostRole("trainer", 1, {"offloaded": 1 << 20}).in_words() == "the trainer: 0.0 GiB"
 
 
 def test_offloads_of_all_processes_of_a_gpu_host_are_added_up() -> None:

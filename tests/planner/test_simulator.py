@@ -547,7 +547,7 @@ def test_the_verdict_says_where_asynchrony_does_not_pay() -> None:
     assert compare(config(**tail)).verdict.startswith("Asynchrony pays: the best of it")
     alone = compare(config(**small(gpus=1)))
     assert "Asynchrony needs engines on GPUs of their own" in alone.verdict
-    assert any("leaves none of 1 to trainers" in note for note in alone.notes)
+    assert any("takes 1 of 1 GPUs, which leaves none to trainers" in note for note in alone.notes)
 
 
 def test_references_apart_take_their_time_off_the_trainers() -> None:

@@ -719,6 +719,25 @@ def test_an_engine_apart_is_filled_by_broadcast(tmp_path: Path, is_ahead: bool) 
 
 
 @on_vllm
+def test_an_engine_apart_works_with_as_many_threads_as_torch_has(tmp_path: Path) -> None:
+    """Which are others than OpenMP's own number, and one less while the trainer collects."""
+    write_inputs(tmp_path, head_dim=32)
+    cfg = rl_config(
+        tmp_path,
+        "apart",
+        run={"dir": tmp_path / "apart", "steps": 1, "device": "cpu"},
+        cluster={"num_engines": 1},
+    )
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads + 2)
+    try:
+        reinforce.run(cfg)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert len((cfg.run.dir / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@on_vllm
 def test_two_processes_sample_beside_their_trainers(tmp_path: Path) -> None:
     """Each has an engine in a process group that is the trainers'; one process does the same."""
     write_inputs(tmp_path, head_dim=32)

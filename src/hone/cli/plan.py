@@ -200,9 +200,9 @@ def _print(result: Comparison, console: Console) -> None:
 def _host_lines(result: Comparison) -> list[str]:
     """What the first way to run asks of the memory of its fullest host."""
     roles, limit = gpu_host_roles(result.outcomes[0].plan), result.cfg.plan.host_gib
-    if not roles:
-        return []
     needed = sum(role.num_bytes for role in roles) / 2**30
+    if needed < 0.05:  # nothing that shows
+        return []
     has = "whether it has that is not known: plan.host_gib" if limit is None else f"of {limit:.0f}"
     parts = "; ".join(role.in_words() for role in roles)
     return [f"a host, for what is offloaded and copied: {needed:.1f} GiB, {has} ({parts})"]

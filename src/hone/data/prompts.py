@@ -17,7 +17,7 @@ from hone.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptData", "PromptStream", "load_prompts", "make_prompt"]
+__all__ = ["PromptData", "PromptStream", "load_prompts", "make_prompt", "show_first"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,15 +52,19 @@ def load_prompts(
         content=lambda prompt: (prompt.id, prompt.token_ids, prompt.answer, prompt.task),
         seed=seed,
     )
-    first = data.all_rows()[0]
+    show_first(data.all_rows()[0], renderer, cfg)
+    return data
+
+
+def show_first(first: Prompt, renderer: Renderer, cfg: DataConfig) -> None:
+    """Log a prompt whose template nobody has asked for: models that were never trained on it, such
+    as base models, fail with it."""
     if renderer.uses_chat and cfg.chat == "auto" and isinstance(first.unrendered, str):
-        # Models that were never trained on the template, such as base models, fail with it.
         _log.info(
             "prompts are put into the tokenizer's chat template (data.chat never leaves them as "
             "they are); the first one: %s",
             shorten(repr(first.text)),
         )
-    return data
 
 
 def _num_tokens(rendered: Rendered) -> int:

@@ -12,7 +12,7 @@ from hone.config.data import DataConfig, SourceBase
 from hone.config.errors import UserError
 from hone.data.chat import Renderer
 from hone.data.columns import Columns, choose_columns, map_rows
-from hone.data.prompts import make_prompt
+from hone.data.prompts import make_prompt, show_first
 from hone.data.sources import Row, count_rows, iter_source, source_names
 from hone.data.split import is_held_out
 from hone.types import Prompt
@@ -39,6 +39,7 @@ def read_prompts(
     renderer = Renderer(tokenizer, cfg)
     limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
     fraction = 0.0 if cfg.eval else cfg.eval_fraction
+    is_shown = False
     for source, name in zip(cfg.train, source_names(cfg.train), strict=True):
         num_read = num_kept = num_long = 0
         columns = None
@@ -56,7 +57,11 @@ def read_prompts(
                     continue
                 if len(rendered.token_ids) <= limit:
                     num_kept += 1
-                    yield make_prompt(example, rendered)
+                    prompt = make_prompt(example, rendered)
+                    if not is_shown:
+                        is_shown = True
+                        show_first(prompt, renderer, cfg)
+                    yield prompt
                 elif cfg.overlong_prompts == "error":
                     raise UserError(
                         f"{example.location}: {len(rendered.token_ids)} tokens or more, but there "

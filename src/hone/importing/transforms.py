@@ -646,6 +646,12 @@ def trackers_(value: Any, run: Imported, row: Alias) -> Any:
 
 def finish(run: Imported) -> None:
     """What follows from several values together."""
+    if run.source.framework == "trl" and run.has("data.chat") and not run.is_set("data.chat"):
+        run.warn(
+            "Prompts that are texts stay as they are at TRL, and only lists of messages get the "
+            "chat template; here both do where the tokenizer has one. Set data.chat to never where "
+            "prompts are texts."
+        )
     if not run.is_rl:
         return
     if not any(

@@ -20,7 +20,7 @@ from hone.config.plan import Command, RunPlan
 from hone.config.rules.finding import Finding
 from hone.config.tree import RLConfig, SFTConfig
 from hone.planner.memory import TrainingMemory
-from hone.planner.run_memory import PROCESS_BYTES, RunMemory, in_gib
+from hone.planner.run_memory import PROCESS_BYTES, RunMemory, sum_in_gib
 
 __all__ = [
     "LEAST_LENGTH_SHARE",
@@ -55,7 +55,7 @@ class HostRole:
     def in_words(self) -> str:
         """Each of them and its parts, in GiB."""
         times = f"{self.number} {self.name}s x " if self.number > 1 else f"the {self.name}: "
-        return f"{times}{sum(self.parts.values()) / _GIB:.1f} GiB ({in_gib(self.parts)})"
+        return f"{times}{sum_in_gib(self.parts)}"
 
 
 def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list[HostRole]:

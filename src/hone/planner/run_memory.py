@@ -33,7 +33,7 @@ from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.families.shape import ModelShape
 from hone.planner.memory import TrainingMemory, layer_code, planned_step, training_memory
 
-__all__ = ["Phase", "RunMemory", "in_gib"]
+__all__ = ["Phase", "RunMemory", "in_gib", "sum_in_gib"]
 
 _GIB = 1 << 30
 CONTEXT_BYTES = _GIB
@@ -54,6 +54,12 @@ def in_gib(parts: Mapping[str, int]) -> str:
     """Bytes by kind as a sum of GiB, of those that show."""
     shown = {name: num / _GIB for name, num in parts.items() if num >= 0.05 * _GIB}
     return " + ".join(f"{name} {gib:.1f}" for name, gib in shown.items())
+
+
+def sum_in_gib(parts: Mapping[str, int]) -> str:
+    """All of it, and what of it shows."""
+    told = in_gib(parts)
+    return f"{sum(parts.values()) / _GIB:.1f} GiB" + f" ({told})" * bool(told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class Phase:
 
     def in_words(self) -> str:
         """All of it and its parts, in GiB."""
-        return f"{self.num_bytes / _GIB:.1f} GiB ({in_gib(self.parts)})"
+        return sum_in_gib(self.parts)
 
 
 class RunMemory:

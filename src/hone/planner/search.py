@@ -125,7 +125,7 @@ def search(
             refused.setdefault(kind, (reason, []))[1].append(placement.num_trainers)
     size = cfg.engine.tensor_parallel_size
     if num_gpus <= size:
-        notes.append(f"an engine takes {size} GPUs, which leaves none of {num_gpus} to trainers")
+        notes.append(f"an engine takes {size} of {num_gpus} GPUs, which leaves none to trainers")
     kept = _evenly_spread(laid_out, notes)
     trainers: dict[int, RunPlan | None] = {}
     found: dict[Placement, RunPlan] = {}

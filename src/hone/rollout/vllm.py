@@ -142,6 +142,10 @@ class VLLMEngine(EngineBase):
         if self.tracer is not None:
             begins = any(not sequence.logprobs for sequence in self._sequences.values())
             self.tracer.begin(self.weight_version, is_prefill=begins)
+        if self._on_cpu:
+            # Torch settles how many threads work for a thread when that first asks. vLLM's kernels
+            # count before and after, and fail where the trainer's thread has changed it since.
+            torch.get_num_threads()
         with self._eagerly():
             outputs = self._llm.step()
         self._num_steps += 1
