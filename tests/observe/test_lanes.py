@@ -79,7 +79,7 @@ def test_those_that_share_a_device_take_turns(
     found = {name: [state for state, *_ in spans] for name, spans in states(chart).items()}
     for rank in (0, 1):
         assert found[f"trainer {rank}"] == [in_generation, "score", "train"]
-        assert found[f"engine {rank}"] == ["generate", in_training, in_training]
+        assert found[f"engine {rank}"] == ["generate", in_training]  # without a seam
 
 
 def test_a_long_run_shows_its_newest_steps_and_reads_no_more(tmp_path: Path) -> None:

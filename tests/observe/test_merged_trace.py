@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import pytest
 
 from hone.cli.main import main
 from hone.config import UserError
+from hone.config.load import dump_config
 from hone.observe.merged_trace import read_step
+from tests.observe.trace_rules import broken_rules
+from tests.tiny_runs import tiny_config, write_inputs
 
 
 def span(name: str, begin: float, end: float, cat: str = "kernel", **more: Any) -> dict[str, Any]:
@@ -136,6 +141,46 @@ def test_a_viewer_drops_nothing_and_finds_a_name_for_each_track(tmp_path: Path) 
     assert {told["thread_sort_index"][track] for track in phases} <= {0, 1}
     for pid, tid in phases:
         assert told["thread_sort_index"][pid, tid] < told["thread_sort_index"][pid, 0]
+
+
+def test_what_is_around_comes_before_what_is_inside(tmp_path: Path) -> None:
+    """Of slices that begin together a viewer takes the first for the outer one."""
+    inner, outer = span("inner", 5, 7), span("outer", 5, 9)
+    for rank in (0, 1):
+        path = tmp_path / "train_trace" / f"{rank}.trace.json.gz"
+        write(path, 1, f"rank{rank}", [span("late", 20, 21), inner, outer], base_us=rank)
+    events = read_step(tmp_path).events
+    assert broken_rules(events) == []
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names == ["outer", "inner"] * 2 + ["late"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_step_of_two_trainers_and_two_engines_breaks_no_rule_of_the_format(
+    tmp_path: Path,
+) -> None:
+    write_inputs(tmp_path)
+    cfg = tiny_config(
+        tmp_path,
+        tmp_path / "run",
+        run={"steps": 2},
+        data={"max_prompt_tokens": 16},
+        rollout={"max_completion_tokens": 12},
+        profile={"train": {"steps": [1]}, "rollout": {"steps": [1]}},
+    )
+    (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
+    command = [sys.executable, "-m", "hone", "rl", str(tmp_path / "recipe.yaml"), "--nproc", "2"]
+    subprocess.run(command, check=True, capture_output=True, timeout=180)
+    found = read_step(tmp_path / "run" / "traces")
+    assert broken_rules(found.events) == []
+    processes = {
+        event["args"]["name"].partition(":")[0]
+        for event in found.events
+        if event["name"] == "process_name"
+    }
+    trainers = {f"trainer rank{rank}_dp{rank}_tp0_pp0" for rank in (0, 1)}
+    assert processes == trainers | {f"engine{number} TP-0" for number in (0, 1)}
 
 
 def test_kernels_and_gaps_are_those_of_the_innermost_phases(traces: Path) -> None:

@@ -116,6 +116,7 @@ def _merged(step: int, traces: Sequence[tuple[Path, dict[str, Any]]]) -> StepTra
     for event in events:
         if "ts" in event:
             event["ts"] = round(max(event["ts"] - origin, 0.0), 3)
+    events.sort(key=_place)
     phases: defaultdict[str, list[_Phase]] = defaultdict(list)
     for process, own in by_process:
         for phase in _phases(own, process):
@@ -127,6 +128,12 @@ def _merged(step: int, traces: Sequence[tuple[Path, dict[str, Any]]]) -> StepTra
         {name: _longest_kernels(found) for name, found in phases.items()},
         {name: _longest_gaps(found) for name, found in phases.items()},
     )
+
+
+def _place(event: Event) -> tuple[float, float]:
+    """Metadata first, then by time; a slice before those that begin with it and are inside, since
+    viewers take what comes first for what is around."""
+    return event.get("ts", -1.0), -event.get("dur", 0.0)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -27,6 +27,8 @@ _OF_SPANS = {
 }  # fmt: skip
 _NUM_STEPS = 6
 _MOST_SPANS = 6000
+_SEAM_S = 1e-3
+"""Between spans that follow each other."""
 
 
 class _Span(NamedTuple):
@@ -59,7 +61,7 @@ def lanes_chart(run: RunFolder) -> dict[str, Any] | None:
     return {
         "kind": "lanes",
         "title": "Use of each device",
-        "unit": f"seconds, the newest {len(steps)} step{'s' * (len(steps) > 1)}",
+        "unit": f"seconds, the newest {len(steps)} step{'s' * (len(steps) > 1)}; share at work",
         "states": STATES,
         "steps": [(n, round(a - begin_s, 3), round(b - begin_s, 3)) for n, a, b in steps],
         "lanes": [_lane(name, spans, begin_s, end_s) for name, spans in lanes.items() if spans],
@@ -105,12 +107,24 @@ def _with_waits(spans: Sequence[_Span]) -> list[_Span]:
     return found
 
 
+def _merged(spans: Sequence[_Span]) -> list[_Span]:
+    """Without seams between spans of one state that touch, such as a sleep during two phases."""
+    found: list[_Span] = []
+    for span in spans:
+        if found and found[-1].state == span.state and span.begin_s - found[-1].end_s <= _SEAM_S:
+            last = found.pop()
+            span = last._replace(end_s=max(last.end_s, span.end_s))
+        found.append(span)
+    return found
+
+
 def _lane(name: str, spans: Sequence[_Span], begin_s: float, end_s: float) -> dict[str, Any]:
     inside = [
         _Span(state, max(begin, begin_s), min(end, end_s))
         for state, begin, end in sorted(spans, key=lambda span: span.begin_s)
         if end > begin_s and begin < end_s
     ]
+    inside = _merged(inside)
     worked_s = sum(s.end_s - s.begin_s for s in inside if s.state in _AT_WORK)
     return {
         "name": name,
