@@ -92,7 +92,7 @@ class Advisor:
         try:
             return self._advise(candidates, history, pick)
         except _UNPLANNED as error:
-            return Advice(f"What to change cannot be told ({error}).", {}, None)
+            return Advice(f"What to change is not known ({error}).", {}, None)
 
     def _advise(self, candidates: Candidates, history: History, pick: Pick) -> Advice | None:
         plan, known = self._plan, errors(self._plan)
