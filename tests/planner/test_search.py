@@ -131,6 +131,8 @@ def trainer_bytes(model: Model, plan: RunPlan) -> float:
     # Those that are recomputed: their input, and what attention returned.
     number = math.ceil(model.layers / trainer.recompute_every_n_layers)
     number *= trainer.recompute != "off"
+    mode, _, block = trainer.recompute.partition(":")
+    number = int(block) if mode == "block" else number
     of_one = stream * (not trainer.offload_activations)
     of_one += (trainer.recompute == "selective") * tokens * (2 * q + 4 * model.heads) / tensor
     kept = number * of_one + (model.layers - number) * each + each * (number > 0)
@@ -149,8 +151,9 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
     tokens = sum(rows)
     products = 2 * (model.matrices * tokens + model.vocab * model.hidden * tokens)
     attention = sum(4 * model.layers * model.heads * model.head_dim * n * n / 2 for n in rows)
-    again = 1 / trainer.recompute_every_n_layers
-    share = {"off": 0, "selective": 0.8, "full": 1}[trainer.recompute] * again
+    mode, _, block = trainer.recompute.partition(":")
+    again = int(block) / model.layers if mode == "block" else 1 / trainer.recompute_every_n_layers
+    share = {"off": 0, "selective": 0.8, "full": 1, "block": 1}[mode] * again
     rate = world * gpu.flops * 0.55 * (0.93 if world > 1 else 1)
     seconds = 3 * (products + attention) / rate
     seconds += share * (2 * model.matrices * tokens + attention) / rate
@@ -158,7 +161,7 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
         seconds += 12 * model.params / world / gpu.host
     own = tokens * parallel.tensor_parallel_size / world
     talking = 2 + again * (trainer.recompute != "off")
-    attending = 2 + again * (trainer.recompute == "full")
+    attending = 2 + again * (mode in ("full", "block"))
     link = gpu.link * 0.7
     if (size := parallel.tensor_parallel_size) > 1:
         stream = 2 * model.layers * model.hidden * own
