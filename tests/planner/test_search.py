@@ -153,7 +153,7 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
     attention = sum(4 * model.layers * model.heads * model.head_dim * n * n / 2 for n in rows)
     mode, _, block = trainer.recompute.partition(":")
     again = int(block) / model.layers if mode == "block" else 1 / trainer.recompute_every_n_layers
-    share = {"off": 0, "selective": 0.8, "full": 1, "block": 1}[mode] * again
+    share = {"off": 0, "selective": 0.8, "full": 1, "block": 1, "uniform": 1}[mode] * again
     rate = world * gpu.flops * 0.55 * (0.93 if world > 1 else 1)
     seconds = 3 * (products + attention) / rate
     seconds += share * (2 * model.matrices * tokens + attention) / rate
@@ -161,7 +161,7 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
         seconds += 12 * model.params / world / gpu.host
     own = tokens * parallel.tensor_parallel_size / world
     talking = 2 + again * (trainer.recompute != "off")
-    attending = 2 + again * (mode in ("full", "block"))
+    attending = 2 + again * (mode not in ("off", "selective"))
     link = gpu.link * 0.7
     if (size := parallel.tensor_parallel_size) > 1:
         stream = 2 * model.layers * model.hidden * own
