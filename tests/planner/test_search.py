@@ -131,6 +131,8 @@ def trainer_bytes(model: Model, plan: RunPlan) -> float:
     # Those that are recomputed: their input, and what attention returned.
     number = math.ceil(model.layers / trainer.recompute_every_n_layers)
     number *= trainer.recompute != "off"
+    mode, _, block = trainer.recompute.partition(":")
+    number = int(block) if mode == "block" else number
     of_one = stream * (not trainer.offload_activations)
     of_one += (trainer.recompute == "selective") * tokens * (2 * q + 4 * model.heads) / tensor
     kept = number * of_one + (model.layers - number) * each + each * (number > 0)
@@ -149,8 +151,9 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
     tokens = sum(rows)
     products = 2 * (model.matrices * tokens + model.vocab * model.hidden * tokens)
     attention = sum(4 * model.layers * model.heads * model.head_dim * n * n / 2 for n in rows)
-    again = 1 / trainer.recompute_every_n_layers
-    share = {"off": 0, "selective": 0.8, "full": 1}[trainer.recompute] * again
+    mode, _, block = trainer.recompute.partition(":")
+    again = int(block) / model.layers if mode == "block" else 1 / trainer.recompute_every_n_layers
+    share = {"off": 0, "selective": 0.8, "full": 1, "block": 1, "uniform": 1}[mode] * again
     rate = world * gpu.flops * 0.55 * (0.93 if world > 1 else 1)
     seconds = 3 * (products + attention) / rate
     seconds += share * (2 * model.matrices * tokens + attention) / rate
@@ -158,7 +161,7 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
         seconds += 12 * model.params / world / gpu.host
     own = tokens * parallel.tensor_parallel_size / world
     talking = 2 + again * (trainer.recompute != "off")
-    attending = 2 + again * (trainer.recompute == "full")
+    attending = 2 + again * (mode not in ("off", "selective"))
     link = gpu.link * 0.7
     if (size := parallel.tensor_parallel_size) > 1:
         stream = 2 * model.layers * model.hidden * own
@@ -242,6 +245,27 @@ def test_axes_cost_what_they_send(sizes: tuple[int, int, int], recompute: str) -
     assert seconds == pytest.approx(step_seconds(QWEN_8B, A10, plan, rows), rel=0.03)
 
 
+def test_experts_in_stages_send_the_tokens_of_their_own_layers() -> None:
+    """30B-A3B in two stages on 16 of two nodes: half of the layers, twice the tokens."""
+    stages = {"zero_stage": 1, "pipeline_parallel_size": 2}
+    cfg = PlanConfig.model_validate(
+        {"model": {"shape": "qwen3-30b-a3b"}, "trainer": {"parallel": stages}}
+    )
+    shape, gpu = public_shape("qwen3-30b-a3b"), known_gpu("h200")
+    assert shape is not None
+    devices = Devices(kind="cuda", gpu=gpu, per_node=8)
+    whole = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=16)
+    divided = changed(whole, {"trainer.parallel.expert_parallel_size": 8})
+    rows = [2048] * 512
+    whole_s, divided_s = (
+        TrainingTime(plan, cfg.plan).step_s(rows, sum(rows)) for plan in (whole, divided)
+    )
+    # Eight experts of a token, there and back, forward and backward; two bytes a value.
+    values = 2 * 2 * 2 * 8 * 2048 * 48 * sum(rows) / 16 * 7 / 8
+    sent_s = values / (gpu.link_bytes_per_s * 0.7)
+    assert divided_s - whole_s == pytest.approx(sent_s, rel=1e-6)
+
+
 def test_weights_of_four_bits_are_written_in_every_pass() -> None:
     """Half a byte and a scale of four bytes for 64 of them are read, two bytes written."""
     seconds: dict[bool, float] = {}
@@ -296,37 +320,26 @@ def test_the_impossible_is_refused_with_what_would_make_it_possible(
         compare(load_config(PlanConfig, None, [*flags, "--plan.steps=4"]))
 
 
-@pytest.mark.parametrize("goal", ["throughput", "memory"])
-@pytest.mark.parametrize("name", ["4090", "l40s"])
-def test_no_choice_of_settings_is_better_than_the_one_found(name: str, goal: str) -> None:
-    """Of 1.7B on four GPUs two by two: all 448 ways to recompute, offload, shard and sleep."""
-    axes = {"tensor_parallel_size": 2}
-    tree: dict[str, Any] = {
-        "model": {"shape": "qwen3-1.7b"},
-        "trainer": {"micro_batch_size": 8, "parallel": axes},
-        "plan": {"gpus": 4, "gpu": name, "goal": goal, "steps": 4},
-        "checkpoint": {"every_n_steps": 0},
-    }
-    cfg = PlanConfig.model_validate(tree)
-    shape, gpu = public_shape("qwen3-1.7b"), known_gpu(name)
+def ways_to_recompute(num_layers: int) -> list[tuple[str, int, bool]]:
+    """Mode, of every so manieth layer, and whether inputs are offloaded."""
+    blocks = -(-num_layers // 8), -(-3 * num_layers // 4)
+    ways = [("off", 1, False), ("full", 1, True), ("full", 4, False), ("uniform:2", 1, False)]
+    ways += [(mode, n, False) for mode in ("selective", "full") for n in (1, 2)]
+    return ways + [(f"block:{number}", 1, False) for number in blocks]
+
+
+def every_choice(
+    cfg: PlanConfig, placement: Placement, ways: list[tuple[str, int, bool]]
+) -> list[RunPlan]:
+    """Plans of all ways to recompute so, offload, shard and sleep that fit and are served."""
+    assert cfg.model.shape is not None
+    shape = public_shape(cfg.model.shape)
     assert shape is not None
-    placement = Placement(num_trainers=4, num_engines=4, colocated=True)
-    found = search(cfg, shape, gpu, 4, [])[placement]
-    base = plan_of(cfg, shape, gpu, placement)
-    rows, num_trained = [256 + 800] * 512, 800 * 512
-
-    def cost(plan: RunPlan) -> float:
-        if goal == "memory":
-            return peak_bytes(plan)
-        return TrainingTime(plan, cfg.plan).step_s(rows, num_trained)
-
+    base = plan_of(cfg, shape, known_gpu(cfg.plan.gpu), placement)
     known = {x for x in errors(base) if "data.train" in x.message}
-    costs: list[float] = []
-    recomputing = [("off", 1, False), ("full", 1, True)]
-    recomputing += [(mode, n, False) for mode in ("selective", "full") for n in (1, 2)]
-    recomputing += [("full", 4, False)]
+    found: list[RunPlan] = []
     levels = ("none", "optimizer", "gradients", "parameters")
-    for way in product(recomputing, levels, (0, 1, 2, 3), (False, True), (False, True)):
+    for way in product(ways, levels, (0, 1, 2, 3), (False, True), (False, True)):
         (mode, every, away), level, stage, engine_sleeps, trainer_sleeps = way
         change = {
             "trainer.recompute": mode,
@@ -339,12 +352,72 @@ def test_no_choice_of_settings_is_better_than_the_one_found(name: str, goal: str
         }
         plan = changed(base, change)
         if does_fit(plan) and errors(plan) <= known:
-            costs.append(cost(plan))
+            found.append(plan)
+    return found
+
+
+@pytest.mark.parametrize("goal", ["throughput", "memory"])
+@pytest.mark.parametrize("name", ["4090", "l40s"])
+def test_no_choice_of_settings_is_better_than_the_one_found(name: str, goal: str) -> None:
+    """Of 1.7B on four GPUs two by two: all 640 ways to recompute, offload, shard and sleep."""
+    axes = {"tensor_parallel_size": 2}
+    tree: dict[str, Any] = {
+        "model": {"shape": "qwen3-1.7b"},
+        "trainer": {"micro_batch_size": 8, "parallel": axes},
+        "plan": {"gpus": 4, "gpu": name, "goal": goal, "steps": 4},
+        "checkpoint": {"every_n_steps": 0},
+    }
+    cfg = PlanConfig.model_validate(tree)
+    shape, gpu = public_shape("qwen3-1.7b"), known_gpu(name)
+    assert shape is not None
+    placement = Placement(num_trainers=4, num_engines=4, colocated=True)
+    found = search(cfg, shape, gpu, 4, [])[placement]
+    rows, num_trained = [256 + 800] * 512, 800 * 512
+
+    def cost(plan: RunPlan) -> float:
+        if goal == "memory":
+            return peak_bytes(plan)
+        return TrainingTime(plan, cfg.plan).step_s(rows, num_trained)
+
+    costs = [cost(plan) for plan in every_choice(cfg, placement, ways_to_recompute(28))]
     assert len(costs) > 20
     if goal == "memory":
         assert cost(found) == pytest.approx(min(costs))
     else:
         assert TrainingTime(found, cfg.plan).step_s(rows, num_trained) == min(costs)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "axes", "num_rows", "way"),
+    [
+        ("qwen3-32b", "h200", {"ring_size": 2}, 44, "uniform:2"),
+        ("qwen3-8b", "a100", {"ring_size": 2}, 18, "block:27"),
+    ],
+)
+def test_layers_recomputed_together_or_in_a_block_are_found_where_they_alone_are_best(
+    model: str, gpu: str, axes: dict[str, int], num_rows: int, way: str
+) -> None:
+    """Every other way to recompute takes longer, or does not fit."""
+    tree: dict[str, Any] = {
+        "model": {"shape": model},
+        "trainer": {"micro_batch_size": num_rows, "parallel": axes},
+        "plan": {"gpus": 8, "gpu": gpu, "steps": 4},
+        "rollout": {"max_completion_tokens": 2048},
+        "checkpoint": {"every_n_steps": 0},
+    }
+    cfg, shape = PlanConfig.model_validate(tree), public_shape(model)
+    assert shape is not None
+    placement = Placement(num_trainers=8, num_engines=8, colocated=True)
+    found = search(cfg, shape, known_gpu(gpu), 8, [])[placement]
+    assert found.trainer is not None
+    assert found.trainer.recompute == way
+    rows, num_trained = [256 + 800] * 512, 800 * 512
+
+    def seconds(plan: RunPlan) -> float:
+        return TrainingTime(plan, cfg.plan).step_s(rows, num_trained)
+
+    others = [each for each in ways_to_recompute(shape.num_layers) if each[0] != way]
+    assert min(map(seconds, every_choice(cfg, placement, others))) > seconds(found)
 
 
 QWEN_7B = 7_615_616_512

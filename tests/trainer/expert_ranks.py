@@ -21,6 +21,7 @@ from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
 from hone.trainer import experts as expert_module
 from hone.trainer.experts import divide_experts, experts_of
+from hone.trainer.policy import BasePolicy
 from tests.ranks import run_parts
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 from tests.trainer.parallel_ranks import (
@@ -28,6 +29,7 @@ from tests.trainer.parallel_ranks import (
     compare,
     difference,
     everywhere,
+    of_all_stages,
     on_mesh,
     rows_near,
     shared,
@@ -43,6 +45,9 @@ MODEL = {
     "mlp_only_layers": [0],
 }
 HIDDEN = 32
+DEEPER = MODEL | {"num_hidden_layers": 5}
+"""With experts in each of two stages of layers, of which `MODEL` has them in one."""
+STAGES = {"pipeline_parallel_size": 2, "expert_parallel_size": 2}
 LAYOUTS = {
     2: {
         **{
@@ -58,6 +63,10 @@ LAYOUTS = {
         "more than share shards": {"expert_parallel_size": 4, "fsdp_size": 2},
         "split sequences": {"expert_parallel_size": 2, "ulysses_size": 2},
         "ring": {"expert_parallel_size": 2, "ring_size": 2, "zero_stage": 3},
+        **{
+            f"two stages of layers, zero {zero}": STAGES | {"zero_stage": zero}
+            for zero in (0, 1, 3)
+        },
     },
 }
 
@@ -157,6 +166,11 @@ def layouts():
         MODEL, cfg, rows, {"micro_batch_size": 2, "recompute": "full", "parallel": parallel}
     )
     found["ranks without rows"] = compare(MODEL, cfg, lone, {"parallel": parallel})
+    if dist.get_world_size() == 4:
+        deeper = rows_near(tiny_model(**DEEPER), cfg, random_rows(13, seed=5))
+        for mode in ("off", "full", "uniform:2"):
+            settings = {"micro_batch_size": 2, "recompute": mode, "parallel": STAGES}
+            found[f"experts in both stages, {mode}"] = compare(DEEPER, cfg, deeper, settings)
     return found
 
 
@@ -164,7 +178,8 @@ def parts_held():
     """Shares of expert weights and of all others that this rank holds, by layout."""
     found = {}
     for name, parallel in LAYOUTS[dist.get_world_size()].items():
-        trainer = make_trainer(tiny_model(**MODEL), mesh=on_mesh(parallel), parallel=parallel)
+        model = DEEPER if "pipeline_parallel_size" in parallel else MODEL
+        trainer = make_trainer(tiny_model(**model), mesh=on_mesh(parallel), parallel=parallel)
         held = {True: [0, 0], False: [0, 0]}
         for key, master in trainer.policy.masters.items():
             count = held[".experts." in key]
@@ -185,6 +200,9 @@ def round_trip():
             {"expert_parallel_size": world, "zero_stage": 0},
         ),
     }
+    if world == 4:
+        sizes["stages of layers, then none"] = (STAGES, {"expert_parallel_size": world})
+        sizes["no stages of layers, then two"] = ({"zero_stage": 3}, STAGES)
     rows = rows_near(tiny_model(**MODEL), AlgorithmConfig(), random_rows(6, seed=2))
     found = {}
     with TemporaryDirectory() as own_folder:
@@ -206,15 +224,16 @@ def round_trip():
             store = CheckpointStore(folder, mesh=second.mesh, timeout_s=60)
             second.load_state_dict(store.load(1).parts["trainer"], metadata)
             # Before they go on: a whole copy of a master may be the master itself.
-            are_equal = all(
-                torch.equal(whole(master), whole(second.policy.masters[n]))
-                for n, master in first.policy.masters.items()
-            )
+            masters = [
+                of_all_stages(t.mesh, {n: whole(m).clone() for n, m in t.policy.masters.items()})
+                for t in (first, second)
+            ]
+            are_equal = all(torch.equal(m, masters[1][n]) for n, m in masters[0].items())
             first.update(rows)
             second.update(rows)
             weights = [dict(t.named_weights()) for t in (first, second)]
             found[name] = {
-                "equal": are_equal,
+                "equal": are_equal and masters[0].keys() == masters[1].keys(),
                 "go on alike": max(
                     difference(weights[1][n], weight) for n, weight in weights[0].items()
                 ),
@@ -248,6 +267,47 @@ def planted():
     return found
 
 
+def num_copies(self, name):
+    """As if each stage of layers had the experts of all."""
+    stages = self.mesh.sizes.pipeline if ".experts." in name else 1
+    return stages * right_copies(self, name)
+
+
+right_copies = BasePolicy._num_copies
+BUGS_OF_STAGES = {
+    "nothing": nullcontext,
+    "stages count each other's experts": lambda: patch.object(
+        BasePolicy, "_num_copies", num_copies
+    ),
+    "experts of a stage have half a gradient": lambda: patch.object(
+        expert_module._Exchange,
+        "backward",
+        staticmethod(
+            lambda ctx, grad: (
+                0.5 * expert_module._exchange(grad, ctx.received, ctx.sent, ctx.group),
+                None,
+                None,
+                None,
+            )
+        ),
+    ),
+}
+
+
+def planted_of_stages():
+    """The worst difference from one process with each fault of experts in two stages of layers."""
+    cfg = AlgorithmConfig(entropy_coef=0.1)
+    rows = rows_near(tiny_model(**DEEPER), cfg, random_rows(13, seed=5))
+    found = {}
+    for name, plant in BUGS_OF_STAGES.items():
+        with plant():
+            outcome = compare(DEEPER, cfg, rows, {"micro_batch_size": 2, "parallel": STAGES})
+        worst = max((outcome.get(what, 0.0) for what in ("gradient", "metrics")), default=0.0)
+        found[name] = max(everywhere(worst))
+    return found
+
+
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    run_parts([layers, layouts, parts_held, round_trip, planted])
+    parts = [layers, layouts, parts_held, round_trip, planted]
+    run_parts(parts if dist.get_world_size() == 2 else [*parts, planted_of_stages])

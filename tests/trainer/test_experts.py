@@ -11,7 +11,7 @@ from hone.distributed.mesh import Mesh
 from hone.trainer.experts import divide_experts
 from tests.ranks import parts_of, run_ranks
 from tests.trainer.examples import tiny_model
-from tests.trainer.expert_ranks import BUGS, LAYOUTS, MODEL, ROUTES
+from tests.trainer.expert_ranks import BUGS, BUGS_OF_STAGES, LAYOUTS, MODEL, ROUTES
 
 pytestmark = pytest.mark.timeout(300)
 EXACT = 1e-5
@@ -43,7 +43,8 @@ def test_R8_a_divided_layer_is_the_loop_over_experts(ranks, world, name):
 @pytest.mark.parametrize("world", WORLDS)
 def test_R8_training_is_that_of_one_process(ranks, world):
     found = ranks(world)
-    for name in (*LAYOUTS[world], *SHARED):
+    assert found[0]["layouts"].keys() >= {*LAYOUTS[world], *SHARED}
+    for name in found[0]["layouts"]:
         assert all(rank["layouts"][name]["same everywhere"] for rank in found), name
         first = found[0]["layouts"][name]
         for what in ("logprobs", "loss", "gradient", "metrics", "weights", "masters"):
@@ -73,6 +74,12 @@ def test_a_run_goes_on_with_experts_divided_otherwise(ranks, world):
 @pytest.mark.parametrize("bug", BUGS)
 def test_R8_planted_bugs_are_caught(ranks, bug):
     assert (ranks(2)[0]["planted"][bug] < EXACT) == (bug == "nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS_OF_STAGES)
+def test_R8_planted_bugs_of_experts_in_stages_are_caught(ranks, bug):
+    assert (ranks(4)[0]["planted_of_stages"][bug] < EXACT) == (bug == "nothing")
 
 
 def test_one_rank_leaves_the_model_as_it_is():

@@ -50,12 +50,8 @@ _AXES = tuple(
     for axis in ("tensor_parallel", "ulysses", "ring", "expert_parallel")
 )
 _STAGE = "trainer.parallel.zero_stage"
-_RECOMPUTED = (
-    *(("off", 1, False), ("selective", 2, False), ("selective", 1, False)),
-    *(("full", 4, False), ("full", 2, False), ("full", 1, False), ("full", 1, True)),
-)
-"""What is computed again, of every so manieth layer, and whether its input is offloaded; from the
-quickest to the thriftiest."""
+_QUICKEST, _THRIFTIEST = ("off", 1, False), ("full", 1, True)
+"""What is computed again, of every so manieth layer, and whether its input is offloaded."""
 _ASLEEP: Change = {"engine.enable_sleep": True, "trainer.enable_sleep": True}
 _Rank: TypeAlias = tuple[float, int]
 """What a plan costs, and in how many settings it differs from the recipe."""
@@ -303,7 +299,10 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
         powers = [1 << n for n in range(most.bit_length())]
         every = (x for x in product(powers, repeat=3) if math.prod(x) <= most)
         sizes = sorted((x for x in every if world % math.prod(x) == 0), key=math.prod)
-    shared = ((*size, expert) for size in sizes for expert in _expert_sizes(plan, world // size[0]))
+    sharers = world // parallel.pipeline_parallel_size
+    shared = (
+        (*size, expert) for size in sizes for expert in _expert_sizes(plan, sharers // size[0])
+    )
     for tensor, ulysses, ring, expert in shared:
         if ulysses_problem(ulysses, shape.num_heads // tensor, shape.num_kv_heads // tensor):
             continue
@@ -335,13 +334,13 @@ def _expert_sizes(plan: RunPlan, num_sharing: int) -> list[int]:
 def _quickest(plan: RunPlan) -> Iterator[Change]:
     """The settings of memory of which one takes least time: stage 0 sends more than 1, 3 more than
     2."""
-    plain = _recomputing(*_RECOMPUTED[0]) | {"trainer.offload": "none"}
+    plain = _recomputing(*_QUICKEST) | {"trainer.offload": "none"}
     yield from (plain | {_STAGE: stage} for stage in (1, 2))
 
 
 def _thriftiest(plan: RunPlan) -> Change:
     """The settings of memory by which a plan takes least."""
-    found = _recomputing(*_RECOMPUTED[-1]) | {"trainer.offload": "parameters", _STAGE: 3}
+    found = _recomputing(*_THRIFTIEST) | {"trainer.offload": "parameters", _STAGE: 3}
     return found if plan.is_apart else {**found, **_ASLEEP}
 
 
@@ -422,7 +421,7 @@ def memory_settings(plan: RunPlan) -> list[list[Change]]:
     trainer = plan.trainer
     assert trainer is not None
     ways: list[Sequence[Change]] = [
-        [_recomputing(*each) for each in _RECOMPUTED],
+        _ways_to_recompute(plan),
         [{"trainer.offload": level} for level in get_args(OffloadLevel)],
         [{_STAGE: stage} for stage in _stages(plan)],
     ]
@@ -451,9 +450,20 @@ def _names(finding: Finding, keys: tuple[str, ...]) -> bool:
 
 def _recomputed(plan: RunPlan) -> list[Change]:
     """The ways to recompute with all of their settings, the plan's own first."""
-    ways = [_recomputing(*each) for each in _RECOMPUTED]
+    ways = _ways_to_recompute(plan)
     own = {key: setting(plan.config, key) for key in ways[0]}
     return [own, *(way for way in ways if way != own)]
+
+
+def _ways_to_recompute(plan: RunPlan) -> list[Change]:
+    """From the quickest to the thriftiest: blocks where no other way computes as many layers."""
+    assert plan.shape is not None
+    num_layers = -(-plan.shape.num_layers // plan.policy.axes.pipeline)
+    eighth, three_quarters = -(-num_layers // 8), -(-3 * num_layers // 4)
+    ways = [_QUICKEST, (f"block:{eighth}", 1, False), ("selective", 2, False), ("full", 4, False)]
+    ways += [("full", 2, False), ("selective", 1, False), (f"block:{three_quarters}", 1, False)]
+    ways += [("full", 1, False), ("uniform:2", 1, False), _THRIFTIEST]
+    return [_recomputing(*way) for way in ways]
 
 
 def _recomputing(mode: str, every_n_layers: int, offloads: bool) -> dict[str, Any]:

@@ -249,7 +249,9 @@ class TrainingTime:
         assert gpu is not None
         assert shape is not None
         per_node = plan.devices.per_node or axes.world
-        link = gpu.link_bytes_per_s if axes.world <= per_node else gpu.node_bytes_per_s
+        # Between the processes of a stage of layers, which are neighbours.
+        is_near = axes.world <= per_node or per_node % (axes.world // axes.pipeline) == 0
+        link = gpu.link_bytes_per_s if is_near else gpu.node_bytes_per_s
         own_link = gpu.link_bytes_per_s * _REACHED
         num_micro_batches = self._num_micro_batches(num_tokens)
         seconds, shards = 0.0, axes.data * axes.context
@@ -261,7 +263,7 @@ class TrainingTime:
             weights = 2 * (sharded - elsewhere) // axes.tensor // axes.pipeline
             reduced = _GRADIENT_BYTES * self._num_params
             if not self._config.model.lora.rank:
-                reduced -= _GRADIENT_BYTES * elsewhere
+                reduced -= _GRADIENT_BYTES * elsewhere // axes.pipeline
             # Of each micro-batch, and of each optimizer step beside one of them.
             often, once = 2 * weights * (stage == 3), weights * (0 < stage < 3)
             if self._reduces_late:
@@ -288,7 +290,7 @@ class TrainingTime:
             seconds += attention_passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
         if axes.expert > 1:  # hidden states to experts and back
             width = 2 * shape.experts_per_token * shape.hidden_size
-            values = 2 * shape.num_expert_layers * width * own_tokens
+            values = 2 * shape.num_expert_layers / axes.pipeline * width * own_tokens
             seconds += passes * values * (axes.expert - 1) / axes.expert / own_link
         if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link

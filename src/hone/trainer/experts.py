@@ -39,13 +39,14 @@ def divide_experts(model: PreTrainedModel, mesh: Mesh) -> None:
     along it. Before FSDP.
 
     Every rank brings the same whole weights and keeps its part; no messages are sent. Raises
-    ValueError where the model has no experts, or the axis does not divide their number.
+    ValueError where the model has no experts, or the axis does not divide their number. One of
+    several pipeline stages may have no layer with experts.
     """
     if mesh.expert_mesh is None:
         return
     size = mesh.expert_mesh.size()
     found = [experts for layer in decoder_layers(model) if (experts := experts_of(layer))]
-    if not found:
+    if not found and mesh.pipeline.size == 1:  # else others may have them all
         raise ValueError(
             f"trainer.parallel.expert_parallel_size is {size}, but the model "
             f"({model.config.model_type}) has no experts. Leave it at 1."

@@ -18,9 +18,6 @@ ROWS: list[Row] = [
      "trainer.parallel.pipeline_parallel_size model.path"),
     ("rl", "--nproc=2 model.exact=true trainer.parallel.pipeline_parallel_size=2", "error",
      "model.exact trainer.parallel.pipeline_parallel_size"),
-    ("sft", "--nproc=4 model.path=qwen3_moe trainer.parallel.pipeline_parallel_size=2 "
-     "trainer.parallel.expert_parallel_size=2", "error",
-     "trainer.parallel.pipeline_parallel_size trainer.parallel.expert_parallel_size"),
     ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 model.lora.rank=8", "error",
      "trainer.parallel.pipeline_parallel_size model.lora.rank"),
     ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 trainer.offload=gradients", "error",
