@@ -741,7 +741,7 @@ def test_ranks_that_share_experts_wait_for_the_one_that_reads_most() -> None:
             engine = SimulatedEngine(rates, 64, 1 << 30)
             # Prompts of no length, whose keys no step reads.
             engine.submit([SimulatedSample(i, 9, 0, 9) for i in range(num_seqs)], 0.0)
-            found = engine._steps_s(1) - rates.overhead_s
+            found = engine._steps_s(1) - rates.overhead_s  # pyright: ignore[reportPrivateUsage]
             shares = []
             for _ in range(300):
                 routes = draw.random((num_seqs, 128)).argsort(1)[:, :8]
