@@ -183,6 +183,32 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_R2_R3_an_engine_of_two_ranks_divides_experts_that_trainers_divide(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Each takes its own of whole tensors that all trainers gather; what it samples is what they
+    train."""
+    folder = tmp_path_factory.mktemp("experts")
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    write_inputs(folder, num_kv_heads=2, family="qwen3_moe", **fields)
+    path = recipe(
+        folder,
+        "experts",
+        2,
+        cluster={"num_engines": 1, "num_trainers": 2},
+        engine={"tensor_parallel_size": 2},
+        trainer={"parallel": {"zero_stage": 3, "expert_parallel_size": 2}},
+        algorithm={"correction": {"kind": "tis"}, "routing_replay": True},
+    )
+    output, _ = (run := start(path)).communicate(timeout=LIMIT_S)
+    assert run.returncode == 0, output
+    rows = lines(folder / "experts-run" / "metrics.jsonl")
+    assert rows[0]["off_policy/parity/kl"] < 1e-6
+    assert [row["off_policy/mismatch_kl"] < 1e-6 for row in rows] == [True] * 2
+    assert rows[0]["perf/sync_bytes"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "roles",
     [{"num_engines": 1, "num_references": 2}, {"num_trainers": 2, "num_references": 1}],

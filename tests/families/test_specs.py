@@ -50,10 +50,16 @@ def test_families_are_divided_as_transformers_divides_them(name):
         return
     known = AutoConfig.for_model(name).base_model_tp_plan
     theirs = {k.removeprefix("layers.*."): v for k, v in known.items() if k.startswith("layers.*")}
-    layer = make_model(name).base_model.layers[0]
-    assert plan.keys() == {n for n, m in layer.named_modules() if [*m.parameters(recurse=False)]}
+    own = {"glm4_moe": {"use_qk_norm": True}, "qwen3_moe": {"mlp_only_layers": [0]}}
+    layers = make_model(name, **own.get(name, {})).base_model.layers
+    assert plan.keys() == {
+        n for layer in layers for n, m in layer.named_modules() if [*m.parameters(recurse=False)]
+    }
+    # It divides the inside of each expert.
+    theirs = {k: v for k, v in theirs.items() if not k.startswith("mlp.experts")}
     assert {k: STYLES[plan[k]] for k in theirs} == theirs
-    assert {plan[k] for k in plan.keys() - theirs} == {"shared"}
+    rest = {k: "experts" if k == "mlp.experts" else "shared" for k in plan.keys() - theirs}
+    assert {k: plan[k] for k in rest} == rest
 
 
 @pytest.mark.parametrize("name", SPECS)

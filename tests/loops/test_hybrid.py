@@ -124,3 +124,49 @@ def test_an_environment_that_the_first_rank_alone_asks(
     for a, b in zip(*found, strict=True):
         assert b.pop("logprobs", []) == pytest.approx(a.pop("logprobs", []), abs=1e-5)
         assert a == b
+
+
+EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_moe": (
+        {"num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        {"zero_stage": 3, "expert_parallel_size": 2},
+    ),
+    "glm4_moe": (
+        {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        {"zero_stage": 3},
+    ),
+}
+"""Fields of a family, and how its trainers share the weights."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_R2_R3_R24_an_engine_over_two_trainers_divides_the_experts(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, family: str
+) -> None:
+    """Tokens are trained with the routes that both ranks have recorded alike; each side sleeps
+    while the other works."""
+    inputs = tmp_path_factory.mktemp("inputs")
+    fields, parallel = EXPERTS[family]
+    fields |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    write_inputs(inputs, num_kv_heads=2, family=family, **fields)
+
+    def make(name: str, *, engine: dict[str, Any], **trainer: Any) -> Any:
+        return tiny_config(
+            inputs,
+            tmp_path / name,
+            log={"samples_per_step": 99},
+            algorithm={"routing_replay": True},
+            engine={"max_num_seqs": 32, "enable_sleep": True, **engine},
+            trainer={"optimizer": {"lr": 1e-3}, "logits_chunk_tokens": 64, **trainer},
+        )
+
+    one = make("one", engine={})
+    reinforce.run(one)
+    two = make("two", engine={"tensor_parallel_size": 2}, parallel=parallel, enable_sleep=True)
+    run_hone("rl", two, tmp_path, "--nproc=2")
+    assert_same_run(one.run.dir, two.run.dir)
+    for row in lines(two.run.dir / "metrics.jsonl"):
+        if "perf/sync_bytes" in row:
+            assert row["perf/sync_bytes"] > 0

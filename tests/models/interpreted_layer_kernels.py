@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from dataclasses import replace
 
 from tests import triton_interpreter  # noqa: F401  # isort: skip
 
@@ -65,6 +66,8 @@ EXPERT_CASES = {
     "three of five, as they are": ((21, 5, 3, 64, 64, 32), {"normalises": False}),
     "one token": ((1, 8, 8, 64, 64, 16), {}),
     "all tokens to the same": ((19, 8, 2, 64, 64, 16), {"favourite": 3}),
+    "experts of three ranks": ((5, 6, 2, 64, 128, 16), {"ranks": 3}),
+    "all tokens to one of two ranks": ((19, 8, 1, 64, 64, 16), {"favourite": 6, "ranks": 2}),
 }
 EPS = 1e-5
 
@@ -220,7 +223,8 @@ def product(dtype, rows, outputs, inputs, tile, *, gated=False, split=False, bia
     return (error / torch.finfo(dtype).eps).item(), 0.0
 
 
-def experts(dtype, *sizes, normalises=True, favourite=None, bug=None):
+def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, bug=None):
+    """Of several `ranks` that share the experts the parts are added up."""
     tokens, number, per_token, width, inner, tile = sizes
     mixture = Experts(
         router=normal(number, width, dtype=dtype, seed=1) / width**0.5,
@@ -234,7 +238,17 @@ def experts(dtype, *sizes, normalises=True, favourite=None, bug=None):
     if favourite is not None:
         logits[:, favourite] += 9
     tiles = [expert_kernels.Tile(tile, 64, 64, 4, 2)] * 2
-    parts = expert_kernels.sum_parts(x, logits, mixture, tiles)
+    size = number // ranks
+    shares = [
+        replace(mixture, gate_up=gate_up, down=down, first=rank * size)
+        for rank, (gate_up, down) in enumerate(
+            zip(mixture.gate_up.split(size), mixture.down.split(size), strict=True)
+        )
+    ]
+    if bug == "ids from zero on":
+        shares = [replace(own, first=0) for own in shares]
+    found = [expert_kernels.sum_parts(x, logits, own, tiles) for own in shares]
+    parts = torch.stack(found).sum(0)
     assert parts.dtype == torch.float32
     assert parts.shape == (per_token, tokens, width)
     exact = torch.zeros(tokens, width, dtype=torch.float64)
@@ -278,6 +292,7 @@ OTHER_BUGS = {
     "gate and up of a product swapped": (product, PRODUCT_CASES, "gated"),
     "gate weights as they are": (experts, EXPERT_CASES, "experts"),
     "gate weights of other choices": (experts, EXPERT_CASES, "experts"),
+    "ids from zero on": (experts, EXPERT_CASES, "experts of three ranks"),
     "the next expert": (experts, EXPERT_CASES, "experts"),
     "gate and up of experts swapped": (experts, EXPERT_CASES, "experts"),
 }

@@ -48,6 +48,9 @@ MODELS = (
 )
 """Shapes of `test_generation_model`."""
 
+UNFUSED = {"smollm3": {"attention_bias": True, "mlp_bias": True}, "exaone4": {}}
+"""Families on the layers of transformers, with fields of their own."""
+
 ENGINES = {
     "plain": {},
     "chunked prefill": {"max_num_batched_tokens": 6},
@@ -75,7 +78,7 @@ def run(model, tp=None):
 
 def forward(name, tp):
     """Differences of hidden states and logits between the group and one rank alone."""
-    model = make_model(name)
+    model = make_model(name, **UNFUSED.get(name, {}))
     expected = run(copy.deepcopy(model))
     actual = run(shard_model(model, tp), tp)
     same = [torch.empty_like(actual[1]) for _ in range(tp.size)]
@@ -397,7 +400,7 @@ def main(folder):
     torch.set_num_threads(1)
     tp = TensorParallel.from_environment(2, CPU)
     found = {
-        "forward": {name: forward(name, tp) for name in MODELS},
+        "forward": {name: forward(name, tp) for name in (*MODELS, *UNFUSED)},
         "planted": planted(tp),
         "engine": {name: engine(options, tp) for name, options in ENGINES.items()},
         "cache": cache_sizes(tp),

@@ -79,7 +79,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 2e-6}
 float32, nor are these."""
 
 
-def make_model(name="qwen3", *, dtype=torch.float32, attention=ATTENTION_NAME, seed=0):
+def make_model(name="qwen3", *, dtype=torch.float32, attention=ATTENTION_NAME, seed=0, **more):
     """A model whose parameters, biases and norms included, are all far from trivial."""
     fields = {
         "vocab_size": VOCAB,
@@ -98,7 +98,7 @@ def make_model(name="qwen3", *, dtype=torch.float32, attention=ATTENTION_NAME, s
     family = name.split(",")[0]
     if family == "qwen2":  # its rotary embedding takes head_dim from elsewhere
         fields["hidden_size"] = 64
-    config = AutoConfig.for_model(family, **fields | SHAPES.get(name, {}))
+    config = AutoConfig.for_model(family, **fields | SHAPES.get(name, {}) | more)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(

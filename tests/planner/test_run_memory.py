@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from hone.config import rules
 from hone.config.engine import BLOCK_SIZE
@@ -22,7 +22,9 @@ from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.trainer import TrainerConfig
 from hone.config.tree import TREES, EvaluateConfig, GenerateConfig, RLConfig
 from hone.engine import kv_cache
+from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
+from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.planner import run_memory
 from hone.planner.fitting import check_gpu_memory
 from hone.planner.host_memory import host_roles
@@ -218,11 +220,29 @@ def test_R15_the_planned_cache_is_the_one_that_the_engine_takes(
     assert num_blocks == run.cache // cache.block_bytes
 
 
+def of_a_rank(name: str, size: int) -> int:
+    """Bytes of what the first of `size` ranks of an engine holds: what `shard_of` cuts from the
+    parameters of the model itself, on the meta device."""
+    config = AutoConfig.for_model(**public_configs()[name])
+    tp = TensorParallel(rank=0, size=size, device=torch.device("meta"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    family: str = config.model_type
+    parts = (shard_of(key, value, family, tp) for key, value in model.named_parameters())
+    return 2 * sum(part.numel() for part in parts)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "glm-4.5-air", "qwen3-0.6b"])
+def test_a_rank_of_an_engine_holds_its_part_of_each_tensor(name: str) -> None:
+    shape = shape_of(name)
+    for size in (1, 2, 4):
+        assert shape.rank_bytes(size) == of_a_rank(name, size)
+
+
 def test_engines_apart_have_devices_of_their_own() -> None:
     found = phases(*APART, "--engine.tensor_parallel_size=2", world_size=2)
     assert [*found] == ["trainer train", "trainer sync", "engine generate", "engine sync"]
-    half = shape_of("qwen3-0.6b").num_params
-    assert found["engine generate"].parts["engine's weights"] == half
+    assert found["engine generate"].parts["engine's weights"] == of_a_rank("qwen3-0.6b", 2)
     assert "masters" not in found["engine generate"].parts
     assert "KV cache" not in found["trainer train"].parts
     buffers = 3 * (512 << 20)
@@ -235,11 +255,11 @@ def test_an_engine_over_two_trainers_has_half_on_each_and_none_while_they_work()
     pairs = phases("--engine.tensor_parallel_size=2", "--engine.enable_sleep=true", world_size=4)
     assert [*pairs] == ["generate", "train", "sync"]
     whole = phases("--engine.enable_sleep=true", world_size=4)
-    half = shape_of("qwen3-0.6b").num_params
+    half, all_of_it = of_a_rank("qwen3-0.6b", 2), of_a_rank("qwen3-0.6b", 1)
     weights = [phase.parts["engine's weights"] for phase in pairs.values()]
     assert weights == [half, 0, half]
-    assert whole["generate"].parts["engine's weights"] == 2 * half
-    assert phases(world_size=4)["train"].parts["engine's weights"] == 2 * half, "it does not sleep"
+    assert whole["generate"].parts["engine's weights"] == all_of_it
+    assert phases(world_size=4)["train"].parts["engine's weights"] == all_of_it, "no sleep"
     beside = phases("--engine.tensor_parallel_size=2", world_size=4)
     assert beside["train"].parts["engine's weights"] == half
 

@@ -726,3 +726,28 @@ def test_the_plot_shows_who_worked() -> None:
     for bar in bars:
         assert 92 <= float(bar["x"]) <= float(bar["x"]) + float(bar["width"]) <= 902.02
     assert json.dumps(texts)
+
+
+def test_ranks_that_share_experts_wait_for_the_one_that_reads_most() -> None:
+    """As many experts of a layer above the mean as drawn routes give it."""
+    shape = public_shape("qwen3-30b-a3b")
+    assert shape is not None
+    draw = np.random.default_rng(0)
+    for size in (2, 4, 8):
+        placement = Placement(num_trainers=4, num_engines=1, tensor_parallel_size=size)
+        plan = {"model": {"shape": "qwen3-30b-a3b"}, "trainer": {"offload": "optimizer"}}
+        rates = placement_rates(config(**plan), shape, GPUS[0], placement).engine
+        for num_seqs in (2, 8, 32):
+            engine = SimulatedEngine(rates, 64, 1 << 30)
+            # Prompts of no length, whose keys no step reads.
+            engine.submit([SimulatedSample(i, 9, 0, 9) for i in range(num_seqs)], 0.0)
+            found = engine._steps_s(1) - rates.overhead_s  # pyright: ignore[reportPrivateUsage]
+            shares = []
+            for _ in range(300):
+                routes = draw.random((num_seqs, 128)).argsort(1)[:, :8]
+                passed = np.bincount(routes.ravel(), minlength=128) > 0
+                shares.append(passed.reshape(size, -1).mean(1).max())
+            dense_s = rates.weights_s - rates.experts_s
+            keys_s = num_seqs * rates.key_s
+            expected = dense_s + keys_s + float(np.mean(shares)) * rates.experts_s
+            assert found == pytest.approx(expected, rel=0.03), (size, num_seqs)

@@ -85,7 +85,7 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
             device=device,
             dtype=dtype,
             max_model_len=workload.longest,
-            resident_bytes=shape.num_params * dtype.itemsize // tp.size,
+            resident_bytes=shape.rank_bytes(tp.size, dtype.itemsize),
         )
         others: list[EngineRun] = []
         if cfg.against is not None:

@@ -42,9 +42,11 @@ class EngineConfig(Section):
     on."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that hold the model's weights together, each a part, one process each. Of a multiple
-    of so many processes, in `hone rl` trainers, each set of neighbours has an engine. The embedded
-    engine divides families with fused layers only."""
+    """Devices that hold the model's weights together, each a part, one process each: heads, inner
+    sizes and, of layers with experts, whole experts, whose number it must divide (expert
+    parallelism needs no key of its own). Of a multiple of so many processes, in `hone rl` trainers,
+    each set of neighbours has an engine. The embedded engine divides families of hone's own but
+    Gemma and OLMo."""
 
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences that may run at once."""

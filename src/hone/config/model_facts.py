@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from hone.config.hub import config_of
 from hone.config.paths import must_be_local
-from hone.families.registry import DENSE_FUSED_FAMILIES, unserved
+from hone.families.registry import DENSE_FUSED_FAMILIES, DIVIDED_FAMILIES, unserved
 from hone.families.shape import ModelShape, public_shape
 from hone.families.spec import DIVIDED_FIELDS
 
@@ -115,13 +115,22 @@ class ModelFacts:
 
     @property
     def has_dense_fused_layers(self) -> bool:
-        """Whether decoding computes its layers with ours and none has experts, as exact mode and
-        tensor-parallel engines need; unknown families count."""
+        """Whether decoding computes its layers with ours and none has experts, as exact mode needs;
+        unknown families count."""
         return self.family in (None, *DENSE_FUSED_FAMILIES) and self.hidden_act in (None, "silu")
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several ranks of an engine can share its layers; unknown families count."""
+        return self.family in (None, *DIVIDED_FAMILIES) and self.hidden_act in (None, "silu")
 
     def undivided(self, size: int) -> list[str]:
         """Numbers that so many ranks do not share evenly, as `key = number`."""
-        return [f"{key} = {number}" for key, number in self.divided.items() if number % size]
+        numbers = dict(self.divided)
+        if self.shape is not None and self.shape.num_experts:
+            numbers["the number of experts"] = self.shape.num_experts
+            numbers["the inner size of shared experts"] = self.shape.shared_expert_size
+        return [f"{key} = {number}" for key, number in numbers.items() if number % size]
 
     @property
     def exact_misfits(self) -> list[str]:

@@ -1,6 +1,14 @@
 """GLM-4 MoE (GLM-4.5, GLM-4.5-Air): sigmoid routing, shared experts, MLPs in the first layers."""
 
-from hone.families.spec import ExpertLayout, Json, ModelSpec, sizes
+from hone.families.spec import (
+    DENSE_TENSOR_PLAN,
+    EXPERTS_TENSOR_PLAN,
+    HEAD_NORMS_TENSOR_PLAN,
+    ExpertLayout,
+    Json,
+    ModelSpec,
+    sizes,
+)
 
 
 def _public(numbers: tuple[int, int, int, int, int], **fields: Json | float) -> Json:
@@ -20,6 +28,14 @@ SPEC = ModelSpec(
         shared="n_shared_experts",
         scores="sigmoid",
     ),
+    tensor_plan={
+        **DENSE_TENSOR_PLAN,
+        **HEAD_NORMS_TENSOR_PLAN,
+        **EXPERTS_TENSOR_PLAN,
+        "mlp.shared_experts.gate_proj": "rows",
+        "mlp.shared_experts.up_proj": "rows",
+        "mlp.shared_experts.down_proj": "columns",
+    },
     gives_values=False,
     public={
         "glm-4.5-air": _public(

@@ -1,6 +1,15 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP of most layers."""
 
-from hone.families.spec import DecodeLayout, ExpertLayout, Json, ModelSpec, sizes
+from hone.families.spec import (
+    DENSE_TENSOR_PLAN,
+    EXPERTS_TENSOR_PLAN,
+    HEAD_NORMS_TENSOR_PLAN,
+    DecodeLayout,
+    ExpertLayout,
+    Json,
+    ModelSpec,
+    sizes,
+)
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -24,6 +33,7 @@ SPEC = ModelSpec(
     slides=lambda config, layer: True,
     decode=DecodeLayout("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3Moe"),
     experts=ExpertLayout(has_experts=_has_experts),
+    tensor_plan={**DENSE_TENSOR_PLAN, **HEAD_NORMS_TENSOR_PLAN, **EXPERTS_TENSOR_PLAN},
     lora_targets=_ATTENTION,
     public={
         "qwen3-30b-a3b": _public((48, 2048, 32, 4, 6144), 768),

@@ -10,6 +10,7 @@ from hone.families.spec import GENERIC_FIELDS, UNSERVED_GENERIC_FIELDS, Json, Mo
 
 __all__ = [
     "DENSE_FUSED_FAMILIES",
+    "DIVIDED_FAMILIES",
     "FUSED_FAMILIES",
     "SPECS",
     "TENSOR_FAMILIES",
@@ -37,13 +38,17 @@ FUSED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.decode is no
 """Those with a fused decode."""
 
 DENSE_FUSED_FAMILIES = tuple(name for name in FUSED_FAMILIES if SPECS[name].experts is None)
-"""Those that exact mode and tensor parallelism of the engine serve."""
+"""Those that exact mode serves."""
 
 VALUE_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.gives_values)
 """Those of which critics and reward models can be."""
 
-TENSOR_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.tensor_plan is not None)
+DIVIDED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.tensor_plan is not None)
+"""Those that engines divide among ranks."""
+
+TENSOR_FAMILIES = tuple(name for name in DIVIDED_FAMILIES if SPECS[name].experts is None)
 """Those whose layers the tensor axis of training splits."""
+
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings of a token's position alone. `dynamic` and `longrope` also depend on the

@@ -26,6 +26,8 @@ from hone.families.spec import ModelSpec
 
 __all__ = ["ModelShape", "TensorShape", "public_shape"]
 
+_SPLIT_DIMS = {"rows": 0, "columns": 1, "experts": 0, "shared": None}
+
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
@@ -186,27 +188,29 @@ class ModelShape:
         ):
             if not count:
                 continue
-            split = {"rows": 0, "columns": 1}.get((spec.tensor_plan or {}).get(name, "shared"))
+            split = _SPLIT_DIMS[(spec.tensor_plan or {}).get(name, "shared")]
             name = name.rpartition(".")[2]
             yield TensorShape(name, (rows, columns), split, count)
             if has_bias:
                 bias_split = 0 if split == 0 else None
                 yield TensorShape(f"{name}.bias", (rows,), bias_split, count)
         if num_sparse:
+            is_divided = spec.tensor_plan is not None
             number, size = self.num_experts, self.expert_size
             yield TensorShape("mlp.gate", (number, hidden), None, num_sparse)
             for name, rows, columns in (("gate_up", 2 * size, hidden), ("down", hidden, size)):
                 yield TensorShape(
                     f"experts.{name}_proj",
                     (number, rows, columns),
-                    None,
+                    0 if is_divided else None,
                     num_sparse,
                     of_experts=True,
                 )
             if shared := self.shared_expert_size:
-                yield TensorShape("gate_proj", (shared, hidden), None, num_sparse)
-                yield TensorShape("up_proj", (shared, hidden), None, num_sparse)
-                yield TensorShape("down_proj", (hidden, shared), None, num_sparse)
+                own, inputs = (0, 1) if is_divided else (None, None)
+                yield TensorShape("gate_proj", (shared, hidden), own, num_sparse)
+                yield TensorShape("up_proj", (shared, hidden), own, num_sparse)
+                yield TensorShape("down_proj", (hidden, shared), inputs, num_sparse)
         yield TensorShape("layer norms", (hidden,), None, self.num_layers * spec.norms_per_layer)
         if self.has_head_norms:
             for name, width in (("q_norm", q), ("k_norm", kv)):
@@ -221,6 +225,14 @@ class ModelShape:
     def weight_bytes(self, bytes_per_param: int = 2) -> int:
         """Memory of all weights."""
         return self.num_params * bytes_per_param
+
+    def rank_bytes(self, size: int, bytes_per_param: int = 2) -> int:
+        """Memory of the weights of one of the `size` ranks of an engine. All have the embedding."""
+        params = sum(
+            t.count * (t.numel if t.name == "embed_tokens" else prod(t.local(size)))
+            for t in self.tensors()
+        )
+        return params * bytes_per_param
 
     def decode_bytes(self, bytes_per_param: int = 2) -> int:
         """Weights that one decode step of many sequences reads: body and head, but no untied

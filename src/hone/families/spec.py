@@ -13,6 +13,7 @@ from typing import Any, Literal
 __all__ = [
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
+    "EXPERTS_TENSOR_PLAN",
     "GENERIC_FIELDS",
     "HEAD_NORMS_TENSOR_PLAN",
     "PROJECTIONS",
@@ -30,10 +31,11 @@ __all__ = [
 Json = Mapping[str, Any]
 """A parsed `config.json`."""
 
-Split = Literal["rows", "columns", "shared"]
+Split = Literal["rows", "columns", "experts", "shared"]
 """How ranks share a module's parameters, weights as torch has them, [out, in]. `rows`: each has
 some outputs, and of the bias. `columns`: each has some inputs and computes a part of a sum, its
-bias is whole. `shared`: whole on every rank, which all have a part of its gradient."""
+bias is whole. `experts`: each has some of a layer's experts, whole, and computes a part of a sum.
+`shared`: whole on every rank, which all have a part of its gradient."""
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a dense layer."""
@@ -55,6 +57,9 @@ HEAD_NORMS_TENSOR_PLAN: Mapping[str, Split] = {
     "self_attn.q_norm": "shared",
     "self_attn.k_norm": "shared",
 }
+
+EXPERTS_TENSOR_PLAN: Mapping[str, Split] = {"mlp.gate": "shared", "mlp.experts": "experts"}
+"""What layers with experts have in place of an MLP. All ranks choose alike, by the whole router."""
 
 DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Numbers of `config.json` of which each of the ranks that share a model has its part."""
@@ -201,11 +206,11 @@ class ModelSpec:
     experts: ExpertLayout | None = None
     """None: every layer has an MLP."""
     decode: DecodeLayout | None = None
-    """None: generation runs transformers' modules. Exact mode and tensor parallelism of the engine
-    need it, and no experts."""
+    """None: generation runs transformers' modules. Exact mode needs it, and no experts."""
     tensor_plan: Mapping[str, Split] | None = None
     """Of the modules of a layer, by name in it; None: not divided among devices. Embedding, head
-    and final norm are everyone's alike."""
+    and final norm are everyone's alike. Engines divide every family with a plan, training those
+    without experts."""
     lora_targets: tuple[str, ...] = PROJECTIONS
     """Modules of a layer that can have adapters."""
     gives_values: bool = True

@@ -5,7 +5,7 @@ the step is bound by reading weights. Four kernels do it, none of which asks the
 tokens came to which expert, so that a graph can replay them:
 
     route      a program a token: its K experts and their gate weights
-    group      a program an expert: the list of its (token, choice) pairs
+    group      a program an expert of this rank: the list of its (token, choice) pairs
     gate_up    tiles of an expert's first products, silu(gate) * up, a row for each pair
     down       tiles of its second product, weighted: K parts of each token's sum
 
@@ -70,8 +70,8 @@ def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
     more than a tenth. A tile of tokens has room for what an expert gets on average and a half
     more, so that most weights are read once.
     """
-    num_experts, width, inner = experts.down.shape
-    expected = 1.5 * num_tokens * experts.per_token / num_experts
+    _, width, inner = experts.down.shape
+    expected = 1.5 * num_tokens * experts.per_token / len(experts.router)
     tokens = min(max(next_power_of_2(int(expected) + 1), 16), 64)
     depth = 64 if width % 128 else 128
     first = Tile(tokens, 64, depth, 4, 3 if tokens > 32 else 4)
@@ -88,7 +88,8 @@ def sum_parts(
     tiles: tuple[Tile, Tile] | None = None,
     record: Record = None,
 ) -> Tensor:
-    """The weighted outputs of each token's experts, parts of its sum: float32 [K, T, D].
+    """The weighted outputs of each token's experts, parts of its sum: float32 [K, T, D]. Zeros for
+    experts of other ranks.
 
     x [T, D] and the router's logits [T, E] are contiguous and have the dtype of the weights.
     `is_served` says of which x; `tiles` are those of `choose_tiles` where none are given.
@@ -99,6 +100,8 @@ def sum_parts(
     assert tiles is not None, "is_served says for which x there are tiles"
     first, second = tiles
     num_pairs = num_tokens * per_token
+    make_parts = torch.empty if experts.are_all else torch.zeros
+    parts = make_parts(per_token, num_tokens, width, dtype=torch.float32, device=x.device)
     ids = x.new_empty(num_pairs, dtype=torch.int32)
     gates = x.new_empty(num_pairs, dtype=torch.float32)
     launch(
@@ -107,8 +110,8 @@ def sum_parts(
         (ids, gates, logits),
         (),
         (
-            num_experts,
-            next_power_of_2(num_experts),
+            len(experts.router),
+            next_power_of_2(len(experts.router)),
             per_token,
             next_power_of_2(per_token),
             experts.normalises,
@@ -122,11 +125,10 @@ def sum_parts(
         (num_experts, 1, 1),
         (pairs, counts, ids),
         (num_tokens, num_pairs),
-        (min(PAIRS, next_power_of_2(num_pairs)),),
+        (experts.first, min(PAIRS, next_power_of_2(num_pairs))),
         num_warps=4,
     )
     inner = x.new_empty(num_pairs, inner_size)
-    parts = x.new_empty(per_token, num_tokens, width, dtype=torch.float32)
     # A token chooses an expert once at most.
     for tile, kernel, tensors, outputs, inputs in (
         (first, _gate_up_kernel, (inner, x, experts.gate_up), inner_size, width),
@@ -196,6 +198,7 @@ def _group_kernel(
     ids_ptr: tl.tensor,
     num_tokens: tl.tensor,
     num_pairs: tl.tensor,
+    FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -208,7 +211,7 @@ def _group_kernel(
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1)
-        own = (ids == expert).to(tl.int32)
+        own = (ids == FIRST + expert).to(tl.int32)
         place = count + tl.cumsum(own, axis=0) - 1
         tl.store(pairs_ptr + place, pair, mask=own == 1)
         count += tl.sum(own, axis=0)

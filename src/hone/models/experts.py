@@ -3,7 +3,11 @@
 A CPU runs this, a GPU for prompts, whose many rows keep grouped products busy. Decode steps on CUDA
 run the kernels of `hone.models.expert_kernels`, of which this is the reference implementation.
 
-Letters: T tokens, K experts of a token, E experts, D model width, I inner width.
+Where ranks share a layer's experts each computes its own, for the tokens that come to them, and the
+parts are added up as those of an MLP are.
+
+Letters: T tokens, K experts of a token, E experts, N of them on this rank, D model width, I inner
+width.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Experts", "Record", "route", "sum_experts"]
+__all__ = ["Experts", "Record", "route", "sum_experts", "sum_own"]
 
 Record: TypeAlias = "Callable[[Tensor], None] | None"
 """Is given the experts [T, K] that the tokens of a layer pass; None: nobody asks."""
@@ -29,19 +33,22 @@ class Experts:
     router: Tensor
     """[E, D]."""
     gate_up: Tensor
-    """[E, 2 I, D]; of each expert the rows of the gate, then those of the other product."""
+    """[N, 2 I, D]; of each expert the rows of the gate, then those of the other product."""
     down: Tensor
-    """[E, D, I]."""
+    """[N, D, I]."""
     per_token: int
     """K."""
     normalises: bool
     """Whether the gate weights of a token add up to one."""
     layer: int = 0
     """Place among the layers with experts."""
+    first: int = 0
+    """The number, of all experts, of the first that is here."""
 
     @classmethod
-    def of(cls, mlp: Any, layer: int) -> Self:
-        """Those of `mlp`, a module with a router `gate` and stacked `experts`."""
+    def of(cls, mlp: Any, layer: int, rank: int = 0) -> Self:
+        """Those of `mlp`, a module with a router `gate` and stacked `experts`: all of them, or
+        where ranks share them those of `rank`."""
         return cls(
             router=mlp.gate.weight,
             gate_up=mlp.experts.gate_up_proj,
@@ -49,7 +56,13 @@ class Experts:
             per_token=mlp.gate.top_k,
             normalises=mlp.gate.norm_topk_prob,
             layer=layer,
+            first=rank * len(mlp.experts.down_proj),
         )
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no other rank has any."""
+        return len(self.down) == len(self.router)
 
 
 def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
@@ -62,17 +75,49 @@ def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def sum_experts(x: Tensor, experts: Experts, record: Record = None) -> Tensor:
-    """What the experts of each token make of x [T, D], weighted and added up: [T, D]."""
+    """What the experts of each token make of x [T, D], weighted and added up: [T, D]. Of experts
+    that ranks share it is this rank's part of the sum."""
     ids_TK, weights_TK = route(F.linear(x, experts.router), experts)
     if record is not None:
         record(ids_TK)
+    matrices = experts.gate_up, experts.down
+    if experts.are_all:
+        return sum_chosen(x, ids_TK, weights_TK, *matrices)
+    return sum_own(x, ids_TK, weights_TK, *matrices, first=experts.first)
+
+
+def sum_own(
+    x: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, *, first: int
+) -> Tensor:
+    """As `sum_chosen`, where of all experts those from `first` on are here: the part of the sum
+    that they have. Zeros for tokens that pass none of them."""
+    own_TK = ids_TK - first
+    is_own_TK = (own_TK >= 0) & (own_TK < len(down))
+    # Rows behind those of the last expert are of none.
+    own_TK = own_TK.masked_fill(~is_own_TK, len(down))
+    return sum_chosen(x, own_TK, weights_TK, gate_up, down, is_own_TK=is_own_TK)
+
+
+def sum_chosen(
+    x: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    is_own_TK: Tensor | None = None,
+) -> Tensor:
+    """The outputs of chosen experts for x [T, D], weighted and added up: [T, D]. Choices that are
+    not `is_own` have ids behind the last, and count for nothing."""
     order = ids_TK.flatten().argsort(stable=True)
-    each = torch.arange(len(experts.router), device=x.device)
+    each = torch.arange(len(down), device=x.device)
     ends_E = torch.searchsorted(ids_TK.flatten()[order], each, right=True).int()
-    rows = x[order // experts.per_token]
-    inner = F.grouped_mm(rows, experts.gate_up.transpose(1, 2), offs=ends_E)
+    rows = x[order // ids_TK.shape[1]]
+    inner = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends_E)
     gate, up = inner.chunk(2, -1)
-    sorted_rows = F.grouped_mm(F.silu(gate) * up, experts.down.transpose(1, 2), offs=ends_E)
+    sorted_rows = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends_E)
     parts_TKD = torch.empty_like(sorted_rows).index_copy_(0, order, sorted_rows)
-    parts_TKD = parts_TKD.view(*ids_TK.shape, -1) * weights_TK.unsqueeze(-1)
-    return parts_TKD.sum(1)
+    parts_TKD = parts_TKD.view(*ids_TK.shape, -1)
+    if is_own_TK is not None:  # products leave the rows of no expert as memory was
+        parts_TKD = parts_TKD.masked_fill(~is_own_TK.unsqueeze(-1), 0)
+    return (parts_TKD * weights_TK.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -152,7 +152,7 @@ class FusedLayer:
             mlp_norm=module.post_attention_layernorm.weight,
             mlp=Mlp.of(module.mlp)
             if expert_layer is None
-            else Experts.of(module.mlp, expert_layer),
+            else Experts.of(module.mlp, expert_layer, ops.rank),
             next_norm=next_norm,
             eps=eps,
             ops=ops,

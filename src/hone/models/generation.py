@@ -25,7 +25,7 @@ from hone.models.exact_decoder import ExactOps, require_exact
 from hone.models.fused_layers import FusedDecoder, addresses_of, is_fusible, require_addresses
 from hone.models.layer_ops import LayerOps, choose_kernels
 from hone.models.routes import follow_routes
-from hone.models.tensor_parallel import TensorParallel
+from hone.models.tensor_parallel import TensorParallel, divide_layers
 
 __all__ = ["GenerationModel", "generation_model"]
 
@@ -120,6 +120,8 @@ def generation_model(
         alias = alias_module(model)
         if records_routes:
             follow_routes(alias)
+        if tp is not None:
+            divide_layers(alias, tp)
         if compile and model.device.type == "cuda":
             for layer in cast(nn.ModuleList, alias.base_model.layers):
                 layer.compile(dynamic=True)

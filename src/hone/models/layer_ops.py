@@ -99,6 +99,9 @@ class Heads:
 class LayerOps:
     """The operations of `FusedLayer` in generation, whose context is a `PagedContext`."""
 
+    rank: int = 0
+    """Of those that share a layer."""
+
     def __init__(self, kernels: TorchKernels) -> None:
         self.kernels = kernels
 
@@ -130,8 +133,8 @@ class LayerOps:
 
     def sum_experts(self, x: Tensor, experts: Experts, context: Any) -> Tensor:
         """What the experts of each token make of x [T, D], added up, in any form that
-        `add_rms_norm` adds to the residual. One rank has all experts. The context records which
-        they are where it has a place for them."""
+        `add_rms_norm` adds to the residual. The context records which they are where it has a
+        place for them."""
         is_recorded = context.routes is not None
         record = partial(context.record_routes, experts.layer) if is_recorded else None
         return self.kernels.sum_experts(x, experts, record)

@@ -7,12 +7,16 @@ some of the MLP's inner size (Megatron-LM, Shoeybi et al., arXiv:1909.08053):
 
     q, k, v, gate, up    rows of the weight: a rank's own outputs, nothing to exchange
     o, down              columns: every rank gets a part of a sum over ranks, two sums a layer
+    experts              some experts of a layer, whole: parts of that same sum. Every rank has the
+                         hidden states of all tokens and chooses as the others do, so that no token
+                         is sent anywhere
     head                 rows, the vocabulary: logits are gathered, in float32
-    embedding, norms     whole on every rank: a lookup reads few rows, sharing them costs a sum
+    embedding, norms,    whole on every rank: a lookup reads few rows, sharing them costs a sum
+    routers
 
 A layer's sums are small and come often, so they take as long as ranks need to meet. On CUDA they
 run in `hone.models.tensor_parallel_kernels`, together with the norm that follows; large ones, of
-prefill, go through NCCL.
+prefill, and those of families without fused layers (`divide_layers`), go through NCCL.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from hone.config.errors import UserError
 from hone.config.model_facts import ModelFacts
 from hone.distributed.processes import processes
 from hone.families.registry import SPECS
-from hone.families.spec import DIVIDED_FIELDS
+from hone.families.spec import DIVIDED_FIELDS, Split
+from hone.models.experts import Experts, sum_own
 from hone.models.fused_layers import is_fusible
 from hone.models.layer_ops import LayerOps, Projection, TorchKernels
 
@@ -43,6 +48,7 @@ __all__ = [
     "TensorParallel",
     "check_divides",
     "divide_config",
+    "divide_layers",
     "fit_to_rank",
     "shard_model",
     "shard_of",
@@ -194,6 +200,7 @@ class TensorParallelOps(LayerOps):
         self, kernels: TorchKernels, tp: TensorParallel, sums: SumMailboxes | None
     ) -> None:
         super().__init__(kernels)
+        self.rank = tp.rank
         self._tp = tp
         self._sums = sums
 
@@ -209,6 +216,10 @@ class TensorParallelOps(LayerOps):
         bias = projection.bias if self._tp.rank == 0 else None
         return self.kernels.linear(x, projection.weight, bias)
 
+    def sum_experts(self, x: Tensor, experts: Experts, context: Any) -> Tensor:
+        found = super().sum_experts(x, experts, context)
+        return found if found.ndim == 2 else found.sum(0).to(x.dtype)
+
 
 def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> Tensor:
     """The part of a full weight that a rank holds: a view of `tensor`, or `tensor` itself.
@@ -222,9 +233,8 @@ def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> 
         dim = None if len(tensor) % tp.size else 0
     else:
         module, _, kind = name.rpartition(".")
-        plan = SPECS[model_type].tensor_plan or {}
-        match plan.get(".".join(module.split(".")[-2:]), "shared"):
-            case "rows":
+        match _split_of(module, model_type):
+            case "rows" | "experts":
                 dim = 0
             case "columns":
                 # The bias of a sum is whole on every rank, and added by the first.
@@ -235,6 +245,12 @@ def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> 
         return tensor
     size = tensor.shape[dim] // tp.size
     return tensor.narrow(dim, tp.rank * size, size)
+
+
+def _split_of(module: str, model_type: str) -> Split:
+    """How ranks share a module, named as in the model."""
+    *_, place = module.partition(".layers.")
+    return (SPECS[model_type].tensor_plan or {}).get(place.partition(".")[2], "shared")
 
 
 def shard_model(model: PreTrainedModel, tp: TensorParallel) -> PreTrainedModel:
@@ -261,10 +277,10 @@ def fit_to_rank(model: PreTrainedModel, tp: TensorParallel) -> None:
 
     Its config then has the numbers of this rank: heads, key heads, inner size. It generates with
     `generation_model(..., tp=tp)` and is of no other use. A head that is tied to the embedding
-    becomes a view of its rows. Raises UserError where anything was put into the model, which fused
-    layers would leave out.
+    becomes a view of its rows. Raises UserError where anything was put into the model, which this
+    would leave out.
     """
-    if not is_fusible(model):
+    if not _is_untouched(model):
         raise UserError(
             f"engine.tensor_parallel_size={tp.size}: tensor parallelism serves models as "
             "transformers has them, with plain linear layers of one dtype: this "
@@ -283,6 +299,58 @@ def fit_to_rank(model: PreTrainedModel, tp: TensorParallel) -> None:
             head.out_features = len(rows)
 
 
+def _is_untouched(model: PreTrainedModel) -> bool:
+    """Whether all modules are as transformers has them."""
+    if SPECS[model.config.model_type].decode is not None:
+        return is_fusible(model)
+    kinds = {type(module).__module__ for module in model.modules()}
+    return all(kind.startswith(("transformers.", "torch.nn.modules.")) for kind in kinds)
+
+
+def divide_layers(model: PreTrainedModel, tp: TensorParallel) -> None:
+    """Have the layers of `model`, transformers' own with a rank's weights, compute what all ranks
+    together do, in place: attention and MLP add up the parts of all. Before layers are compiled.
+    Collective from then on, wherever the model is called."""
+    if tp.size == 1:
+        return
+    for name, module in model.named_modules():
+        match _split_of(name, model.config.model_type):
+            case "columns":
+                if tp.rank > 0:
+                    module.register_parameter("bias", None)  # the first adds it
+            case "experts":
+                module.forward = _OwnExperts(module, tp.rank)
+            case "rows" | "shared":
+                pass
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        for part in (layer.self_attn.o_proj, layer.mlp):
+            part.register_forward_hook(_SumOverRanks(tp))
+
+
+class _OwnExperts:
+    """The forward of a layer's experts of which this rank has some."""
+
+    def __init__(self, module: Any, rank: int) -> None:
+        self.module = module
+        self.first = rank * len(module.down_proj)
+
+    def __call__(self, hidden_states: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        matrices = self.module.gate_up_proj, self.module.down_proj
+        return sum_own(hidden_states, ids_TK, weights_TK, *matrices, first=self.first)
+
+
+class _SumOverRanks:
+    """Hook of a module whose output is a part of a sum."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp = tp
+
+    @torch.compiler.disable  # a compiler has no need to know of groups
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return self.tp.all_reduce(output)
+
+
 def divide_config(config: PreTrainedConfig, size: int) -> None:
     """Put the numbers of one of `size` ranks into the config of a model that `check_divides`."""
     config.head_dim = (
@@ -298,9 +366,9 @@ def _part(part: Tensor, tp: TensorParallel) -> nn.Parameter:
 
 
 def check_divides(config: PreTrainedConfig, size: int) -> None:
-    """Raise ValueError for a model without fused layers, or with numbers that do not divide; a rule
-    of `hone check` comes first."""
+    """Raise ValueError for a model of a family that is not divided, or with numbers that do not
+    divide; a rule of `hone check` comes first."""
     facts = ModelFacts.from_config(config.to_dict())
-    if size > 1 and (not facts.has_dense_fused_layers or facts.undivided(size)):
+    if size > 1 and (not facts.is_divided or facts.undivided(size)):
         uneven = ", ".join(facts.undivided(size))
         raise ValueError(f"a {facts.family} model is not divided among {size} ranks: {uneven}")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -396,6 +396,16 @@ def placement_rates(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: P
     return plan_rates(cfg.plan, placement, plan_of(cfg, shape, gpu, placement))
 
 
+def _unevenness(shape: ModelShape, size: int) -> float:
+    """Of the experts of a layer that ranks share: by how much the largest of their shares of those
+    that are passed is expected to exceed the mean, where each expert is passed or not with standard
+    deviation 1. The largest of normal variables by Blom's formula (1958)."""
+    if size == 1 or not shape.num_experts:
+        return 0.0
+    largest = NormalDist().inv_cdf((size - 0.375) / (size + 0.25))
+    return largest / math.sqrt(shape.num_experts / size)
+
+
 def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan) -> Rates:
     """The same of a plan of that placement, whose model's shape and GPU are known."""
     gpu, shape = plan.devices.gpu, plan.shape
@@ -411,6 +421,7 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     engine = EngineRates(
         weights_s=shape.decode_bytes(plan.num_bytes) / read,
         experts_s=shape.expert_params * plan.num_bytes / read,
+        uneven_s=shape.expert_params * plan.num_bytes / read * _unevenness(shape, size),
         unused_share=shape.unused_share,
         seq_s=2.0 * params / (gpu.flops_per_s * assumed_cfg.decode_share * speed),
         key_s=run.kv_bytes_per_token * size / read,

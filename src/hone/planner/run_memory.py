@@ -309,7 +309,10 @@ class RunMemory:
         role, _ = self._engine
         if role.aliases_weights_of is not None:
             return 0
-        return -(-self.shape.weight_bytes(self.num_bytes) // role.axes.tensor)
+        size = role.axes.tensor
+        if self.is_vllm:  # which divides the embedding too
+            return -(-self.shape.weight_bytes(self.num_bytes) // size)
+        return self.shape.rank_bytes(size, self.num_bytes)
 
     @property
     def engine_step(self) -> int:
@@ -463,7 +466,9 @@ class RunMemory:
     def _moving(self) -> int:
         """Whole weights that exist beside both sides': a group, and the tensor that ends it, which
         several processes gather from parts of it in the format that travels."""
-        head, sizes = self.shape.head_params * self.num_bytes, self.plan.policy.axes
+        # A head, or the experts of a layer.
+        largest = max(tensor.numel for tensor in self.shape.tensors())
+        head, sizes = largest * self.num_bytes, self.plan.policy.axes
         if sizes.fsdp == 1:
             return GROUP_BYTES + head
         # Shards of a policy that sleeps visit the device, as masters.

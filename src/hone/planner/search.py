@@ -157,7 +157,7 @@ def _placements(cfg: PlanConfig, shape: ModelShape, num_gpus: int) -> Iterator[P
     sizes = [given] if given > 1 or asked else _ENGINE_SIZES
     for size in sizes:
         facts = ModelFacts.of_shape(shape)
-        is_divided = facts.has_dense_fused_layers and not facts.undivided(size)
+        is_divided = facts.is_divided and not facts.undivided(size)
         if size > 1 and size != given and not is_divided:
             continue
         for number in [asked] if asked else range(1, (num_gpus - 1) // size + 1):

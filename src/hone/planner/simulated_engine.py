@@ -2,9 +2,11 @@
 
 A decode step of B sequences that read K keys takes
 
-    t(B, K) = max(weights_s - experts_s * unused_share**B, B * seq_s) + K * key_s + overhead_s
+    t(B, K) = max(weights_s - experts_s * u + uneven_s * sqrt(u (1 - u)), B * seq_s)
+              + K * key_s + overhead_s,    u = unused_share**B
 
-where the second term is what no sequence passes of a layer's experts, and until a sequence ends B
+where the second term is what no sequence passes of a layer's experts, and the third what the rank
+reads more that has most of the others, where ranks share them. Until a sequence ends B
 stays and K grows by B a step, so that n steps are one sum. Samples are admitted in their order at
 step boundaries; their prompts are computed there, which yields the first token of each and keeps
 the others waiting.
@@ -33,6 +35,9 @@ class EngineRates:
     """Of that, reading all experts."""
     unused_share: float = 0.0
     """Of the experts the share that one sequence does not pass."""
+    uneven_s: float = 0.0
+    """`experts_s`, times what the fullest rank's share of the experts that are passed is expected
+    to be above the mean, in standard deviations of one expert that is passed or not."""
     seq_s: float = 0.0
     """Matrix products of one sequence in a decode step."""
     key_s: float = 0.0
@@ -151,7 +156,9 @@ class SimulatedEngine:
         """Time of the next so many decode steps of the running batch."""
         rates, size = self.rates, len(self._running)
         keys = num_steps * self._num_keys + size * (num_steps * (num_steps - 1) // 2)
-        weights_s = rates.weights_s - rates.experts_s * rates.unused_share**size
+        unused = rates.unused_share**size
+        weights_s = rates.weights_s - rates.experts_s * unused
+        weights_s += rates.uneven_s * math.sqrt(unused * (1 - unused))
         fixed = max(weights_s, size * rates.seq_s) + rates.overhead_s
         return num_steps * fixed + keys * rates.key_s
 

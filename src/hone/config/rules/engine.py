@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.config.model_facts import EXACT_ALIGNMENT, EXACT_HEAD_DIMS
-from hone.config.rules.facts import FUSED
+from hone.config.rules.facts import DIVIDED, FUSED
 from hone.config.rules.rule import error, excludes, needs, unused, warning
 from hone.config.vllm import LOWEST_TEMPERATURE, VERSIONS
 
@@ -67,10 +67,10 @@ _TENSOR_PARALLEL = (
           why="beside trainers vLLM samples on one device each",
           fix=f"{_BACKEND} = embedded | {_SIZE} = 1 | give engines devices of their own: "
           "cluster.num_engines"),
-    error(f"{_SIZE} > 1", "not @has_dense_fused_layers",
+    error(f"{_SIZE} > 1", "not @is_divided",
           given=(f"{_BACKEND} = embedded",),
           says=f"{_SIZE} is {{{_SIZE}}}, and {{the_model}} is of the family {{family}}",
-          why=f"only {FUSED} are divided among devices", fix=f"{_SIZE} = 1"),
+          why=f"only {DIVIDED} are divided among devices", fix=f"{_SIZE} = 1"),
     error(f"{_SIZE} > 1", "@undivided",
           says=f"{_SIZE} is {{{_SIZE}}}, which does not divide {{undivided}} of {{the_model}}",
           fix=f"use a smaller power of two for {_SIZE}; further devices run as replicas"),

@@ -12,7 +12,7 @@ from hone.config.extras import installed_version
 from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
 from hone.config.tree import SUPERVISED, RLConfig
-from hone.families.registry import DENSE_FUSED_FAMILIES, SPECS, TENSOR_FAMILIES
+from hone.families.registry import DENSE_FUSED_FAMILIES, DIVIDED_FAMILIES, SPECS, TENSOR_FAMILIES
 from hone.families.spec import PROJECTIONS
 
 __all__ = ["FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
@@ -396,6 +396,8 @@ FAMILIES = ", ".join(SPECS)
 """Those that hone has a spec of."""
 FUSED = f"{', '.join(DENSE_FUSED_FAMILIES)} with the activation silu"
 """Models whose decode is fused."""
+DIVIDED = f"{', '.join(DIVIDED_FAMILIES)} with the activation silu"
+"""Models that engines divide among devices."""
 TENSOR = ", ".join(TENSOR_FAMILIES)
 """Families that the tensor axis of training splits."""
 
