@@ -195,7 +195,7 @@ class PerToken(_Array):
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> tuple[Any, ...]:
         # Bytes of the message itself, where that can be: they are copied once.
-        values = PickleBuffer(self) if protocol >= 5 else self.tobytes()
+        values = PickleBuffer(self) if int(protocol) >= 5 else self.tobytes()
         return PerToken, (self.typecode, values)
 
     def __deepcopy__(self, memo: object) -> PerToken:

@@ -41,9 +41,9 @@ _SEND_S = 30.0
 """Longest that a process may leave what is sent to it unread, once the buffers of the socket are
 full."""
 _CONNECT_S = 60.0
-_LINGER_S = 4e-5
+_LINGER_S = 1e-4
 """How long answers wait to be read, for each line: those of many wake the thread together."""
-_MIN_LINGER_S, _MAX_LINGER_S = 1e-3, 0.02
+_MIN_LINGER_S, _MAX_LINGER_S = 2e-3, 0.05
 _OTHER_FILES = 256
 """What a process may have open beside its lines."""
 _FULL_S = 10.0
@@ -173,7 +173,7 @@ class Hub:
         Each line is an open file: this process may have as many from now on. Raises UserError where
         the system does not let it.
         """
-        _allow_files(num_lines + _OTHER_FILES, f"{num_lines} engines and frozen models")
+        _allow_files(num_lines + _OTHER_FILES, f"{num_lines:,} engines and frozen models")
         self._lost_after_s = lost_after_s
         self._lines: dict[bytes, Line] = {}
         """By key, until their process is there."""

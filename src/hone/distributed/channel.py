@@ -71,4 +71,4 @@ def packed(value: Any) -> Tensor:
 
 def unpacked(message: Tensor) -> Any:
     """Inverse of `packed`; of those bytes alone, from a process of this run."""
-    return pickle.loads(message.numpy())
+    return pickle.loads(message.numpy().data)

@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 WAIT_S = 0.05
 """Longest that a step waits for completions."""
-LINGER_S = 1e-4
-"""How long a step waits for further completions after the first, times the number of engines: what
-it costs to go through all groups is shared by what came."""
+LINGER_S, MAX_LINGER_S = 2e-4, 0.2
+"""How long a step waits for further completions after the first, times the number of engines; and
+at most. What a step costs, much of it for waking up, is shared by what came."""
 POLL_S = 10.0
 """Longest that an engine leaves a question open: its answer shows that it makes steps. A quarter of
 the time in which it must show progress, where that is less."""
@@ -276,7 +276,7 @@ class EnginePool(Pool[Request, _Member]):
         with contextlib.suppress(Empty):
             members.add(self._answered.get(timeout=wait_s))
             if wait_s:
-                sleep(min(LINGER_S * len(self._members), WAIT_S))
+                sleep(min(LINGER_S * len(self._members), MAX_LINGER_S))
             while True:
                 members.add(self._answered.get_nowait())
         return members
