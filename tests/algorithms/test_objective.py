@@ -126,3 +126,14 @@ VALUES: list[tuple[dict[str, Any], float]] = [
 def test_the_objective_adds_up(cfg: dict[str, Any], expected: float) -> None:
     value, _ = objective(WIDE | cfg)
     assert value == pytest.approx(expected)
+
+
+def test_the_policy_stands_in_for_its_old_self_without_gradient() -> None:
+    """Its ratio is 1, and the gradient that of REINFORCE: a ratio of itself would have none."""
+    logprobs = of(NOW).requires_grad_()
+    without = batch()
+    del without.columns["logprobs/policy"], without.columns["logprobs/reference"]
+    terms = policy_objective(logprobs, of(ENTROPY), without, AlgorithmConfig())
+    (gradient,) = torch.autograd.grad(terms.values.sum(), logprobs)
+    assert float(terms.values.detach()) == -ADVANTAGE
+    assert float(gradient) == -ADVANTAGE
