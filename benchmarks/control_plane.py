@@ -29,7 +29,7 @@ from hone.distributed.calls import Frames, Hub, frame
 from hone.distributed.channel import packed
 from hone.engine.worker import Polled
 from hone.loops.inputs import decoder
-from hone.loops.loop import kept_out_of_collections
+from hone.loops.loop import rare_collections
 from hone.models.tiny import make_bpe_tokenizer
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector
@@ -110,10 +110,12 @@ class FakeEngine:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(key)
         frames, calls = Frames(), set[asyncio.Task[None]]()
-        while data := await reader.read(1 << 18):
-            for number, method, args in frames.feed(data):
-                calls.add(call := asyncio.create_task(self._answer(writer, number, method, args)))
-                call.add_done_callback(calls.discard)
+        with suppress(ConnectionResetError):  # answers were not waited for
+            while data := await reader.read(1 << 18):
+                for number, method, args in frames.feed(data):
+                    answer = asyncio.create_task(self._answer(writer, number, method, args))
+                    calls.add(answer)
+                    answer.add_done_callback(calls.discard)
 
     async def _answer(
         self, writer: asyncio.StreamWriter, number: int, method: str, args: tuple[Any, ...]
@@ -226,7 +228,7 @@ def measure(args: argparse.Namespace) -> None:
     with engines_of(args, len(tokenizer)) as workers:
         pool = EnginePool(workers, restart=None, timeout_s=600.0, max_restarts=0)
         deliver(pool, 0)
-        with kept_out_of_collections():
+        with rare_collections():
             measure_steps(args, pool, workers, decoder(tokenizer))
 
 
