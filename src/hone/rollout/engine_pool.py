@@ -36,8 +36,9 @@ WAIT_S = 0.05
 LINGER_S, MAX_LINGER_S = 2e-4, 0.2
 """How long a step waits for further completions after the first, times the number of engines; and
 at most. What a step costs, much of it for waking up, is shared by what came."""
-POLL_S = 10.0
-"""Longest that an engine leaves a question open: its answer shows that it makes steps. A quarter of
+POLL_S, MAX_EMPTY_PER_S = 10.0, 20.0
+"""Longest that an engine leaves a question open: its answer shows that it makes steps. Longer with
+many engines, of which at most so many answer in a second that nothing has finished; a quarter of
 the time in which it must show progress, where that is less."""
 MAX_REQUEST_RETRIES = 3
 """Engines that may die with a request before it is taken for the cause."""
@@ -82,7 +83,7 @@ class EnginePool(Pool[Request, _Member]):
         self._to_ask: set[_Member] = set()
         """Engines that have got work, or have answered, since they were asked."""
         self._next_look_s = 0.0
-        self._poll_s = min(POLL_S, self._timeout_s / 4)
+        self._poll_s = min(max(POLL_S, len(workers) / MAX_EMPTY_PER_S), self._timeout_s / 4)
         self._look_s = min(LOOK_S, self._timeout_s / 4)
         """Silence after which an engine is looked at that has not answered."""
         self.weight_version = 0
