@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import pickle
 import pstats
 import random
 import time
@@ -27,8 +26,10 @@ import psutil
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.distributed.calls import Frames, Hub, frame
+from hone.distributed.channel import packed
 from hone.engine.worker import Polled
 from hone.loops.inputs import decoder
+from hone.loops.loop import rare_collections
 from hone.models.tiny import make_bpe_tokenizer
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector
@@ -109,10 +110,12 @@ class FakeEngine:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(key)
         frames, calls = Frames(), set[asyncio.Task[None]]()
-        while data := await reader.read(1 << 18):
-            for number, method, args in frames.feed(data):
-                calls.add(call := asyncio.create_task(self._answer(writer, number, method, args)))
-                call.add_done_callback(calls.discard)
+        with suppress(ConnectionResetError):  # answers were not waited for
+            while data := await reader.read(1 << 18):
+                for number, method, args in frames.feed(data):
+                    answer = asyncio.create_task(self._answer(writer, number, method, args))
+                    calls.add(answer)
+                    answer.add_done_callback(calls.discard)
 
     async def _answer(
         self, writer: asyncio.StreamWriter, number: int, method: str, args: tuple[Any, ...]
@@ -191,7 +194,7 @@ class InstantScorer:
 
 @contextmanager
 def engines_of(args: argparse.Namespace, vocabulary: int) -> Generator[list[LineWorker]]:
-    hub = Hub("127.0.0.1")
+    hub = Hub("127.0.0.1", num_lines=args.engines)
     workers = [LineWorker(hub, f"engine {number}") for number in range(args.engines)]
     keys = [worker.line.key for worker in workers]
     hosts = [
@@ -225,7 +228,8 @@ def measure(args: argparse.Namespace) -> None:
     with engines_of(args, len(tokenizer)) as workers:
         pool = EnginePool(workers, restart=None, timeout_s=600.0, max_restarts=0)
         deliver(pool, 0)
-        measure_steps(args, pool, workers, decoder(tokenizer))
+        with rare_collections():
+            measure_steps(args, pool, workers, decoder(tokenizer))
 
 
 def measure_steps(
@@ -261,7 +265,7 @@ def measure_steps(
         called = sum(worker.num_calls for worker in workers)
         groups = collector.collect(step, lambda _finished, _wanted: None)
         sending = time.process_time()
-        sent = len(pickle.dumps(groups)) / 2**20
+        sent = len(packed(groups)) / 2**20
         sending = time.process_time() - sending
         if profile:
             profile.disable()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import socket
+import sys
 import threading
+import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
 import pytest
 
+from hone.config.errors import UserError
 from hone.distributed import calls
 from hone.distributed.calls import Frames, Hub, Line, frame, serve
 from hone.types import EngineLostError
@@ -134,6 +139,92 @@ class Loaded:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Loaded.times.append, ("unpickled",)
+
+
+def test_a_hub_may_have_as_many_lines_as_were_asked_for() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = max(num_files() + 20, 64)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+        Hub("127.0.0.1", num_lines=soft).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft + num_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_host_that_allows_too_few_lines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    with pytest.raises(UserError, match=r"1,000 engines .* 1,256 files .* is 1,024 .*ulimit -Hn"):
+        Hub("127.0.0.1", num_lines=1000)
+
+
+def num_files() -> int:
+    return len(fds())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
+def test_nobody_is_let_in_for_a_while_where_no_file_can_be_opened(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who has come is told of by the system at once, and again: the thread must not go round."""
+    accept, tries = Hub._accept, list[float]()
+    monkeypatch.setattr(calls, "_FULL_S", 0.3)
+    monkeypatch.setattr(Hub, "_accept", lambda hub: (tries.append(time.monotonic()), accept(hub)))
+    line, before = hub.line("engine 0"), resource.getrlimit(resource.RLIMIT_NOFILE)
+    pending = line.call("echo", 1)
+    with socket.socket() as sock:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, fds())) + 1, before[1]))
+            spare = fill()
+            sock.connect(hub.address)
+            sock.sendall(line.key)
+            time.sleep(1.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for number in spare:
+            os.close(number)
+        assert 1 <= len(tries) <= 5
+        assert "no further process can connect" in caplog.text
+        _, method, args = next(Frames().feed(sock.recv(1000)))
+        assert (method, args) == ("echo", (1,))
+        sock.sendall(frame((0, True, "answer")))
+        assert pending.result(PATIENCE_S) == "answer"
+
+
+def fds() -> list[str]:
+    return os.listdir("/proc/self/fd")
+
+
+def fill() -> list[int]:
+    """Open files until there may be no more."""
+    opened = list[int]()
+    with suppress(OSError):
+        while True:
+            opened.append(os.dup(0))
+    return opened
+
+
+@pytest.mark.parametrize("num_lines", [1, 100])
+def test_answers_of_many_lines_come_whole(num_lines: int) -> None:
+    """Larger than what is read at once, and from enough lines that reading waits for more."""
+    hub = Hub("127.0.0.1", num_lines=num_lines)
+    try:
+        lines = [hub.line(f"engine {number}") for number in range(num_lines)]
+        threads = [serving(hub, line) for line in lines]
+        sizes = [1, calls._READ_BYTES, 3 * calls._READ_BYTES + 7]
+        values = [bytes([number]) * sizes[number % 3] for number in range(num_lines)]
+        pending = [
+            [line.call("echo", value) for _ in range(3)]
+            for line, value in zip(lines, values, strict=True)
+        ]
+        for value, theirs in zip(values, pending, strict=True):
+            assert [call.result(PATIENCE_S) for call in theirs] == [value] * 3
+        for line in lines:
+            line.end("the test is over")
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    finally:
+        hub.close()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import threading
@@ -430,3 +431,17 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_garbage_is_collected_as_before_once_a_run_has_ended() -> None:
+    def end() -> None:
+        with loop.rare_collections():
+            assert gc.get_threshold() == loop.COLLECTION_THRESHOLDS
+            assert gc.get_freeze_count() > 10_000
+            raise KeyboardInterrupt
+
+    before = gc.get_threshold()
+    with pytest.raises(KeyboardInterrupt):
+        end()
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0

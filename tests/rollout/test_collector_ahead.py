@@ -242,6 +242,35 @@ def test_R19_the_bound_holds_and_every_prompt_is_accounted_for(
     )
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_R19_a_batch_is_looked_for_whenever_there_may_be_one(
+    delay: int, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As early as where it is looked for after every group, with fewer looks."""
+    look, looks = Collector._choose_batch, Counter[str]()
+
+    def run(name: str) -> list[tuple[int, list[dict[str, Any]]]]:
+        engine, found = FakeEngine(length=heavy_tailed), list[tuple[int, list[dict[str, Any]]]]()
+
+        def counting(collector: Collector, num_complete: int) -> Any:
+            looks[name] += 1
+            batch = look(collector, num_complete)
+            if name == "after every group":
+                collector._wanted_before = math.inf
+            return batch
+
+        monkeypatch.setattr(Collector, "_choose_batch", counting)
+        scorer = FakeScorer(delay=delay)
+        collector = make(engine=engine, scorer=scorer, dynamic_sampling=dynamic)
+        for groups in batches(collector, 12, num_polls=lambda: 1):
+            found.append((engine.stats().num_steps, as_values(groups)))
+        return found
+
+    assert run("now") == run("after every group")
+    assert looks["now"] < looks["after every group"]
+
+
 def bug_never_waits(deadlines: list[int], is_complete: list[bool], **options: Any) -> Any:
     chosen = [position for position, done in enumerate(is_complete) if done][: options["size"]]
     return chosen if len(chosen) == options["size"] else None

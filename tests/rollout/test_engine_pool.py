@@ -31,6 +31,7 @@ from hone.rollout.evaluate import evaluate
 from hone.types import (
     Completion,
     EngineLostError,
+    EngineStats,
     FailureKind,
     Request,
     SamplingParams,
@@ -716,6 +717,21 @@ def test_counters_go_on_over_a_loss(local):
             group._members[0].worker.kill()
     assert totals == sorted(totals)
     assert group.stats().num_running == 0
+
+
+def test_statistics_are_those_of_all_engines(local):
+    """However they rise and fall, beside sums over all of them."""
+    draw, group = random.Random(3), local([Toy() for _ in range(5)])
+    sync(group, 1)
+    for _ in range(300):
+        member = draw.choice(group._members)
+        counts = {name: draw.randrange(100) for name in engine_pool._COUNTED}
+        usage = draw.choice([0.0, 0.25, 0.5, 0.5, 1.0])
+        group._count(member, EngineStats(kv_cache_usage=usage, **counts))
+        stats, each = group.stats(), [member.stats for member in group._members]
+        for name in engine_pool._COUNTED:
+            assert getattr(stats, name) == sum(getattr(one, name) for one in each)
+        assert stats.kv_cache_usage == max(one.kv_cache_usage for one in each)
 
 
 def test_an_engine_that_makes_progress_is_not_lost(local, monkeypatch):

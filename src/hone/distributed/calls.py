@@ -13,8 +13,10 @@ process can have a thousand engines.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import pickle
+import resource
 import secrets
 import selectors
 import socket
@@ -23,8 +25,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
+from time import monotonic, sleep
 from typing import Any
 
+from hone.config.errors import UserError
 from hone.types import EngineLostError
 
 __all__ = ["Frames", "Hub", "Line", "frame", "serve"]
@@ -37,6 +41,13 @@ _SEND_S = 30.0
 """Longest that a process may leave what is sent to it unread, once the buffers of the socket are
 full."""
 _CONNECT_S = 60.0
+_LINGER_S = 1e-4
+"""How long answers wait to be read, for each line: those of many wake the thread together."""
+_MIN_LINGER_S, _MAX_LINGER_S = 2e-3, 0.05
+_OTHER_FILES = 256
+"""What a process may have open beside its lines."""
+_FULL_S = 10.0
+"""How long nobody is let in once no file can be opened."""
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
 
@@ -53,17 +64,18 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
+    def feed(self, data: bytes | memoryview) -> Iterator[Any]:
         """The values that `data` makes complete."""
-        buffer = self._buffer
-        buffer += data
-        while len(buffer) >= _HEADER.size:
-            end = _HEADER.size + _HEADER.unpack_from(buffer)[0]
-            if len(buffer) < end:
-                return
-            message = bytes(buffer[_HEADER.size : end])
-            del buffer[:end]
-            yield pickle.loads(message)
+        self._buffer += data
+        start, num_bytes = 0, len(self._buffer)
+        with memoryview(self._buffer) as view:
+            while num_bytes >= (begin := start + _HEADER.size):
+                end = begin + _HEADER.unpack_from(view, start)[0]
+                if num_bytes < end:
+                    break
+                start = end
+                yield pickle.loads(view[begin:end])
+        del self._buffer[:start]
 
 
 class Line:
@@ -153,12 +165,24 @@ def _try_to_send(sock: socket.socket, message: bytes) -> str:
 class Hub:
     """All lines of a process, and the thread that reads them."""
 
-    def __init__(self, host: str, *, lost_after_s: float = 5.0) -> None:
-        """Other processes reach this one as `host`. One whose connection ends is taken for lost
-        `lost_after_s` later: who started it may say by then why it is gone."""
+    def __init__(self, host: str, *, num_lines: int = 1, lost_after_s: float = 5.0) -> None:
+        """Other processes reach this one as `host`, as many as `num_lines` at a time. One whose
+        connection ends is taken for lost `lost_after_s` later: who started it may say by then why
+        it is gone.
+
+        Each line is an open file: this process may have as many from now on. Raises UserError where
+        the system does not let it.
+        """
+        _allow_files(num_lines + _OTHER_FILES, f"{num_lines:,} engines and frozen models")
         self._lost_after_s = lost_after_s
         self._lines: dict[bytes, Line] = {}
         """By key, until their process is there."""
+        self._num_connected = 0
+        self._received = memoryview(bytearray(_READ_BYTES))
+        self._has_more = False
+        """A socket had more to read than was read at once."""
+        self._is_full_until: float | None = None
+        """No file could be opened: nobody is let in before."""
         is_local = host == "127.0.0.1"
         self._listener = socket.create_server((host if is_local else "", 0), backlog=4096)
         self._listener.setblocking(False)
@@ -183,7 +207,11 @@ class Hub:
 
     def _read(self, wakes: socket.socket) -> None:
         while True:
-            for key, _ in self._selector.select():
+            linger_s = min(_LINGER_S * self._num_connected, _MAX_LINGER_S)
+            if linger_s >= _MIN_LINGER_S and not self._has_more:
+                sleep(linger_s)
+            self._has_more = False
+            for key, _ in self._selector.select(self._wait_s()):
                 if key.fileobj is wakes:
                     self._close_all()
                     return
@@ -193,9 +221,35 @@ class Hub:
                     assert isinstance(key.fileobj, socket.socket)
                     self._take(key.fileobj, key.data)
 
+    def _wait_s(self) -> float | None:
+        """How long to wait for something to read; None: until it comes."""
+        if self._is_full_until is None:
+            return None
+        if (left_s := self._is_full_until - monotonic()) > 0.0:
+            return left_s
+        self._is_full_until = None
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return None
+
     def _accept(self) -> None:
+        """Let all in who have come."""
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:  # nobody is left
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    continue  # it is gone again
+                # It would be told of the same connection at once, and again.
+                _log.warning("no further process can connect for now: %s", error)
+                self._selector.unregister(self._listener)
+                self._is_full_until = monotonic() + _FULL_S
+                return
+            self._let_in(sock)
+
+    def _let_in(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it may be gone again
-            sock, _ = self._listener.accept()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             timeout = struct.pack("ll", int(_SEND_S), 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -205,12 +259,14 @@ class Hub:
         line = connection.line
         wanted = _READ_BYTES if line is not None else KEY_BYTES - len(connection.key)
         try:
-            data = sock.recv(wanted, socket.MSG_DONTWAIT)
+            num_bytes = sock.recv_into(self._received, wanted, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            num_bytes = 0
+        data = self._received[:num_bytes]
+        self._has_more |= num_bytes == _READ_BYTES
+        if not num_bytes:
             self._drop(sock, line)
         elif line is not None:
             try:
@@ -218,9 +274,9 @@ class Hub:
                     line.take(answer)
             except Exception as error:  # noqa: BLE001  what is unpickled may raise anything
                 line.end(f"its answer cannot be read: {type(error).__name__}: {error}")
-                self._drop(sock, None)
+                self._drop(sock, line)
         else:
-            connection.key += data
+            connection.key += bytes(data)
             if len(connection.key) < KEY_BYTES:
                 return
             connection.line = self._lines.pop(connection.key, None)
@@ -228,12 +284,14 @@ class Hub:
                 _log.warning("a connection without a key of this run was refused")
                 self._drop(sock, None)
             else:
+                self._num_connected += 1
                 connection.line.connect(sock)
 
     def _drop(self, sock: socket.socket, line: Line | None) -> None:
         self._selector.unregister(sock)
         sock.close()
         if line is not None:
+            self._num_connected -= 1
             end = threading.Timer(self._lost_after_s, line.end, ("its connection has ended",))
             end.daemon = True
             end.start()
@@ -243,6 +301,21 @@ class Hub:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
+
+
+def _allow_files(wanted: int, why: str) -> None:
+    """Let this process have `wanted` files open, if it may not yet."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise UserError(
+            f"the first process of a run with {why} has {wanted:,} files open, and the limit of "
+            f"this host is {hard:,} (`ulimit -Hn`). Raise it for the user (nofile in "
+            "/etc/security/limits.conf, LimitNOFILE of a service, --ulimit nofile of a container), "
+            "or take fewer engines."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Connection:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "packed", "unpacked"]
 
 
 class Channel:
@@ -34,22 +34,22 @@ class Channel:
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The picklable `value` of the process with the rank `source`."""
-        message = _packed(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        message = packed(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
         num_bytes = torch.tensor([len(message)])
         self._group.broadcast(num_bytes, source).wait()
         if self.rank != source:
             message = message.new_empty(int(num_bytes))
         self._group.broadcast(message, source).wait()
-        return value if self.rank == source else _unpacked(message)
+        return value if self.rank == source else unpacked(message)
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable `value` of every process, by rank."""
-        message = _packed(value)
+        message = packed(value)
         sizes = [int(size) for size in self._all(torch.tensor([len(message)]))]
         padded = message.new_zeros(max(sizes))
         padded[: len(message)] = message
         found = zip(self._all(padded), sizes, strict=True)
-        return [_unpacked(theirs[:size]) for theirs, size in found]
+        return [unpacked(theirs[:size]) for theirs, size in found]
 
     def _all(self, own: Tensor) -> list[Tensor]:
         found = [torch.empty_like(own) for _ in range(self.size)]
@@ -62,9 +62,13 @@ class Channel:
         return self._group._get_sequence_number_for_group()
 
 
-def _packed(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+def packed(value: Any) -> Tensor:
+    """A picklable value as bytes [B], which are written once."""
+    message = io.BytesIO()
+    pickle.dump(value, message, protocol=5)
+    return torch.frombuffer(message.getbuffer(), dtype=torch.uint8)
 
 
-def _unpacked(message: Tensor) -> Any:
-    return pickle.load(io.BytesIO(message.numpy().tobytes()))
+def unpacked(message: Tensor) -> Any:
+    """Inverse of `packed`; of those bytes alone, from a process of this run."""
+    return pickle.loads(message.numpy().data)

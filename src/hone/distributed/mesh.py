@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hone.config.parallel import AxisSizes, ParallelConfig
+from hone.distributed.channel import packed, unpacked
 from hone.distributed.processes import Processes
 from hone.distributed.watch import BACKSTOP_S, LostPeerError
 
@@ -249,9 +250,13 @@ class Mesh:
         """The picklable `value` of the first process. Collective."""
         if self.world.size == 1:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, group=self.control, group_src=0)
-        return values[0]
+        message = packed(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        num_bytes = torch.tensor([len(message)])
+        dist.broadcast(num_bytes, group=self.control, group_src=0)
+        if not self.is_first:
+            message = message.new_empty(int(num_bytes))
+        dist.broadcast(message, group=self.control, group_src=0)
+        return value if self.is_first else unpacked(message)
 
     def gather_stages(self, value: Any, /) -> list[Any]:
         """The picklable `value` of every stage, first to last. Collective along pipeline."""

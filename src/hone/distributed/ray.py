@@ -179,7 +179,8 @@ def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
         placed = _place(cfg, uses_gpus=uses_gpus)
         try:
             host = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
-            with closing(Hub(host, lost_after_s=_LOOK_S)) as hub:
+            num_lines = cfg.cluster.num_engines + sum(cfg.cluster.num_scorers.values())
+            with closing(Hub(host, num_lines=num_lines, lost_after_s=_LOOK_S)) as hub:
                 yield RayWorkers(_anywhere(cfg), placed, uses_gpus, build, host, hub)
         finally:
             remove_placement_group(placed)

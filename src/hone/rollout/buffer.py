@@ -120,7 +120,7 @@ class InFlightGroup:
     @property
     def num_finished(self) -> int:
         """Samples that the engine has finished, scored or not."""
-        num_waiting = len(self.episodes.keys() - self.requests.keys())
+        num_waiting = len(self.episodes.keys() - self.requests.keys()) if self.episodes else 0
         return len(self.group.samples) + num_waiting + self.unscored - self.undecided
 
     def is_overdue(self, max_aborted_count: int | None) -> bool:

@@ -24,11 +24,13 @@ of them know, so all hold the same groups in the same order, those that one proc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nlargest
+from itertools import compress, islice
 from threading import Event
 from time import monotonic, perf_counter
 from typing import Any
@@ -169,6 +171,10 @@ class Collector:
     _progress: tuple[int, int] = (0, 0)
     """What was told last, counted at `_progress_since`."""
     _progress_since: float = 0.0
+    _wanted_before: float = math.inf
+    """Groups drawn before it may change that there is no batch yet, once they are complete."""
+    _has_wanted: bool = False
+    """One has become complete."""
     _is_idle: bool = True
     _inside: str = ""
     """The context that the caller must leave before it asks for anything else."""
@@ -388,10 +394,9 @@ class Collector:
         batch = self._choose_batch(num_complete)
         while batch is None:
             assert self._is_busy, f"no batch of {size} in {len(self._buffer)} groups"
-            num_dropped = self._counting.num_dropped_groups
-            num_new = self._poll(SCORE_WAIT_S)
-            num_complete += num_new
-            if num_new or self._counting.num_dropped_groups > num_dropped:
+            num_dropped, self._has_wanted = self._counting.num_dropped_groups, False
+            num_complete += self._poll(SCORE_WAIT_S)
+            if self._has_wanted or self._counting.num_dropped_groups > num_dropped:
                 batch = self._choose_batch(num_complete)
             self._check_failures(size)
             self._report(progress, size, every_s=REPORT_S)
@@ -403,18 +408,24 @@ class Collector:
 
     def _choose_batch(self, num_complete: int) -> list[InFlightGroup] | None:
         """The groups that the next update trains, of `num_complete` that could be; None: not yet.
-        Only what has become complete, or was dropped, changes the answer."""
+        Only what has become complete before the last one looked at, or was dropped, changes the
+        answer."""
         size, used_up = self.rollout_cfg.prompts_per_step, self._rounds.are_used_up
+        self._wanted_before = math.inf
         if num_complete < size and not used_up:  # without a look at all that are in flight
             return None
         entries = list(self._buffer)
+        is_complete = [entry.complete for entry in entries]
         chosen = choose(
             [self._deadline(entry) for entry in entries],
-            [entry.complete for entry in entries],
+            is_complete,
             update=self._next_update,
             size=size,
             may_be_fewer=used_up,
         )
+        if chosen is None and not used_up:
+            *_, last = islice(compress(entries, is_complete), size)
+            self._wanted_before = last.order
         return None if chosen is None else [entries[position] for position in chosen]
 
     def _deadline(self, entry: InFlightGroup) -> int:
@@ -445,6 +456,7 @@ class Collector:
                     self._counting.count_dropped(self._buffer.pop(entry))
                     continue
             num_kept += 1
+            self._has_wanted |= entry.order < self._wanted_before
             if self._is_ahead and self.on_complete is not None:
                 self.on_complete(entry.group)
         return num_kept
@@ -472,6 +484,8 @@ class Collector:
     # -- groups into the engine and out of it ----------------------------------------------------
 
     def _own(self) -> list[InFlightGroup]:
+        if self.comm.size == 1:
+            return list(self._buffer)
         return [entry for entry in self._buffer if entry.rank == self.comm.rank]
 
     def _assign_to_ranks(self, entries: Iterable[InFlightGroup]) -> None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from operator import add, attrgetter, sub
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep, time
-from typing import Any
+from typing import Any, cast
 
 from hone.distributed.pool import LOOK_S, Member, Pending, Pool, Worker, WorkersLostError
 from hone.types import Completion, EngineLostError, EngineStats, Request, StopReason
@@ -32,11 +33,12 @@ _log = logging.getLogger(__name__)
 
 WAIT_S = 0.05
 """Longest that a step waits for completions."""
-LINGER_S = 1e-4
-"""How long a step waits for further completions after the first, times the number of engines: what
-it costs to go through all groups is shared by what came."""
-POLL_S = 10.0
-"""Longest that an engine leaves a question open: its answer shows that it makes steps. A quarter of
+LINGER_S, MAX_LINGER_S = 2e-4, 0.2
+"""How long a step waits for further completions after the first, times the number of engines; and
+at most. What a step costs, much of it for waking up, is shared by what came."""
+POLL_S, MAX_EMPTY_PER_S = 10.0, 20.0
+"""Longest that an engine leaves a question open: its answer shows that it makes steps. Longer with
+many engines, of which at most so many answer in a second that nothing has finished; a quarter of
 the time in which it must show progress, where that is less."""
 MAX_REQUEST_RETRIES = 3
 """Engines that may die with a request before it is taken for the cause."""
@@ -72,14 +74,16 @@ class EnginePool(Pool[Request, _Member]):
         self._finished: list[Completion] = []
         self._num_losses: Counter[str] = Counter()
         """Engines that died with a request, of those that are still open."""
-        self._totals = EngineStats()
-        """Of all engines, lost ones too; usage is not kept."""
+        self._totals = _counters(EngineStats())
+        """Of all engines, lost ones too."""
+        self._usage: float | None = 0.0
+        """Of the fullest engine; None: it must be looked for."""
         self._answered: SimpleQueue[_Member] = SimpleQueue()
         """Engines whose poll has an answer."""
         self._to_ask: set[_Member] = set()
         """Engines that have got work, or have answered, since they were asked."""
         self._next_look_s = 0.0
-        self._poll_s = min(POLL_S, self._timeout_s / 4)
+        self._poll_s = min(max(POLL_S, len(workers) / MAX_EMPTY_PER_S), self._timeout_s / 4)
         self._look_s = min(LOOK_S, self._timeout_s / 4)
         """Silence after which an engine is looked at that has not answered."""
         self.weight_version = 0
@@ -168,8 +172,11 @@ class EnginePool(Pool[Request, _Member]):
 
     def stats(self) -> EngineStats:
         """Of all engines together, as of the last `step`; usage is that of the fullest."""
-        usage = max((member.stats.kv_cache_usage for member in self._members), default=0.0)
-        return replace(self._totals, kv_cache_usage=usage)
+        if self._usage is None:
+            usages = (member.stats.kv_cache_usage for member in self._members)
+            self._usage = max(usages, default=0.0)
+        counted = dict(zip(_COUNTED, self._totals, strict=True))
+        return EngineStats(kv_cache_usage=self._usage, **counted)
 
     def close(self) -> None:
         """End all engines; unfinished requests are gone."""
@@ -270,7 +277,7 @@ class EnginePool(Pool[Request, _Member]):
         with contextlib.suppress(Empty):
             members.add(self._answered.get(timeout=wait_s))
             if wait_s:
-                sleep(min(LINGER_S * len(self._members), WAIT_S))
+                sleep(min(LINGER_S * len(self._members), MAX_LINGER_S))
             while True:
                 members.add(self._answered.get_nowait())
         return members
@@ -282,10 +289,11 @@ class EnginePool(Pool[Request, _Member]):
         polled = None
         try:
             _drop_ended(member.sent)
-            with contextlib.suppress(TimeoutError):
-                polled = member.poll.result(0.0)
-                member.poll = None
-                self._to_ask.add(member)
+            if _may_have_ended(member.poll):
+                with contextlib.suppress(TimeoutError):
+                    polled = member.poll.result(0.0)
+                    member.poll = None
+                    self._to_ask.add(member)
         except EngineLostError as error:
             self._lose(member, error.cause)
             return
@@ -305,12 +313,14 @@ class EnginePool(Pool[Request, _Member]):
 
     def _count(self, member: _Member, stats: EngineStats) -> None:
         """An engine's `stats` are these from now on."""
-        changed = {
-            name: getattr(self._totals, name) + getattr(stats, name) - getattr(member.stats, name)
-            for name in _COUNTED
-        }
-        _add_busy(member.busy, stats.busy_s - member.stats.busy_s)
-        self._totals, member.stats = EngineStats(**changed), stats
+        before, member.stats = member.stats, stats
+        gained = map(sub, _counters(stats), _counters(before))
+        self._totals = tuple(map(add, self._totals, gained))
+        _add_busy(member.busy, stats.busy_s - before.busy_s)
+        if self._usage is not None and stats.kv_cache_usage >= self._usage:
+            self._usage = stats.kv_cache_usage
+        elif before.kv_cache_usage == self._usage:
+            self._usage = None
 
     def _new_member(self, index: int, worker: Worker, starting: Pending | None) -> _Member:
         return _Member(index, worker, starting)
@@ -350,6 +360,8 @@ class EnginePool(Pool[Request, _Member]):
 _BLINK_S = 0.02
 """Pauses that are none."""
 _COUNTED = [stat.name for stat in fields(EngineStats) if stat.name != "kv_cache_usage"]
+_counters = cast("Callable[[EngineStats], tuple[Any, ...]]", attrgetter(*_COUNTED))
+"""The counts of an engine, in this order."""
 
 
 def _add_busy(busy: list[tuple[float, float]], busy_s: float) -> None:
@@ -366,7 +378,12 @@ def _add_busy(busy: list[tuple[float, float]], busy_s: float) -> None:
 
 def _drop_ended(calls: list[Pending]) -> None:
     """Take calls out that have returned; raises what they raised."""
-    for call in calls.copy():
+    for call in filter(_may_have_ended, calls.copy()):
         with contextlib.suppress(TimeoutError):
             call.result(0.0)
             calls.remove(call)
+
+
+def _may_have_ended(call: Pending) -> bool:
+    """To ask is a tenth of the work of an exception."""
+    return not isinstance(call, Future) or call.done()
