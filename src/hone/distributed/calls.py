@@ -46,6 +46,7 @@ _LINGER_S = 1e-4
 _MIN_LINGER_S, _MAX_LINGER_S = 2e-3, 0.05
 _OTHER_FILES = 256
 """What a process may have open beside its lines."""
+_NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 _FULL_S = 10.0
 """How long nobody is let in once no file can be opened."""
 _HEADER = struct.Struct("<Q")
@@ -239,7 +240,7 @@ class Hub:
             except BlockingIOError:  # nobody is left
                 return
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                if error.errno not in _NO_ROOM:
                     continue  # it is gone again
                 # It would be told of the same connection at once, and again.
                 _log.warning("no further process can connect for now: %s", error)
