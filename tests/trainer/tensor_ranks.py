@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext
 from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Axis, Mesh
-from hone.families.registry import SPECS
+from hone.families.registry import TENSOR_FAMILIES
 from hone.models.decoder import hidden_states
 from hone.trainer import logprobs, tensor
 from hone.trainer.logprobs import token_scores
@@ -35,11 +35,7 @@ from tests.trainer.examples import VOCAB, tiny_model
 
 Found = dict[str, Any]
 CASES: dict[str, dict[str, Any]] = {
-    **{
-        name: {"family": name, **FAMILY_FIELDS[name]}
-        for name, spec in SPECS.items()
-        if spec.tensor_plan is not None
-    },
+    **{name: {"family": name, **FAMILY_FIELDS[name]} for name in TENSOR_FAMILIES},
     "llama, untied, all biases": {
         "family": "llama",
         "tie_word_embeddings": False,

@@ -44,7 +44,7 @@ from torch.distributed.tensor import (
 from transformers import PreTrainedModel
 
 from hone.distributed.mesh import Mesh
-from hone.families.registry import SPECS
+from hone.families.registry import SPECS, TENSOR_FAMILIES
 from hone.families.spec import Split
 from hone.models.decoder import Elsewhere, decoder_layers, head_weight
 from hone.models.heads import has_value_head, value_head
@@ -58,7 +58,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
     Every rank brings the same whole weights and keeps its part of them; no messages are sent. From
     host memory they come to the mesh's device one by one, where the parts stay. Those on the meta
     device stay there, as parts.
-    The family must have a `tensor_plan`, whose heads and inner size the ranks divide.
+    The family must be of `TENSOR_FAMILIES`; the ranks divide its heads and inner size.
     """
     if mesh.tensor_mesh is None:
         return
@@ -84,8 +84,10 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
 
 def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[SplitModule]]]:
     """Modules of the backbone that are here, and what they become."""
-    plan = SPECS[model.config.model_type].tensor_plan
-    assert plan is not None, f"{model.config.model_type} is not split over the tensor axis"
+    family = model.config.model_type
+    assert family in TENSOR_FAMILIES, f"{family} is not split over the tensor axis"
+    plan = SPECS[family].tensor_plan
+    assert plan is not None
     for layer in decoder_layers(model):
         for name, split in plan.items():
             yield layer.get_submodule(name), _CLASSES[split]
