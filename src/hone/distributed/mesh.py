@@ -34,7 +34,7 @@ from hone.distributed.channel import packed, unpacked
 from hone.distributed.processes import Processes
 from hone.distributed.watch import BACKSTOP_S, LostPeerError
 
-__all__ = ["Axis", "DisagreementError", "Mesh", "patience"]
+__all__ = ["Axis", "DisagreementError", "Mesh", "new_group", "patience"]
 
 T = TypeVar("T")
 _INTERFACES = (
@@ -184,7 +184,7 @@ class Mesh:
             tensor_mesh=sharded["tensor"] if sizes.tensor > 1 else None,
             expert_mesh=divided["expert"] if divided is not None else None,
             expert_fsdp=divided["replicate", "shard"] if divided is not None else None,
-            control=_new_group(ranks.tolist(), timeout, backend="gloo"),
+            control=new_group(ranks.tolist(), timeout, backend="gloo"),
         )
 
     def for_reference(self, cfg: ParallelConfig) -> Mesh:
@@ -342,13 +342,18 @@ class _Groups:
         """Every process makes all groups, in the same order, as torch.distributed demands."""
         for line in map(tuple, lines.tolist()):
             if line not in self._made:
-                self._made[line] = _new_group([*line], self._timeout)
+                self._made[line] = new_group([*line], self._timeout)
 
 
-def _new_group(
+def new_group(
     ranks: list[int], timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """Collective over all processes; None for those that are not in it."""
+    """Collective over all processes; None for those that are not in it.
+
+    A group of some of them has the backends of all: those outside take part in a split of NCCL's
+    communicator whatever `backend` says (torch 2.11 to 2.13), and would wait for it for ever.
+    """
+    assert backend is None or len(ranks) == dist.get_world_size(), f"{backend=} {ranks=}"
     group = dist.new_group(ranks, timeout=timeout, backend=backend)
     return group if isinstance(group, dist.ProcessGroup) else None
 

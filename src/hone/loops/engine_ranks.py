@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
-from hone.distributed.mesh import Mesh
+from hone.distributed.mesh import Mesh, new_group
 from hone.distributed.watch import BACKSTOP_S
 from hone.engine.lockstep import LockStepEngine
 from hone.engine.worker import LockStep
@@ -43,12 +43,15 @@ class EngineRanks:
             return cls(TensorParallel.from_environment(1, mesh.device), mesh)
         patience = timedelta(seconds=timeout_s + BACKSTOP_S)
         tp = TensorParallel.from_environment(size, mesh.device, timeout=patience)
-        own: Any = dist.new_subgroups(size, backend="gloo", timeout=patience)[0]
-        firsts = dist.new_group([*range(0, mesh.size, size)], backend="gloo", timeout=patience)
+        starts = range(0, mesh.size, size)
+        lines = [[*range(start, start + size)] for start in starts]
+        engines = [new_group(line, patience) for line in lines]
+        own, firsts = engines[mesh.rank // size], new_group([*starts], patience)
         assert tp.group is not None
+        assert own is not None
         groups = {own, tp.group}
         comm: Comm = SingleProcess()
-        if isinstance(firsts, dist.ProcessGroup):  # else this process is none of them
+        if firsts is not None:  # else this process is none of them
             comm = _Engines(firsts)
             groups.add(firsts)
         return cls(tp, comm, frozenset(groups), LockStep(own))
