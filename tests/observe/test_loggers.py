@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hone.config.run import LogConfig
 from hone.observe.histogram import Histogram
-from hone.observe.loggers import ENTROPY, PER_TOKEN, POLICY_LOGPROBS, RunLog
-from hone.types import NOT_SAMPLED
+from hone.observe.loggers import ENTROPY, PER_TOKEN, POLICY_LOGPROBS, RunLog, json_line
+from hone.types import NOT_SAMPLED, PerToken
 from tests.observe.fake_run import make_group
 
 PLAIN = LogConfig(to=())
@@ -65,6 +67,35 @@ def test_each_row_is_on_disk_at_once_and_valid_json(tmp_path: Path) -> None:
         row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
         assert (row["step"], row["good"], row["bad"], row["worse"]) == (1, 1.5, None, None)
         assert rows(tmp_path / "events.jsonl")[0]["values"] == [1.0, None]
+
+
+INTS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
+
+
+@given(
+    ids=INTS,
+    mask=st.lists(st.integers(0, 1), max_size=20),
+    logprobs=st.lists(st.floats(), max_size=20),
+    text=st.text(st.characters()),  # surrogates too
+    number=st.floats(),
+)
+def test_a_row_reads_back_with_every_bit(
+    ids: list[int], mask: list[int], logprobs: list[float], text: str, number: float
+) -> None:
+    arrays = {
+        "ids": PerToken("i", ids),
+        "mask": PerToken("b", mask),
+        "logprobs": PerToken("d", logprobs),
+    }
+    line = json_line({"text": text, **arrays, "after": [number, None]})
+    assert line.endswith(b"}\n")
+    assert line.count(b"\n") == 1
+    row = json.loads(line)
+    assert list(row) == ["text", *arrays, "after"]
+    assert (row["ids"], row["mask"]) == (ids, mask)
+    assert row["text"].encode(errors="surrogatepass") == text.encode(errors="surrogatepass")
+    finite = [x if math.isfinite(x) else None for x in (*logprobs, number)]
+    assert list(map(repr, [*row["logprobs"], row["after"][0]])) == list(map(repr, finite))
 
 
 def test_samples_are_whole_groups_spread_over_the_step(tmp_path: Path) -> None:

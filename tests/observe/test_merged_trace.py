@@ -156,7 +156,6 @@ def test_what_is_around_comes_before_what_is_inside(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_step_of_two_trainers_and_two_engines_breaks_no_rule_of_the_format(
     tmp_path: Path,
 ) -> None:
@@ -171,7 +170,7 @@ def test_a_step_of_two_trainers_and_two_engines_breaks_no_rule_of_the_format(
     )
     (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
     command = [sys.executable, "-m", "hone", "rl", str(tmp_path / "recipe.yaml"), "--nproc", "2"]
-    subprocess.run(command, check=True, capture_output=True, timeout=180)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     found = read_step(tmp_path / "run" / "traces")
     assert broken_rules(found.events) == []
     processes = {

@@ -20,15 +20,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+import orjson
 
 from hone.config.run import LogConfig
 from hone.observe.disk import AppendedFile, writing
 from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
 from hone.observe.whole_file import whole_file
-from hone.types import NOT_SAMPLED, Group, Message, Sample
+from hone.types import NOT_SAMPLED, Group, Message, PerToken, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,13 +99,31 @@ def _cut(path: Path, resume_step: int | None) -> None:
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """A row of a JSONL file, with its end of line."""
+    """A row of a JSONL file, with its end of line. NaN and infinity become null."""
+    parts: list[bytes] = []
+    for has_arrays, items in groupby(row.items(), lambda item: isinstance(item[1], PerToken)):
+        if has_arrays:
+            parts += (b'"%s": %s' % (key.encode(), _json_array(values)) for key, values in items)
+        else:
+            parts.append(_json_object(dict(items))[1:-1])
+    return b"{%s}\n" % b", ".join(parts)
+
+
+def _json_object(row: Mapping[str, Any]) -> bytes:
     dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain)
     try:
         text = dumps(row)
     except ValueError:  # looked for only then: that takes longer than writing
         text = dumps(_finite(row))
-    return f"{text}\n".encode(errors="backslashreplace")
+    return text.encode(errors="backslashreplace")
+
+
+def _json_array(values: PerToken) -> bytes:
+    """As `json` has it, in a tenth of the time: thousands of numbers a row."""
+    if not values:
+        return b"[]"
+    array = np.frombuffer(values, values.typecode)
+    return orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _plain(value: Any) -> Any:
@@ -302,7 +324,7 @@ def _turn(sample: Sample) -> str | list[Message]:
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """Everything needed to find a sample again and to recompute its metrics, ready for JSON.
+    """Everything needed to find a sample again and to recompute its metrics, ready for `json_line`.
 
     What has a value for each token comes last: who wants the rest alone need not parse it.
     """
@@ -329,9 +351,9 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "reward_parts": {} if sample.reward is None else dict(sample.reward.parts),
         "failure": None if sample.failure is None else str(sample.failure),
         "failure_detail": sample.failure_detail,
-        PER_TOKEN: list(sample.prompt.token_ids),
-        "token_ids": list(sample.token_ids),
-        "logprobs": list(sample.logprobs),
-        "weight_versions": list(sample.weight_versions),
-        "loss_mask": [int(trained) for trained in sample.loss_mask],
+        PER_TOKEN: PerToken("i", sample.prompt.token_ids),
+        "token_ids": sample.token_ids,
+        "logprobs": sample.logprobs,
+        "weight_versions": sample.weight_versions,
+        "loss_mask": sample.loss_mask,
     }

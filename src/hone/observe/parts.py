@@ -88,6 +88,7 @@ class PartWriter:
         self._state = _state_file(path)
         with writing(self._state, "output"):
             self._state.touch()
+            self._state_io = self._state.open("r+b", buffering=0)
 
     def append(self, number: int, samples: Sequence[Sample], rows: Sequence[bytes]) -> None:
         """Write the rows of a group, and then that it is done. Raises DiskError."""
@@ -109,12 +110,13 @@ class PartWriter:
 
     def _note(self, done: Done) -> None:
         text = json.dumps(asdict(done)).encode().ljust(_STATE_BYTES)
-        with writing(self._state, "output", len(text)), self._state.open("r+b") as state:
-            state.write(text)
+        with writing(self._state, "output", len(text)):
+            os.pwrite(self._state_io.fileno(), text, 0)
         self.done = done
 
     def close(self) -> None:
         self._rows.close()
+        self._state_io.close()
 
 
 def parts_folder(output: Path) -> Path:
