@@ -21,6 +21,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 help:
 	@echo "make quickstart   train a tiny model on this machine and draw its report"
 	@echo "make test         run the tests, without the slow ones"
+	@echo "make test-slow    run the slow tests alone (MINUTES=30: begin none later)"
 	@echo "make test-all     run the tests, then the slow ones"
 	@echo "make test-vllm    run the tests that need vLLM, on a CPU, in $(VLLM_VENV)"
 	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2)"
@@ -37,7 +38,7 @@ test: $(VENV)/.installed-dev
 	@$(PYTEST) -n 2 -m "not slow"
 
 test-slow: $(VENV)/.installed-dev
-	@$(PYTEST) -n 2 -m slow
+	@$(PYTEST) -n 2 -m slow $(if $(MINUTES),--minutes $(MINUTES))
 
 test-all: test test-slow
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,11 +17,37 @@ MINIMUM_COLLECTED = {"": 5000, "not slow": 4740, "slow": 260}
 """Fewest tests that a run of everything may collect, by its `-m`; raise it as the suite grows."""
 
 
+NO_TIME_LEFT = pytest.StashKey[float]()
+"""When the last test may begin, by the clock of `monotonic`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes", type=float, help="begin no test later than this; those left over are skipped"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if monotonic() > item.config.stash[NO_TIME_LEFT]:
+        pytest.skip(f"no time left ({item.config.getoption('minutes'):g} minutes)")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    reasons = [str(report.longrepr) for report in terminalreporter.getreports("skipped")]
+    if number := sum("no time left (" in reason for reason in reasons):
+        within = f"{config.getoption('minutes'):g} minutes"
+        terminalreporter.write_line(f"{number} tests did not begin within {within}", yellow=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """How long an example of Hypothesis takes is no finding: other programs may have the machine.
 
     The environment of vLLM is without Hypothesis.
     """
+    minutes = config.getoption("minutes")
+    config.stash[NO_TIME_LEFT] = inf if minutes is None else monotonic() + 60 * minutes
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
 

@@ -28,7 +28,7 @@ _REPORTS = "HONE_TEST_REPORTS"
 """Names the folder of what ranks have found, a file each."""
 
 
-def run_ranks(module: str, world_size: int, *arguments: object, timeout_s: float) -> Any:
+def run_ranks(module: str, world_size: int, *arguments: object, timeout_s: float = 840.0) -> Any:
     """What has been printed, JSON: by `main` of rank 0, or of all ranks that use `run_parts`, for
     `parts_of`. One that fails otherwise ends all and fails the test."""
     command = [sys.executable, "-m", "tests.ranks", str(world_size), module, *map(str, arguments)]

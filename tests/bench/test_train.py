@@ -159,7 +159,7 @@ def test_tokens_and_rates_of_all_processes_count(folder: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         check=False,
     )
     assert outcome.returncode == 0, outcome.stderr

@@ -401,7 +401,7 @@ except OSError as error:
 def test_R18_the_real_write_fails_in_the_middle(tmp_path: Path) -> None:
     script = FULL_CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600
     )
     assert done.stdout.startswith(f"CheckpointError Could not write {tmp_path / 'step_2'}")
     assert "File too large" in done.stdout

@@ -29,7 +29,7 @@ WORLD_SIZE = 4
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, run_ranks("tests.checkpoint.sharded_ranks", WORLD_SIZE, folder, timeout_s=120)
+    return folder, run_ranks("tests.checkpoint.sharded_ranks", WORLD_SIZE, folder)
 
 
 def test_every_layout_comes_back_whole_and_in_parts(run):

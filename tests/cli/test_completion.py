@@ -42,7 +42,7 @@ def script(shell: str, folder: Path) -> Path:
 
 def run(folder: Path, *command: str) -> list[str]:
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "TERM": "dumb"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=600)
     assert done.stderr == "", done.stderr
     return done.stdout.split("\n")
 

@@ -542,7 +542,7 @@ def run_hone(*argv: str) -> tuple[int, str, float]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=600,
         env={**os.environ, "COLUMNS": "80"},
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -16,7 +16,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_ppo_against_a_reward_model_of_own_answers_raises_what_is_true(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

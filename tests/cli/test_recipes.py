@@ -147,7 +147,6 @@ def test_R22_every_recipe_passes_its_check_and_fits_its_gpu(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_recipe_runs_with_a_tiny_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,7 @@ def test_a_wrong_address_ends_a_run_before_anything_is_loaded(
         "print(json.dumps([code, *({'torch', 'ray', 'transformers'} & set(sys.modules))]))"
     )
     words = [sys.executable, "-c", program, "rl", str(tmp_path / "recipe.yaml")]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
     assert json.loads(run.stdout) == [2]
     assert "error: there is no Ray cluster at cluster.address='127.0.0.1:" in run.stderr
     assert not (tmp_path / "run").exists()

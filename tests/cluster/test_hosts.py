@@ -73,7 +73,7 @@ def test_two_nodes_with_an_engine_each(tmp_path: Path, monkeypatch: pytest.Monke
             env=dict(os.environ),
             capture_output=True,
             text=True,
-            timeout=80,
+            timeout=600,
             check=False,
         )
     finally:
@@ -120,7 +120,7 @@ def test_one_command_starts_trainers_on_two_nodes_beside_an_engine(
             env=dict(os.environ),
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=600,
             check=False,
         )
     finally:
@@ -158,7 +158,7 @@ def test_a_dead_node_of_trainers_is_named(tmp_path: Path, monkeypatch: pytest.Mo
             time.sleep(0.2)
         for node in nodes:  # one of them at least has a trainer
             cluster.remove_node(node, allow_graceful=False)
-        told, _ = run.communicate(timeout=100)
+        told, _ = run.communicate(timeout=600)
     finally:
         cluster.shutdown()
     assert run.returncode == 1, told
@@ -217,7 +217,7 @@ def test_a_run_goes_on_where_a_node_is_spare(
         resumed = int(re.findall(r"the run goes on from step (\d+)", log.read_text())[-1])
         await_(lambda: lines(rows)[-1]["step"] >= resumed + 2)
         run.send_signal(signal.SIGTERM)
-        code = run.wait(timeout=60)
+        code = run.wait(timeout=600)
     finally:
         cluster.shutdown()
     told = log.read_text()

@@ -152,7 +152,7 @@ def test_R11_under_torchrun_the_others_name_the_one_that_was_killed(
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=100,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         check=False,
     )

@@ -14,7 +14,6 @@ from tests.interpreted import run_interpreted
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported"),
-    pytest.mark.timeout(300),
 ]
 
 DRAWS = [

@@ -296,7 +296,7 @@ def test_R16_a_host_keeps_nothing_of_what_it_has_returned(models, host_of):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks("tests.engine.worker_ranks", 2, timeout_s=120)
+    return run_ranks("tests.engine.worker_ranks", 2)
 
 
 def test_ranks_in_lock_step_sample_what_one_rank_samples(ranks):

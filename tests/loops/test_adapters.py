@@ -53,7 +53,6 @@ def test_adapters_learn_and_the_engine_samples_what_is_exported(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_adapters_of_two_processes_are_those_of_one(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -186,7 +186,6 @@ def test_a_critic_that_sleeps_leaves_the_device_and_learns_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_R24_two_processes_with_a_critic_are_one_run(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -268,7 +267,6 @@ def test_R1_the_gradient_of_a_critic_is_that_of_the_set(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_reward_rises_as_it_does_with_groups(inputs: Path, tmp_path: Path, seed: int) -> None:
     levels = {}

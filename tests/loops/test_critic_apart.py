@@ -31,7 +31,6 @@ def rows_of(cfg: RLConfig) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_R17_R19_a_critic_apart_is_the_run_beside_bit_for_bit(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -61,7 +60,6 @@ def test_R17_R19_a_critic_apart_is_the_run_beside_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_trainers", [1, 2])
 def test_R24_two_processes_of_a_critic_are_one(
     make_config: MakeConfig, tmp_path: Path, num_trainers: int
@@ -92,7 +90,6 @@ def process_of(launcher: int, rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_critic_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoint(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -107,7 +104,7 @@ def test_a_critic_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoin
     process = start_hone(cfg, tmp_path)
     wait_for_row(process, cfg, 3)
     process_of(process.pid, 1).kill()
-    told = process.communicate(timeout=60)[0].decode()
+    told = process.communicate(timeout=600)[0].decode()
     assert process.returncode == 1, told
     assert "error: rank 1 (of the critic) (pid " in told, told
     assert "go on from their last checkpoint" in told

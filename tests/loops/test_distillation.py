@@ -126,7 +126,6 @@ def test_the_loss_is_the_divergence_of_both_distributions(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("family", "loss"),
     [
@@ -222,7 +221,6 @@ def test_a_model_with_other_tokens_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_student_reaches_its_teacher_in_fewer_updates_than_by_rewards(
     seed: int, inputs: Path, tmp_path: Path

@@ -148,7 +148,6 @@ def start(*flags):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_kills_lose_and_double_nothing(here):
     """Killed as soon as some more groups are done, so in the middle of others; and a line that is
     half written is cut off."""

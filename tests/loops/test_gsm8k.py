@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from hone.cli.main import main
 from hone.models.tiny import make_bpe_tokenizer, make_tiny_model
 
@@ -25,7 +23,6 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
-@pytest.mark.timeout(180)
 def test_gsm8k_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", ROWS[:16])
     test = write(tmp_path / "test.jsonl", ROWS[16:])

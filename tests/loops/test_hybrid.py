@@ -31,7 +31,6 @@ def make_config(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Mak
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_R2_R3_R24_an_engine_over_two_trainers_samples_what_one_process_does(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -61,7 +60,6 @@ def test_R2_R3_R24_an_engine_over_two_trainers_samples_what_one_process_does(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -87,7 +85,6 @@ def test_R2_R3_R24_two_engines_of_two_trainers_each(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_environment_that_the_first_rank_alone_asks(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -140,7 +137,6 @@ EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_R2_R3_R24_an_engine_over_two_trainers_divides_the_experts(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, family: str

@@ -66,7 +66,7 @@ def run_processes(folder, world_size, *arguments):
             )
         )
     try:
-        texts = [process.communicate(timeout=100)[0] for process in processes]
+        texts = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

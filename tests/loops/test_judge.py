@@ -102,7 +102,6 @@ def test_samples_of_every_mode_are_scored(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_R24_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path, judge: str) -> None:
     """Each scores its own samples, in other passes."""
     sections: dict[str, Any] = {

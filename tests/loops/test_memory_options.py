@@ -401,10 +401,9 @@ def test_pairs_of_options_change_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_engines_of_two_processes_sample_with_rounded_masters(tmp_path: Path) -> None:
     """Shards are gathered for each sync: nothing there could be left behind."""
-    for case, wrong in run_ranks("tests.loops.offload_ranks", 2, tmp_path, timeout_s=240).items():
+    for case, wrong in run_ranks("tests.loops.offload_ranks", 2, tmp_path).items():
         assert wrong == {"stale": [], "still": [], "other bits": []}, case
 
 

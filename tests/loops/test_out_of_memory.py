@@ -89,7 +89,6 @@ def test_a_run_of_one_process_goes_on_with_less(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_processes_start_again_with_less(make_config: MakeConfig, tmp_path: Path) -> None:
     calm = make_config(run={"dir": tmp_path / "calm"}, **SECTIONS)
     reinforce.run(calm)
@@ -102,7 +101,7 @@ def test_two_processes_start_again_with_less(make_config: MakeConfig, tmp_path: 
         [sys.executable, "-m", "hone", "rl", str(recipe), "--nproc", "2"],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         check=False,
     )

@@ -88,7 +88,6 @@ def test_without_adapters_is_the_reference_of_a_run_that_trains_them(make_dpo: A
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
 def test_R24_two_processes_train_the_same(loss: str, make_dpo: Any, tmp_path: Path) -> None:
     one, two = (make_dpo(name, algorithm={"loss": loss}) for name in ("one", "two"))

@@ -49,7 +49,7 @@ def run_command(words: list[str], code: int) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -105,7 +105,6 @@ ALL_SAMPLES = {"samples_per_step": 99}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_R24_two_processes_are_one_run(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,7 +137,6 @@ def test_R24_two_processes_are_one_run(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path: Path) -> None:
     """Over-sampling carries samples over; some processes have no prompt at times."""
     sections: dict[str, Any] = {
@@ -156,7 +154,6 @@ def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_R24_supervised_training_under_torchrun(sft_config: SFTConfig, tmp_path: Path) -> None:
     supervised.run(sft_config)
     run = sft_config.run.model_copy(update={"dir": tmp_path / "two"})
@@ -169,7 +166,6 @@ def test_R24_supervised_training_under_torchrun(sft_config: SFTConfig, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_R24_an_evaluation_in_two_processes(make_config: MakeConfig, tmp_path: Path) -> None:
     tree = make_config()
     cfg = EvaluateConfig.model_validate(
@@ -234,7 +230,6 @@ def endless(make_config: MakeConfig, timeout_s: float = 6.0) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
 )
@@ -244,7 +239,7 @@ def test_R25_a_signal_stops_all_after_the_step(
     cfg = endless(make_config)
     with running(cfg, tmp_path) as process:
         os.killpg(process.pid, number)  # as a terminal does
-        output = process.communicate(timeout=60)[0].decode()
+        output = process.communicate(timeout=600)[0].decode()
         assert process.returncode == 128 + number, output
     last = lines(cfg.run.dir / "metrics.jsonl")[-1]["step"]
     assert output.count(f"stopped and saved after step {last}") == 1, output
@@ -253,7 +248,6 @@ def test_R25_a_signal_stops_all_after_the_step(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_R25_a_second_ctrl_c_ends_all_at_once(make_config: MakeConfig, tmp_path: Path) -> None:
     cfg = endless(make_config)
     with running(cfg, tmp_path) as process:
@@ -261,7 +255,7 @@ def test_R25_a_second_ctrl_c_ends_all_at_once(make_config: MakeConfig, tmp_path:
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
-        output = process.communicate(timeout=60)[0].decode()
+        output = process.communicate(timeout=600)[0].decode()
         assert time.monotonic() - start < 15
         assert process.returncode == 130, output
     assert "Traceback" not in output
@@ -271,7 +265,6 @@ def test_R25_a_second_ctrl_c_ends_all_at_once(make_config: MakeConfig, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_R11_a_run_names_a_process_that_has_stopped(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -280,7 +273,7 @@ def test_R11_a_run_names_a_process_that_has_stopped(
         victim = ranks(process.pid)[1]
         start = time.monotonic()
         victim.send_signal(signal.SIGSTOP)
-        output = process.communicate(timeout=60)[0].decode()
+        output = process.communicate(timeout=600)[0].decode()
         assert time.monotonic() - start < 6 + 30
         assert process.returncode == 1, output
     (error,) = (line for line in output.splitlines() if "rror" in line)
@@ -291,7 +284,6 @@ def test_R11_a_run_names_a_process_that_has_stopped(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_R11_no_process_outlives_its_launcher(make_config: MakeConfig, tmp_path: Path) -> None:
     cfg = endless(make_config)
     with running(cfg, tmp_path) as process:
@@ -300,7 +292,6 @@ def test_R11_no_process_outlives_its_launcher(make_config: MakeConfig, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_R11_the_error_of_one_process_is_the_error_of_the_run(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -350,7 +341,6 @@ def the_error(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_the_folder_has_the_error_of_another_rank(make_config: MakeConfig, tmp_path: Path) -> None:
     cfg = make_config(log={"to": []})
     program = [sys.executable, "-c", BUG_OF_RANK_1, *command("rl", cfg, tmp_path, [])[3:]]
@@ -370,7 +360,6 @@ def test_the_folder_has_the_error_of_another_rank(make_config: MakeConfig, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", ["hone", "torchrun"])
 def test_the_folder_says_who_was_killed(
     make_config: MakeConfig, tmp_path: Path, launcher: str

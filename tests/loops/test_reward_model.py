@@ -180,7 +180,6 @@ def test_a_critic_starts_from_a_reward_model(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_R24_two_processes_train_the_same(make: Any, tmp_path: Path) -> None:
     """From a head that has learnt: behind one of zeros gradients are so small that AdamW makes the
     last bits of their sums large."""

@@ -99,7 +99,6 @@ def test_on_policy_metrics_say_so(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_R17_resume_after_kill_is_exact(make_config: MakeConfig, tmp_path: Path) -> None:
     """12 steps straight against 5, kill -9, 9, kill -9, 12: every bit of the state is equal.
 
@@ -119,7 +118,7 @@ def test_R17_resume_after_kill_is_exact(make_config: MakeConfig, tmp_path: Path)
         if kill_after is not None:
             wait_for_row(process, broken, kill_after)
             process.kill()
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == (0 if kill_after is None else -9), output.decode()
     assert_same(state_of(straight.run.dir, 12), state_of(broken.run.dir, 12))
     assert metrics(straight.run.dir) == metrics(broken.run.dir)
@@ -185,7 +184,6 @@ def members(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.timeout(290)
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -206,7 +204,7 @@ def test_R25_any_end_leaves_nothing_running(
         children = psutil.Process(process.pid).children(recursive=True)
         assert children, "the reward workers"
         process.send_signal(number)
-        output = process.communicate(timeout=60)[0].decode()
+        output = process.communicate(timeout=600)[0].decode()
     finally:
         process.kill()
     assert process.returncode == code, output

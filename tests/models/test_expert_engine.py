@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 def ranks(request: pytest.FixtureRequest) -> list[Parts]:
     """What each of so many ranks found."""
     module = "tests.models.expert_engine_ranks"
-    return parts_of(run_ranks(module, request.param, timeout_s=200))
+    return parts_of(run_ranks(module, request.param))
 
 
 def test_R4_R7_ranks_that_share_experts_sample_what_one_does(ranks: list[Parts]) -> None:

@@ -43,7 +43,7 @@ def group(size):
 def ranks(tmp_path_factory):
     """What each of two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks("tests.models.tensor_parallel_ranks", 2, folder, timeout_s=100)
+    return run_ranks("tests.models.tensor_parallel_ranks", 2, folder)
 
 
 # ---------------------------------------------------------------- parts of weights

@@ -83,7 +83,7 @@ def test_what_travels_is_bounded_by_windows():
 
 @pytest.fixture(scope="module")
 def shared():
-    return run_ranks("tests.planner.memory_ranks", WORLD, timeout_s=110)
+    return run_ranks("tests.planner.memory_ranks", WORLD)
 
 
 @pytest.mark.parametrize("name", CASES)

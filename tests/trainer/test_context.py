@@ -19,7 +19,7 @@ LOGPROBS, GRADIENTS = 1e-5, 1e-4
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks("tests.trainer.context_ranks", WORLD, timeout_s=280)
+    return run_ranks("tests.trainer.context_ranks", WORLD)
 
 
 def beyond(results, prefix, forward, backward):
@@ -30,7 +30,6 @@ def beyond(results, prefix, forward, backward):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_R8_context_parallelism_gives_the_numbers_of_one_process(results):
     for mesh in MESHES:
         assert not beyond(results, f"attention/{mesh}/", 1e-12, 1e-12)

@@ -11,7 +11,7 @@ from hone.models.tiny import make_tiny_model
 from tests.ranks import parts_of, run_ranks
 from tests.trainer.parallel_cases import LAYOUTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -24,7 +24,7 @@ def ranks(request, tmp_path_factory):
     with torch.no_grad():
         critic.score.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     critic.save_pretrained(folder / "critic")
-    return parts_of(run_ranks("tests.trainer.critic_ranks", request.param, folder, timeout_s=300))
+    return parts_of(run_ranks("tests.trainer.critic_ranks", request.param, folder))
 
 
 def test_R1_R8_a_critic_in_every_layout_is_that_of_one_process(ranks):

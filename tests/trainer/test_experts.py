@@ -13,7 +13,6 @@ from tests.ranks import parts_of, run_ranks
 from tests.trainer.examples import tiny_model
 from tests.trainer.expert_ranks import BUGS, BUGS_OF_STAGES, LAYOUTS, MODEL, ROUTES
 
-pytestmark = pytest.mark.timeout(300)
 EXACT = 1e-5
 SHARED = ("recomputed", "ranks without rows")
 
@@ -24,7 +23,7 @@ def ranks():
 
     def of(world):
         if world not in found:
-            found[world] = parts_of(run_ranks("tests.trainer.expert_ranks", world, timeout_s=280))
+            found[world] = parts_of(run_ranks("tests.trainer.expert_ranks", world))
         return found[world]
 
     return of

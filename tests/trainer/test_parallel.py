@@ -22,7 +22,7 @@ LIMITS = {"logprobs": 1e-5, "loss": 1e-5, "gradient": 1e-4, "metrics": 1e-3, "we
 @pytest.fixture(scope="module", params=WORLDS)
 def ranks(request):
     """What each rank found."""
-    return parts_of(run_ranks("tests.trainer.parallel_ranks", request.param, timeout_s=400))
+    return parts_of(run_ranks("tests.trainer.parallel_ranks", request.param))
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from tests.ranks import parts_of, run_ranks
 from tests.trainer.examples import tiny_model
 from tests.trainer.pipeline_ranks import LAYOUTS, MEASURES, MODEL
 
-pytestmark = pytest.mark.timeout(300)
 EXACT = 1e-5
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
@@ -25,7 +24,7 @@ def ranks():
 
     def of(world):
         if world not in found:
-            found[world] = parts_of(run_ranks("tests.trainer.pipeline_ranks", world, timeout_s=280))
+            found[world] = parts_of(run_ranks("tests.trainer.pipeline_ranks", world))
         return found[world]
 
     return of

@@ -349,7 +349,7 @@ def test_ids_leave_room_for_an_unknown_one(num_experts: int, dtype: torch.dtype)
 @pytest.mark.slow
 def test_R8_processes_replay_as_one_does() -> None:
     """Experts divided, sequences split, stages, of any experts; see `route_ranks.py`."""
-    ranks = parts_of(run_ranks("tests.trainer.route_ranks", 2, timeout_s=120))
+    ranks = parts_of(run_ranks("tests.trainer.route_ranks", 2))
     for name, first in ranks[0]["replayed"].items():
         assert all(rank["replayed"][name]["same everywhere"] for rank in ranks), name
         for what in ("logprobs", "loss", "gradient", "masters"):

@@ -15,7 +15,7 @@ WORLD_SIZE = 2
 @pytest.fixture(scope="module")
 def ranks():
     """What each rank found."""
-    return run_ranks("tests.trainer.sharded_optimizer_ranks", WORLD_SIZE, timeout_s=200)
+    return run_ranks("tests.trainer.sharded_optimizer_ranks", WORLD_SIZE)
 
 
 def test_bfloat16_moments_do_not_depend_on_the_sharding(ranks):

@@ -13,19 +13,18 @@ from tests.ranks import run_ranks
 from tests.trainer.examples import tiny_model
 from tests.trainer.tensor_ranks import BUGS, CASES, LENGTHS
 
-pytestmark = pytest.mark.timeout(300)  # on few cores the processes take turns
 RANKS = "tests.trainer.tensor_ranks"
 VALUES, GRADIENTS = 1e-5, 1e-4
 
 
 @pytest.fixture(scope="module")
 def two() -> list[Any]:
-    return run_ranks(RANKS, 2, timeout_s=280)
+    return run_ranks(RANKS, 2)
 
 
 @pytest.fixture(scope="module")
 def four() -> list[Any]:
-    return run_ranks(RANKS, 4, timeout_s=280)
+    return run_ranks(RANKS, 4)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(f"tokens {name}" for name in LENGTHS), "recomputed"])

@@ -25,7 +25,7 @@ FAULTS = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     # Sockets have short names.
     folder = tmp_path_factory.mktemp("b")
-    return run_ranks("tests.weights.broadcast_ranks", 4, folder, timeout_s=200)
+    return run_ranks("tests.weights.broadcast_ranks", 4, folder)
 
 
 @pytest.mark.parametrize("mesh", ["stage 3", "tensor 2"])

@@ -192,6 +192,6 @@ for link in links:
     link.drop()
 """
     ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stderr
