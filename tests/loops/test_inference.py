@@ -30,6 +30,10 @@ FLAGS = (
     "--engine.max_num_batched_tokens=8",  # a warning
 )
 PROMPTS = "".join(f'{{"prompt": "{i} + {i} ="}}\n' for i in range(NUM_PROMPTS))
+MODELS = {
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -74,8 +78,11 @@ def run_processes(folder, world_size, *arguments):
 
 
 @pytest.mark.slow
-def test_several_processes_write_the_rows_of_one_in_their_order_and_the_first_talks(tmp_path):
-    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+@pytest.mark.parametrize("family", MODELS)
+def test_several_processes_write_the_rows_of_one_and_the_first_talks(tmp_path, family):
+    make_tiny_model(
+        tmp_path / "model", family=family, num_layers=1, hidden_size=32, **MODELS[family]
+    )
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     (alone,), expected = generate(tmp_path, 1)
     assert "10 completions written to completions.jsonl" in alone
@@ -90,8 +97,11 @@ def test_several_processes_write_the_rows_of_one_in_their_order_and_the_first_ta
 
 
 @pytest.mark.slow
-def test_an_engine_of_two_devices_scores_what_one_does(tmp_path):
-    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+@pytest.mark.parametrize("family", MODELS)
+def test_an_engine_of_two_devices_scores_what_one_does(tmp_path, family):
+    make_tiny_model(
+        tmp_path / "model", family=family, num_layers=1, hidden_size=32, **MODELS[family]
+    )
     rows = "".join(f'{{"prompt": "{i} + {i} =", "answer": "1"}}\n' for i in range(NUM_PROMPTS))
     (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "r.py").write_text("def letters(completion): return float(len(completion))")

@@ -96,13 +96,13 @@ def config_of(tmp_path_factory):
 def rank_of(rank, world, parallel):
     """The mesh of one of several ranks, of which none can talk."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    new_group = mesh_module._new_group
+    make = mesh_module.new_group
 
     def fake(ranks, timeout, backend=None):
-        return new_group(ranks, timeout)
+        return make(ranks, timeout)
 
     try:
-        with patch.object(mesh_module, "_new_group", fake):
+        with patch.object(mesh_module, "new_group", fake):
             sizes = AxisSizes.of(ParallelConfig(**parallel), world)
             yield Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=5))
     finally:
