@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
@@ -75,7 +76,9 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
     def decode(token_ids: Sequence[int]) -> str:
         text = tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            np.asarray(token_ids),  # of a list transformers looks at each number
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)
         return text
