@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all test-vllm mutants size lint docs install clean
+.PHONY: help quickstart test test-slow test-all test-failed test-vllm mutants size lint docs install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,6 +23,7 @@ help:
 	@echo "make test         run the tests, without the slow ones"
 	@echo "make test-slow    run the slow tests alone (MINUTES=30: begin none later)"
 	@echo "make test-all     run the tests, then the slow ones"
+	@echo "make test-failed  run those that failed last, one after the other"
 	@echo "make test-vllm    run the tests that need vLLM, on a CPU, in $(VLLM_VENV)"
 	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2)"
 	@echo "make size         count files, lines by kind and keys"
@@ -41,6 +42,9 @@ test-slow: $(VENV)/.installed-dev
 	@$(PYTEST) -n 2 -m slow $(if $(MINUTES),--minutes $(MINUTES))
 
 test-all: test test-slow
+
+test-failed: $(VENV)/.installed-dev
+	@$(PYTEST) --last-failed --last-failed-no-failures none
 
 test-vllm: $(VLLM_VENV)/.installed
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/rollout/test_vllm.py
