@@ -168,6 +168,7 @@ class Mesh:
             lines = _lines(axes, 0)
             back = _Groups(timeout).along(lines)
             ends = groups.along(lines[:, [0, -1]])
+            _connect_stages(along(0), back, device)
         return cls(
             device=device,
             sizes=sizes,
@@ -298,6 +299,19 @@ class Mesh:
                 + (f" (and {len(differing) - 1} others differ)" if len(differing) > 1 else "")
                 + "; nothing was sent. Do all run the same configuration on the same data?"
             )
+
+
+def _connect_stages(ahead: Axis, back: Axis, device: torch.device) -> None:
+    """Let neighbouring stages connect. NCCL does so at their first message, and holds both up until
+    they have: in a step one may wait for something else of the other by then."""
+    nothing = torch.zeros(1, device=device)
+    if ahead.rank > 0:
+        dist.recv(nothing, group=ahead.group, group_src=ahead.rank - 1)
+    if ahead.rank < ahead.size - 1:
+        dist.send(nothing, group=ahead.group, group_dst=ahead.rank + 1)
+        dist.recv(nothing, group=back.group, group_src=back.rank + 1)
+    if back.rank > 0:
+        dist.send(nothing, group=back.group, group_dst=back.rank - 1)
 
 
 def patience(cfg: ParallelConfig) -> timedelta:

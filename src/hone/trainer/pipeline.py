@@ -14,7 +14,10 @@ passes ahead of backward. Here S = 3, with four micro-batches:
 All stages have the same micro-batches, so what travels has a shape that both sides know: a rank of
 the tensor and context axes sends its share of the tokens to the rank of the next stage that has the
 same. Hidden states and their gradients have a group each: in one, a stage that sends both and one
-that receives both would wait for each other.
+that receives both would wait for each other. On a GPU, what has been asked for and has not come
+holds up whatever waits for the whole device, as the first launch of a kernel and the release of
+memory do. So hidden states alone are asked for a pass ahead: with gradients too, a stage in forward
+and the next one in backward could each wait for what the other is about to send.
 
 A tied embedding lies in the first and in the last stage, which add up their gradients of it.
 
@@ -174,21 +177,18 @@ class Pipeline:
         remaining = iter(batches)
         batch = next(remaining, None)
         arriving = None if batch is None else self._expect_states(batch)
-        returning: _Message | None = None
 
         def backward() -> None:
-            nonlocal returning
             done = in_flight.popleft()
+            gradient = self._expect_gradient(done.batch)
             begin_backward(is_last=done.is_last)
-            if self._is_last:
+            if gradient is None:
                 learn(done.left, done.batch)
             else:
-                assert returning is not None
-                torch.autograd.backward(done.left, returning.wait())
+                torch.autograd.backward(done.left, gradient.wait())
             if done.entered is not None:
                 assert done.entered.grad is not None
                 self._send(done.entered.grad, self._back, self._axis.rank - 1)
-            returning = self._expect_gradient(in_flight[0].batch) if in_flight else None
 
         while batch is not None:
             num_passes += 1
@@ -205,8 +205,6 @@ class Pipeline:
             del left
             if following is not None:
                 arriving = self._expect_states(following)
-            if len(in_flight) == 1:
-                returning = self._expect_gradient(batch)
             if len(in_flight) == most:
                 backward()
             batch = following
