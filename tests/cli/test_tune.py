@@ -80,7 +80,7 @@ def searched(machine: Machine, number: int, *flags: str) -> Search:
 
 
 def told(search: Search) -> str:
-    return "\n".join([*search.table(), *search.summary()])
+    return "\n".join(search.report())
 
 
 def test_candidates_that_die_are_listed_and_end_nothing() -> None:
@@ -161,8 +161,12 @@ def test_what_is_measured_is_kept_and_reused(
     monkeypatch.setattr(ShortRuns, "_measure", measured)
     words = ["tune", *FLAGS, "--candidates=5", "--run.dir=mine"]
     assert main(words) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "the same command goes on" in said.err
     assert len(machine.asked) == 2
+    table = said.out.partition("measured, predicted")[2]
+    assert all(name in table for name in machine.asked)
+    assert "predicted memory is" in table
     alive = 100
     assert main(words) == 0
     asked = len(set(machine.asked))

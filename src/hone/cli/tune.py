@@ -66,11 +66,12 @@ grow until memory ends or a step is no faster.
   --output FILE.yaml    the recipe (tuned.yaml beside the results)
 
 Results are kept beside run.dir, in a folder of its name and -tune: the same
-command goes on after Ctrl-C, and measures nothing twice. Takes the flags of
-`hone plan` as well: --plan.goal on_policy tries no modes whose samples are
-older than the weights. What is learnt stays the recipe's, but for such modes,
-which are corrected as `hone plan` does it. On GPUs all of this host are used,
-or with --nproc so many; on a CPU as many processes as given.
+command goes on after Ctrl-C, which prints the table so far, and measures
+nothing twice. Takes the flags of `hone plan` as well: --plan.goal on_policy
+tries no modes whose samples are older than the weights. What is learnt stays
+the recipe's, but for such modes, which are corrected as `hone plan` does it. On
+GPUs all of this host are used, or with --nproc so many; on a CPU as many
+processes as given.
 
 examples:
   hone tune gsm8k --model.path Qwen/Qwen3-0.6B --output tuned.yaml
@@ -114,9 +115,13 @@ def run(argv: Sequence[str]) -> int:
     cfg = cfg.model_copy(update={"run": elsewhere})
     with handling(_end, SIGTERM, SIGHUP):
         search = Search(cfg, nproc, ShortRuns(folder, num_steps), num_candidates)
-        search.measure_best()
-        best = search.raise_budget()
-    told = [*search.table(), *search.summary()]
+        try:
+            search.measure_best()
+            best = search.raise_budget()
+        except KeyboardInterrupt:
+            sys.stdout.writelines(f"{line}\n" for line in search.report())
+            raise
+    told = search.report()
     sys.stdout.writelines(f"{line}\n" for line in told)
     head = [f"{best.name}: the fastest of `hone tune` {__version__}", *told]
     comments = "".join(f"# {line}\n" for line in head)
@@ -209,6 +214,10 @@ class Search:
             most=int(1.1 * num_tokens / (axes.data * axes.context)),
         )
         return found.get(budget, best)
+
+    def report(self) -> list[str]:
+        """Lines about what has been measured so far."""
+        return [*self.table(), *self.summary()] if self._measured() else []
 
     def table(self) -> Iterator[str]:
         """Measured, and by the fitted constants predicted; the fastest first."""
