@@ -84,3 +84,8 @@ def test_panels_of_the_dashboard_have_a_number_and_a_place_each() -> None:
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
     assert len(set(places)) == len(places)
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
+    axes = {panel["title"]: panel["fieldConfig"]["defaults"].get("custom") for panel in panels
+            if panel["type"] != "row"}  # fmt: skip
+    assert axes["Step"] is None
+    assert axes["Samples (samples/s)"] == {"axisSoftMin": 0}
+    assert axes["Engine and trainer (KL, nats per token)"]["scaleDistribution"]["type"] == "log"

@@ -82,10 +82,35 @@ def test_those_that_share_a_device_take_turns(
         assert found[f"engine {rank}"] == ["generate", in_training]  # without a seam
 
 
+def test_an_evaluation_is_work_of_the_engines(tmp_path: Path) -> None:
+    trainer = [("train", 0.0, 2.0), ("eval", 3.0, 5.0)]
+    lanes: Lanes = {"trainer 0": trainer}
+    apart = chart_of(tmp_path / "apart", [lanes | {"engine 0": [("generate", 3.1, 4.9)]}])
+    assert states(apart) == {
+        "trainer 0": [("train", 0, 2), ("other", 2, 3), ("wait", 3, 5)],  # all is told
+        "engine 0": [("evaluate", 3.1, 4.9)],
+    }
+    assert [lane["use"] for lane in apart["lanes"]] == pytest.approx([2 / 5, 1.8 / 5])
+    turns = [("generate", -1.0, 0.0), *trainer]
+    found = states(chart_of(tmp_path / "turns", [{"trainer 0": turns}]))
+    assert [state for state, *_ in found["engine 0"]] == ["generate", "wait", "evaluate"]
+    fine_tuning = states(chart_of(tmp_path / "alone", [lanes]))
+    assert [state for state, *_ in fine_tuning["trainer 0"]] == ["train", "other", "evaluate"]
+
+
+def test_steps_of_the_launch_before_leave_the_chart(tmp_path: Path) -> None:
+    begins = [0.0, 10.0, 20.0, 3600.0, 3610.0]
+    chart = chart_of(tmp_path, [{"trainer 0": [("train", s, s + 9.0)]} for s in begins])
+    assert chart["steps"] == [[4, 0, 9], [5, 10, 19]]
+    assert chart["lanes"][0]["use"] == pytest.approx(18 / 19)
+
+
 def test_a_long_run_shows_its_newest_steps_and_reads_no_more(tmp_path: Path) -> None:
     def step(number: int) -> Lanes:
         return {
-            f"trainer {rank}": [("train", number + part / 10, number + 0.09) for part in range(8)]
+            f"trainer {rank}": [
+                ("train", number + part / 10, number + part / 10 + 0.09) for part in range(8)
+            ]
             for rank in range(400)
         }
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hone.cli.main import main
 from hone.config import UserError
 from hone.config.load import dump_config
 from hone.observe.merged_trace import read_step
+from tests.observe.perfetto import HAS_PERFETTO, needs_perfetto, what_is_shown
 from tests.observe.trace_rules import broken_rules
 from tests.tiny_runs import tiny_config, write_inputs
 
@@ -155,6 +157,35 @@ def test_what_is_around_comes_before_what_is_inside(tmp_path: Path) -> None:
     assert names == ["outer", "inner"] * 2 + ["late"] * 2
 
 
+def with_an_arrow(number: int) -> list[dict[str, Any]]:
+    """A trainer's launch and kernel, and an arrow between them."""
+    arrow = {"name": "ac2g", "cat": "ac2g", "id": number}
+    return [
+        phase("train", 0, 100),
+        span("cudaLaunchKernel", 10, 12, "cuda_runtime", pid=99, tid=1),
+        span("gemm", 20, 60),
+        arrow | {"ph": "s", "pid": 99, "tid": 1, "ts": 10},
+        arrow | {"ph": "f", "pid": 0, "tid": 7, "ts": 20, "bp": "e"},
+    ]
+
+
+@needs_perfetto
+def test_perfetto_shows_each_slice_and_arrow(tmp_path: Path) -> None:
+    for rank in (0, 1):  # each numbers its arrows from the same on
+        path = tmp_path / "train_trace" / f"{rank}.trace.json.gz"
+        write(path, 1, f"rank{rank}", with_an_arrow(4), base_us=rank)
+    read_step(tmp_path).write(tmp_path / "all.json.gz")
+    shown = what_is_shown(tmp_path / "all.json.gz")
+    assert shown["complaints"] == shown["misplaced"] == []
+    assert shown["flows"] == [{"number": 2}]
+    slices = {track["process"]: track["slices"] for track in shown["tracks"]}
+    assert slices == {
+        f"trainer rank{rank}: {track}": number
+        for rank in (0, 1)
+        for track, number in (("99", 2), ("GPU 0", 1))
+    }
+
+
 @pytest.mark.slow
 def test_a_step_of_two_trainers_and_two_engines_breaks_no_rule_of_the_format(
     tmp_path: Path,
@@ -180,6 +211,15 @@ def test_a_step_of_two_trainers_and_two_engines_breaks_no_rule_of_the_format(
     }
     trainers = {f"trainer rank{rank}_dp{rank}_tp0_pp0" for rank in (0, 1)}
     assert processes == trainers | {f"engine{number} TP-0" for number in (0, 1)}
+    if HAS_PERFETTO:
+        found.write(tmp_path / "all.json.gz")
+        shown = what_is_shown(tmp_path / "all.json.gz")
+        assert shown["complaints"] == shown["misplaced"] == []
+        kinds = Counter(event["ph"] for event in found.events)
+        assert sum(track["slices"] for track in shown["tracks"]) == kinds["X"]
+        assert shown["flows"] == [{"number": kinds["f"]}]
+        assert {track["process"].partition(":")[0] for track in shown["tracks"]} == processes
+        assert all(track["thread"] for track in shown["tracks"])
 
 
 def test_kernels_and_gaps_are_those_of_the_innermost_phases(traces: Path) -> None:

@@ -64,12 +64,13 @@ def test_the_text_is_what_prometheus_reads() -> None:
 
 def test_the_newest_step_is_served(server: MetricsServer) -> None:
     assert get(server, "/metrics") == (200, "")
-    server.publish(1, {"reward/mean": 0.25}, num_alarms=2)
+    server.publish(1, {"reward/mean": 0.25, "loss": 3.0, "eval/reward/mean": 0.75}, num_alarms=2)
     server.publish(2, {"reward/mean": 0.5}, num_alarms=1)
     status, text = get(server, "/metrics")
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert status == 200
     assert values == {
+        'hone_eval_reward_mean{run="gsm8k"}': "0.75",  # until the next one
         'hone_reward_mean{run="gsm8k"}': "0.5",
         'hone_step{run="gsm8k"}': "2",
         'hone_last_step_timestamp_seconds{run="gsm8k"}': "1000.0",

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.observe.spans import Spans
+from tests.observe.perfetto import needs_perfetto, what_is_shown
 
 
 class Clock:
@@ -122,14 +123,24 @@ def test_the_trace_nests_like_the_spans(tmp_path: Path) -> None:
     spans = Spans()
     run_step(spans, lambda _: time.sleep(0.001))
     spans.write_trace(tmp_path / "trace.json")
-    events = {
-        e["name"]: e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    }
+    process, *written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (process["name"], process["args"]) == ("process_name", {"name": "hone"})
+    events = {event["name"]: event for event in written}
     assert events.keys() == {"generate", "score", "train"}
     outer, inner = events["generate"], events["score"]
     assert outer["ts"] <= inner["ts"]
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] <= events["train"]["ts"]
     assert all(event["ph"] == "X" and event["dur"] >= 900 for event in events.values())
+
+
+@needs_perfetto
+def test_perfetto_shows_the_trace_of_a_run(tmp_path: Path) -> None:
+    spans = Spans()
+    run_step(spans, lambda _: None)
+    spans.write_trace(tmp_path / "trace.json")
+    shown = what_is_shown(tmp_path / "trace.json")
+    assert shown["complaints"] == shown["misplaced"] == []
+    assert [(track["process"], track["slices"]) for track in shown["tracks"]] == [("hone", 3)]
 
 
 def test_a_span_costs_microseconds() -> None:

@@ -74,6 +74,8 @@ def _of_event(event: Mapping[str, Any]) -> list[str]:
             broken.append(f"no {name} of 0 or more: {event}")
     if event["ph"] in "stfben" and "id" not in event:
         broken.append(f"no id: {event}")
+    elif event["ph"] in "stf" and not isinstance(event["id"], int):
+        broken.append(f"an arrow whose id is no number: {event}")
     return broken
 
 

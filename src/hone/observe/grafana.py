@@ -28,6 +28,11 @@ _ENGINES = (
 _FOLDED = "Preferences"
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _UNITS = {"seconds": "s", "bytes/s": "Bps"}
+_AXES: dict[str, dict[str, Any]] = {
+    "linear": {}, "zero": {"axisSoftMin": 0}, "share": {"axisSoftMin": 0},
+    "log": {"scaleDistribution": {"type": "log", "log": 10}},
+}  # fmt: skip
+"""The scales of charts, as in the report."""
 _WIDTH = 24
 """Of a dashboard, in Grafana's units."""
 
@@ -83,7 +88,9 @@ def _charts(charts: tuple[Chart, ...], y: int) -> Iterator[dict[str, Any]]:
         title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
         edges = {edge: edge.rpartition("/")[2] for edge in chart.band or ()}
         lines = {metric_name(name): label for name, label in {**chart.lines, **edges}.items()}
-        yield _panel("timeseries", title, place, lines, unit)
+        panel = _panel("timeseries", title, place, lines, unit)
+        panel["fieldConfig"]["defaults"]["custom"] = _AXES[chart.scale]
+        yield panel
 
 
 def _panel(

@@ -106,10 +106,11 @@ def _merged(step: int, traces: Sequence[tuple[Path, dict[str, Any]]]) -> StepTra
     traces = sorted(traces, key=lambda one: _natural(one[1][FACTS]["process"]))
     bases_ns = [int(trace.get("baseTimeNanoseconds", 0)) for _, trace in traces]
     by_process: list[tuple[str, list[Event]]] = []
+    arrows: dict[tuple[Any, ...], int] = {}
     for number, ((_, trace), base_ns) in enumerate(zip(traces, bases_ns, strict=True)):
         process: str = trace[FACTS]["process"]
         base_us = (base_ns - min(bases_ns)) / 1000
-        own = list(_renumbered(trace["traceEvents"], number, process, base_us))
+        own = list(_renumbered(trace["traceEvents"], number, process, base_us, arrows))
         by_process.append((process, own))
     events = [event for _, own in by_process for event in own]
     origin = min((event["ts"] for event in events if event["ph"] == "X"), default=0.0)
@@ -142,9 +143,13 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _renumbered(
-    events: Sequence[Event], number: int, process: str, base_us: float
+    events: Sequence[Event],
+    number: int,
+    process: str,
+    base_us: float,
+    arrows: dict[tuple[Any, ...], int],
 ) -> Iterator[Event]:
-    """The events with processes of their own, that say whose they are.
+    """The events with processes of their own, that say whose they are, and `arrows` by number.
 
     What torch says of its recording is left out, with the tracks that have nothing else.
     """
@@ -165,8 +170,8 @@ def _renumbered(
         track = event["pid"], event["tid"]
         own["pid"] = tracks.setdefault(event["pid"], 1000 * (number + 1) + len(tracks))
         own["ts"] = own["ts"] + base_us
-        if "id" in own:  # arrows from launch to kernel
-            own["id"] = f"{number}.{own['id']}"
+        if "id" in own:  # arrows, as from launch to kernel: Perfetto draws those with numbers alone
+            own["id"] = arrows.setdefault((number, own.get("cat"), own["id"]), len(arrows))
         threads[track] = threads.get(track, False) or event["name"].startswith(RANGE)
         yield own
     for original, pid in tracks.items():

@@ -1,7 +1,7 @@
 """What a run measures, for Prometheus, and whether it gets ahead (key `log.metrics_port`).
 
-    /metrics        the newest row of `metrics.jsonl`, a gauge each: `reward/mean` as
-                    `hone_reward_mean{run="gsm8k"}`
+    /metrics        the newest row of `metrics.jsonl` and the newest evaluation, a gauge each:
+                    `reward/mean` as `hone_reward_mean{run="gsm8k"}`
     /health         200 while steps come as usual, 503 once one is late; JSON says more
     /grafana.json   a dashboard of these, to be imported into Grafana
 
@@ -38,6 +38,7 @@ class MetricsServer:
         self._clock = clock
         self._step = 0
         self._num_alarms = 0
+        self._evaluation: dict[str, float] = {}
         self._published_s: float | None = None
         self._intervals_s: deque[float] = deque(maxlen=NUM_STEPS)
         self._text = b""
@@ -51,8 +52,10 @@ class MetricsServer:
         if self._published_s is not None:
             self._intervals_s.append(now_s - self._published_s)
         self._num_alarms += num_alarms
+        # Prometheus looks four times a minute: of shorter steps it would miss most evaluations.
+        self._evaluation |= {key: scalars[key] for key in scalars if key.startswith("eval/")}
         own = {"step": step, "last_step_timestamp_seconds": now_s, "alarms": self._num_alarms}
-        self._text = exposition({**scalars, **own}, run=self._run)
+        self._text = exposition({**self._evaluation, **scalars, **own}, run=self._run)
         self._step, self._published_s = step, now_s
 
     def close(self) -> None:

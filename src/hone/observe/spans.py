@@ -95,7 +95,7 @@ class Spans:
 
     def trace_events(self) -> list[dict[str, Any]]:
         """Finished spans as Chrome trace events (complete events; microseconds)."""
-        pid, tid = os.getpid(), threading.get_ident()
+        pid, tid = os.getpid(), threading.get_native_id()  # Python's own has too many bits
         return [
             {
                 "name": path.rpartition("/")[2],
@@ -111,8 +111,9 @@ class Spans:
 
     def write_trace(self, path: Path) -> None:
         """Write a file that https://ui.perfetto.dev and chrome://tracing open."""
+        process = {"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": "hone"}}
         trace = {
-            "traceEvents": self.trace_events(),
+            "traceEvents": [process, *self.trace_events()],
             "displayTimeUnit": "ms",
             "baseTimeNanoseconds": self._origin_ns,
         }

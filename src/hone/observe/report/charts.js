@@ -435,23 +435,24 @@ function drawColumns(figure, chart) {
   });
 }
 
-// What devices did over time: a lane each, a colour a state. It is not zoomed with the others, whose
-// steps it has not all.
+// What devices did over time: a lane each, a colour a state, under the numbers of the steps. It is
+// not zoomed with the others, whose steps it has not all.
 const LANE = 20;
 function drawLanes(figure, chart) {
   const plot = figure.querySelector(".plot");
-  plot.style.height = `${PAD.top + LANE * chart.lanes.length + PAD.bottom}px`;
+  const top = PAD.top + 14;
+  plot.style.height = `${top + LANE * chart.lanes.length + PAD.bottom}px`;
   const inks = chart.states.map((state, k) =>
     state === "wait" ? "var(--rest)" : state === "asleep" ? "var(--asleep)" : color(k),
   );
   const widest = Math.max(...chart.lanes.map(({ name }) => name.length));
   const [left, right] = [14 + 6.2 * widest, plot.clientWidth - 44];
-  const bottom = PAD.top + LANE * chart.lanes.length;
+  const bottom = top + LANE * chart.lanes.length;
   const end = Math.max(...chart.steps.map(([, , to]) => to)) || 1;
   const sx = (s) => left + (s / end) * (right - left);
   const apart = tickStep(0, end, plot.clientWidth < 420 ? 3 : 6);
   const lanes = chart.lanes.map(({ name, use, spans }, k) => {
-    const y = PAD.top + LANE * k;
+    const y = top + LANE * k;
     const text = { y: y + LANE / 2, dy: 3.5 };
     const rects = spans.map(([state, from, to]) =>
       svg("rect", { x: sx(from), width: Math.max(sx(to) - sx(from), 0.4), y: y + 2, height: LANE - 4, fill: inks[state] }),
@@ -463,16 +464,20 @@ function drawLanes(figure, chart) {
       svg("text", { x: right + 6, ...text }, `${Math.round(100 * use)}%`),
     ].join("");
   });
+  const steps = chart.steps.map(([step, from, to], k) => {
+    const room = (sx(to) - sx(from) - 6) / 6.2;
+    const text = [k ? "" : `step ${step}`, `${step}`].find((t) => t && t.length < room) ?? "";
+    const line = { class: "edge", x1: sx(from), x2: sx(from), y1: top - 14, y2: bottom };
+    const label = { x: sx(from) + 4, y: top - 5 };
+    return svg("line", line) + svg("text", label, text);
+  });
   const axes = [
-    ...chart.steps.map(([, from]) =>
-      svg("line", { class: "grid", x1: sx(from), x2: sx(from), y1: PAD.top - 4, y2: bottom }),
-    ),
     svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
     ...ticks(0, end, apart).map((s) =>
       svg("text", { x: sx(s), y: bottom + 16, "text-anchor": "middle" }, tick(s, apart)),
     ),
   ];
-  plot.innerHTML = picture(plot, axes.join("") + lanes.join(""));
+  plot.innerHTML = picture(plot, axes.join("") + lanes.join("") + steps.join(""));
   const seen = chart.states.map((_, state) =>
     chart.lanes.some(({ spans }) => spans.some(([held]) => held === state)),
   );
@@ -482,7 +487,7 @@ function drawLanes(figure, chart) {
   );
   plot.onpointermove = (event) => {
     const box = plot.getBoundingClientRect();
-    const lane = chart.lanes[Math.floor((event.clientY - box.top - PAD.top) / LANE)];
+    const lane = chart.lanes[Math.floor((event.clientY - box.top - top) / LANE)];
     const at = ((event.clientX - box.left - left) / (right - left)) * end;
     if (!lane || at < 0 || at > end) return void (TIP.hidden = true);
     const step = chart.steps.findLast(([, from]) => from <= at) ?? chart.steps[0];

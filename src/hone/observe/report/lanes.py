@@ -4,7 +4,8 @@
 
 The run folder has the outermost spans of each training process, and when engines apart were at
 work. Where engine and trainer share a device its engine has a lane too, which follows from those:
-it samples while the trainer waits for samples, and then waits or sleeps.
+it samples while the trainer waits for samples, and then waits or sleeps. Where there are engines
+an evaluation is their work, and the trainers wait for it too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _OF_SPANS = {
     "train": "train", "experience": "score", "sync": "sync weights", "eval": "evaluate",
     "checkpoint": "save", "generate": "wait",
 }  # fmt: skip
+_OF_ENGINES = {"generate": "generate", "eval": "evaluate", "sync": "sync weights"}
 _NUM_STEPS = 6
 _MOST_SPANS = 6000
 _SEAM_S = 1e-3
@@ -44,20 +46,21 @@ def lanes_chart(run: RunFolder) -> dict[str, Any] | None:
         _MOST_SPANS
     ):
         rows = rows[1:]
-    if not rows:
-        return None
     found: dict[str, list[_Span]] = {}
     steps: list[tuple[int, float, float]] = []
     for row in rows:
-        for name, spans in row["lanes"].items():
-            found.setdefault(name, []).extend(_Span(*span) for span in spans)
         own = [span for name, spans in row["lanes"].items() if _trains(name) for span in spans]
         if own:
-            steps.append((row["step"], min(s[1] for s in own), max(s[2] for s in own)))
+            step = row["step"], min(s[1] for s in own), max(s[2] for s in own)
+            if steps and step[1] - steps[-1][2] > max(end - begin for _, begin, end in steps):
+                found, steps = {}, []  # a launch before: the pause would leave its steps no room
+            steps.append(step)
+        for name, spans in row["lanes"].items():
+            found.setdefault(name, []).extend(_Span(*span) for span in spans)
     if not steps:
         return None
     begin_s, end_s = steps[0][1], max(end for _, _, end in steps)
-    lanes = _with_states(run, found)
+    lanes = _lanes(run, found)
     return {
         "kind": "lanes",
         "title": "Use of each device",
@@ -72,38 +75,46 @@ def _trains(name: str) -> bool:
     return not name.startswith("engine")
 
 
-def _with_states(run: RunFolder, found: Mapping[str, Sequence[_Span]]) -> dict[str, list[_Span]]:
+def _lanes(run: RunFolder, found: Mapping[str, Sequence[_Span]]) -> dict[str, list[_Span]]:
     trainers = {name: spans for name, spans in found.items() if _trains(name)}
     engines = {name: spans for name, spans in found.items() if not _trains(name)}
+    samples = engines or any(s.state == "generate" for spans in trainers.values() for s in spans)
     waits = "asleep" if run.setting("trainer.enable_sleep") else "wait"
-    lanes: dict[str, list[_Span]] = {}
-    for name, spans in trainers.items():
-        states = _OF_SPANS | {"generate": waits}
-        lanes[name] = [span._replace(state=states.get(span.state, "other")) for span in spans]
+    states = _OF_SPANS | ({"generate": waits, "eval": waits} if samples else {})
+    lanes = {name: _with_states(spans, states, "other") for name, spans in trainers.items()}
     if engines:
-        syncs = [span for span in next(iter(lanes.values())) if span.state == "sync weights"]
-        lanes |= {name: _with_waits([*spans, *syncs]) for name, spans in engines.items()}
-    elif any(span.state == "generate" for spans in trainers.values() for span in spans):
-        rests = "asleep" if run.setting("engine.enable_sleep") else "wait"
-        states = {"generate": "generate", "eval": "generate", "sync": "sync weights"}
-        states |= {"train": rests, "experience": rests}
-        lanes |= {
-            name.replace("trainer", "engine"): [
-                span._replace(state=states.get(span.state, "wait")) for span in spans
+        first = next(iter(trainers.values()))
+        syncs = [span for span in first if span.state == "sync"]
+        evals = [span for span in first if span.state == "eval"]
+        for name, spans in engines.items():
+            told = [
+                span._replace(state="eval") if any(_is_inside(span, e) for e in evals) else span
+                for span in spans
             ]
+            lanes[name] = _with_states([*told, *syncs], _OF_ENGINES, "wait")
+    elif samples:
+        rests = "asleep" if run.setting("engine.enable_sleep") else "wait"
+        states = _OF_ENGINES | {"train": rests, "experience": rests}
+        lanes |= {
+            name.replace("trainer", "engine"): _with_states(spans, states, "wait")
             for name, spans in trainers.items()
             if name.startswith("trainer")
         }
     return lanes
 
 
-def _with_waits(spans: Sequence[_Span]) -> list[_Span]:
-    """In order, with what lies between them."""
+def _is_inside(span: _Span, around: _Span) -> bool:
+    """In the main: what an engine is asked for comes with a delay."""
+    return around.begin_s <= (span.begin_s + span.end_s) / 2 <= around.end_s
+
+
+def _with_states(spans: Sequence[_Span], states: Mapping[str, str], rest: str) -> list[_Span]:
+    """In order; what has no state, and what lies between them, is `rest`."""
     found: list[_Span] = []
     for span in sorted(spans, key=lambda span: span.begin_s):
-        if found and span.begin_s > found[-1].end_s:
-            found.append(_Span("wait", found[-1].end_s, span.begin_s))
-        found.append(span)
+        if found and span.begin_s - found[-1].end_s > _SEAM_S:
+            found.append(_Span(rest, found[-1].end_s, span.begin_s))
+        found.append(span._replace(state=states.get(span.state, rest)))
     return found
 
 
