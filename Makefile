@@ -47,7 +47,7 @@ test-failed: $(VENV)/.installed-dev
 	@$(PYTEST) --last-failed --last-failed-no-failures none
 
 test-vllm: $(VLLM_VENV)/.installed
-	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/rollout/test_vllm.py
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/rollout/test_vllm.py tests/rollout/test_vllm_experts.py
 
 mutants: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.mutants.run --only "$(ONLY)" --area "$(AREA)" --jobs $(or $(JOBS),1)

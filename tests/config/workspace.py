@@ -30,6 +30,13 @@ OTHERS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "glm4": {"model_type": "glm4"},
     "gpt2": {"model_type": "gpt2", "hidden_size": None},
     "quantised": {"quantization_config": {"quant_method": "awq"}},

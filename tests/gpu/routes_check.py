@@ -1,6 +1,6 @@
 """Routing replay on a GPU: what graphs and kernels record, what it mends, what it costs.
 
-python -m tests.gpu.routes_check [SECTION ...] [--seconds N]
+python -m tests.gpu.routes_check [SECTION ...] [--seconds N] [--backend vllm]
 
 replay     choices of a trainer that differ from those recorded, and log-probabilities, of four
            layers of Qwen3-30B-A3B in bfloat16, with replay and without
@@ -9,6 +9,7 @@ time       tokens/s of the engine, of sequences that end all the time, with reco
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from functools import partial
@@ -19,7 +20,8 @@ import torch
 from hone.config.engine import EngineConfig
 from hone.engine.engine import EmbeddedEngine
 from hone.models.decoder import alias_module
-from hone.types import Request, SamplingParams
+from hone.rollout.vllm import VLLMEngine
+from hone.types import Engine, Request, SamplingParams
 from tests.gpu.models import build
 from tests.gpu.sections import Run
 from tests.trainer.examples import make_trainer
@@ -29,14 +31,14 @@ SECTIONS = ("replay", "time")
 SHAPE, NUM_LAYERS = "qwen3-30b-a3b", 4
 
 
-def engine_of(model: torch.nn.Module, *, records_routes: bool) -> EmbeddedEngine:
-    return EmbeddedEngine(
-        alias_module(model),
-        EngineConfig(max_num_seqs=256, gpu_memory_utilization=0.4),
-        eos_token_ids=(),
-        max_model_len=1024,
-        records_routes=records_routes,
-    )
+def engine_of(run: Run, model: torch.nn.Module, *, records_routes: bool) -> Engine:
+    cfg = {"max_num_seqs": 256, "backend": run.args.backend}
+    options = {"eos_token_ids": (), "max_model_len": 1024, "records_routes": records_routes}
+    if run.args.backend == "vllm":
+        cfg = EngineConfig(**cfg, kv_cache_gib=8)
+        return VLLMEngine(model, cfg, **options)
+    cfg = EngineConfig(**cfg, gpu_memory_utilization=0.4)
+    return EmbeddedEngine(alias_module(model), cfg, **options)
 
 
 def requests_of(number: int, *, shortest: int, longest: int) -> list[Request]:
@@ -54,7 +56,7 @@ def requests_of(number: int, *, shortest: int, longest: int) -> list[Request]:
 def replay(run: Run) -> None:
     model = build(SHAPE, num_layers=NUM_LAYERS)
     requests = requests_of(64, shortest=20, longest=60)
-    rows = rows_of(requests, complete(engine_of(model, records_routes=True), requests))
+    rows = rows_of(requests, complete(engine_of(run, model, records_routes=True), requests))
     recorded = torch.cat([row.column("routes") for row in rows]).long()
     sampled = torch.cat([row.column("logprobs/engine") for row in rows])
     run.row("", "others", "mean |dlogp|", "largest")
@@ -84,7 +86,7 @@ def time_engine(run: Run) -> None:
     requests = requests_of(1024, shortest=64, longest=512)
     run.row("tokens/s", "first", "second")
     for records in (False, True):
-        engine, found = engine_of(model, records_routes=records), []
+        engine, found = engine_of(run, model, records_routes=records), []
         for _ in range(2):
             started = perf_counter()
             done = complete(engine, requests)
@@ -93,8 +95,12 @@ def time_engine(run: Run) -> None:
         del engine
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="embedded", choices=["embedded", "vllm"])
+
+
 def main() -> None:
-    run = Run(__doc__, SECTIONS, seconds=240)
+    run = Run(__doc__, SECTIONS, seconds=240, add_flags=add_flags)
     run.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     work = (replay, time_engine)
     sys.exit(run.go({name: partial(part, run) for name, part in zip(SECTIONS, work, strict=True)}))

@@ -15,6 +15,7 @@ process, without a step in flight. Exits with 1 where a check fails.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -78,6 +79,10 @@ class Checks:
         self.tp = TensorParallel.from_environment(own.world_size, torch.device(device))
         if self.device == "cuda":
             make_model_folder(folder, run.args.shape)
+            if run.args.layers:
+                file = folder / "config.json"
+                config = json.loads(file.read_text(encoding="utf-8"))
+                file.write_text(json.dumps(config | {"num_hidden_layers": run.args.layers}))
         else:
             make_tiny_model(folder, weights=False, max_position_embeddings=512)
         cfg = ModelConfig(path=str(folder), init="random")
@@ -176,7 +181,10 @@ class Checks:
         requests = self.requests(32, group=8, num_prompt=150, max_tokens=64)
         k3 = self.k3(requests, finish(self.engine, requests))
         self.run.check("planted: not synced, k3", k3 > 2 * MAX_K3["cuda"], k3)
-        victim = "model.layers.1.mlp.up_proj.weight"
+        mlp = "model.layers.1.mlp"
+        names = dict(export_weights(self.model))
+        victims = (f"{mlp}.up_proj.weight", f"{mlp}.experts.gate_up_proj")
+        (victim,) = (name for name in victims if name in names)
         try:
             WeightSync(Source(self.model, victim), self.engine).push(99)
             self.run.check("planted: one tensor is never sent", False)
@@ -305,6 +313,7 @@ def finish(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="qwen3-1.7b", choices=list(SHAPES))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--layers", type=int, default=0, help="so many of the model's")
 
 
 if __name__ == "__main__":

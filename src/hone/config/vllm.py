@@ -13,6 +13,7 @@ __all__ = [
     "OLDEST",
     "TOO_NEW",
     "VERSIONS",
+    "VLLM_EXPERTS",
     "cpu_head_dims",
     "is_served",
     "undivided",
@@ -23,6 +24,10 @@ LOWEST_TEMPERATURE = 0.01
 OLDEST, TOO_NEW = (0, 24), (0, 33)
 """Versions that are served: from the first, below the second."""
 VERSIONS = f"from {'.'.join(map(str, OLDEST))}, below {'.'.join(map(str, TOO_NEW))},"
+
+
+VLLM_EXPERTS = ("qwen3_moe",)
+"""Families with experts whose weights a sync finds in vLLM."""
 
 
 def is_served(version: str) -> bool:

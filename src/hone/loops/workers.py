@@ -94,6 +94,7 @@ def make_engine(
     eos = eos_token_ids(model, tokenizer)
     longest = cfg.data.max_prompt_tokens + cfg.max_completion_tokens
     max_model_len = min(longest, context_length(model.config))
+    records_routes = isinstance(cfg, RLConfig) and cfg.algorithm.routing_replay
     engine: VLLMEngine | EmbeddedEngine
     if cfg.engine.backend == "vllm":
         engine = VLLMEngine(
@@ -104,6 +105,7 @@ def make_engine(
             max_model_len=max_model_len,
             device=device,
             tensor_parallel=tensor_parallel,
+            records_routes=records_routes,
         )
     else:
         engine = EmbeddedEngine(
@@ -115,7 +117,7 @@ def make_engine(
             owns_weights=owns_weights,
             tensor_parallel=tensor_parallel,
             exact=cfg.model.exact,
-            records_routes=isinstance(cfg, RLConfig) and cfg.algorithm.routing_replay,
+            records_routes=records_routes,
         )
     if isinstance(cfg, RLConfig) and cfg.profile.rollout.steps:
         engine.tracer = EngineTracer(

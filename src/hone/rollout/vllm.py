@@ -23,15 +23,18 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.engine import EngineConfig
 from hone.config.vllm import LOWEST_TEMPERATURE
 from hone.engine.base import EngineBase, EngineState
 from hone.engine.sequence import Sequence
+from hone.families.registry import spec_of
 from hone.models.manifest import build_manifest, export_weights
+from hone.models.routes import route_dtype
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout.vllm_setup import make_vllm
 from hone.rollout.vllm_weights import VLLMWeights, check_reads_weights
@@ -50,7 +53,8 @@ class VLLMEngine(EngineBase):
     serves stop strings alone. `max_model_len`, in tokens, is the model's context length by default.
 
     With `engine.enable_sleep` on a GPU, `sleep` frees the KV cache and moves the weights to the
-    host. On a CPU vLLM frees nothing.
+    host. On a CPU vLLM frees nothing. With `records_routes` completions tell which experts each
+    token passed; that takes host memory, a byte for each token of the KV cache, layer and choice.
 
     Draws are from the same distributions as the embedded engine's, but other draws. A sequence that
     is resumed, or that runs out of cache and is queued again, draws differently from there on than
@@ -76,6 +80,7 @@ class VLLMEngine(EngineBase):
         max_model_len: int | None = None,
         device: torch.device | None = None,
         tensor_parallel: TensorParallel | None = None,
+        records_routes: bool = False,
     ) -> None:
         device = device or model.device
         tp = tensor_parallel or TensorParallel(rank=0, size=1, device=device)
@@ -88,8 +93,14 @@ class VLLMEngine(EngineBase):
             tensor_parallel=tp,
         )
         self._vllm, self._llm = make_vllm(
-            model, cfg, device=device, max_model_len=self.max_model_len, tp=tp
+            model,
+            cfg,
+            device=device,
+            max_model_len=self.max_model_len,
+            tp=tp,
+            records_routes=records_routes,
         )
+        self._routes = _Routes(model.config, self._llm) if records_routes else None
         self._caches_prefixes = cfg.enable_prefix_caching
         self._frees_memory = cfg.enable_sleep
         self._on_cpu = device.type == "cpu"
@@ -157,6 +168,8 @@ class VLLMEngine(EngineBase):
                 continue
             reason = self._append(sequence, output)
             if reason is not None:
+                if self._routes is not None:
+                    self._routes.take(output.request_id, sequence, output)
                 finished.append(sequence.completion(reason))
                 if not output.finished:
                     excess.append(output.request_id)
@@ -267,7 +280,7 @@ class VLLMEngine(EngineBase):
             if self._caches_prefixes:
                 # Part of a cached block's name: what older weights computed is not found any more.
                 prompt["cache_salt"] = str(self._num_syncs)
-            self._llm.add_request(
+            own_key = self._llm.add_request(
                 key,
                 prompt,
                 self._sampling_params(sequence),
@@ -276,6 +289,8 @@ class VLLMEngine(EngineBase):
             )
             self._keys[sequence.request.id] = key
             self._by_key[key] = sequence
+            if self._routes is not None:
+                self._routes.begin(key, own_key)
             sequence.is_decoding = False
 
     def _sampling_params(self, sequence: Sequence) -> Any:
@@ -298,7 +313,9 @@ class VLLMEngine(EngineBase):
     def _take_back(self, sequences: Iterable[Sequence]) -> None:
         keys = [self._keys.pop(s.request.id) for s in sequences if s.request.id in self._keys]
         for key in keys:
-            del self._by_key[key]
+            sequence = self._by_key.pop(key)
+            if self._routes is not None:
+                self._routes.take(key, sequence)
         self._withdraw(keys)
 
     def _withdraw(self, keys: Iterable[str]) -> None:
@@ -381,6 +398,43 @@ class VLLMEngine(EngineBase):
         if self.state is EngineState.SYNCING and self._lacks_weights:
             hint = " and has no weights yet, or none since it slept: deliver them by a sync"
         super()._require(*states, call=call, hint=hint)
+
+
+class _Routes:
+    """The experts that vLLM's tokens pass: with each token it draws, vLLM says what the one before
+    passed, and with the first what the prompt did."""
+
+    def __init__(self, config: PreTrainedConfig, llm: Any) -> None:
+        spec = spec_of(config.model_type)
+        self._layers = list(spec.expert_layers(config.to_dict()))
+        num_experts: int = config.num_experts
+        self._dtype = str(route_dtype(num_experts)).removeprefix("torch.")
+        self._states: dict[str, Any] = llm.output_processor.request_states
+        self._own_keys: dict[str, str] = {}
+        """vLLM's own name for a request."""
+
+    def begin(self, key: str, own_key: str) -> None:
+        self._own_keys[key] = own_key
+
+    def take(self, key: str, sequence: Sequence, output: Any = None) -> None:
+        """Give `sequence` the routes of all its tokens but the last, before vLLM forgets them:
+        those of tokens that it had when it was handed over stay what sampled the others."""
+        state = self._states.get(self._own_keys.pop(key))
+        if state is not None:
+            parts = state.routed_experts_chunks
+        else:  # it has just finished
+            parts = [] if output is None else [output.outputs[0].routed_experts]
+        if not parts and output is None:  # no token has been drawn
+            return
+        told = sum(len(part) for part in parts if part is not None)
+        if told != len(sequence.token_ids) - 1:
+            raise RuntimeError(
+                f"vLLM told the experts of {told} tokens of request {sequence.request.id!r}, which "
+                f"has {len(sequence.token_ids)} and should have them of all but the last"
+            )
+        found = np.concatenate(parts)[:, self._layers].astype(self._dtype)
+        had = sequence.routes
+        sequence.routes = found if had is None else np.concatenate([had, found[len(had) :]])
 
 
 @dataclass(slots=True)

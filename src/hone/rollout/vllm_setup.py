@@ -29,6 +29,7 @@ from hone.config.errors import UserError
 from hone.config.extras import import_extra
 from hone.config.vllm import VERSIONS, is_served
 from hone.engine.kv_cache import KVCache
+from hone.families.registry import spec_of
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout.vllm_weights import unpacked_weights
 
@@ -39,10 +40,13 @@ _CPU_DEFAULT_BYTES = 1 << 30
 _OPTIONS = (
     "async_scheduling",
     "distributed_executor_backend",
+    "enable_expert_parallel",
+    "enable_return_routed_experts",
     "enable_sleep_mode",
     "generation_config",
     "kv_cache_memory_bytes",
     "logprobs_mode",
+    "moe_backend",
     "scheduling_policy",
     "tensor_parallel_size",
 )
@@ -56,6 +60,7 @@ def make_vllm(
     device: torch.device,
     max_model_len: int,
     tp: TensorParallel,
+    records_routes: bool = False,
 ) -> tuple[Any, Any]:
     """The package, and a `vllm.LLMEngine` on `device` with weights of no meaning.
 
@@ -70,7 +75,9 @@ def make_vllm(
     vllm = import_vllm(device)
     if device.type == "cpu":
         _check_head_dim(model.config)
+        _check_no_experts(model.config)
     options = _options(model, cfg, device, max_model_len, tp)
+    options["enable_return_routed_experts"] = records_routes
     return vllm, _make(vllm, model.config, options, on_cpu=device.type == "cpu")
 
 
@@ -120,6 +127,19 @@ def _check_head_dim(config: PreTrainedConfig) -> None:
         )
 
 
+def _has_experts(config: PreTrainedConfig) -> bool:
+    return spec_of(config.model_type).experts is not None
+
+
+def _check_no_experts(config: PreTrainedConfig) -> None:
+    """Raise UserError where vLLM would compute with copies that a sync does not reach."""
+    if _has_experts(config):
+        raise UserError(
+            f"the model ({config.model_type}) has experts, whose weights vLLM packs on a CPU. Set "
+            "engine.backend=embedded."
+        )
+
+
 def _options(
     model: PreTrainedModel,
     cfg: EngineConfig,
@@ -145,8 +165,12 @@ def _options(
         "disable_log_stats": False,
         "seed": 0,
         "tensor_parallel_size": tp.size,
+        # Ranks of a mixture of experts hold whole experts, as those of the embedded engine do.
+        "enable_expert_parallel": tp.size > 1 and _has_experts(model.config),
     }
     if device.type == "cuda":
+        if _has_experts(model.config):
+            options["moe_backend"] = "triton"  # others arrange weights in ways of their own
         options["enable_sleep_mode"] = cfg.enable_sleep
         options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
         if cfg.kv_cache_gib is not None:

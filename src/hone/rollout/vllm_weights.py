@@ -7,6 +7,7 @@ of everything else, a rank of several holds its part:
     k, v                 the same; with more ranks than key heads, several ranks hold the same rows
     o, down              columns
     embedding, head      rows, the vocabulary, with padding behind the last
+    experts              whole ones, the first rank the first; gate and up of each in one tensor
     the rest             whole on every rank
 """
 
@@ -23,6 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ["VLLMWeights", "check_reads_weights", "unpacked_weights"]
+
+
+_EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
+"""Of all experts of a layer in one tensor, vLLM's name and transformers'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,10 @@ class VLLMWeights:
             path, _, leaf = name.rpartition(".")
             parent, _, last = path.rpartition(".")
             module, tensor = self._model.get_submodule(path), parameter.detach()
+            if ".experts." in name:
+                if leaf in _EXPERTS:
+                    yield f"{parent}.{_EXPERTS[leaf]}", tensor, _own_experts(module)
+                continue  # what computes them holds their router as well
             if last in packed:
                 pieces = zip(packed[last], self._pieces(module, tensor), strict=True)
                 for own, (view, part) in pieces:
@@ -107,6 +116,11 @@ class VLLMWeights:
         if isinstance(module, self._linear.RowParallelLinear) and leaf == "weight":
             return tensor, _part(1, tensor.shape[1], module.tp_rank, module.tp_size)
         return tensor, None
+
+
+def _own_experts(module: Any) -> _Part | None:
+    num_all, own = module.global_num_experts, module.local_num_experts
+    return _part(0, own, module.moe_config.moe_parallel_config.ep_rank, num_all // own)
 
 
 def _rows(module: Any, view: Tensor, *, replicas: int = 1) -> _Part | None:

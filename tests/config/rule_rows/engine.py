@@ -59,7 +59,11 @@ ROWS: list[Row] = [
     # models that nothing can run, or not so
     ("rl", "model.path=glm4 model.exact=true", "error", "model.exact model.path"),
     ("rl", "model.path=impossible", "error", "model.path"),
-    ("rl", "model.path=qwen3_moe engine.backend=vllm", "error", "engine.backend model.path"),
+    ("rl", "model.path=qwen3_moe engine.backend=vllm run.device=cpu", "error",
+     "engine.backend run.device model.path"),
+    ("rl", "model.path=qwen3_moe engine.backend=vllm", "warning",
+     "engine.backend model.path algorithm.routing_replay"),
+    ("rl", "model.path=glm4_moe engine.backend=vllm", "error", "engine.backend model.path"),
     ("rl", "model.path=qwen3_moe model.exact=true", "error", "model.exact model.path"),
     ("generate", "model.path=glm4 engine.tensor_parallel_size=2", "error",
      "engine.tensor_parallel_size model.path"),

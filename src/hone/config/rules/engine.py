@@ -5,7 +5,7 @@ from __future__ import annotations
 from hone.config.model_facts import EXACT_ALIGNMENT, EXACT_HEAD_DIMS
 from hone.config.rules.facts import DIVIDED, FUSED
 from hone.config.rules.rule import error, excludes, needs, unused, warning
-from hone.config.vllm import LOWEST_TEMPERATURE, VERSIONS
+from hone.config.vllm import LOWEST_TEMPERATURE, VERSIONS, VLLM_EXPERTS
 
 __all__ = ["RULES"]
 
@@ -103,10 +103,20 @@ _EXACT = (
 )  # fmt: skip
 
 _ON_VLLM = (
-    error(_VLLM, "@has_experts", only=("rl",),
-          says="engine.backend is vllm, and {the_model} has experts",
-          why="it routes a token by other kernels than the trainer, and routes are not replayed",
+    error(_VLLM, "run.device = cpu", "@has_experts", only=_RUNS,
+          says="engine.backend is vllm, run.device is cpu, and {the_model} has experts",
+          why="on a CPU vLLM packs the weights of experts, and a sync would not reach these copies",
           fix=f"{_BACKEND} = embedded"),
+    error(_VLLM, "not @has_vllm_experts", only=_RUNS,
+          says="engine.backend is vllm, and {the_model} has experts and is of the family {family}",
+          why=f"of models with experts vLLM serves {', '.join(VLLM_EXPERTS)} here",
+          fix=f"{_BACKEND} = embedded"),
+    warning(_VLLM, "@has_experts", "not algorithm.routing_replay", only=("rl",),
+            says="engine.backend is vllm, {the_model} has experts, and algorithm.routing_replay is "
+            "off",
+            why="vLLM chooses experts by other kernels than the trainer, and the two send some "
+            "tokens to different ones",
+            fix="algorithm.routing_replay = true"),
     needs("vllm", _VLLM, by="engine.backend=vllm", instead=f"{_BACKEND} = embedded", only=_RUNS),
     error(_VLLM, "@vllm_version_not_served", only=_RUNS,
           says=f"{_BACKEND} is vllm, and version {{vllm_version}} is installed",

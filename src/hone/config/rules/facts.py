@@ -431,6 +431,12 @@ def has_experts(view: View) -> bool:
 
 
 @fact
+def has_vllm_experts(view: View) -> bool:
+    """Whether vLLM serves the model's experts, if it has any."""
+    return not has_experts(view) or view.model.family in vllm.VLLM_EXPERTS
+
+
+@fact
 def num_experts(view: View) -> Fact:
     """Of a layer."""
     if view.model.shape is None:
