@@ -16,6 +16,7 @@ from functools import partial
 from time import perf_counter
 
 import torch
+from transformers import PreTrainedModel
 
 from hone.config.engine import EngineConfig
 from hone.engine.engine import EmbeddedEngine
@@ -31,14 +32,12 @@ SECTIONS = ("replay", "time")
 SHAPE, NUM_LAYERS = "qwen3-30b-a3b", 4
 
 
-def engine_of(run: Run, model: torch.nn.Module, *, records_routes: bool) -> Engine:
-    cfg = {"max_num_seqs": 256, "backend": run.args.backend}
+def engine_of(run: Run, model: PreTrainedModel, *, records_routes: bool) -> Engine:
+    limits = {"max_num_seqs": 256, "gpu_memory_utilization": 0.4}
     options = {"eos_token_ids": (), "max_model_len": 1024, "records_routes": records_routes}
     if run.args.backend == "vllm":
-        cfg = EngineConfig(**cfg, kv_cache_gib=8)
-        return VLLMEngine(model, cfg, **options)
-    cfg = EngineConfig(**cfg, gpu_memory_utilization=0.4)
-    return EmbeddedEngine(alias_module(model), cfg, **options)
+        return VLLMEngine(model, EngineConfig(**limits, backend="vllm", kv_cache_gib=8), **options)
+    return EmbeddedEngine(alias_module(model), EngineConfig(**limits), **options)
 
 
 def requests_of(number: int, *, shortest: int, longest: int) -> list[Request]:
