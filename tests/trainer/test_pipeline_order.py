@@ -37,7 +37,8 @@ class Work:
 
 
 class Wires:
-    """`torch.distributed` between threads: messages of a group between two ranks, in order."""
+    """`torch.distributed` between threads: messages of a group between two ranks, in order, and
+    those of a rank in a group one after the other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
