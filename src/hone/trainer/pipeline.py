@@ -7,30 +7,29 @@ log-probabilities are the last stage's. Micro-batches follow each other as 1F1B 
 (PipeDream-Flush, Narayanan et al., arXiv:2006.09503): of S stages, stage s is at most S - s forward
 passes ahead of backward. `timetable` for S = 3, with four micro-batches:
 
-    stage 0   F0 F1 F2 .. .. B0 F3 .. B1 .. B2 .. B3
-    stage 1   .. F0 F1 .. B0 F2 B1 F3 .. B2 .. B3
-    stage 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3
+    stage 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+    stage 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
+    stage 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
 With V `virtual_stages` a process holds V groups of layers, dealt out in turn, and a micro-batch
 passes all processes V times (interleaved 1F1B, Narayanan et al., arXiv:2104.04473, section 2.2).
-Each takes S micro-batches through one group, then through the next. The first and the last of them
-take a V-th of the time, and so does waiting for them. S = 2, V = 2, groups 0 and 2 in the first
-process, 1 and 3 in the second, four micro-batches, a group and a micro-batch in each place:
+Each takes a round of S micro-batches or a few more through one group, then through the next. A pass
+takes a V-th of the time, and so does waiting for the first and the last. S = 2, V = 2, groups 0 and
+2 in the first process, 1 and 3 in the second; F20 is forward of micro-batch 0 through group 2:
 
-DIAGRAM
+    stage 0   F00 F01 F20 F21 F02 B20 F03 B21 F22 B00 F23 B01 ... B22 ... B23 B02 B03
+    stage 1   ... F10 F11 F30 B30 F31 B31 F12 B10 F13 B11 F32 B32 F33 B33 B12 B13 ...
 
-A timetable is what all processes agree on: each makes the same one, and works off its own row. What
-a pass makes is asked for by the process that it goes to, at the same time in the table as it is
-sent. So a process that has done its passes up to some time needs nothing more of the others than
-theirs up to that time; they never wait for each other in a circle, whatever holds up whatever. On a
-GPU, what has been asked for and has not come holds up all that waits for the whole device, as the
-first launch of a kernel and the release of memory do.
+All processes make the same timetable, and each works off its own row. What a pass makes is sent and
+asked for behind the passes of that time, before those of the next. So no pass waits for another of
+the same time or a later one, and processes never wait for each other in a circle, not even where
+all that was asked for has to come first. On a GPU it has to for what waits for the whole device, as
+the first launch of a kernel and the release of memory do.
 
 All stages have the same micro-batches, so what travels has a shape that both sides know: a rank of
 the tensor and context axes sends its share of the tokens to the rank of the next stage that has the
-same. Hidden states and their gradients have a group each, and so have those that go from the last
-process to the first: in one, a stage that sends both and one that receives both would wait for each
-other.
+same. Hidden states and their gradients have a process group each, and so have those that go round
+from the last process to the first: in one, processes that send to each other would both wait.
 
 A tied embedding lies in the first and in the last stage, which add up their gradients of it.
 
@@ -313,15 +312,16 @@ class Pipeline:
     def _exchange(
         self, now: Sequence[Pass | None], leaving: Tensor | None, batches: Sequence[MicroBatch]
     ) -> None:
-        """Ask for what the passes of this time send here, and send what leaves this stage."""
+        """Send what the pass of this stage goes on to another with, and ask for what those of
+        others do here. Sending comes first: it does not wait for what comes."""
+        own = now[self._stage]
+        if own is not None and own.after.group in self._groups:
+            assert leaving is not None
+            self._send(leaving, *self._link(own, own.after.group % self._num_stages))
         for sender, done in enumerate(now):
             if done is None or done.after.group not in self._groups:
                 continue
-            receiver = done.after.group % self._num_stages
-            if sender == self._stage:
-                assert leaving is not None
-                self._send(leaving, *self._link(done, receiver))
-            elif receiver == self._stage:
+            if done.after.group % self._num_stages == self._stage:
                 group, rank = self._link(done, sender)
                 self._arriving[done.after] = self._ask(batches[done.batch], group, rank)
 
