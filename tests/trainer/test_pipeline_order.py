@@ -86,9 +86,7 @@ def on_threads(num_stages, virtual_stages, work):
     """What `work(pipeline, run, wait_for_device)` returns in each stage, and the factors by which
     groups of layers multiply what enters them."""
     wires = Wires()
-    weights = [
-        torch.full((), 2.0, requires_grad=True) for _ in range(num_stages * virtual_stages)
-    ]
+    weights = [torch.full((), 2.0, requires_grad=True) for _ in range(num_stages * virtual_stages)]
 
     def stage(rank: int) -> Any:
         last = num_stages - 1
@@ -228,8 +226,12 @@ def test_planted_gradients_that_are_asked_for_a_pass_ahead_are_seen(monkeypatch)
         times = self._timetable(num_batches, with_backward=True)
         number = self.__dict__.get("number", 0)
         self.number = number + 1
-        exchange(self, [each if s == self._stage else None for s, each in enumerate(now)], leaving,
-                 batches)
+        exchange(
+            self,
+            [each if s == self._stage else None for s, each in enumerate(now)],
+            leaving,
+            batches,
+        )
         for coming in times[number + bool(number) : number + 2]:
             others = [None if s == self._stage else each for s, each in enumerate(coming)]
             exchange(self, others, None, batches)
