@@ -8,7 +8,7 @@ of a whole batch never have to exist. Letters: T packed tokens, N chosen rows, D
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, cast
@@ -115,7 +115,7 @@ def layer_groups(model: PreTrainedModel) -> list[nn.ModuleList]:
 
 
 @contextmanager
-def only_group(model: PreTrainedModel, number: int) -> Iterator[None]:
+def only_group(model: PreTrainedModel, number: int) -> Generator[None]:
     """Inside, `model` runs one of its `layer_groups` alone, and its final norm behind the last
     alone: what does not run gives back what it is given."""
     base: Any = model.base_model

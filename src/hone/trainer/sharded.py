@@ -128,7 +128,7 @@ class ShardedModel:
             _fill(model, source, mesh.device, dtypes)
         self._root = cast(FSDPModule, root)
         self._parts = [cast(FSDPModule, module) for module, _ in modules]
-        self._of_group = [
+        self._of_group: list[list[FSDPModule]] = [
             [module for module in group.modules() if isinstance(module, FSDPModule)]
             for group in layer_groups(model)
         ]

@@ -105,8 +105,8 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
         "trainer.parallel.pipeline_parallel_size": Row("2", "derived", EIGHT, command="check rl"),
         "trainer.parallel.virtual_stages": Row(
             "2",
-            "findings",
-            (*EIGHT, "--trainer.parallel.pipeline_parallel_size=2"),
+            "derived",
+            (*EIGHT, long, "--trainer.parallel.pipeline_parallel_size=2"),
             command="check rl",
         ),
         "trainer.parallel.ulysses_size": Row("2", "derived", EIGHT, command="check rl"),
