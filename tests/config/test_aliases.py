@@ -29,7 +29,7 @@ ROWS = [
     # The name as it is typed, and what the message must contain, in this order.
     ("pipeline_parallel_size", "trainer.parallel.pipeline_parallel_size"),
     ("megatron.pipeline_model_parallel_size", "trainer.parallel.pipeline_parallel_size"),
-    ("virtual_pipeline_model_parallel_size", NOT_YET, "interleave"),
+    ("virtual_pipeline_model_parallel_size", "trainer.parallel.virtual_stages"),
     ("expert_model_parallel_size", "trainer.parallel.expert_parallel_size"),
     ("engine.expert_parallel_size", NOT_YET, "experts"),
     ("context_parallel_size", "trainer.parallel.ring_size", "trainer.parallel.ulysses_size"),

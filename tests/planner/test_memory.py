@@ -296,8 +296,9 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     shape, tokens = public_shape("qwen3-8b"), 1 << 18  # so many that it is the fullest stage
     layer = tokens * shape.hidden_size * 2
 
-    def activations(stages, **settings):
-        cfg = TrainerConfig(recompute="full", parallel={"pipeline_parallel_size": stages})
+    def activations(stages, groups=1, **settings):
+        parallel = {"pipeline_parallel_size": stages, "virtual_stages": groups}
+        cfg = TrainerConfig(recompute="full", parallel=parallel)
         sizes = AxisSizes.of(cfg.parallel, 4)
         found = training_memory(
             shape, cfg, dtype="bfloat16", num_tokens=tokens, sizes=sizes, **settings
@@ -307,6 +308,9 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     assert activations(1) == (36 + 3) * layer
     assert activations(2) == (2 * 18 + 6) * layer
     assert activations(4) == (4 * 9 + 6) * layer
+    assert activations(2, 3) == (6 * 7 + 9) * layer, "of 4 + 3 passes through a third each"
+    assert activations(4, 3) == (3 * 15 + 9) * layer
+    assert activations(4, 3, num_micro_batches=1) == (9 + 9 + 3) * layer
     assert activations(4, num_micro_batches=1) == (9 + 6 + 3) * layer, "the last has the head"
 
 

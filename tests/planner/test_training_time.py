@@ -88,6 +88,14 @@ def test_stages_wait_for_a_micro_batch_each() -> None:
         hidden = min(0.8 * flops / rate / passes, shards / (0.7 * slow_link))
         sent = (sums + shards) / (0.7 * slow_link) - hidden
         assert seconds(plan) == pytest.approx(flops / rate + waited + sent, rel=0.01)
+        groups = plan_of(
+            "qwen3-4b",
+            world_size=8,
+            gpu=gpu,
+            parallel=own | {"virtual_stages": 2},
+            max_tokens_per_microbatch=2048,
+        )
+        assert seconds(plan) - seconds(groups) == pytest.approx(waited / 2, rel=0.01)
 
 
 def test_states_in_fewer_bits_travel_faster() -> None:

@@ -53,16 +53,23 @@ from tests.weights.test_sync import ModuleEngine
 MODEL = {"num_hidden_layers": 5}
 UNTIED = {**MODEL, "tie_word_embeddings": False}
 TWO = {"pipeline_parallel_size": 2}
+GROUPS = TWO | {"virtual_stages": 2}
 TENSOR = TWO | {"tensor_parallel_size": 2}
 OF_TWO = {f"two stages, zero {zero}": TWO | {"zero_stage": zero} for zero in range(4)}
 LAYOUTS = {
-    2: OF_TWO,
+    2: {**OF_TWO, "two groups each": GROUPS | {"zero_stage": 1}},
     4: {
         **OF_TWO,
         "two stages, two copies of shards": TWO | {"zero_stage": 1, "fsdp_size": 1},
         "four stages": {"pipeline_parallel_size": 4, "zero_stage": 1},
         **{
             f"two stages, {axis} 2": TWO | {f"{axis}_size": 2, "zero_stage": zero}
+            for axis, zero in (("tensor_parallel", 1), ("ulysses", 2), ("ring", 3))
+        },
+        **{f"two groups each, zero {zero}": GROUPS | {"zero_stage": zero} for zero in range(4)},
+        "two groups each, two copies of shards": GROUPS | {"zero_stage": 2, "fsdp_size": 1},
+        **{
+            f"two groups each, {axis} 2": GROUPS | {f"{axis}_size": 2, "zero_stage": zero}
             for axis, zero in (("tensor_parallel", 1), ("ulysses", 2), ("ring", 3))
         },
     },
@@ -86,8 +93,11 @@ def cases():
     for mode in ("full", "selective", "uniform:2", "block:2"):
         settings = {**ONE_ROW, "recompute": mode, "parallel": parallel}
         yield f"recompute {mode}", MODEL, plain, many, settings
+    settings = {**ONE_ROW, "recompute": "uniform:2", "parallel": GROUPS}
+    yield "two groups each, recompute uniform:2", MODEL, plain, many, settings
     if dist.get_world_size() == 4:
         yield from cases_of_tensor(plain, many, few)
+        yield from cases_of_groups(plain, many, few)
     yield "one micro-batch", MODEL, plain, few, {"parallel": parallel}
     yield (
         "uneven micro-batches",
@@ -137,6 +147,25 @@ def cases_of_tensor(cfg, many, few):
     yield "tensor 2, uneven micro-batches", MODEL, cfg, random_rows(7, seed=5), settings
     settings = {**ONE_ROW, "offload": "optimizer", "parallel": parallel}
     yield "tensor 2, moments on the host", MODEL, cfg, many, settings
+
+
+def cases_of_groups(cfg, many, few):
+    """Stages of two groups of layers."""
+    parallel = {"parallel": GROUPS | {"zero_stage": 1}}
+    yield "two groups each, untied", UNTIED, cfg, many, {"micro_batch_size": 2, **parallel}
+    yield "two groups each, one micro-batch", MODEL, cfg, few, parallel
+    settings = {"max_tokens_per_microbatch": 60, "parallel": GROUPS | {"zero_stage": 3}}
+    yield "two groups each, uneven micro-batches", MODEL, cfg, random_rows(7, seed=7), settings
+    for mode in ("full", "selective", "block:1"):
+        settings = {**ONE_ROW, "recompute": mode, **parallel}
+        yield f"two groups each, recompute {mode}", MODEL, cfg, many, settings
+    settings = {**ONE_ROW, "offload": "optimizer", **parallel}
+    yield "two groups each, moments on the host", MODEL, cfg, many, settings
+    deeper = {**UNTIED, "num_hidden_layers": 9}
+    of_four = {"pipeline_parallel_size": 4, "virtual_stages": 2}
+    yield "four stages of two groups", deeper, cfg, many, {**ONE_ROW, "parallel": of_four}
+    three = {**ONE_ROW, "parallel": TWO | {"virtual_stages": 3}}
+    yield "three groups each", deeper, cfg, many, three
 
 
 def layouts():
@@ -195,15 +224,16 @@ def scores():
         ("critic", value_model, frozenset({"values"})),
     ):
         per_mesh = []
-        for mesh in (None, on_mesh(stages())):
+        for mesh in (None, on_mesh(stages()), on_mesh(GROUPS)):
             trainer = make_trainer(model(), mesh=mesh, micro_batch_size=2)
             per_mesh.append(trainer.outputs(rows, outputs))
         for output in sorted(outputs):
-            alone, staged = (torch.cat([of[output] for of in each]) for each in per_mesh)
-            found[f"{name} {output}"] = [
-                float((alone - staged).abs().max()),
-                str(staged.dtype) == str(alone.dtype),
-            ]
+            alone, *staged = (torch.cat([of[output] for of in each]) for each in per_mesh)
+            for layout, scored in zip(("stages", "groups"), staged, strict=True):
+                found[f"{name} {output}, {layout}"] = [
+                    float((alone - scored).abs().max()),
+                    str(scored.dtype) == str(alone.dtype),
+                ]
     return found
 
 
@@ -217,9 +247,9 @@ def in_flight():
         order.append("F")
         return run(*args)
 
-    def backward(*, is_last):
+    def backward(*, is_last, group):
         order.append("b" if is_last else "B")
-        begin(is_last=is_last)
+        begin(is_last=is_last, group=group)
 
     with (
         patch.object(trainer.model, "_run_stage", forward),
@@ -248,7 +278,9 @@ def round_trip():
         "one stage, then two": (one, two),
         "two stages, shards, then whole": (two, TWO | {"zero_stage": 0}),
     }
+    cases["two groups each, then one stage"] = (GROUPS | one, one)
     if dist.get_world_size() == 4:
+        cases["two stages, then two groups each"] = (two, GROUPS)
         cases["four stages, then two"] = ({"pipeline_parallel_size": 4}, two)
         cases["two stages of tensor 2, then one"] = (TENSOR, one)
         cases["tensor 2, then two stages of it"] = ({"tensor_parallel_size": 2}, TENSOR)
@@ -297,12 +329,13 @@ def delivered():
     narrow = torch.bfloat16 if dist.get_world_size() == 2 else torch.float32
     found = {}
     with TemporaryDirectory() as own_folder:
-        for name, fields, dtype in (
-            ("tied", MODEL, torch.float32),
-            ("untied", UNTIED, narrow),
+        for name, fields, dtype, parallel in (
+            ("tied", MODEL, torch.float32, stages()),
+            ("untied", UNTIED, narrow, stages()),
+            ("groups", MODEL, torch.float32, GROUPS),
         ):
             alone = make_trainer(tiny_model(dtype=dtype, **fields), **ONE_ROW, **STEP)
-            mesh = on_mesh(stages())
+            mesh = on_mesh(parallel)
             trainer = make_trainer(tiny_model(dtype=dtype, **fields), mesh=mesh, **ONE_ROW, **STEP)
             for each in (alone, trainer):
                 each.update(random_rows(6))
@@ -349,7 +382,7 @@ def deferred():
     with torch.device("meta"):
         empty = tiny_model(**MODEL)
     defer(empty, Source())
-    trainer = make_trainer(empty, mesh=on_mesh(stages()))
+    trainer = make_trainer(empty, mesh=on_mesh(GROUPS))
     expected = dict(whole_model.named_parameters())
     return {
         "read": sorted(read) == sorted(trainer.policy.masters),
@@ -363,8 +396,8 @@ def planted():
     """The worst difference with each fault of a stage."""
     send, num_copies = Pipeline._send, BasePolicy._num_copies
 
-    def swapped(self, tensor, axis, receiver):
-        send(self, tensor.flip(1), axis, receiver)
+    def swapped(self, tensor, group, receiver):
+        send(self, tensor.flip(1), group, receiver)
 
     bugs = {
         "nothing": nullcontext(),
@@ -379,7 +412,7 @@ def planted():
         "norm of the own stage": patch.object(BasePolicy, "_add_up", lambda self, values: None),
         "tokens in another order": patch.object(Pipeline, "_send", swapped),
         "stages hold the first layers": patch.object(
-            pipeline, "stage_layers", lambda layers, stages: [range(3), range(1, 5)]
+            pipeline, "stage_layers", lambda *_: [[range(3)], [range(1, 5)]]
         ),
     }
     cfg = AlgorithmConfig()

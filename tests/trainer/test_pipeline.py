@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -77,7 +79,8 @@ def test_each_stage_holds_its_layers(ranks, world):
         for layout, (names, share) in rank["parts_held"].items():
             sizes = AxisSizes.of(ParallelConfig(**LAYOUTS[world][layout]), world)
             stage = number // (world // sizes.pipeline)
-            own = stage_layers(MODEL["num_hidden_layers"], sizes.pipeline)[stage]
+            layers = MODEL["num_hidden_layers"], sizes.pipeline, sizes.virtual_stages
+            own = chain(*stage_layers(*layers)[stage])
             held = {int(name.split(".")[2]) for name in names if ".layers." in name}
             assert held == set(own), layout
             is_end = stage in {0, sizes.pipeline - 1}
@@ -119,9 +122,10 @@ def test_R8_planted_bugs_are_caught(ranks):
 
 
 def test_layers_are_dealt_out_in_order():
-    assert stage_layers(5, 2) == [range(3), range(3, 5)]
-    assert stage_layers(8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    assert [len(own) for own in stage_layers(80, 3)] == [27, 27, 26]
+    assert stage_layers(5, 2) == [[range(3)], [range(3, 5)]]
+    assert stage_layers(8, 4) == [[range(2)], [range(2, 4)], [range(4, 6)], [range(6, 8)]]
+    assert [len(own) for (own,) in stage_layers(80, 3)] == [27, 27, 26]
+    assert stage_layers(9, 2, 2) == [[range(3), range(5, 7)], [range(3, 5), range(7, 9)]]
 
 
 def test_one_stage_leaves_the_model_as_it_is():

@@ -11,7 +11,14 @@ from pydantic import Field
 from hone.config.base import Section
 from hone.config.errors import UserError
 
-__all__ = ["AxisSizes", "ParallelConfig", "stage_layers", "ulysses_problem"]
+__all__ = [
+    "AxisSizes",
+    "ParallelConfig",
+    "passes_in_flight",
+    "rounds",
+    "stage_layers",
+    "ulysses_problem",
+]
 
 
 class ParallelConfig(Section):
@@ -31,6 +38,11 @@ class ParallelConfig(Section):
 
     pipeline_parallel_size: int = Field(default=1, ge=1)
     """Processes that each hold neighbouring layers, a stage, and pass hidden states on (1F1B)."""
+
+    virtual_stages: int = Field(default=1, ge=1)
+    """Groups of neighbouring layers that each stage holds, dealt out in turn: micro-batches pass
+    all stages once a group (interleaved 1F1B). With V of them stages wait a V-th of the time, keep
+    more activations, and send V times as much."""
 
     expert_parallel_size: int = Field(default=1, ge=1)
     """Processes, among those that share or copy shards, that each hold some of every layer's
@@ -65,6 +77,7 @@ class ParallelConfig(Section):
             update={
                 "zero_stage": 3,
                 "pipeline_parallel_size": 1,
+                "virtual_stages": 1,
                 "ring_size": self.reference_ring_size or self.ring_size,
                 "ulysses_size": self.reference_ulysses_size or self.ulysses_size,
             }
@@ -85,6 +98,8 @@ class AxisSizes:
     """Neighbours, among those of data and context, that divide the experts."""
     pipeline: int = 1
     """Stages of layers."""
+    virtual_stages: int = 1
+    """Groups of neighbouring layers that each stage holds: no axis, but it says which layers."""
 
     @classmethod
     def of(cls, cfg: ParallelConfig, world_size: int | None = None) -> AxisSizes:
@@ -123,7 +138,16 @@ class AxisSizes:
                 "share shards or be a multiple of them. Change it, fsdp_size or the number of "
                 "processes."
             )
-        return cls(world // replica, cfg.ring_size, cfg.ulysses_size, tensor, fsdp, expert, stages)
+        return cls(
+            data=world // replica,
+            ring=cfg.ring_size,
+            ulysses=cfg.ulysses_size,
+            tensor=tensor,
+            fsdp=fsdp,
+            expert=expert,
+            pipeline=stages,
+            virtual_stages=cfg.virtual_stages,
+        )
 
     @property
     def world(self) -> int:
@@ -141,12 +165,39 @@ class AxisSizes:
         return self.ring * self.ulysses
 
 
-def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Layers of each stage; where they do not come out even the first have one more each, since the
-    last also computes the head."""
-    each, left = divmod(num_layers, num_stages)
-    starts = [stage * each + min(stage, left) for stage in range(num_stages + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
+def stage_layers(num_layers: int, num_stages: int, virtual_stages: int = 1) -> list[list[range]]:
+    """The groups of layers of each stage. Groups are dealt out in turn: all stages get their first,
+    then their second. Where layers do not come out even the first groups have one more each, since
+    the last also computes the head."""
+    num_groups = num_stages * virtual_stages
+    each, left = divmod(num_layers, num_groups)
+    starts = [group * each + min(group, left) for group in range(num_groups + 1)]
+    groups = [range(start, stop) for start, stop in pairwise(starts)]
+    return [groups[stage::num_stages] for stage in range(num_stages)]
+
+
+def rounds(num_batches: int, num_stages: int) -> list[range]:
+    """The micro-batches of a step in the rounds in which they go through one group of layers before
+    the next: S or a few more, since with fewer than S stages would wait for what goes round."""
+    sizes = stage_layers(num_batches, max(num_batches // num_stages, 1))
+    return [only for (only,) in sizes]
+
+
+def passes_in_flight(
+    stage: int, num_stages: int, virtual_stages: int = 1, *, num_batches: int
+) -> int:
+    """Most forward passes of a stage, each through one of its groups, whose backward is still to
+    come.
+
+    With one group so many that it goes on while the first is on its way to the last stage. With
+    several so many that it goes on while the first comes back as well, after a round through all
+    groups but the last.
+    """
+    most = num_batches * virtual_stages
+    if virtual_stages == 1:
+        return min(num_stages - stage, most)
+    of_round = len(rounds(num_batches, num_stages)[0])
+    return min((virtual_stages - 1) * of_round + 2 * (num_stages - stage) - 1, most)
 
 
 def ulysses_problem(size: int, num_heads: int, num_kv_heads: int) -> str | None:

@@ -89,8 +89,8 @@ class SFTTrainerConfig(Section):
     """What backward computes again instead of keeping it: `full` all of a decoder layer but its
     input, `selective` also keeps the results of attention, and of matrix products where layers are
     not compiled (a compiled layer recomputes what lies around attention as a whole). `block:N` is
-    `full` for the first N layers, of each pipeline stage. `uniform:N` keeps the input of every N
-    layers, which are computed again together: less is kept, and more exists at a time."""
+    `full` for the first N layers, of each group in a pipeline stage. `uniform:N` keeps the input of
+    every N layers, which are computed again together: less is kept, and more exists at a time."""
 
     recompute_every_n_layers: int = Field(default=1, ge=1)
     """Recompute every n-th layer only."""
@@ -146,8 +146,8 @@ class SFTTrainerConfig(Section):
         return int(number) if number else None
 
     def recomputed_spans(self, num_layers: int) -> Sequence[range]:
-        """Which of so many layers, those of a pipeline stage, are computed again: each span at
-        once, from the input of its first layer."""
+        """Which of so many neighbouring layers are computed again: each span at once, from the
+        input of its first layer."""
         number = self.recompute_number
         if self.recompute == "off":
             return ()

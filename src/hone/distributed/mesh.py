@@ -78,6 +78,11 @@ class Mesh:
     of one group wait for each other."""
     pipeline_ends: Axis = Axis()
     """The first and the last stage; one rank in those between."""
+    pipeline_wrap: Axis = Axis()
+    """As `pipeline_ends`, where stages hold several groups of layers: hidden states that have
+    passed all stages travel from the last to the first."""
+    pipeline_wrap_back: Axis = Axis()
+    """The same again, for gradients of these."""
     fsdp: DeviceMesh | None = None
     """[shard], or [replicate, shard] where shards have copies, of this stage; None with one
     process."""
@@ -163,12 +168,15 @@ class Mesh:
         def along(*dims: int) -> Axis:
             return groups.along(_lines(axes, *dims))
 
-        back = ends = Axis()
+        back = ends = wrap = wrap_back = Axis()
         if stages > 1:
             lines = _lines(axes, 0)
             back = _Groups(timeout).along(lines)
             ends = groups.along(lines[:, [0, -1]])
+            if sizes.virtual_stages > 1:
+                wrap, wrap_back = (_Groups(timeout).along(lines[:, [0, -1]]) for _ in range(2))
             _connect_stages(along(0), back, device)
+            _connect_stages(wrap_back, wrap, device)
         return cls(
             device=device,
             sizes=sizes,
@@ -181,6 +189,8 @@ class Mesh:
             pipeline=along(0),
             pipeline_back=back,
             pipeline_ends=ends,
+            pipeline_wrap=wrap,
+            pipeline_wrap_back=wrap_back,
             fsdp=sharded["shard"] if shards.shape[1] == 1 else sharded["replicate", "shard"],
             tensor_mesh=sharded["tensor"] if sizes.tensor > 1 else None,
             expert_mesh=divided["expert"] if divided is not None else None,
@@ -203,6 +213,7 @@ class Mesh:
         """Every group that this process has collectives in."""
         axes = (self.world, self.data, self.context, self.ring, self.ulysses, self.tensor)
         axes += self.pipeline, self.pipeline_back, self.pipeline_ends
+        axes += self.pipeline_wrap, self.pipeline_wrap_back
         found = {self.control, *(axis.group for axis in axes)}
         for devices in (self.fsdp, self.tensor_mesh, self.expert_fsdp, self.expert_mesh):
             found.update(devices.get_all_groups() if devices is not None else [])
@@ -302,8 +313,9 @@ class Mesh:
 
 
 def _connect_stages(ahead: Axis, back: Axis, device: torch.device) -> None:
-    """Let neighbouring stages connect. NCCL does so at their first message, and holds both up until
-    they have: in a step one may wait for something else of the other by then."""
+    """Let neighbouring stages connect; nothing with one rank. NCCL does so at their first message,
+    and holds both up until they have: in a step one may wait for something else of the other by
+    then."""
     nothing = torch.zeros(1, device=device)
     if ahead.rank > 0:
         dist.recv(nothing, group=ahead.group, group_src=ahead.rank - 1)

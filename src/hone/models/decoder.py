@@ -8,8 +8,10 @@ of a whole batch never have to exist. Letters: T packed tokens, N chosen rows, D
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,9 @@ __all__ = [
     "head_product",
     "head_weight",
     "hidden_states",
+    "layer_groups",
     "logit_softcap",
+    "only_group",
 ]
 
 
@@ -100,6 +104,30 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = cast(nn.ModuleList, model.base_model.layers)
     own = [layer for layer in layers if not isinstance(layer, Elsewhere)]
     return layers if len(own) == len(layers) else nn.ModuleList(own)
+
+
+def layer_groups(model: PreTrainedModel) -> list[nn.ModuleList]:
+    """The same in groups of neighbours: a pipeline stage may hold several, with layers of other
+    stages between them."""
+    layers = cast(nn.ModuleList, model.base_model.layers)
+    runs = groupby(layers, key=lambda layer: isinstance(layer, Elsewhere))
+    return [nn.ModuleList(run) for is_elsewhere, run in runs if not is_elsewhere]
+
+
+@contextmanager
+def only_group(model: PreTrainedModel, number: int) -> Generator[None]:
+    """Inside, `model` runs one of its `layer_groups` alone, and its final norm behind the last
+    alone: what does not run gives back what it is given."""
+    base: Any = model.base_model
+    layers, norm, groups = base.layers, base.norm, layer_groups(model)
+    own = {*groups[number]}
+    base.layers = nn.ModuleList(layer if layer in own else Elsewhere() for layer in layers)
+    if number < len(groups) - 1:
+        base.norm = Elsewhere()
+    try:
+        yield
+    finally:
+        base.layers, base.norm = layers, norm
 
 
 def head_weight(model: PreTrainedModel) -> nn.Parameter:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hone.config.address import names_code
 from hone.config.engine import BLOCK_SIZE
-from hone.config.parallel import stage_layers
+from hone.config.parallel import passes_in_flight, stage_layers
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
@@ -136,12 +136,16 @@ def _layout(plan: RunPlan) -> Iterator[Line]:
         return
     yield Line("processes", sizes.world, "one a device")
     shape = plan.shape
-    if sizes.pipeline > 1 and shape is not None and shape.num_layers >= sizes.pipeline:
-        split = ", ".join(str(len(own)) for own in stage_layers(shape.num_layers, sizes.pipeline))
+    stages, groups = sizes.pipeline, sizes.virtual_stages
+    if stages > 1 and shape is not None and shape.num_layers >= stages * groups:
+        layers = stage_layers(shape.num_layers, stages, groups)
+        split = ", ".join(" + ".join(str(len(group)) for group in own) for own in layers)
+        passes = passes_in_flight(0, stages, groups, num_batches=stages**2)
+        number = f"{passes}" if groups == 1 else f"{passes / groups:.3g}"
         yield Line(
             "stages",
-            sizes.pipeline,
-            f"pipeline, first to last of {split} layers; the first has up to {sizes.pipeline} "
+            stages,
+            f"pipeline, first to last of {split} layers; the first has up to {number} "
             "micro-batches in flight; each is laid out as follows",
         )
     yield Line(

@@ -12,8 +12,8 @@ pass holds besides them is modelled:
 * the head by its chunk of logits and the gradient of its matrix,
 * workspace by the largest tensors that one layer's backward has at a time,
 * several processes by what FSDP has whole: gathered weights, and gradients not yet reduced,
-* pipeline stages by the fullest: its layers and ends, and the micro-batches that 1F1B has in flight
-  there at once,
+* pipeline stages by the fullest: its layers and ends, and the passes through groups of its layers
+  that 1F1B has in flight there at once, in a step of many micro-batches,
 * what is offloaded by what visits the device: gradients on their way, a window each way.
 
 On an H200 peaks of compiled layers came out within 1 % of those measured (Qwen3 of 0.6B to 8B, each
@@ -24,13 +24,15 @@ own memory come on top (`hone.planner.run_memory`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Literal
 
 from hone.config.model import LoraConfig
 from hone.config.model_facts import NF4_BLOCK
-from hone.config.parallel import AxisSizes, stage_layers
+from hone.config.parallel import AxisSizes, passes_in_flight, stage_layers
 from hone.config.plan import RunPlan
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RewardModelingConfig
@@ -56,6 +58,8 @@ _MAX_SAMPLED = 1 << 22
 """Elements whose move a step measures; several processes do so in float64."""
 _MESSAGES = 6
 """Hidden states and gradients that a pipeline stage has received, or has not sent yet."""
+_MESSAGES_OF_GROUPS = 9
+"""The same of a stage with several groups of layers."""
 _MUON_COPIES = 12
 """Bytes an element of the largest matrix during its Newton-Schulz steps."""
 
@@ -134,8 +138,8 @@ def training_memory(
     """
     axes = sizes or AxisSizes()
 
-    def of_stage(number: int, layers_of_stage: range) -> TrainingMemory:
-        own = len(layers_of_stage)
+    def of_stage(number: int, groups: Sequence[range]) -> TrainingMemory:
+        own = sum(map(len, groups))
         step = _Step(
             replace(shape, num_layers=own, num_expert_layers=min(shape.num_expert_layers, own)),
             trainer,
@@ -147,13 +151,15 @@ def training_memory(
             num_trained=num_tokens if num_trained is None else num_trained,
             is_single=num_micro_batches == 1,
             stage=number,
+            groups=[len(group) for group in groups],
         )
         for tensor in step.shape.tensors():
             if tensor.in_layer or step.holds(tensor):
                 step.count(tensor)
         return step.plan()
 
-    stages = enumerate(stage_layers(shape.num_layers, min(axes.pipeline, shape.num_layers)))
+    num_stages = min(axes.pipeline, shape.num_layers)
+    stages = enumerate(stage_layers(shape.num_layers, num_stages, axes.virtual_stages))
     return max((of_stage(*stage) for stage in stages), key=lambda memory: memory.peak)
 
 
@@ -215,6 +221,8 @@ class _Step:
     """One micro-batch makes the step."""
     stage: int
     """Of the pipeline, whose layers are those of `shape`."""
+    groups: Sequence[int]
+    """Layers of each group of neighbours in it."""
     # Bytes of tensors that exist between passes; the first five as in `TrainingMemory`.
     weights: int = 0
     masters: int = 0
@@ -252,8 +260,19 @@ class _Step:
 
     @property
     def _in_flight(self) -> int:
-        """Micro-batches whose activations exist at once."""
-        return 1 if self.is_single else self.sizes.pipeline - self.stage
+        """Passes through groups of this stage's layers whose activations exist at once."""
+        stages = self.sizes.pipeline
+        num_batches = 1 if self.is_single else stages**2  # many, in rounds of as many as stages
+        return passes_in_flight(self.stage, stages, len(self.groups), num_batches=num_batches)
+
+    def _of_passes(self, of_stage: int) -> int:
+        """What passes in flight keep, of which those through each group keep `of_stage` once."""
+        return self._in_flight * of_stage // len(self.groups)
+
+    @property
+    def _num_spans(self) -> int:
+        """Of layers that are computed again at once."""
+        return sum(len(self.trainer.recomputed_spans(number)) for number in self.groups)
 
     def plan(self) -> TrainingMemory:
         gathered, reducing, kept = self._gathered(), self._reducing(), self._activations()
@@ -261,7 +280,7 @@ class _Step:
         rest = self.weights + self.masters + self.optimizer
         # In the first micro-batch gradients grow while activations go.
         before = 0 if self.is_single else self.gradients
-        last = self.gradients + kept // max(self.shape.num_layers * self._in_flight, 1)
+        last = self.gradients + kept // max(self._of_passes(self.shape.num_layers), 1)
         phases: dict[Literal["head", "layers", "optimizer"], int] = {
             "head": (rest + gathered + reducing + before + kept + logits) * self.is_last_stage,
             "layers": rest + gathered + reducing + max(before + kept, last) + workspace,
@@ -404,24 +423,23 @@ class _Step:
 
     def _activations(self) -> int:
         """On the device, of the layers and of both ends."""
-        spans = self.trainer.recomputed_spans(self.shape.num_layers)
-        plain = self.shape.num_layers - sum(map(len, spans))
-        inputs = self._input_bytes
-        of_spans = len(spans) * self._layer_bytes(self.trainer.recompute_mode)
-        of_layers = self._in_flight * (plain * self._layer_bytes("off") + of_spans)
+        num_spans, inputs = self._num_spans, self._input_bytes
+        spans = [self.trainer.recomputed_spans(number) for number in self.groups]
+        plain = self.shape.num_layers - sum(map(len, chain(*spans)))
+        of_spans = num_spans * self._layer_bytes(self.trainer.recompute_mode)
+        of_layers = self._of_passes(plain * self._layer_bytes("off") + of_spans)
         if self.trainer.offload_activations:
-            # One leaves or comes beside the newest.
-            of_layers -= max(self._in_flight * len(spans) - 2, 0) * inputs
+            # One of each group leaves or comes beside the newest.
+            of_layers -= max(self._of_passes(num_spans) - 2 * len(self.groups), 0) * inputs
         if self.sizes.pipeline > 1:
-            of_layers += _MESSAGES * inputs
+            of_layers += (_MESSAGES if len(self.groups) == 1 else _MESSAGES_OF_GROUPS) * inputs
         width = self.shape.hidden_size * self.num_bytes
         # The final norm's input and output, the rows that the head takes.
         at_end = 2 * self.num_tokens + self.num_trained if self.is_last_stage else 0
         return of_layers + at_end * width
 
     def _activations_on_host(self) -> int:
-        spans = self.trainer.recomputed_spans(self.shape.num_layers)
-        kept = self._in_flight * len(spans) * self._input_bytes
+        kept = self._of_passes(self._num_spans * self._input_bytes)
         return kept * self.trainer.offload_activations
 
     @property

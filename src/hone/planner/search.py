@@ -458,7 +458,8 @@ def _recomputed(plan: RunPlan) -> list[Change]:
 def _ways_to_recompute(plan: RunPlan) -> list[Change]:
     """From the quickest to the thriftiest: blocks where no other way computes as many layers."""
     assert plan.shape is not None
-    num_layers = -(-plan.shape.num_layers // plan.policy.axes.pipeline)
+    axes = plan.policy.axes
+    num_layers = -(-plan.shape.num_layers // (axes.pipeline * axes.virtual_stages))
     eighth, three_quarters = -(-num_layers // 8), -(-3 * num_layers // 4)
     ways = [_QUICKEST, (f"block:{eighth}", 1, False), ("selective", 2, False), ("full", 4, False)]
     ways += [("full", 2, False), ("selective", 1, False), (f"block:{three_quarters}", 1, False)]

@@ -19,8 +19,8 @@ assumes. On top of them come, by count and with the rates of benchmarks/memory.m
   time where the link is too slow for that.
   Those of tensor, Ulysses and ring parallelism hold up the pass, and once more where layers are
   recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind;
-* pipeline stages: of S stages each waits for S - 1 micro-batches in every optimizer step. What they
-  send is hidden.
+* pipeline stages: of S stages each waits for S - 1 micro-batches in every optimizer step, or with V
+  groups of layers in each a V-th of that. What they send is hidden.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class TrainingTime:
         seconds += max(critic_s - update_flops / self._rate, 0.0)
         num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
         # Stages wait while an optimizer step's first micro-batch comes and its last one goes.
-        waits = (plan.policy.axes.pipeline - 1) * self._num_steps / num_micro_batches
+        axes = plan.policy.axes
+        bubble = (axes.pipeline - 1) / axes.virtual_stages
+        waits = bubble * self._num_steps / num_micro_batches
         seconds += waits * compute_s
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
@@ -190,7 +192,7 @@ class TrainingTime:
 
     def _recomputed_layers(self, trainer: SFTTrainerConfig) -> float:
         """Share of the layers that are computed again."""
-        number = self._layers_of_stage
+        number = self._layers_of_group
         return sum(map(len, trainer.recomputed_spans(number))) / number
 
     @property
@@ -198,6 +200,11 @@ class TrainingTime:
         shape, axes = self.plan.shape, self.plan.policy.axes
         assert shape is not None
         return -(-shape.num_layers // axes.pipeline)
+
+    @property
+    def _layers_of_group(self) -> int:
+        """Neighbours in a stage, which are computed again by themselves."""
+        return -(-self._layers_of_stage // self.plan.policy.axes.virtual_stages)
 
     def _num_micro_batches(self, num_tokens: int) -> int:
         """Of each device, in an epoch."""
@@ -308,7 +315,7 @@ class TrainingTime:
         if not trainer.offload_activations or trainer.recompute == "off":
             return 0.0
         axes = plan.policy.axes
-        num_spans = len(trainer.recomputed_spans(self._layers_of_stage))
+        num_spans = axes.virtual_stages * len(trainer.recomputed_spans(self._layers_of_group))
         values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
         return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -23,7 +24,13 @@ from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.cpu_products import multiply_by_onednn
-from hone.models.decoder import decoder_layers, hidden_states, layer_outputs
+from hone.models.decoder import (
+    decoder_layers,
+    hidden_states,
+    layer_groups,
+    layer_outputs,
+    only_group,
+)
 from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.heads import token_values
 from hone.models.routes import follow_routes
@@ -153,7 +160,8 @@ class ParallelModel:
         parallelize(module, mesh)
         divide_experts(module, mesh)
         if not exact:  # whose decoder recomputes by itself
-            apply_recompute(decoder_layers(module), cfg)
+            for group in layer_groups(module):
+                apply_recompute(group, cfg)
         if is_alone:
             policy = Policy(
                 module,
@@ -176,12 +184,24 @@ class ParallelModel:
 
     def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
         """Of the trained tokens of `batch`, which lies in host memory where the context axis has
-        several ranks. Nothing but in the last pipeline stage. Collective, as its backward is."""
-        if self._pipeline is not None:
-            return self._pipeline.forward(batch, partial(self._run_stage, outputs)) or {}
+        several ranks. Of a model in no pipeline stages. Collective, as its backward is."""
         if self._sharded is None:
             return self._forward(batch, outputs)
         return self._sharded(partial(self._forward, batch, outputs))
+
+    def forward_each(
+        self, batches: Iterable[MicroBatch], outputs: frozenset[Output]
+    ) -> Iterator[tuple[MicroBatch, Outputs]]:
+        """Each of `batches`, and `forward` of it; of pipeline stages the last has outputs alone.
+        So many batches are asked for as are on their way through the stages at once."""
+        if self._pipeline is None:
+            for batch in batches:
+                yield batch, self.forward(batch, outputs)
+            return
+        run, remaining = partial(self._run_stage, outputs), iter(batches)
+        while together := [*islice(remaining, self._pipeline.batches_together)]:
+            for batch, found in zip(together, self._pipeline.forward(together, run), strict=True):
+                yield batch, found or {}
 
     def forward_backward(
         self,
@@ -217,11 +237,12 @@ class ParallelModel:
     def recompute_all(self) -> bool:
         """From now on keep only the inputs of decoder layers; False where nothing changes by it.
         Compiled layers are compiled again."""
-        cfg, layers = recompute_fully(self._cfg), decoder_layers(self.module)
-        if cfg == self._cfg or self._is_exact or not can_recompute(layers):
+        cfg, groups = recompute_fully(self._cfg), layer_groups(self.module)
+        if cfg == self._cfg or self._is_exact or not all(map(can_recompute, groups)):
             return False
         self._cfg = cfg
-        apply_recompute(layers, cfg)
+        for group in groups:
+            apply_recompute(group, cfg)
         return True
 
     def free(self) -> None:
@@ -238,21 +259,22 @@ class ParallelModel:
         return self._of_tokens(hidden_TD, share, batch, outputs)
 
     def _run_stage(
-        self, outputs: frozenset[Output], batch: MicroBatch, entering: Tensor | None
+        self, outputs: frozenset[Output], batch: MicroBatch, entering: Tensor | None, group: int
     ) -> Outputs | Tensor:
-        """Of what enters a pipeline stage, [1, T, D], or nothing in the first, what leaves it, of
-        the same shape, or in the last the outputs."""
+        """Of what enters a group of layers of this pipeline stage, [1, T, D], or nothing in the
+        first of all, what leaves it, of the same shape, or in the last of all the outputs."""
         assert self._sharded is not None
-        return self._sharded(partial(self._forward_stage, batch, outputs, entering))
+        return self._sharded(partial(self._forward_group, batch, outputs, entering, group))
 
-    def _forward_stage(
-        self, batch: MicroBatch, outputs: frozenset[Output], entering: Tensor | None
+    def _forward_group(
+        self, batch: MicroBatch, outputs: frozenset[Output], entering: Tensor | None, group: int
     ) -> Outputs | Tensor:
         share = split(batch, self.mesh, replays_routes=self._replays_routes)
         name = "input_ids" if entering is None else "inputs_embeds"
         enters = share.input_ids.unsqueeze(0) if entering is None else entering
-        leaving = layer_outputs(self.module, {name: enters}, share.position_ids, share.context)
-        if not self.mesh.is_last_stage:
+        with only_group(self.module, group):
+            leaving = layer_outputs(self.module, {name: enters}, share.position_ids, share.context)
+        if not (self.mesh.is_last_stage and group == self.mesh.sizes.virtual_stages - 1):
             return leaving
         return self._of_tokens(leaving.squeeze(0), share, batch, outputs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from hone.trainer.batcher import Batcher, PassKind
 from hone.trainer.out_of_memory import Repair
 from hone.trainer.packing import Plan, check_rows, digest
 from hone.trainer.parallel_model import ParallelModel
-from hone.types import Column, Row
+from hone.types import Column, MicroBatch, Row
 
 __all__ = ["FrozenScorer", "RowScorer", "WithoutAdapters", "agree", "agreed_passes", "row_outputs"]
 
@@ -63,9 +63,8 @@ def row_outputs(
     scored: dict[Output, list[Tensor]] = {output: [] for output in sorted(outputs)}
     try:
         with torch.no_grad():
-            for batch in batcher.micro_batches(rows, [0.0] * len(rows), own, mesh):
-                before_pass()
-                found = model.forward(batch, outputs)
+            batches = batcher.micro_batches(rows, [0.0] * len(rows), own, mesh)
+            for batch, found in model.forward_each(_each(batches, before_pass), outputs):
                 for output, values in scored.items() if found else ():  # found by the last stage
                     values.append(found[output] if batch.ids else found[output][:0])
     finally:
@@ -84,6 +83,13 @@ def row_outputs(
             for i, row_values in zip(order, of_rank.split(own), strict=True):
                 result[i][output] = row_values.clone()
     return [*result]
+
+
+def _each(batches: Iterable[MicroBatch], before: Callable[[], None]) -> Iterator[MicroBatch]:
+    """Calls `before` when it is asked for one."""
+    for batch in batches:
+        before()
+        yield batch
 
 
 def agreed_passes(

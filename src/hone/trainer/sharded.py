@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part, region_of
 from hone.distributed.mesh import Mesh
-from hone.models.decoder import decoder_layers
+from hone.models.decoder import decoder_layers, layer_groups
 from hone.models.deferred import Weight, WeightSource, take_source
 from hone.trainer.experts import DividedExperts
 from hone.trainer.gathering import wholes
@@ -128,22 +128,31 @@ class ShardedModel:
             _fill(model, source, mesh.device, dtypes)
         self._root = cast(FSDPModule, root)
         self._parts = [cast(FSDPModule, module) for module, _ in modules]
+        self._of_group: list[list[FSDPModule]] = [
+            [module for module in group.modules() if isinstance(module, FSDPModule)]
+            for group in layer_groups(model)
+        ]
+        # Of stages of a pipeline the first has the embedding, the last the norm and the head.
+        is_first = mesh.pipeline.rank == 0
+        self._of_group[0 if is_first else -1].append(self._root)
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # no other reduction divides by 1 on gloo
 
     def __call__(self, function: Callable[[], T]) -> T:
-        """What `function` returns, which must call each decoder layer once."""
+        """What `function` returns, which must call each decoder layer of a group once."""
         return cast(nn.Module, self._root)(function)
 
-    def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Say whether the next forward and backward are the last of an optimizer step."""
-        if self._is_reduced_late and self._stage < 2:
-            self._root.set_requires_gradient_sync(is_last)
-        elif self._is_reduced_late:
-            self._root.set_requires_all_reduce(is_last)
-        if self._stage < 3:
-            self._root.set_reshard_after_backward(is_last)
+    def begin_micro_batch(self, *, is_last: bool, group: int = 0) -> None:
+        """Say whether the next forward and backward are the last of an optimizer step that go
+        through this of the model's `layer_groups`."""
+        for part in self._of_group[group]:
+            if self._is_reduced_late and self._stage < 2:
+                part.set_requires_gradient_sync(is_last, recurse=False)
+            elif self._is_reduced_late:
+                part.set_requires_all_reduce(is_last, recurse=False)
+            if self._stage < 3:
+                part.set_reshard_after_backward(is_last, recurse=False)
 
     def free(self) -> None:
         """Keep shards only. Backward does so by itself; call it after passes without gradient."""

@@ -78,8 +78,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
     for layer in cast(Any, decoder_layers(model)):
         layer.self_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
         layer.mlp.register_forward_pre_hook(_gather_for_mlp)
-    if mesh.is_last_stage:  # others pass their shares on
-        base.register_forward_hook(_gather_output, with_kwargs=True)
+    base.register_forward_hook(_gather_output, with_kwargs=True)
 
 
 def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[SplitModule]]]:
@@ -297,6 +296,8 @@ def _gather_for_mlp(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _gather_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if isinstance(module.norm, Elsewhere):  # shares go on to the next pipeline stage
+        return output
     hidden_TD = _GatherWhole.apply(output.last_hidden_state[0], _mesh(module.norm.weight))
     output.last_hidden_state = hidden_TD[None, : kwargs["position_ids"].shape[1]]
     return output

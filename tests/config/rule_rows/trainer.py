@@ -22,6 +22,11 @@ ROWS: list[Row] = [
      "trainer.parallel.pipeline_parallel_size model.lora.rank"),
     ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 trainer.offload=gradients", "error",
      "trainer.parallel.pipeline_parallel_size trainer.offload"),
+    ("sft", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 "
+     "trainer.parallel.virtual_stages=32", "error",
+     "trainer.parallel.virtual_stages trainer.parallel.pipeline_parallel_size"),
+    ("sft", "--nproc=2 trainer.parallel.virtual_stages=2", "error",
+     "trainer.parallel.virtual_stages trainer.parallel.pipeline_parallel_size"),
     ("bench train", "--nproc=2 trainer.parallel.pipeline_parallel_size=2", "error",
      "trainer.parallel.pipeline_parallel_size"),
     # budgets (G9, G12)

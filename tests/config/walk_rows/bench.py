@@ -52,6 +52,7 @@ BENCH_TRAIN: dict[str, Row] = {
             ("parallel.tensor_parallel_size", "2"),
             ("parallel.expert_parallel_size", "2"),
             ("parallel.pipeline_parallel_size", "2"),
+            ("parallel.virtual_stages", "2"),
             ("parallel.ulysses_size", "2"),
             ("parallel.ring_size", "2"),
         )

@@ -103,6 +103,12 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
         "trainer.parallel.tensor_parallel_size": Row("2", "derived", EIGHT, command="check rl"),
         "trainer.parallel.expert_parallel_size": Row("2", "findings", EIGHT, command="check rl"),
         "trainer.parallel.pipeline_parallel_size": Row("2", "derived", EIGHT, command="check rl"),
+        "trainer.parallel.virtual_stages": Row(
+            "2",
+            "derived",
+            (*EIGHT, long, "--trainer.parallel.pipeline_parallel_size=2"),
+            command="check rl",
+        ),
         "trainer.parallel.ulysses_size": Row("2", "derived", EIGHT, command="check rl"),
         "trainer.parallel.ring_size": Row("2", "derived", EIGHT, command="check rl"),
         "trainer.parallel.reference_ulysses_size": Row("2", "findings", EIGHT, command="check rl"),

@@ -45,6 +45,9 @@ SIMULATE: dict[str, Row] = {
     "trainer.parallel.tensor_parallel_size": Row("2", "numbers"),
     "trainer.parallel.expert_parallel_size": Row("2", "exit"),
     "trainer.parallel.pipeline_parallel_size": Row("2", "numbers"),
+    "trainer.parallel.virtual_stages": Row(
+        "2", "numbers", ("--trainer.parallel.pipeline_parallel_size=2",)
+    ),
     "trainer.parallel.ulysses_size": Row("2", "numbers"),
     "trainer.parallel.ring_size": Row("2", "numbers"),
     "trainer.parallel.zero_stage": Row("0", "numbers", (*LARGE, "--plan.gpus=4")),

@@ -468,11 +468,25 @@ def recomputes_together(view: View) -> bool:
 
 @fact
 def layers_of_stage(view: View) -> Fact:
-    """Of the pipeline stage that has fewest."""
+    """Of the pipeline stage that has fewest, or of a group of neighbours in it."""
     if view.model.shape is None:
         raise NotKnownError("layers_of_stage")
-    stages = view["trainer.parallel.pipeline_parallel_size"]
-    return Fact(view.model.shape.num_layers // stages, "the layers of a stage")
+    number = view.model.shape.num_layers // view.number("num_groups")
+    is_parted = view["trainer.parallel.virtual_stages"] > 1
+    return Fact(number, "the layers of a group" if is_parted else "the layers of a stage")
+
+
+@fact
+def num_groups(view: View) -> Fact:
+    """Groups of neighbouring layers in all pipeline stages."""
+    keys = "trainer.parallel.pipeline_parallel_size", "trainer.parallel.virtual_stages"
+    return Fact(view[keys[0]] * view[keys[1]], " x ".join(keys))
+
+
+@fact
+def groups_that_fit(view: View) -> int:
+    """Most groups of layers that each pipeline stage can hold."""
+    return view.number("num_layers") // view["trainer.parallel.pipeline_parallel_size"]
 
 
 @fact

@@ -19,6 +19,7 @@ _BUDGET, _FORWARD = "trainer.max_tokens_per_microbatch", "trainer.max_tokens_per
 _PARALLEL, _TENSOR = "trainer.parallel", "trainer.parallel.tensor_parallel_size"
 _EXPERTS = "trainer.parallel.expert_parallel_size"
 _STAGES = "trainer.parallel.pipeline_parallel_size"
+_VIRTUAL = "trainer.parallel.virtual_stages"
 _PRECISION, _RANK = "trainer.matmul_precision", "model.lora.rank"
 _TARGETS = "model.lora.target_modules"
 _BY_TOKENS = "not trainer.micro_batch_size"
@@ -95,7 +96,7 @@ _MEMORY = (
            why="that says itself which layers are recomputed", instead="trainer.recompute = full"),
     warning("@recompute_number > @layers_of_stage",
             says="trainer.recompute is {trainer.recompute}, and a stage has {layers_of_stage} "
-            "layers",
+            "neighbouring layers",
             why="there are no more to recompute",
             fix="name {layers_of_stage} layers or fewer"),
     error("@recomputes_together", "not @has_spec",
@@ -236,6 +237,15 @@ _AXES = (
     error(f"{_STAGES} > @num_layers",
           why="each stage has a layer of its own at least",
           fix=f"{_STAGES} = {{num_layers}} or less"),
+    error(f"{_VIRTUAL} > 1", "@num_groups > @num_layers",
+          given=(f"{_STAGES} > 1", f"{_STAGES} <= @num_layers"),
+          says=f"{_STAGES} {{{_STAGES}}} x {_VIRTUAL} {{{_VIRTUAL}}} = {{num_groups}} groups of "
+          "layers, and {the_model} has {num_layers} layers",
+          why="each group has a layer of its own at least",
+          fix=f"{_VIRTUAL} = {{groups_that_fit}} or less | lower {_STAGES}"),
+    error(f"{_VIRTUAL} > 1", f"{_STAGES} = 1",
+          why="one stage holds all layers as neighbours, and waits for no other",
+          fix=f"{_VIRTUAL} = 1 | {_STAGES} = 2"),
     error(f"{_STAGES} > 1", "not @has_spec",
           says=f"{_STAGES} is {{{_STAGES}}}, and {{the_model}} is of the family {{family}}",
           why="what its forward does beside its layers is not known, and would be done by every "
