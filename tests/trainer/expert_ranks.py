@@ -171,6 +171,8 @@ def layouts():
         for mode in ("off", "full", "uniform:2"):
             settings = {"micro_batch_size": 2, "recompute": mode, "parallel": STAGES}
             found[f"experts in both stages, {mode}"] = compare(DEEPER, cfg, deeper, settings)
+        settings = {"micro_batch_size": 2, "parallel": STAGES | {"virtual_stages": 2}}
+        found["experts in groups of layers"] = compare(DEEPER, cfg, deeper, settings)
     return found
 
 
