@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from hone.engine.sequence import Sequence
-from hone.rollout.vllm import _Routes
+from hone.rollout.vllm_routes import VLLMRoutes
 from hone.rollout.vllm_weights import VLLMWeights
 from hone.types import Request, SamplingParams
 from tests.rollout.test_vllm import on_vllm
@@ -32,7 +32,7 @@ class Recorder:
         self.states: dict[str, Any] = {}
         self.draw = np.random.default_rng(0)
         llm = SimpleNamespace(output_processor=SimpleNamespace(request_states=self.states))
-        self.routes = _Routes(config, llm)
+        self.routes = VLLMRoutes(config, llm)
         self.num_experts = num_experts
 
     def begin(self, key: str) -> list[Any]:

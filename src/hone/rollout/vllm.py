@@ -9,7 +9,8 @@ vLLM schedules, computes and draws. Which token ends a request, its versions, an
 arrived are decided here, by the code of the embedded engine, so that both engines mean the same.
 
 Weights are its own, and lie in its tensors as it likes: `hone.rollout.vllm_weights` has the views
-that a sync writes into and proves. `hone.rollout.vllm_setup` makes it.
+that a sync writes into and proves, `hone.rollout.vllm_routes` what it tells of experts.
+`hone.rollout.vllm_setup` makes it.
 """
 
 from __future__ import annotations
@@ -23,19 +24,17 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.engine import EngineConfig
 from hone.config.vllm import LOWEST_TEMPERATURE
 from hone.engine.base import EngineBase, EngineState
 from hone.engine.sequence import Sequence
-from hone.families.registry import spec_of
 from hone.models.manifest import build_manifest, export_weights
-from hone.models.routes import route_dtype
 from hone.models.tensor_parallel import TensorParallel
+from hone.rollout.vllm_routes import VLLMRoutes
 from hone.rollout.vllm_setup import make_vllm
 from hone.rollout.vllm_weights import VLLMWeights, check_reads_weights
 from hone.types import Completion, EngineStats, Request, StopReason, WeightManifest
@@ -100,7 +99,7 @@ class VLLMEngine(EngineBase):
             tp=tp,
             records_routes=records_routes,
         )
-        self._routes = _Routes(model.config, self._llm) if records_routes else None
+        self._routes = VLLMRoutes(model.config, self._llm) if records_routes else None
         self._caches_prefixes = cfg.enable_prefix_caching
         self._frees_memory = cfg.enable_sleep
         self._on_cpu = device.type == "cpu"
@@ -398,43 +397,6 @@ class VLLMEngine(EngineBase):
         if self.state is EngineState.SYNCING and self._lacks_weights:
             hint = " and has no weights yet, or none since it slept: deliver them by a sync"
         super()._require(*states, call=call, hint=hint)
-
-
-class _Routes:
-    """The experts that vLLM's tokens pass: with each token it draws, vLLM says what the one before
-    passed, and with the first what the prompt did."""
-
-    def __init__(self, config: PreTrainedConfig, llm: Any) -> None:
-        spec = spec_of(config.model_type)
-        self._layers = list(spec.expert_layers(config.to_dict()))
-        num_experts: int = config.num_experts
-        self._dtype = str(route_dtype(num_experts)).removeprefix("torch.")
-        self._states: dict[str, Any] = llm.output_processor.request_states
-        self._own_keys: dict[str, str] = {}
-        """vLLM's own name for a request."""
-
-    def begin(self, key: str, own_key: str) -> None:
-        self._own_keys[key] = own_key
-
-    def take(self, key: str, sequence: Sequence, output: Any = None) -> None:
-        """Give `sequence` the routes of all its tokens but the last, before vLLM forgets them:
-        those of tokens that it had when it was handed over stay what sampled the others."""
-        state = self._states.get(self._own_keys.pop(key))
-        if state is not None:
-            parts = state.routed_experts_chunks
-        else:  # it has just finished
-            parts = [] if output is None else [output.outputs[0].routed_experts]
-        if not parts and output is None:  # no token has been drawn
-            return
-        told = sum(len(part) for part in parts if part is not None)
-        if told != len(sequence.token_ids) - 1:
-            raise RuntimeError(
-                f"vLLM told the experts of {told} tokens of request {sequence.request.id!r}, which "
-                f"has {len(sequence.token_ids)} and should have them of all but the last"
-            )
-        found = np.concatenate(parts)[:, self._layers].astype(self._dtype)
-        had = sequence.routes
-        sequence.routes = found if had is None else np.concatenate([had, found[len(had) :]])
 
 
 @dataclass(slots=True)
