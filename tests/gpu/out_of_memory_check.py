@@ -9,6 +9,8 @@ Sections; the allocator is given less than the work wants, so that the errors ar
     engine   a step of prompts that is computed again in smaller ones: its tokens beside those of an
              engine with memory enough
     run      `hone rl` to its end with a cap that does not fit
+    pair     `hone rl --nproc 2` on two GPUs, of which the second has less memory left; named alone,
+             since it wants both
 
 Weights are random, of the shape of Qwen3-0.6B.
 """
@@ -127,7 +129,20 @@ def engine() -> None:
     run.check("engine: all finish", len(tight) == COUNT, f"{equal / (COUNT * 32):.3f} equal")
 
 
-def whole_run() -> None:
+def train(folder: Path, name: str, *flags: str) -> tuple[int, list[dict[str, float]]]:
+    """`hone rl` over three steps: its exit code, and metrics by step."""
+    words = f"""--model.path={folder / "model"} --model.init=random --run.dir={folder / name}
+        --data.train.0.path={folder / "rows.jsonl"} --run.steps=3 --rollout.prompts_per_step=8
+        --rollout.n_samples_per_prompt=8 --rollout.max_completion_tokens=1000 --log.to=[]
+        --engine.kv_cache_gib=4 --reward.functions.0.fn={folder / "reward.py"}:reward""".split()
+    code = main(["rl", *words, *flags])
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return code, [json.loads(line) for line in lines]
+
+
+@contextmanager
+def inputs() -> Generator[Path]:
+    """A folder with a model, rows and a reward."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder / "model", SHAPE)
@@ -135,20 +150,45 @@ def whole_run() -> None:
             folder / "rows.jsonl", [{"prompt": f"{n} + 1 =", "answer": "2"} for n in range(64)]
         )
         (folder / "reward.py").write_text(REWARD)
-        words = f"""--model.path={folder / "model"} --model.init=random --run.dir={folder / "run"}
-            --data.train.0.path={folder / "rows.jsonl"} --run.steps=3 --rollout.prompts_per_step=8
-            --rollout.n_samples_per_prompt=8 --rollout.max_completion_tokens=1000 --log.to=[]
-            --trainer.max_tokens_per_microbatch=65536 --engine.kv_cache_gib=4
-            --reward.functions.0.fn={folder / "reward.py"}:reward""".split()
+        yield folder
+
+
+def whole_run() -> None:
+    with inputs() as folder:
         with at_most(45 * GIB):
-            code = main(["rl", *words])
-        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-        last = json.loads(lines[-1])
+            code, steps = train(folder, "run", f"--trainer.max_tokens_per_microbatch={TOKENS}")
         noted = (folder / "run" / "out_of_memory.json").is_file()
-    cap = last.get("mem/policy_backward_cap")
-    run.check("run: ends well", code == 0 and last["step"] == 3, f"cap {cap}", f"noted {noted}")
+    cap = steps[-1].get("mem/policy_backward_cap")
+    run.check(
+        "run: ends well", code == 0 and steps[-1]["step"] == 3, f"cap {cap}", f"noted {noted}"
+    )
+
+
+def pair() -> None:
+    """Each process has 32 rows a step, some 32,000 tokens, in one pass; the second GPU has no room
+    for it, since this process holds most of its memory."""
+    flags = ["--nproc=2", f"--trainer.max_tokens_per_microbatch={TOKENS}"]
+    with inputs() as folder:
+        free = torch.cuda.mem_get_info(1)[0]
+        held = torch.empty(free - 45 * GIB, dtype=torch.uint8, device="cuda:1")
+        code, steps = train(folder, "short", *flags)
+        notes = json.loads((folder / "short" / "out_of_memory.json").read_text())
+        cap = notes["policy/backward"]["now"]
+        del held
+        release()
+        flags[1] = f"--trainer.max_tokens_per_microbatch={cap}"
+        roomy_code, roomy = train(folder, "roomy", *flags)
+    run.check("pair: ends well", code == roomy_code == 0, f"{len(steps)} steps", f"cap {cap}")
+    for name in ("train/loss", "train/grad_norm", "reward/mean"):
+        pairs = [(a[name], b[name]) for a, b in zip(steps, roomy, strict=True)]
+        run.row(name, *(f"{a:.4g} {b:.4g}" for a, b in pairs))
+    norms = [
+        (a["train/grad_norm"], b["train/grad_norm"]) for a, b in zip(steps, roomy, strict=True)
+    ]
+    off = abs(norms[0][0] / norms[0][1] - 1)
+    run.check("pair: gradient of the first step", off < 0.02, f"{off:.2e} off in norm")
 
 
 if __name__ == "__main__":
-    run = Run(__doc__, ("trainer", "engine", "run"), seconds=150)
-    sys.exit(run.go({"trainer": trainer, "engine": engine, "run": whole_run}))
+    run = Run(__doc__, ("trainer", "engine", "run", "pair"), on_request=["pair"], seconds=150)
+    sys.exit(run.go({"trainer": trainer, "engine": engine, "run": whole_run, "pair": pair}))

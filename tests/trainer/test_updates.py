@@ -14,12 +14,13 @@ from hone.config.model import LoraConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.loops.supervised import evaluate
 from hone.models.adapters import adapt
+from hone.models.decoder import decoder_layers
 from hone.observe.metrics import to_scalars
 from hone.trainer.models import Models
 from hone.trainer.scorer import WithoutAdapters
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
-from tests.trainer.examples import logprobs_of, make_trainer, random_rows, tiny_model
+from tests.trainer.examples import gradients, logprobs_of, make_trainer, random_rows, tiny_model
 
 
 def schedule(trainer: Trainer, rows: list[Row]) -> list[str]:
@@ -262,3 +263,31 @@ def test_supervised_training_learns_and_resumes():
         resumed.update(rows)
     for (name, a), (_, b) in zip(straight.named_weights(), resumed.named_weights(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_all_layers_of_adapters_run_what_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    """A layer whose input needs no gradient would have graphs of its own."""
+    rows = random_rows(5)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: None)
+    found = {}
+    for compiles in (False, True):
+        model = tiny_model()
+        adapt(model, LoraConfig(rank=4, alpha=8.0), seed=0)
+        trainer = make_trainer(model, compile=compiles)
+        needs: list[bool] = []
+        for layer in decoder_layers(model):
+            layer.register_forward_pre_hook(
+                lambda _, args: needs.append(args[0].requires_grad)  # noqa: B023
+            )
+        scores = torch.cat(trainer.logprobs(rows))
+        assert needs == [False, False]
+        trainer.forward_backward(rows)
+        found[compiles] = scores, gradients(trainer), needs[2:]
+    (scores, plain, uneven), (again, compiled, even) = found[False], found[True]
+    assert not uneven[0]
+    assert even
+    assert all(even)
+    torch.testing.assert_close(again, scores)
+    assert compiled.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(compiled[name], gradient, msg=name)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.algorithms.algorithm import Objective, Outputs
@@ -159,6 +159,8 @@ class ParallelModel:
             model._pipeline = Pipeline(module, mesh)
         parallelize(module, mesh)
         divide_experts(module, mesh)
+        if model._compiles:
+            _share_graphs(module)
         if not exact:  # whose decoder recomputes by itself
             for group in layer_groups(module):
                 apply_recompute(group, cfg)
@@ -319,6 +321,20 @@ class ParallelModel:
         everyones = mesh.gather(own if reports else None)
         losses, shards = zip(*(found for found in everyones if found is not None), strict=True)
         return loss.new_tensor(sum(losses)), merge(*shards)
+
+
+def _share_graphs(module: PreTrainedModel) -> None:
+    """Let the first layer run what is compiled for the others, where embeddings are frozen: its
+    input would be the only one that needs no gradient, which takes graphs of its own."""
+    embeddings = module.get_input_embeddings()
+    if any(weight.requires_grad for weight in embeddings.parameters()):
+        return
+
+    def need_gradient(module: nn.Module, args: Any, embedded: Tensor) -> None:
+        if torch.is_grad_enabled():
+            embedded.requires_grad_()
+
+    embeddings.register_forward_hook(need_gradient)
 
 
 class _Learning:
