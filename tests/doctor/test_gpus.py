@@ -184,8 +184,8 @@ def test_memory_that_somebody_holds_is_wrong(machine: Machine) -> None:
         ([peaks(), peaks(600)], "slow", "GPU 1: 600 TFLOP/s"),
         ([peaks(tb_per_s=3.0), peaks()], "slow", "GPU 0: 780 TFLOP/s and 3.00"),
         ([peaks(1, name=UNKNOWN)] * 2, "ok", "table has no NVIDIA Z9"),
-        ([peaks(660, 3, "NVIDIA H100 80GB HBM3")] * 2, "ok", "65% of 989"),
-        ([peaks(600, 3, "NVIDIA H100 80GB HBM3")] * 2, "slow", "datasheet"),
+        ([peaks(1500, 6, "NVIDIA B200")] * 2, "ok", "65% of 2,250"),
+        ([peaks(1400, 6, "NVIDIA B200")] * 2, "slow", "datasheet"),
     ],
 )
 def test_rates(machine: Machine, measured: list[Peaks], level: str, words: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -142,9 +143,10 @@ def trainer_bytes(model: Model, plan: RunPlan) -> float:
 
 
 def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> float:
-    """Products of an update at the rate that is assumed (0.55 of the data sheet's, 0.93 of it in
-    several processes), and what is known to hold them up: copies to the host of the optimizer's
-    states, exchanges of tensor and Ulysses parallelism."""
+    """Products and attention of an update at the rates that are assumed (0.88 of the data sheet's
+    for very wide models, 0.36 for attention to very many tokens, 0.93 of both in several
+    processes), and what is known to hold them up: copies to the host of the optimizer's states,
+    exchanges of tensor and Ulysses parallelism."""
     cfg = plan.config
     assert isinstance(cfg, PlanConfig)
     trainer, parallel, world = cfg.trainer, cfg.trainer.parallel, plan.world_size or 1
@@ -154,12 +156,18 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
     mode, _, block = trainer.recompute.partition(":")
     again = int(block) / model.layers if mode == "block" else 1 / trainer.recompute_every_n_layers
     share = {"off": 0, "selective": 0.8, "full": 1, "block": 1, "uniform": 1}[mode] * again
-    rate = world * gpu.flops * 0.55 * (0.93 if world > 1 else 1)
-    seconds = 3 * (products + attention) / rate
-    seconds += share * (2 * model.matrices * tokens + attention) / rate
+    rate = world * gpu.flops * (0.93 if world > 1 else 1)
+    narrow = 1 + 3.55 * gpu.flops / gpu.bandwidth / model.hidden
+    short = 1 + 1000 * tokens / sum(n * n for n in rows)
+    attention_s = short * attention / (0.88 * 0.41 * rate)
+    seconds = 3 * (narrow * products / (0.88 * rate) + attention_s)
+    seconds += share * (narrow * 2 * model.matrices * tokens / (0.88 * rate) + attention_s)
     if trainer.offload != "none":  # masters and moments in, and out beside them
         seconds += 12 * model.params / world / gpu.host
     own = tokens * parallel.tensor_parallel_size / world
+    if trainer.offload == "parameters":  # shards come twice a micro-batch
+        passes = math.ceil(own / trainer.max_tokens_per_microbatch)
+        seconds += passes * 2 * 2 * model.params / world / gpu.host
     talking = 2 + again * (trainer.recompute != "off")
     attending = 2 + again * (mode not in ("off", "selective"))
     link = gpu.link * 0.7
@@ -435,7 +443,8 @@ def test_what_a_host_does_not_hold_is_no_plan() -> None:
         compare(load_config(PlanConfig, None, [*ON_4090, f"--plan.host_gib={offloaded + 1}"]))
     told = str(refused.value)
     assert "checkpoint.every_n_steps 0 (which saves at the end alone)" in told
-    assert f"{math.ceil(offloaded + copied)} GiB of memory on each host (plan.host_gib)" in told
+    (enough,) = re.findall(r"(\d+) GiB of memory on each host \(plan.host_gib\)", told)
+    assert offloaded + copied <= int(enough) <= 1.02 * (offloaded + copied)  # or some activations
     assert "model.lora.rank 32" in told
     with pytest.raises(UserError) as refused:
         compare(load_config(PlanConfig, None, [*ON_4090, f"--plan.host_gib={offloaded - 1}"]))

@@ -28,6 +28,7 @@ from hone.config.rollout import RolloutConfig
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.comparison import compare, placement_rates
+from hone.planner.compute_time import Compute
 from hone.planner.lengths import draw_lengths
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
@@ -601,8 +602,8 @@ def test_the_time_of_a_teacher_and_of_a_reward_model_is_planned_wherever_it_is(r
         return rates.train_s(rows, 7000) + rates.scoring(rows, 7000).wait_s
 
     head = 7000 if role == "teacher" else 0
-    rate = GPUS[0].flops_per_s * PlanningConfig().training_share
-    pass_s = other.forward_flops(rows, num_head_tokens=head) / rate
+    compute = Compute(GPUS[0], PlanningConfig())
+    pass_s = compute.forward_s(other, rows, num_head_tokens=head)
     without = train_s(0, is_there=False)
     assert train_s(0) == pytest.approx(without + pass_s)
     left = pass_s if role == "teacher" else pass_s * 2 / 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hone.config.hardware import GPUS, Peaks, known_gpu
@@ -14,7 +13,7 @@ from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.planning import PlanningConfig
 from hone.config.tree import PlanConfig
 from hone.families.shape import public_shape
-from hone.planner.roofline import training_flops
+from hone.planner.compute_time import Compute
 from hone.planner.training_time import TrainingTime
 
 ROWS = [2048] * 128
@@ -56,6 +55,72 @@ def test_what_saves_memory_costs_what_was_measured(
     assert ratio == pytest.approx(measured, abs=0.06)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows", "num_scored", "measured_s", "passes", "recomputed"),
+    [
+        # hone bench train and tests.gpu.train_speed, rows of 2,048
+        ("qwen3-0.6b", [2048] * 16, 16 * 2048, 0.395, 3, 0),
+        ("qwen3-1.7b", [2048] * 16, 16 * 2048, 0.764, 3, 0),
+        ("qwen3-4b", [2048] * 16, 16 * 2048, 2.110, 3, 1),
+        ("qwen3-8b", [2048] * 16, 16 * 2048, 3.574, 3, 1),
+        ("qwen3-0.6b", [2048] * 8, 8 * 2048, 0.1987, 3, 0),
+        ("qwen3-1.7b", [2048] * 8, 8 * 2048, 0.3909, 3, 0),
+        ("qwen3-8b", [2048] * 8, 8 * 2048, 1.838, 3, 1),
+        # updates of RL
+        ("qwen3-0.6b", [1280] * 256, 256 * 1024, 3.55, 3, 0),
+        ("qwen3-1.7b", [1280] * 256, 256 * 1024, 7.18, 3, 0),
+        # pairs, scored by a reference as well
+        ("qwen3-1.7b", [694] * 64, 64 * 444, 1.24, 4, 0),
+        ("qwen3-8b", [694] * 64, 64 * 444, 5.71, 4, 1),
+        # one row over two devices
+        ("qwen3-8b", [131_072], 131_072, 2 * 42.9, 3, 1),
+    ],
+)
+def test_passes_take_what_was_measured_on_an_H200(
+    *,
+    shape: str,
+    rows: list[int],
+    num_scored: int,
+    measured_s: float,
+    passes: int,
+    recomputed: int,
+) -> None:
+    """Figures of benchmarks/README.md, 0.6B to 8B, rows of 694 to 131,072 tokens."""
+    compute, found = Compute(GPUS[0], PlanningConfig()), public_shape(shape)
+    assert found is not None
+    seconds = passes * compute.forward_s(found, rows, num_head_tokens=num_scored)
+    seconds += recomputed * compute.forward_s(found, rows, num_head_tokens=0)
+    assert seconds == pytest.approx(measured_s, rel=0.09)
+
+
+@pytest.mark.parametrize(("recomputed", "tokens_per_s"), [(0, 15_000), (1, 11_300)])
+def test_experts_take_what_was_measured_on_an_H100(recomputed: int, tokens_per_s: int) -> None:
+    """Layers of Qwen3-30B-A3B alone, samples of 2,048 tokens."""
+    gpu, shape = known_gpu("h100"), public_shape("qwen3-30b-a3b")
+    assert shape is not None
+    rows = [2048] * 8
+    compute = Compute(gpu, PlanningConfig())
+    seconds = (3 + recomputed) * compute.forward_s(shape, rows, num_head_tokens=0)
+    assert seconds == pytest.approx(sum(rows) / tokens_per_s, rel=0.09)
+
+
+def test_a_frozen_base_has_no_gradients_of_its_own() -> None:
+    """Two products of its matrices in place of three; of adapters and attention three."""
+    compute, shape = Compute(GPUS[0], PlanningConfig()), public_shape("qwen3-4b")
+    assert shape is not None
+    flops = shape.forward_flops(ROWS)
+    flops -= shape.attention_flops_per_key * shape.visible_keys(ROWS)
+    widths = 2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728)
+    adapters = 2.0 * sum(ROWS) * 36 * 8 * widths
+    expected = compute.products_s(shape, 2 * flops + 3 * adapters)
+    expected += 3 * compute.attention_s(shape, ROWS)
+    model = {"shape": "qwen3-4b", "lora": {"rank": 8}}
+    cfg = PlanConfig.model_validate({"model": model})
+    devices = Devices(kind="cuda", gpu=GPUS[0])
+    found = seconds(resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=1))
+    assert found == pytest.approx(expected, rel=0.01)
+
+
 def test_layers_computed_again_cost_what_they_are_of_all() -> None:
     """Of 36: `uniform` computes each once more, `block` those that it names."""
     off, full = (seconds(plan_of("qwen3-4b", recompute=mode)) for mode in ("off", "full"))
@@ -72,8 +137,7 @@ def test_stages_wait_for_a_micro_batch_each() -> None:
     gpu = replace(GPUS[0], bytes_per_s=1e18, link_bytes_per_s=slow_link, node_bytes_per_s=slow_link)
     shape, tokens, assumed = public_shape("qwen3-4b"), sum(ROWS), PlanningConfig()
     assert shape is not None
-    flops = training_flops(shape, np.asarray(ROWS), num_head_tokens=tokens)
-    rate = gpu.flops_per_s * assumed.training_share * assumed.training_scaling * 8
+    compute_s = 3 * Compute(gpu, assumed).forward_s(shape, ROWS) / (8 * assumed.training_scaling)
     for stages in (2, 4):  # of 8 processes of two tensor parallel ones each
         own = parallel | {"pipeline_parallel_size": stages}
         plan = plan_of(
@@ -81,13 +145,13 @@ def test_stages_wait_for_a_micro_batch_each() -> None:
         )
         data = 4 // stages
         passes = tokens // data // 2048
-        waited = (stages - 1) / passes * flops / rate
+        waited = (stages - 1) / passes * compute_s
         # Two gathers and two sums of half the values, forward and twice backward.
         sums = 8 * 2 * (36 // stages) * 2560 * (tokens / data) / 2
         shards = (data - 1) / data * shape.num_params / 2 / stages * (2 + 4)
-        hidden = min(0.8 * flops / rate / passes, shards / (0.7 * slow_link))
+        hidden = min(0.8 * compute_s / passes, shards / (0.7 * slow_link))
         sent = (sums + shards) / (0.7 * slow_link) - hidden
-        assert seconds(plan) == pytest.approx(flops / rate + waited + sent, rel=0.01)
+        assert seconds(plan) == pytest.approx(compute_s + waited + sent, rel=0.01)
         groups = plan_of(
             "qwen3-4b",
             world_size=8,

@@ -64,7 +64,7 @@ def test_the_fit_recovers_planted_constants_and_a_wild_run_moves_none(on_cpu: bo
         decode_share=usual.decode_share / 3,  # an engine is scaled as a whole
         prefill_share=usual.prefill_share / 3,
         decode_overhead_s=3 * usual.decode_overhead_s,
-        training_share=0.22,
+        training_share=0.35,
         overhead_s=0.6,
         switch_s=0.4,
     )

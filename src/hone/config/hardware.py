@@ -88,7 +88,7 @@ GPUS: tuple[Peaks, ...] = (
     _datasheet("GH200", 4.0, 989, 95),
     _datasheet("H100 PCIe", 2.0, 756, 80, link_gb_per_s=64),
     _datasheet("H100 NVL", 3.9, 835, 94, link_gb_per_s=300),
-    _datasheet("H100", 3.35, 989, 80),
+    Peaks("H100", 3.1e12, 790e12, "measured", 989e12, 80),
     _datasheet("H20", 4.0, 148, 96),
     _datasheet("A100 40GB", 1.555, 312, 40, has_fp8=False, link_gb_per_s=300, pcie=4),
     _datasheet("A100 80GB PCIe", 1.935, 312, 80, has_fp8=False, link_gb_per_s=32, pcie=4),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from hone.config.bench import BenchModelConfig, BenchTrainModelConfig, DecodeConfig, RowsConfig
-from hone.config.hardware import gpu_peaks
+from hone.config.hardware import GPUS, Peaks, gpu_peaks
 from hone.config.planning import PlanningConfig
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.doctor.machine import Finding, Machine, judge
+from hone.families.shape import ModelShape
+from hone.planner.compute_time import Compute
 
 __all__ = ["sampling", "training"]
 
@@ -64,12 +69,20 @@ def _train(on_gpu: bool, index: int) -> Rate:
         rows = RowsConfig(per_step=16, tokens=1024) if on_gpu else RowsConfig(per_step=4, tokens=64)
         model = BenchTrainModelConfig(path=folder, init="random")
         result = bench_train(BenchTrainConfig(model=model, rows=rows, steps=3, warmup_steps=1))
+        shape = ModelShape.from_config(json.loads((Path(folder) / "config.json").read_bytes()))
     if not on_gpu:
         return result.tokens_per_s, 0.0
-    known = gpu_peaks(result.rates.device)
-    flops_per_s = known.flops_per_s if known else result.rates.measured_flops_per_s
-    assumed_s = result.flops / (PlanningConfig().training_share * flops_per_s)
+    gpu = gpu_peaks(result.rates.device) or _peaks_of(result.rates.measured_flops_per_s)
+    lengths = [rows.tokens] * rows.per_step
+    assumed_s = 3 * Compute(gpu, PlanningConfig()).forward_s(shape, lengths)
     return result.tokens_per_s, rows.per_step * rows.tokens / assumed_s
+
+
+def _peaks_of(flops_per_s: float) -> Peaks:
+    """Of a GPU that is not in the table: its memory is as fast for that as an H200's."""
+    known = GPUS[0]
+    bytes_per_s = known.bytes_per_s * flops_per_s / known.flops_per_s
+    return replace(known, name="GPU", flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
 
 
 def _sample(on_gpu: bool, index: int) -> Rate:

@@ -2,8 +2,8 @@
 
     seconds = TrainingTime(plan, assumed).step_s(lengths, num_trained)
 
-Products are those of `roofline.training_flops` at the share of the matrix rate that `plan`
-assumes. On top of them come, by count and with the rates of benchmarks/memory.md:
+Products and attention are those of `Compute`, at the share of the matrix rate that `plan` assumes.
+On top of them come, by count and with the rates of benchmarks/memory.md:
 
 * recomputed layers: their forward pass once more; keeping the results of attention saves a fifth;
 * offloaded states: every optimizer step brings them to the device and back, gradients one way,
@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
@@ -38,8 +39,8 @@ from hone.config.plan import Role, RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
+from hone.planner.compute_time import Compute
 from hone.planner.memory import adapter_params, params_in_4bit
-from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import NO_SCORING, Scoring
 
@@ -80,38 +81,35 @@ class TrainingTime:
         assert batch is not None
         epochs, lengths = trainer.num_epochs, np.asarray(lengths)
         num_tokens = int(lengths.sum())
-        adapters = adapter_params(shape, cfg.model.lora)
-        flops = epochs * training_flops(
-            shape, lengths, num_head_tokens=num_trained, num_adapter_params=adapters or None
+        forward_s = partial(self._compute.forward_s, lengths=lengths)
+        forward = forward_s(shape, num_head_tokens=num_trained)
+        body = forward_s(shape, num_head_tokens=0)
+        # Of one device, until it is shared out.
+        work = epochs * (
+            self._training_s(lengths, num_trained) + self._recomputed_share(trainer) * body
         )
-        flops += (
-            epochs
-            * self._recomputed_share(trainer)
-            * shape.forward_flops(lengths, num_head_tokens=0)
-        )
-        update_flops, values_s, critic_s = flops, 0.0, 0.0
+        update, values_s, critic_s = work, 0.0, 0.0
         if (role := plan.roles.get("critic")) is not None:
             # Its values, and its update; it has no words to tell apart.
-            values = self._run.critic_shape.forward_flops(lengths, num_head_tokens=0)
+            values = forward_s(self._run.critic_shape, num_head_tokens=0)
             passes = epochs * (3 + self._recomputed_share(cfg.critic_trainer))
             if self._run.is_own_device("critic"):
-                rate = self._rate_of(role)
-                values_s, critic_s = values / rate, passes * values / rate
+                speed = self._speed_of(role)
+                values_s, critic_s = values / speed, passes * values / speed
             else:
-                flops += (1 + passes) * values
-        forward = shape.forward_flops(lengths, num_head_tokens=num_trained)
-        flops += self._scores_itself * forward
+                work += (1 + passes) * values
+        work += self._scores_itself * forward
         if cfg.algorithm.kl.coef > 0 and cfg.model.lora.rank:  # the model without adapters
-            flops += forward
+            work += forward
         for name in ("reference", "teacher"):
             if name in plan.roles and not self._run.is_own_device(name):
-                scorer = self._run.scorer_shape(name)
-                flops += scorer.forward_flops(lengths, num_head_tokens=num_trained)
-        seconds = flops / self._rate + self._judging_s(lengths)
+                work += forward_s(self._run.scorer_shape(name), num_head_tokens=num_trained)
+        compute_s = work / self._speed
+        seconds = compute_s + self._judging_s(lengths)
         # A critic apart has the values while the policy scores the rows, and learns beside it.
-        seconds += max(values_s - self._scores_itself * forward / self._rate, 0.0)
-        seconds += max(critic_s - update_flops / self._rate, 0.0)
-        num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
+        seconds += max(values_s - self._scores_itself * forward / self._speed, 0.0)
+        seconds += max(critic_s - update / self._speed, 0.0)
+        num_micro_batches = self._num_micro_batches(num_tokens)
         # Stages wait while an optimizer step's first micro-batch comes and its last one goes.
         axes = plan.policy.axes
         bubble = (axes.pipeline - 1) / axes.virtual_stages
@@ -130,8 +128,10 @@ class TrainingTime:
         for name in get_args(ScorerName):
             if run.is_own_device(name):
                 head = 0 if name == "reward_model" else num_trained
-                flops = run.scorer_shape(name).forward_flops(lengths, num_head_tokens=head)
-                seconds[name] = flops / (self._gpu_rate * self.plan.roles[name].num_workers)
+                pass_s = self._compute.forward_s(
+                    run.scorer_shape(name), lengths, num_head_tokens=head
+                )
+                seconds[name] = pass_s / self.plan.roles[name].num_workers
         if not seconds:
             return NO_SCORING
         shape, left_s = self.plan.shape, 0.0
@@ -140,8 +140,9 @@ class TrainingTime:
             last = self._config.reward.model.max_tokens_per_forward
             last *= self.plan.roles["reward_model"].num_workers
             left_s = min(last / max(int(lengths.sum()), 1), 1.0) * seconds["reward_model"]
-        own = self._scores_itself * shape.forward_flops(lengths, num_head_tokens=num_trained)
-        return Scoring(seconds=seconds, beside_s=own / self._rate, left_s=left_s)
+        own = self._compute.forward_s(shape, lengths, num_head_tokens=num_trained)
+        beside_s = self._scores_itself * own / self._speed
+        return Scoring(seconds=seconds, beside_s=beside_s, left_s=left_s)
 
     @property
     def _scores_itself(self) -> bool:
@@ -163,8 +164,22 @@ class TrainingTime:
         if "reward_model" not in self.plan.roles or engine is None or is_apart:
             return 0.0
         number = 1 if self.plan.is_apart else engine.num_workers
-        flops = self._run.reward_model_shape.forward_flops(lengths, num_head_tokens=0)
-        return flops / (self._gpu_rate * number)
+        shape = self._run.reward_model_shape
+        return self._compute.forward_s(shape, lengths, num_head_tokens=0) / number
+
+    def _training_s(self, lengths: NDArray[np.integer[Any]], num_trained: int) -> float:
+        """Forward and backward of one device. With adapters the base is frozen: its matrices have
+        no gradients of their own and pass two products in place of three."""
+        shape, compute = self.plan.shape, self._compute
+        assert shape is not None
+        adapters = adapter_params(shape, self._config.model.lora)
+        if not adapters:
+            return 3 * compute.forward_s(shape, lengths, num_head_tokens=num_trained)
+        num_tokens = float(lengths.sum())
+        frozen = 2.0 * (shape.active_body_params * num_tokens + shape.head_params * num_trained)
+        trained = 2.0 * adapters * num_tokens
+        products_s = compute.products_s(shape, 2 * frozen + 3 * trained)
+        return products_s + 3 * compute.attention_s(shape, lengths)
 
     @property
     def _config(self) -> RLConfig:
@@ -172,20 +187,20 @@ class TrainingTime:
         return self.plan.config
 
     @property
-    def _gpu_rate(self) -> float:
+    def _compute(self) -> Compute:
         gpu = self.plan.devices.gpu
         assert gpu is not None
-        return gpu.flops_per_s * self.assumed.training_share
+        return Compute(gpu, self.assumed)
 
     @property
-    def _rate(self) -> float:
-        """FLOP/s of all trainers."""
-        return self._rate_of(self.plan.policy)
+    def _speed(self) -> float:
+        """All trainers, over one device."""
+        return self._speed_of(self.plan.policy)
 
-    def _rate_of(self, role: Role) -> float:
-        """FLOP/s of all devices of what learns."""
+    def _speed_of(self, role: Role) -> float:
+        """All devices of what learns, over one."""
         world = role.axes.world
-        return self._gpu_rate * world * (self.assumed.training_scaling if world > 1 else 1.0)
+        return world * (self.assumed.training_scaling if world > 1 else 1.0)
 
     def _recomputed_share(self, trainer: SFTTrainerConfig) -> float:
         return _RECOMPUTED[trainer.recompute_mode] * self._recomputed_layers(trainer)

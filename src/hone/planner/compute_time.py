@@ -1,0 +1,72 @@
+"""Seconds that a device computes for passes of training.
+
+    seconds = 3 * Compute(gpu, assumed).forward_s(shape, lengths, num_head_tokens=n)
+
+Products of matrices reach a share of the device's rate that falls with the width of the model: what
+lies between them (norms, rotations, activations, residuals) moves bytes in proportion to the width
+of a token, where products grow with its square. Attention reaches less, by the length of its
+sequences. The constants are fitted to 14 measurements of dense models of 0.6B to 8B, rows of 694 to
+131,072 tokens, with and without recomputation, on one and two H200, which they meet within 8 %, and
+to layers of Qwen3-30B-A3B on an H100 (benchmarks/README.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hone.config.hardware import Peaks
+from hone.config.planning import PlanningConfig
+from hone.families.shape import ModelShape
+
+__all__ = ["Compute"]
+
+_NARROWNESS = 3.55
+"""Width at which products take half of the time, for each FLOP that the device computes while it
+moves a byte."""
+_EXPERTS = 0.63
+"""Of the same rate, products of experts with the sorting of their tokens."""
+_ATTENTION = 0.41
+"""Of `plan.training_share`, FlashAttention 2 over long sequences, forward and backward."""
+_SHORT = 1000.0
+"""Tokens of sequences in which it reaches half of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """On one GPU."""
+
+    gpu: Peaks
+    assumed: PlanningConfig
+
+    def forward_s(
+        self, shape: ModelShape, lengths: ArrayLike, *, num_head_tokens: int | None = None
+    ) -> float:
+        """A forward pass over packed sequences of these lengths; backward takes twice that.
+
+        `num_head_tokens` counts the tokens whose logits are computed; None: all.
+        """
+        flops = shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
+        attention = shape.attention_flops_per_key * shape.visible_keys(lengths)
+        return self.products_s(shape, flops - attention) + self.attention_s(shape, lengths)
+
+    def products_s(self, shape: ModelShape, flops: float) -> float:
+        """Products of a model of this shape."""
+        bytes_per_flop = self.gpu.flops_per_s / self.gpu.bytes_per_s
+        share = self.assumed.training_share
+        share /= 1 + _NARROWNESS * bytes_per_flop / shape.hidden_size
+        if shape.num_experts:
+            share *= _EXPERTS
+        return flops / (share * self.gpu.flops_per_s)
+
+    def attention_s(self, shape: ModelShape, lengths: ArrayLike) -> float:
+        """Attention of all layers, one forward pass."""
+        n = np.asarray(lengths, dtype=np.float64)
+        keys = shape.visible_keys(n)
+        if keys == 0:
+            return 0.0
+        length = 2 * keys / float(n.sum())  # that a token of a long sequence has behind it
+        share = self.assumed.training_share * _ATTENTION / (1 + _SHORT / length)
+        return shape.attention_flops_per_key * keys / (share * self.gpu.flops_per_s)
