@@ -10,7 +10,7 @@ import math
 import random
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -162,12 +162,23 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
     attention_s = short * attention / (0.88 * 0.41 * rate)
     seconds = 3 * (narrow * products / (0.88 * rate) + attention_s)
     seconds += share * (narrow * 2 * model.matrices * tokens / (0.88 * rate) + attention_s)
+    computed = seconds
     if trainer.offload != "none":  # masters and moments in, and out beside them
         seconds += 12 * model.params / world / gpu.host
     own = tokens * parallel.tensor_parallel_size / world
     if trainer.offload == "parameters":  # shards come twice a micro-batch
         passes = math.ceil(own / trainer.max_tokens_per_microbatch)
         seconds += passes * 2 * 2 * model.params / world / gpu.host
+    if (shards := world // parallel.tensor_parallel_size) > 1:
+        # Gathers and sums of a micro-batch, which nothing hides over NVLink.
+        near, stage = world <= 8, parallel.zero_stage
+        passes = math.ceil(own / trainer.max_tokens_per_microbatch)
+        often = stage > 1 or trainer.offload in ("gradients", "parameters")
+        sent = 4 * (2 if stage == 0 else 1) * (passes if often else 1)
+        sent += {0: 0, 3: 4 * passes}.get(stage, 2)
+        sent *= model.params / parallel.tensor_parallel_size * (shards - 1) / shards
+        hidden = 0 if near and gpu.link > 1e11 else 0.8 * computed
+        seconds += max(sent / ((gpu.link if near else 50e9) * 0.7) - hidden, 0)
     talking = 2 + again * (trainer.recompute != "off")
     attending = 2 + again * (mode not in ("off", "selective"))
     link = gpu.link * 0.7
@@ -259,8 +270,10 @@ def test_experts_in_stages_send_the_tokens_of_their_own_layers() -> None:
     cfg = PlanConfig.model_validate(
         {"model": {"shape": "qwen3-30b-a3b"}, "trainer": {"parallel": stages}}
     )
-    shape, gpu = public_shape("qwen3-30b-a3b"), known_gpu("h200")
+    shape = public_shape("qwen3-30b-a3b")
     assert shape is not None
+    # Where sums of weights are hidden.
+    gpu = replace(known_gpu("h200"), link_bytes_per_s=9e10, flops_per_s=1e14)
     devices = Devices(kind="cuda", gpu=gpu, per_node=8)
     whole = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=16)
     divided = changed(whole, {"trainer.parallel.expert_parallel_size": 8})

@@ -15,8 +15,9 @@ On top of them come, by count and with the rates of benchmarks/memory.md:
 * weights of four bits: every pass of a micro-batch writes them in the format that computes;
 * collectives: a micro-batch reduces its gradients, and gathers weights twice with stage 3; below
   stage 2 a step reduces once, below stage 3 it gathers once, with stage 0 sums go round in place of
-  weights. They run beside the products of four fifths of the passes that they belong to, and take
-  time where the link is too slow for that.
+  weights. Over NVLink they last as long as what they take of memory and multiprocessors from the
+  passes beside them; over slower links they run beside four fifths of these, and take time where
+  that is not enough.
   Those of tensor, Ulysses and ring parallelism hold up the pass, and once more where layers are
   recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind;
 * pipeline stages: of S stages each waits for S - 1 micro-batches in every optimizer step, or with V
@@ -51,7 +52,9 @@ Lengths: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 _RECOMPUTED = {"off": 0.0, "selective": 0.8, "full": 1.0}
 """Share of a layer's forward pass: measured 18 and 22 % of a step of 1.7B, 22 and 27 % of 4B."""
 _HIDDEN = 0.8
-"""Share of a pass beside which collectives run."""
+"""Share of a pass beside which collectives run over links slower than NVLink."""
+_NVLINK = 100e9
+"""Bytes a second that no slower link has."""
 _REACHED = 0.7
 """Share of a link's rate that collectives reach."""
 _GRADIENT_BYTES = 4
@@ -293,7 +296,7 @@ class TrainingTime:
             else:
                 often += reduced * (1 if stage else 2)
             rate = link * _REACHED * shards / (shards - 1)
-            hidden_s = _HIDDEN * compute_s
+            hidden_s = _HIDDEN * compute_s * (link < _NVLINK)
             once_s, often_s = num_steps * once / rate, num_micro_batches * often / rate
             beside_s = min(once_s, hidden_s * min(num_steps / num_micro_batches, 1.0))
             seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
