@@ -361,6 +361,11 @@ def test_a_critic_apart_is_planned_with_sizes_of_its_own() -> None:
     halves, told = seen(f"{own}.pipeline_parallel_size=2")
     assert (told["critic_stages"], told["critic_layout"]) == (2, "1 x 1 x 1 x 1")
     assert halves["masters"] < copies["masters"]
+    groups = ("--trainer.parallel.pipeline_parallel_size=2", "--trainer.parallel.virtual_stages=2")
+    assert seen(*groups, f"{own}.pipeline_parallel_size=2") == (halves, told)  # of one group each
+    assert seen(*groups)[0] != halves
+    layers, _ = seen(f"{own}.zero_stage=3")
+    assert layers[work] < plain[work]
     policy = RunMemory(planned(configured(*gae, tensor), shape, world_size=2)).step
     zero = configured(*gae, tensor, f"{own}.zero_stage=0")
     assert RunMemory(planned(zero, shape, world_size=2)).step == policy
