@@ -96,7 +96,8 @@ def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def divided(inputs: Path, run_dir: Path, *, steps: int = 2, **sections: Any) -> RLConfig:
     """A run whose critic learns in every step, more than once."""
-    own = {"algorithm": GAE, "trainer": SHARED, "critic": {"lr": 1e-3}}
+    # Of values that hardly move the last bit decides which count as clipped.
+    own = {"algorithm": GAE, "trainer": SHARED, "critic": {"lr": 1e-3, "value_clip": None}}
     run = {"dir": run_dir, "steps": steps, "device": "cpu"}
     for name, overrides in sections.items():
         own[name] = own.get(name, {}) | overrides
@@ -124,8 +125,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], int, dict[str, int]]] = {
         1,
         {"pipeline_parallel_size": 1},
     ),
+    "experts beside experts that are not divided": (1, {}, 2, {"expert_parallel_size": 2}),
+    "one process beside experts": (
+        2,
+        {"expert_parallel_size": 2},
+        1,
+        {"expert_parallel_size": 1},
+    ),
 }
 """Processes of the policy and how they divide it, and the same of the critic."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 @pytest.mark.slow
@@ -138,6 +147,9 @@ def test_R24_a_critic_apart_with_sizes_of_its_own_learns_what_one_process_does(
     if "virtual_stages" in of_policy:
         inputs = tmp_path_factory.mktemp("deep")
         write_inputs(inputs, num_kv_heads=2, num_layers=4)
+    if "expert_parallel_size" in own:
+        inputs = tmp_path_factory.mktemp("experts")
+        write_inputs(inputs, family="qwen3_moe", **EXPERTS)
     one = divided(inputs, tmp_path / "one")
     reinforce.run(one)
     several = divided(
