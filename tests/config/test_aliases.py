@@ -44,6 +44,11 @@ ROWS = [
     ("critic_warmup", "critic.warmup_steps"),
     ("critic.optim.betas", ALWAYS, "but for the keys of the section critic"),
     ("critic_pretrain", "critic.path"),
+    (
+        "critic.ulysses_sequence_parallel_size",
+        "critic.parallel.ulysses_size",
+        "cluster.num_critics",
+    ),
     ("cliprange_value", "critic.value_clip"),
     ("distillation.teacher_model.model_path", "teacher.path"),
     ("distillation.distillation_loss.use_task_rewards", "teacher.reward_coef"),

@@ -6,7 +6,9 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ from hone.config import UserError, extras, rules
 from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
 from hone.config.model_facts import ModelFacts
+from hone.config.parallel import AxisSizes, CriticParallelConfig
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.reward import BUILTIN_REWARDS
 from hone.config.rules import Finding, facts
@@ -161,10 +164,43 @@ def test_a_sound_configuration_has_no_finding(command: str, read_workspace: Path
         "trainer.matmul_precision=tf32 model.dtype=float32 trainer.parity=1e-4",
         "model.lora.rank=8 model.lora.target_modules=[q_proj,down_proj]",
         "--nproc=2 trainer.offload=parameters trainer.parallel.zero_stage=3",
+        "--nproc=2 trainer.parallel.tensor_parallel_size=2 cluster.num_trainers=2 "
+        "algorithm.advantage=gae cluster.num_critics=1 critic.parallel.tensor_parallel_size=1",
+        "--nproc=1 algorithm.advantage=gae cluster.num_critics=4 critic.offload=parameters "
+        "critic.parallel.tensor_parallel_size=2 critic.parallel.zero_stage=3",
+        "--nproc=2 trainer.parallel.expert_parallel_size=2 cluster.num_trainers=2 "
+        "model.path=qwen3_moe algorithm.advantage=gae critic.path=model cluster.num_critics=2 "
+        "critic.parallel.expert_parallel_size=1",
+        "--nproc=1 algorithm.advantage=gae cluster.num_critics=2 critic.parallel.ring_size=2 "
+        "critic.max_tokens_per_microbatch=1024",
+        "--nproc=2 trainer.parallel.pipeline_parallel_size=2 cluster.num_trainers=2 "
+        "algorithm.advantage=gae cluster.num_critics=1 critic.parallel.pipeline_parallel_size=1",
     ],
 )
 def test_sound_settings_have_no_finding(flags: str, read_workspace: Path) -> None:
     assert findings("rl", flags) == []
+
+
+def test_sizes_of_a_critic_are_refused_where_no_mesh_has_them(read_workspace: Path) -> None:
+    """Before a process starts, where it would find so by itself."""
+    asked = "algorithm.advantage=gae model.path=qwen3_moe"
+    tree = load_config(RLConfig, None, [*BASE["rl"], *asked.split()])
+    keys = ("zero_stage", "fsdp_size", "pipeline_parallel_size", "expert_parallel_size")
+    num_refused = 0
+    for number, *sizes in product((1, 2, 6), (0, 2), (None, 1, 2, 3), (None, 2), (None, 2, 4)):
+        parallel = CriticParallelConfig(**dict(zip(keys, sizes, strict=True)))
+        cfg = tree.model_copy(
+            update={
+                "critic": tree.critic.model_copy(update={"parallel": parallel}),
+                "cluster": tree.cluster.model_copy(update={"num_critics": number}),
+            }
+        )
+        plan = resolve(cfg, ModelFacts.read("qwen3_moe"), Devices())
+        refused = any(x.level == "error" for x in rules.findings(plan))
+        num_refused += refused
+        with pytest.raises(UserError) if refused else nullcontext():
+            AxisSizes.of(cfg.critic_parallel, number)
+    assert 20 < num_refused < 124
 
 
 def test_the_table_is_long_enough() -> None:

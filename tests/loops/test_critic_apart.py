@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.loops.conftest import MakeConfig, start_hone, wait_for_row
 from tests.loops.test_critic import GAE, SHARED, assert_equal, weights
 from tests.loops.test_processes import assert_same_run, run_hone
-from tests.tiny_runs import lines
+from tests.tiny_runs import lines, tiny_config, write_inputs
 
 from hone.config.tree import RLConfig
 from hone.loops import reinforce
@@ -74,10 +75,115 @@ def test_R24_two_processes_of_a_critic_are_one(
     launcher = ["-m", "torch.distributed.run", "--standalone", number]
     run_hone("rl", two, tmp_path, "--trainer.parallel.zero_stage=3", launcher=launcher)
     assert_same_run(one.run.dir, two.run.dir)
-    critics = [weights(cfg.run.dir / "critic") for cfg in (one, two)]
+    assert_same_critic(one.run.dir, two.run.dir)
+
+
+def assert_same_critic(one: Path, other: Path) -> None:
+    """Weights to float32's last bits."""
+    critics = [weights(folder / "critic") for folder in (one, other)]
     assert critics[0].keys() == critics[1].keys()
     for name, tensor in critics[0].items():
         assert float((tensor - critics[1][name]).abs().max()) < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs with a model whose key heads two ranks can share."""
+    folder = tmp_path_factory.mktemp("divisible")
+    write_inputs(folder, num_kv_heads=2)
+    return folder
+
+
+def divided(inputs: Path, run_dir: Path, *, steps: int = 2, **sections: Any) -> RLConfig:
+    """A run whose critic learns in every step, more than once."""
+    # Of values that hardly move the last bit decides which count as clipped.
+    own = {"algorithm": GAE, "trainer": SHARED, "critic": {"lr": 1e-3, "value_clip": None}}
+    run = {"dir": run_dir, "steps": steps, "device": "cpu"}
+    for name, overrides in sections.items():
+        own[name] = own.get(name, {}) | overrides
+    return tiny_config(inputs, run_dir, run=run, log={"samples_per_step": 99}, **own)
+
+
+def run_apart(cfg: RLConfig, folder: Path) -> str:
+    number = f"--nproc-per-node={cfg.cluster.num_processes}"  # more than `--nproc` grants two cores
+    launcher = ["-m", "torch.distributed.run", "--standalone", number]
+    return run_hone("rl", cfg, folder, launcher=launcher)
+
+
+TENSOR = {"tensor_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, int], int, dict[str, int]]] = {
+    "one process beside tensor 2": (2, TENSOR, 1, {"tensor_parallel_size": 1}),
+    "shards beside tensor 2": (2, TENSOR, 2, {"tensor_parallel_size": 1, "zero_stage": 3}),
+    "ring beside tensor 2": (2, TENSOR, 2, {"tensor_parallel_size": 1, "ring_size": 2}),
+    "tensor beside ring 2": (2, {"ring_size": 2}, 2, TENSOR | {"ring_size": 1}),
+    "ulysses": (1, {}, 2, {"ulysses_size": 2}),
+    "copies": (1, {"zero_stage": 2}, 2, {"zero_stage": 1, "fsdp_size": 1}),
+    "stages": (1, {}, 2, {"pipeline_parallel_size": 2}),
+    "one process beside groups of stages": (
+        2,
+        {"pipeline_parallel_size": 2, "virtual_stages": 2},
+        1,
+        {"pipeline_parallel_size": 1},
+    ),
+    "experts beside experts that are not divided": (1, {}, 2, {"expert_parallel_size": 2}),
+    "one process beside experts": (
+        2,
+        {"expert_parallel_size": 2},
+        1,
+        {"expert_parallel_size": 1},
+    ),
+}
+"""Processes of the policy and how they divide it, and the same of the critic."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_R24_a_critic_apart_with_sizes_of_its_own_learns_what_one_process_does(
+    tmp_path_factory: pytest.TempPathFactory, divisible: Path, tmp_path: Path, layout: str
+) -> None:
+    num_trainers, of_policy, num_critics, own = LAYOUTS[layout]
+    inputs = divisible
+    if "virtual_stages" in of_policy:
+        inputs = tmp_path_factory.mktemp("deep")
+        write_inputs(inputs, num_kv_heads=2, num_layers=4)
+    if "expert_parallel_size" in own:
+        inputs = tmp_path_factory.mktemp("experts")
+        write_inputs(inputs, family="qwen3_moe", **EXPERTS)
+    one = divided(inputs, tmp_path / "one")
+    reinforce.run(one)
+    several = divided(
+        inputs,
+        tmp_path / "several",
+        cluster={"num_trainers": num_trainers, "num_critics": num_critics},
+        trainer={"parallel": of_policy},
+        critic={"parallel": own},
+    )
+    run_apart(several, tmp_path)
+    assert_same_run(one.run.dir, several.run.dir)
+    assert_same_critic(one.run.dir, several.run.dir)
+
+
+@pytest.mark.slow
+def test_R17_a_checkpoint_does_not_know_how_the_critic_was_divided(
+    divisible: Path, tmp_path: Path
+) -> None:
+    """Written with tensor 2, it goes on with ring 2 and beside the policy, as if nothing had
+    happened."""
+    straight = divided(divisible, tmp_path / "straight", steps=3)
+    reinforce.run(straight)
+    apart = {"num_trainers": 1, "num_critics": 2}
+    ring, beside = tmp_path / "ring", tmp_path / "beside"
+    critic = {"parallel": TENSOR}
+    run_apart(divided(divisible, ring, cluster=apart, critic=critic), tmp_path)
+    shutil.copytree(ring, beside)
+    critic = {"parallel": {"ring_size": 2}}
+    resumed = divided(divisible, ring, steps=3, cluster=apart, critic=critic)
+    assert "going on after step 2" in run_apart(resumed, tmp_path)
+    reinforce.run(divided(divisible, beside, steps=3))
+    for folder in (ring, beside):
+        assert_same_run(straight.run.dir, folder)
+        assert_same_critic(straight.run.dir, folder)
 
 
 def process_of(launcher: int, rank: int) -> psutil.Process:

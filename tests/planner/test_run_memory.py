@@ -334,6 +334,43 @@ def test_a_critic_apart_has_devices_of_its_own() -> None:
     assert [*phases(*gae, "--cluster.num_critics=2", *APART, world_size=2)][-1] == "critic train"
 
 
+def test_a_critic_apart_is_planned_with_sizes_of_its_own() -> None:
+    """Whatever those of the policy are; where none are set it has these."""
+    gae = ("--algorithm.advantage=gae", "--cluster.num_critics=2", "--cluster.num_trainers=2")
+    shape = shape_of("qwen3-0.6b")
+
+    def seen(*flags: str) -> tuple[dict[str, int], dict[str, Any]]:
+        plan = planned(configured(*gae, *flags), shape, world_size=2)
+        told = {x.name: x.value for x in plan_lines(plan) if x.name.startswith("critic_")}
+        (phase,) = (x for x in RunMemory(plan).phases() if x.role == "critic")
+        return dict(phase.parts), told
+
+    tensor, own = "--trainer.parallel.tensor_parallel_size=2", "--critic.parallel"
+    one, told = seen(f"{own}.tensor_parallel_size=2")
+    assert (one, told) == seen(tensor)
+    assert told["critic_layout"] == "1 x 1 x 1 x 2"
+    assert (told["critic_processes"], told["critic_shards"]) == (2, 2)
+    plain, told = seen(tensor, f"{own}.tensor_parallel_size=1")
+    assert (plain, told) == seen()
+    assert told["critic_layout"] == "2 x 1 x 1 x 1"
+    work = "gradients, activations and work"
+    assert plain[work] > 1.5 * one[work]
+    copies, told = seen(f"{own}.zero_stage=0")
+    assert copies["masters"] == 2 * plain["masters"]
+    assert told["critic_shards"] == 1
+    halves, told = seen(f"{own}.pipeline_parallel_size=2")
+    assert (told["critic_stages"], told["critic_layout"]) == (2, "1 x 1 x 1 x 1")
+    assert halves["masters"] < copies["masters"]
+    groups = ("--trainer.parallel.pipeline_parallel_size=2", "--trainer.parallel.virtual_stages=2")
+    assert seen(*groups, f"{own}.pipeline_parallel_size=2") == (halves, told)  # of one group each
+    assert seen(*groups)[0] != halves
+    layers, _ = seen(f"{own}.zero_stage=3")
+    assert layers[work] < plain[work]
+    policy = RunMemory(planned(configured(*gae, tensor), shape, world_size=2)).step
+    zero = configured(*gae, tensor, f"{own}.zero_stage=0")
+    assert RunMemory(planned(zero, shape, world_size=2)).step == policy
+
+
 def test_a_pass_of_a_large_teacher_beside_the_policy_is_planned() -> None:
     """With more tokens than the policy's own passes it is what needs most."""
     flags = ("--teacher.path=Qwen/Qwen3-8B", "--trainer.max_tokens_per_microbatch=2048")

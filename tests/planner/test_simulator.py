@@ -469,6 +469,10 @@ def test_a_critic_apart_learns_while_the_policy_does() -> None:
     assert two == pytest.approx(alone + a_pass, rel=0.01)
     assert alone + a_pass < two * 1.001 < one
     assert train_s(8, algorithm=gae) < two
+    # It waits where it has stages, and then it is what a step waits for.
+    stages = {"parallel": {"pipeline_parallel_size": 2}}
+    assert train_s(2, algorithm=gae, critic=stages) > two * 1.01
+    assert train_s(2, algorithm=gae, critic={"parallel": {"ring_size": 2}}) == two
 
 
 @pytest.mark.parametrize("name", SHAPES)

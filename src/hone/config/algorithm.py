@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from hone.config.base import Section
+from hone.config.parallel import CriticParallelConfig
 from hone.config.trainer import OffloadLevel, RecomputeMode
 
 __all__ = [
@@ -201,6 +202,8 @@ class CriticConfig(Section):
 
     offload: OffloadLevel | None = None
     """What of it is kept in host memory, as `trainer.offload`; unset: that."""
+
+    parallel: CriticParallelConfig = CriticParallelConfig()
 
 
 class TeacherConfig(Section):

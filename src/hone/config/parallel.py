@@ -13,6 +13,7 @@ from hone.config.errors import UserError
 
 __all__ = [
     "AxisSizes",
+    "CriticParallelConfig",
     "ParallelConfig",
     "passes_in_flight",
     "rounds",
@@ -82,6 +83,40 @@ class ParallelConfig(Section):
                 "ulysses_size": self.reference_ulysses_size or self.ulysses_size,
             }
         )
+
+
+class CriticParallelConfig(Section):
+    """How a critic with processes of its own (`cluster.num_critics`) is divided, where that is not
+    how the policy is."""
+
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """As `trainer.parallel.zero_stage`, for the critic; unset: the same."""
+
+    fsdp_size: int | None = Field(default=None, ge=-1)
+    """As `trainer.parallel.fsdp_size`, for the critic; unset: the same."""
+
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """As `trainer.parallel.tensor_parallel_size`, for the critic; unset: the same."""
+
+    pipeline_parallel_size: int | None = Field(default=None, ge=1)
+    """Stages of the critic, each with one group of layers; unset: as those of the policy, with
+    `trainer.parallel.virtual_stages` groups."""
+
+    expert_parallel_size: int | None = Field(default=None, ge=1)
+    """As `trainer.parallel.expert_parallel_size`, for the critic; unset: the same."""
+
+    ulysses_size: int | None = Field(default=None, ge=1)
+    """As `trainer.parallel.ulysses_size`, for the critic; unset: the same."""
+
+    ring_size: int | None = Field(default=None, ge=1)
+    """As `trainer.parallel.ring_size`, for the critic; unset: the same."""
+
+    def over(self, policy: ParallelConfig) -> ParallelConfig:
+        """`policy`, with what is set here in place of its own."""
+        own = self.model_dump(exclude_none=True)
+        if "pipeline_parallel_size" in own:
+            own["virtual_stages"] = 1
+        return policy.model_copy(update=own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -395,7 +395,7 @@ def _critic_role(cfg: RLConfig, policy: Role) -> Role:
         return replace(role, shares_devices_of="policy")
     # Sizes that do not fit its processes are for the rules to refuse.
     with suppress(UserError):
-        axes = AxisSizes.of(cfg.trainer.parallel, cfg.cluster.num_critics)
+        axes = AxisSizes.of(cfg.critic_parallel, cfg.cluster.num_critics)
         role = replace(role, axes=axes)
     return role
 

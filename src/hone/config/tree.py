@@ -21,6 +21,7 @@ from hone.config.data import DataConfig, PairSourceBase, PairSourceConfig, Sourc
 from hone.config.engine import EngineConfig
 from hone.config.env import EnvConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
+from hone.config.parallel import ParallelConfig
 from hone.config.pipeline import PipelineConfig
 from hone.config.planning import PlannedModelConfig, PlanningConfig
 from hone.config.preference import BradleyTerryConfig, PreferenceConfig
@@ -114,6 +115,13 @@ class RLConfig(Section):
         return self.model.model_copy(update=own)
 
     @property
+    def critic_parallel(self) -> ParallelConfig:
+        """How the critic is divided. Beside the policy it has the processes of that, and so the
+        axes."""
+        of_policy = self.trainer.parallel
+        return self.critic.parallel.over(of_policy) if self.cluster.num_critics else of_policy
+
+    @property
     def critic_trainer(self) -> TrainerConfig:
         """How the critic is trained: as the policy, but for what `critic` says."""
         critic, trainer = self.critic, self.trainer
@@ -121,7 +129,7 @@ class RLConfig(Section):
         optimizer = trainer.optimizer.model_copy(update=own)
         if self.cluster.num_critics:  # nobody needs room on its devices
             trainer = trainer.model_copy(update={"enable_sleep": False})
-        update: dict[str, Any] = {"optimizer": optimizer}
+        update: dict[str, Any] = {"optimizer": optimizer, "parallel": self.critic_parallel}
         if critic.max_tokens_per_microbatch is not None:
             update["max_tokens_per_forward"] = None  # twice that
         for key in ("max_tokens_per_microbatch", "max_tokens_per_forward", "recompute", "offload"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,18 @@ from hone.distributed.mesh import Axis, Mesh, patience
 from hone.distributed.processes import Processes
 from hone.distributed.watch import connect
 
-__all__ = ["Everyone", "LearningRole", "Roles"]
+__all__ = ["CriticProcesses", "Everyone", "LearningRole", "Roles"]
 
 T = TypeVar("T")
 LearningRole = Literal["policy", "critic"]
+
+
+class CriticProcesses(NamedTuple):
+    """Those that a critic has for itself."""
+
+    number: int
+    parallel: ParallelConfig
+    """How they divide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +92,23 @@ class Roles:
 
     @classmethod
     def join(
-        cls, cfg: ParallelConfig, own: Processes, device: torch.device, *, num_critics: int
+        cls,
+        cfg: ParallelConfig,
+        own: Processes,
+        device: torch.device,
+        *,
+        critic: CriticProcesses | None = None,
     ) -> Self:
-        """Meet the other processes, of which the last `num_critics` train the critic. Collective.
+        """Meet the other processes, of which the last train the critic, where that has some; the
+        others train the policy, divided as `cfg` says. Collective.
 
         Raises UserError as `Mesh.join`, before any process waits for another.
         """
-        if not num_critics:
+        if critic is None:
             mesh = Mesh.join(cfg, own, device)
             return cls("policy", mesh, mesh)
-        num_trainers = own.world_size - num_critics
-        sizes = [AxisSizes.of(cfg, number) for number in (num_trainers, num_critics)]
+        num_trainers = own.world_size - critic.number
+        sizes = AxisSizes.of(cfg, num_trainers), AxisSizes.of(critic.parallel, critic.number)
         is_critic = own.rank >= num_trainers
         within = replace(
             own,
@@ -103,7 +117,12 @@ class Roles:
         )
         role: LearningRole = "critic" if is_critic else "policy"
         store = dist.PrefixStore("roles", connect(own))
-        mesh = Mesh.join(cfg, within, device, store=dist.PrefixStore(role, store))
+        mesh = Mesh.join(
+            critic.parallel if is_critic else cfg,
+            within,
+            device,
+            store=dist.PrefixStore(role, store),
+        )
         critics = range(num_trainers, own.world_size)
         channel = Channel("everyone", store, range(own.world_size), own.rank, patience(cfg))
         everyone = Everyone(
@@ -112,6 +131,7 @@ class Roles:
             world=Axis(own.rank, own.world_size),
             data=mesh.data,
             tensor=mesh.tensor,
+            pipeline=mesh.pipeline,
             channel=channel,
             firsts=(0, critics[0]),
         )

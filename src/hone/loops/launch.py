@@ -27,7 +27,7 @@ from hone.config.run import GenerateRunConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
-from hone.distributed.roles import Roles
+from hone.distributed.roles import CriticProcesses, Roles
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
 from hone.loops.interrupt import terminable
@@ -137,13 +137,13 @@ def choose_device(cfg: GenerateRunConfig) -> torch.device:
 @contextmanager
 def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Mesh, Watch]]:
     """This process's place among all, which train the same, as `join_roles`."""
-    with join_roles(run, parallel, num_critics=0) as (roles, watch):
+    with join_roles(run, parallel) as (roles, watch):
         yield roles.mesh, watch
 
 
 @contextmanager
 def join_roles(
-    run: GenerateRunConfig, parallel: ParallelConfig, *, num_critics: int
+    run: GenerateRunConfig, parallel: ParallelConfig, *, critic: CriticProcesses | None = None
 ) -> Generator[tuple[Roles, Watch]]:
     """This process's place among all that train together, under watch; left behind at the end.
 
@@ -153,8 +153,8 @@ def join_roles(
     with Watch(own, parallel.timeout_s) as watch:
         device = choose_device(run)
         watch.join()
-        roles = Roles.join(parallel, own, device, num_critics=num_critics)
-        if num_critics:
+        roles = Roles.join(parallel, own, device, critic=critic)
+        if critic is not None:
             watch.take_role(roles.own)
         watch.enter("start")
         watch.follow(roles.mesh.groups, roles.channels)
@@ -172,10 +172,12 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
     folder holds, or another command has written it.
     """
     run, parallel = cfg.run, cfg.trainer.parallel
-    num_critics = cfg.cluster.num_critics if isinstance(cfg, RLConfig) else 0
+    critic = None
+    if isinstance(cfg, RLConfig) and cfg.cluster.num_critics:
+        critic = CriticProcesses(cfg.cluster.num_critics, cfg.critic_parallel)
     with (
         ExitStack() as stack,
-        join_roles(run, parallel, num_critics=num_critics) as (roles, watch),
+        join_roles(run, parallel, critic=critic) as (roles, watch),
     ):
         everyone = roles.everyone
         if everyone.size == 1:  # of several, the watch ends each

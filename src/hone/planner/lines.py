@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from hone.config.address import names_code
 from hone.config.engine import BLOCK_SIZE
-from hone.config.parallel import passes_in_flight, stage_layers
+from hone.config.parallel import AxisSizes, passes_in_flight, stage_layers
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.families.registry import spec_of
+from hone.families.shape import ModelShape
 from hone.planner.run_memory import RunMemory, in_gib
 
 __all__ = ["Line", "plan_lines"]
@@ -37,7 +38,8 @@ def plan_lines(plan: RunPlan) -> list[Line]:
         return []
     lines = [*_steps(plan), *_shapes(plan), *_cluster(plan), *_pipeline(plan)]
     if plan.batch is not None and plan.trainer is not None:
-        lines += [*_layout(plan), *_experts(plan), *_micro_batches(plan, plan.batch)]
+        lines += [*_layout(plan), *_critic_layout(plan)]
+        lines += [*_experts(plan), *_micro_batches(plan, plan.batch)]
     return [*lines, *_engine(plan), *_reward_model(plan), *_memory(plan)]
 
 
@@ -135,7 +137,34 @@ def _layout(plan: RunPlan) -> Iterator[Line]:
     if sizes.world == 1:
         return
     yield Line("processes", sizes.world, "one a device")
-    shape = plan.shape
+    yield from _axes(sizes, plan.shape, zero_stage=plan.trainer.parallel.zero_stage)
+    yield Line(
+        "rows_per_data_rank",
+        plan.rows_per_data_rank,
+        f"{plan.batch.samples_per_optimizer_step} rows of an optimizer step / data {sizes.data}, "
+        "at most",
+    )
+
+
+def _critic_layout(plan: RunPlan) -> Iterator[Line]:
+    """The same of a critic with several processes of its own, and whose sizes it has."""
+    cfg, role = plan.config, plan.roles.get("critic")
+    if role is None or role.shares_devices_of is not None or role.axes.world == 1:
+        return
+    assert isinstance(cfg, RLConfig)
+    own = cfg.critic.parallel.model_dump(exclude_none=True)
+    told = ", ".join(f"critic.parallel.{key} {size}" for key, size in own.items())
+    how = f"{told}, and else as trainer.parallel" if told else "as trainer.parallel"
+    yield Line("critic_processes", role.axes.world, f"one a device, divided by {how}")
+    shape = None if plan.shape is None else RunMemory(plan).critic_shape
+    stage = cfg.critic_parallel.zero_stage
+    yield from _axes(role.axes, shape, zero_stage=stage, prefix="critic_")
+
+
+def _axes(
+    sizes: AxisSizes, shape: ModelShape | None, *, zero_stage: int, prefix: str = ""
+) -> Iterator[Line]:
+    """How several processes divide a model that they train; its names begin with `prefix`."""
     stages, groups = sizes.pipeline, sizes.virtual_stages
     if stages > 1 and shape is not None and shape.num_layers >= stages * groups:
         layers = stage_layers(shape.num_layers, stages, groups)
@@ -143,34 +172,27 @@ def _layout(plan: RunPlan) -> Iterator[Line]:
         passes = passes_in_flight(0, stages, groups, num_batches=stages**2)
         number = f"{passes}" if groups == 1 else f"{passes / groups:.3g}"
         yield Line(
-            "stages",
+            f"{prefix}stages",
             stages,
             f"pipeline, first to last of {split} layers; the first has up to {number} "
             "micro-batches in flight; each is laid out as follows",
         )
     yield Line(
-        "layout",
+        f"{prefix}layout",
         f"{sizes.data} x {sizes.ring} x {sizes.ulysses} x {sizes.tensor}",
         "data x ring x ulysses x tensor; the last are neighbours",
     )
     yield Line(
-        "shards",
+        f"{prefix}shards",
         sizes.fsdp * sizes.tensor,
-        f"of what zero_stage {plan.trainer.parallel.zero_stage} cuts: fsdp {sizes.fsdp} x tensor "
-        f"{sizes.tensor}",
+        f"of what zero_stage {zero_stage} cuts: fsdp {sizes.fsdp} x tensor {sizes.tensor}",
     )
     if sizes.expert > 1:
         yield Line(
-            "experts",
+            f"{prefix}experts",
             f"1/{sizes.expert}",
             f"of every layer's on a process; {sizes.expert_fsdp} share one set of shards of them",
         )
-    yield Line(
-        "rows_per_data_rank",
-        plan.rows_per_data_rank,
-        f"{plan.batch.samples_per_optimizer_step} rows of an optimizer step / data {sizes.data}, "
-        "at most",
-    )
 
 
 def _experts(plan: RunPlan) -> Iterator[Line]:

@@ -22,6 +22,8 @@ On top of them come, by count and with the rates of benchmarks/memory.md:
   recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind;
 * pipeline stages: of S stages each waits for S - 1 micro-batches in every optimizer step, or with V
   groups of layers in each a V-th of that. What they send is hidden.
+
+Of a critic with devices of its own the products count, and what its stages wait.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from hone.config.plan import Role, RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
+from hone.families.shape import ModelShape
 from hone.planner.compute_time import Compute
 from hone.planner.memory import adapter_params, params_in_4bit
 from hone.planner.run_memory import RunMemory
@@ -88,17 +91,18 @@ class TrainingTime:
         forward = forward_s(shape, num_head_tokens=num_trained)
         body = forward_s(shape, num_head_tokens=0)
         # Of one device, until it is shared out.
-        work = epochs * (
-            self._training_s(lengths, num_trained) + self._recomputed_share(trainer) * body
-        )
+        again = self._recomputed_share(trainer, shape, plan.policy)
+        work = epochs * (self._training_s(lengths, num_trained) + again * body)
         update, values_s, critic_s = work, 0.0, 0.0
         if (role := plan.roles.get("critic")) is not None:
             # Its values, and its update; it has no words to tell apart.
             values = forward_s(self._run.critic_shape, num_head_tokens=0)
-            passes = epochs * (3 + self._recomputed_share(cfg.critic_trainer))
+            again = self._recomputed_share(cfg.critic_trainer, self._run.critic_shape, role)
+            passes = epochs * (3 + again)
             if self._run.is_own_device("critic"):
                 speed = self._speed_of(role)
                 values_s, critic_s = values / speed, passes * values / speed
+                critic_s *= 1 + self._stages_wait(cfg.critic_trainer, role, num_tokens)
             else:
                 work += (1 + passes) * values
         work += self._scores_itself * forward
@@ -112,12 +116,8 @@ class TrainingTime:
         # A critic apart has the values while the policy scores the rows, and learns beside it.
         seconds += max(values_s - self._scores_itself * forward / self._speed, 0.0)
         seconds += max(critic_s - update / self._speed, 0.0)
-        num_micro_batches = self._num_micro_batches(num_tokens)
-        # Stages wait while an optimizer step's first micro-batch comes and its last one goes.
-        axes = plan.policy.axes
-        bubble = (axes.pipeline - 1) / axes.virtual_stages
-        waits = bubble * self._num_steps / num_micro_batches
-        seconds += waits * compute_s
+        num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
+        seconds += self._stages_wait(trainer, plan.policy, num_tokens) * compute_s
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
         seconds += self._activations_s(epochs * num_tokens)
@@ -205,30 +205,32 @@ class TrainingTime:
         world = role.axes.world
         return world * (self.assumed.training_scaling if world > 1 else 1.0)
 
-    def _recomputed_share(self, trainer: SFTTrainerConfig) -> float:
-        return _RECOMPUTED[trainer.recompute_mode] * self._recomputed_layers(trainer)
+    def _recomputed_share(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
+        layers = self._recomputed_layers(trainer, shape, role)
+        return _RECOMPUTED[trainer.recompute_mode] * layers
 
-    def _recomputed_layers(self, trainer: SFTTrainerConfig) -> float:
+    def _recomputed_layers(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
         """Share of the layers that are computed again."""
-        number = self._layers_of_group
+        number = self._layers_of_group(shape, role)
         return sum(map(len, trainer.recomputed_spans(number))) / number
 
-    @property
-    def _layers_of_stage(self) -> int:
-        shape, axes = self.plan.shape, self.plan.policy.axes
-        assert shape is not None
-        return -(-shape.num_layers // axes.pipeline)
+    def _layers_of_stage(self, shape: ModelShape, role: Role) -> int:
+        return -(-shape.num_layers // role.axes.pipeline)
 
-    @property
-    def _layers_of_group(self) -> int:
+    def _layers_of_group(self, shape: ModelShape, role: Role) -> int:
         """Neighbours in a stage, which are computed again by themselves."""
-        return -(-self._layers_of_stage // self.plan.policy.axes.virtual_stages)
+        return -(-self._layers_of_stage(shape, role) // role.axes.virtual_stages)
 
-    def _num_micro_batches(self, num_tokens: int) -> int:
+    def _num_micro_batches(self, trainer: SFTTrainerConfig, role: Role, num_tokens: int) -> int:
         """Of each device, in an epoch."""
-        axes, trainer = self.plan.policy.axes, self._config.trainer
-        each = num_tokens / (axes.data * axes.context)
+        each = num_tokens / (role.axes.data * role.axes.context)
         return math.ceil(each / trainer.max_tokens_per_microbatch)
+
+    def _stages_wait(self, trainer: SFTTrainerConfig, role: Role, num_tokens: int) -> float:
+        """Share of its passes that a stage waits, while an optimizer step's first micro-batch comes
+        and its last one goes."""
+        bubble = (role.axes.pipeline - 1) / role.axes.virtual_stages
+        return bubble * self._num_steps / self._num_micro_batches(trainer, role, num_tokens)
 
     @property
     def _num_steps(self) -> int:
@@ -249,7 +251,7 @@ class TrainingTime:
         gpu, cfg, shape = self.plan.devices.gpu, self._config, self.plan.shape
         assert gpu is not None
         assert shape is not None
-        passes = 2 + self._recomputed_share(cfg.trainer)
+        passes = 2 + self._recomputed_share(cfg.trainer, shape, self.plan.policy)
         return passes * _UNPACKED_BYTES * params_in_4bit(shape, cfg.model.lora) / gpu.bytes_per_s
 
     @property
@@ -278,7 +280,7 @@ class TrainingTime:
         is_near = axes.world <= per_node or per_node % (axes.world // axes.pipeline) == 0
         link = gpu.link_bytes_per_s if is_near else gpu.node_bytes_per_s
         own_link = gpu.link_bytes_per_s * _REACHED
-        num_micro_batches = self._num_micro_batches(num_tokens)
+        num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
         seconds, shards = 0.0, axes.data * axes.context
         if shards > 1:
             stage, num_steps = trainer.parallel.zero_stage, self._num_steps
@@ -302,10 +304,10 @@ class TrainingTime:
             seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
         own_tokens = num_tokens / (axes.data * axes.context)
         # Passes that talk: forward, backward, and forward again, which may keep attention.
-        again = self._recomputed_layers(trainer)
-        passes = 2 + again
-        attention_passes = 2 + again * (trainer.recompute_mode == "full")
-        keys, num_layers = 2 * shape.num_kv_heads * shape.head_dim, self._layers_of_stage
+        again = self._recomputed_layers(trainer, shape, plan.policy)
+        passes, attention_passes = 2 + again, 2 + again * (trainer.recompute_mode == "full")
+        num_layers = self._layers_of_stage(shape, plan.policy)
+        keys = 2 * shape.num_kv_heads * shape.head_dim
         if axes.tensor > 1:  # two gathers and two sums a pass
             values = 2 * num_layers * shape.hidden_size * own_tokens
             seconds += 4 * passes * values * (axes.tensor - 1) / axes.tensor / own_link
@@ -333,7 +335,8 @@ class TrainingTime:
         if not trainer.offload_activations or trainer.recompute == "off":
             return 0.0
         axes = plan.policy.axes
-        num_spans = axes.virtual_stages * len(trainer.recomputed_spans(self._layers_of_group))
+        each = self._layers_of_group(shape, plan.policy)
+        num_spans = axes.virtual_stages * len(trainer.recomputed_spans(each))
         values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
         return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 

@@ -63,8 +63,6 @@ ROWS: list[Row] = [
      "warning", "critic.max_tokens_per_microbatch trainer.micro_batch_size"),
     ("rl", "algorithm.advantage=gae critic.warmup_steps=999999", "error",
      "critic.warmup_steps run.steps"),
-    ("rl", "algorithm.advantage=gae critic.max_tokens_per_microbatch=8", "error",
-     "critic.max_tokens_per_microbatch data.max_prompt_tokens rollout.max_completion_tokens"),
     ("rl", "algorithm.advantage=gae critic.lr=0", "warning", "critic.lr"),
     ("rl", "critic.recompute=full", "warning", "critic.recompute algorithm.advantage"),
     ("rl", "algorithm.advantage=gae critic.offload=optimizer run.device=cpu", "warning",

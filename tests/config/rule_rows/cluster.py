@@ -43,9 +43,6 @@ ROWS: list[Row] = [
      "trainer.parallel.ring_size=4 trainer.max_tokens_per_microbatch=1023", "error",
      "cluster.num_references trainer.max_tokens_per_microbatch"),
     ("rl", "cluster.num_critics=1", "error", "cluster.num_critics algorithm.advantage"),
-    ("rl", "cluster.num_critics=3 cluster.num_trainers=2 algorithm.advantage=gae "
-     "trainer.parallel.ulysses_size=2", "error",
-     "cluster.num_critics trainer.parallel.ulysses_size"),
     ("rl", "--nproc=2 cluster.num_critics=2 algorithm.advantage=gae", "error",
      "cluster.num_trainers cluster.num_critics"),
     ("rl", "cluster.num_critics=1 algorithm.advantage=gae cluster.engine_timeout_s=7", "warning",

@@ -23,6 +23,7 @@ BOTH = ("--data.train=[{path: train.jsonl}, {path: columns.jsonl}]",)
 ECHO = ("--env.path=envs.py:Echo", "--rollout.stop=['1', '2', '3', '4']")
 EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
 GAE = ("--algorithm.advantage=gae", "--critic.lr=1e-3")
+CRITIC_APART = (*GAE, "--cluster.num_critics=4")
 JUDGE = ("--reward.model.path=judge",)
 TEACHER = ("--teacher.path=other",)
 APART = ("--cluster.num_engines=2", "--algorithm.correction.kind=tis")
@@ -142,6 +143,18 @@ RL: dict[str, Row] = {
     "critic.max_tokens_per_forward": Row("24", "passes", GAE),
     "critic.recompute": Row("full", "Trainer", GAE),
     "critic.offload": Row("optimizer", "Trainer", GAE),
+    **{
+        f"critic.parallel.{name}": Row(value, "derived", CRITIC_APART, command="check rl")
+        for name, value in (
+            ("zero_stage", "0"),
+            ("fsdp_size", "2"),
+            ("tensor_parallel_size", "2"),
+            ("pipeline_parallel_size", "2"),
+            ("expert_parallel_size", "2"),
+            ("ulysses_size", "2"),
+            ("ring_size", "2"),
+        )
+    },
     "algorithm.loss": Row("cispo", "metrics", MINI),
     "algorithm.aggregation": Row("sequence_mean", "metrics"),
     "algorithm.clip_low": Row("0.0001", "metrics", MINI),

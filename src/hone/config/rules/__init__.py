@@ -16,6 +16,7 @@ from hone.config.rules import (
     algorithm,
     bench,
     cluster,
+    critic,
     engine,
     facts,
     files,
@@ -32,7 +33,20 @@ from hone.config.rules.view import Fact, View
 
 __all__ = ["RULES", "TOPICS", "Fact", "Finding", "Rule", "facts", "findings", "matches"]
 
-TOPICS = (files, rewards, sampling, engine, trainer, algorithm, cluster, run, profile, bench, host)
+TOPICS = (
+    files,
+    rewards,
+    sampling,
+    engine,
+    trainer,
+    algorithm,
+    critic,
+    cluster,
+    run,
+    profile,
+    bench,
+    host,
+)
 RULES: tuple[Rule, ...] = tuple(rule for topic in TOPICS for rule in topic.RULES)
 
 

@@ -100,9 +100,6 @@ _SCORERS = (
 _CRITIC = (
     error(_CRITICS, "algorithm.advantage != gae", only=("rl", "plan"),
           why="there is no critic", fix=f"algorithm.advantage = gae | {_CRITICS} = 0"),
-    error(f"@critic_divisor does not divide {_CRITICS}", only=("rl", "plan"), given=(_CRITICS,),
-          why="processes of the critic are divided as those of the policy are",
-          fix="use a multiple of {critic_divisor}"),
 )  # fmt: skip
 
 _PIPELINE = (

@@ -204,23 +204,6 @@ def num_shares(view: View) -> Fact:
 
 
 @fact
-def critic_divisor(view: View) -> Fact:
-    """What the number of processes of a critic apart must be a multiple of."""
-    parallel = view["trainer.parallel"]
-    within = {"expert_parallel_size": parallel.expert_parallel_size}
-    if parallel.zero_stage and parallel.fsdp_size > 0:
-        within["fsdp_size"] = parallel.fsdp_size
-    tensor = parallel.tensor_parallel_size
-    number = math.lcm(parallel.replica_size, *(tensor * size for size in within.values()))
-    sizes = {key: getattr(parallel, key) for key in _REPLICA} | within
-    how = ", ".join(f"trainer.parallel.{key} {size}" for key, size in sizes.items() if size > 1)
-    return Fact(number, "what the sizes of trainer.parallel divide", how)
-
-
-_REPLICA = ("ring_size", "ulysses_size", "tensor_parallel_size")
-
-
-@fact
 def reference_replica(view: View) -> Fact:
     """Processes of a replica of the reference model, where sizes of its own are set."""
     sizes = {key: view[key] for key in _REFERENCE_SIZES if view[key] is not None}
