@@ -32,6 +32,7 @@ from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
 from hone.loops.interrupt import terminable
 from hone.loops.resuming import announce, announce_restart, find_checkpoint
+from hone.loops.shared_folder import require_shared
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
@@ -169,7 +170,7 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
     whichever it is, the folder says how the run ended.
 
     Seeds are equal in all processes. Raises UserError where `run.resume` does not fit what the
-    folder holds, or another command has written it.
+    folder holds, another command has written it, or hosts do not share it.
     """
     run, parallel = cfg.run, cfg.trainer.parallel
     num_critics = cfg.cluster.num_critics if isinstance(cfg, RLConfig) else 0
@@ -183,6 +184,7 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
         torch.manual_seed(run.seed)
+        require_shared(run.dir, everyone)
         store = CheckpointStore(
             run.dir / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
