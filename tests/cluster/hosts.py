@@ -176,7 +176,8 @@ def give_second_interface(host: Host, address: str) -> None:
         table.write(f"{address} {host.name}\n")
     host.run(
         *("sh", "-c"),
-        "ip link add mgmt0 type dummy && ip link set mgmt0 up "
+        "ip link add mgmt0 type veth peer name nowhere && ip link set nowhere up "
+        "&& ip link set mgmt0 arp off up "
         f"&& ip address add {address}/24 dev mgmt0 && ip route add default dev mgmt0",
     )
 

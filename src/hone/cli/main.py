@@ -148,7 +148,7 @@ def _run(arguments: list[str]) -> int:
         reported = _claim(own)
         if reported is None:
             return 1
-        code = _explain(error, own)
+        code = _explain(error)
         if code is None or os.environ.get("HONE_TRACEBACK"):
             raise
         reported(code)
@@ -177,7 +177,7 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
     return reported
 
 
-def _explain(error: Exception, own: Processes) -> int | None:
+def _explain(error: Exception) -> int | None:
     """Say what went wrong, and return the exit code; None for an error that is ours."""
     name = type(error).__name__  # by name: this file must not load torch
     if name in ("LostPeerError", "WorkersLostError", "StaleWeightsError"):
@@ -188,7 +188,7 @@ def _explain(error: Exception, own: Processes) -> int | None:
         return RESTART
     if isinstance(error, ValueError | OSError):
         where = "" if isinstance(error, UserError) else "\n(HONE_TRACEBACK=1 shows where)"
-        _say(f"error: {own.named(f'{error}')}{where}")
+        _say(f"error: {processes().named(f'{error}')}{where}")
         return 2
     if name == "OutOfMemoryError":
         _say(f"error: out of GPU memory. {error}\n{_MEMORY_ADVICE}")
