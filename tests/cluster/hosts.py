@@ -169,7 +169,8 @@ def hosts(folder: Path, *names: str, shared: Path | None = None) -> Generator[tu
 
 def give_second_interface(host: Host, address: str) -> None:
     """Let it have one more, which its name stands for and over which its packets go by default,
-    and nothing comes through: as that of a management network, or of containers."""
+    and nothing comes through: as that of a management network, or of containers. To connect over it
+    is given up after seconds, not the two minutes of other systems."""
     known = host.logs / f"{host.name}.hosts"
     known.write_text(known.read_text().replace(f"{host.address} {host.name}\n", ""))
     with known.open("a") as table:
@@ -178,7 +179,8 @@ def give_second_interface(host: Host, address: str) -> None:
         *("sh", "-c"),
         "ip link add mgmt0 type veth peer name nowhere && ip link set nowhere up "
         "&& ip link set mgmt0 arp off up "
-        f"&& ip address add {address}/24 dev mgmt0 && ip route add default dev mgmt0",
+        f"&& ip address add {address}/24 dev mgmt0 && ip route add default dev mgmt0 "
+        "&& echo 2 > /proc/sys/net/ipv4/tcp_syn_retries",
     )
 
 

@@ -15,7 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 from hone.config.load import dump_config
-from tests.cluster.hosts import HERE, PYTHON, Command, Host, hosts
+from tests.cluster.hosts import (
+    HERE,
+    PYTHON,
+    SCRATCH,
+    Command,
+    Host,
+    give_second_interface,
+    hosts,
+)
 from tests.tiny_runs import lines, tiny_config, write_inputs
 
 TIMEOUT_S = 30
@@ -173,3 +181,96 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path, cut: int)
         assert without.startswith(f"error: south, with rank 1, is cut off: {both[0].address}:29500")
         assert f"has not answered for {TIMEOUT_S} s (trainer.parallel.timeout_s)" in without
         assert [host.running for host in both] == [[], []]
+
+
+@pytest.mark.slow
+def test_an_interface_over_which_nothing_comes_is_told_and_can_be_changed(tmp_path: Path) -> None:
+    """The name of each host stands for its second one, as on many clusters: what gloo announces is
+    of no use to the other host."""
+    set_right = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    with two_hosts(tmp_path, shared=True) as both:
+        for index, host in enumerate(both, start=1):
+            give_second_interface(host, f"10.88.{index}.1")
+        runs = start(both)
+        for run in runs:
+            assert run.wait(START_S) == 1, run.told
+        (reason,) = [line for run in runs for line in errors(run) if "says why" not in line]
+        assert re.match(r"error: rank (0 on north|1 on south) could not connect to the", reason)
+        assert set_right.keys() <= set(re.findall(r"\w+", reason)), reason
+        runs = start(both, **set_right)
+        for run in runs:
+            assert run.wait(START_S) == 0, run.told
+
+
+@pytest.mark.slow
+def test_ray_over_hosts_ends_well_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two trainers and an engine, a device each. Then a host is without the weights, which
+    the others have: it is named, whoever is there and wherever its error is told."""
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    write_inputs(inputs, num_kv_heads=2)
+    with hosts(tmp_path, "north", "south", "west", shared=inputs) as cluster:
+        first = cluster[0]
+        ray, port = Path(PYTHON).parent / "ray", 6379
+        for host in cluster:
+            host.run("cp", "-r", HERE / "model", SCRATCH)
+            words = ["--head", "--port", f"{port}", "--temp-dir", f"{SCRATCH / 'ray'}"]
+            words += ["--include-dashboard", "false"]
+            if host is not first:
+                words = ["--address", f"{first.address}:{port}"]
+            words += ["--node-ip-address", host.address, "--num-cpus", "1"]
+            host.run(ray, "start", *words, timeout_s=START_S)
+        of_ray = [set(host.running) for host in cluster]
+        nodes = {"num_trainers": 2, "num_engines": 1, "num_nodes": 3, "devices_per_node": 1}
+        cfg = tiny_config(
+            HERE,
+            HERE / "run",
+            run={"steps": 2},
+            model={"path": f"{SCRATCH / 'model'}"},
+            cluster={**nodes, "address": f"{first.address}:{port}"},
+            algorithm={"correction": {"kind": "tis"}},
+        )
+        (inputs / "recipe.yaml").write_text(dump_config(cfg))
+        run = first.start(PYTHON, "-m", "hone", "rl", "recipe.yaml")
+        assert run.wait(3 * START_S) == 0, run.told
+        assert [row["step"] for row in lines(inputs / "run/metrics.jsonl")] == [1, 2]
+        assert_alone(cluster, of_ray)
+
+        cluster[-1].run("mv", SCRATCH / "model", SCRATCH / "away")
+        run = first.start(PYTHON, "-m", "hone", "rl", "recipe.yaml", "--run.dir", "other")
+        assert run.wait(3 * START_S) == 1, run.told
+        assert re.search(rf"error: .* on west: .*'{SCRATCH / 'model'}'", run.told), run.told
+        assert_alone(cluster, of_ray)
+
+
+def assert_alone(cluster: Sequence[Host], of_ray: Sequence[set[str]]) -> None:
+    """Nothing but Ray runs there. Its workers that wait for work are its own."""
+    until = time.monotonic() + 20
+    left = [["?"]]
+    while any(left) and time.monotonic() < until:
+        time.sleep(0.5)
+        left = [
+            [line for line in host.running if line not in before and "ray::IDLE" not in line]
+            for host, before in zip(cluster, of_ray, strict=True)
+        ]
+    assert not any(left), left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["model.safetensors", "train.jsonl"])
+def test_other_weights_or_data_on_a_host_are_no_run(tmp_path: Path, what: str) -> None:
+    """Of the same size: each rank would read its shards, or its prompts, of another model."""
+    with two_hosts(tmp_path) as both:
+        (file,) = both[1].folder.rglob(what)
+        content = bytearray(file.read_bytes())
+        content[-20:-10] = content[-20:-10].swapcase()[::-1]
+        file.write_bytes(content)
+        runs = start(both)
+        for run in runs:
+            assert run.wait(START_S) == 1, run.told
+        (reason,) = [line for run in runs for line in errors(run) if "says why" not in line]
+        assert f"is not the same on south as on north: {what}. Each host" in reason

@@ -30,9 +30,9 @@ from hone.distributed.processes import processes
 from hone.distributed.roles import Roles
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
+from hone.loops.hosts import require_same_inputs, require_shared
 from hone.loops.interrupt import terminable
 from hone.loops.resuming import announce, announce_restart, find_checkpoint
-from hone.loops.shared_folder import require_shared
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
@@ -170,7 +170,7 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
     whichever it is, the folder says how the run ended.
 
     Seeds are equal in all processes. Raises UserError where `run.resume` does not fit what the
-    folder holds, another command has written it, or hosts do not share it.
+    folder holds, another command has written it, or hosts do not see the same files.
     """
     run, parallel = cfg.run, cfg.trainer.parallel
     num_critics = cfg.cluster.num_critics if isinstance(cfg, RLConfig) else 0
@@ -184,6 +184,7 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
         torch.manual_seed(run.seed)
+        require_same_inputs(cfg, everyone)
         require_shared(run.dir, everyone)
         store = CheckpointStore(
             run.dir / "checkpoints",
