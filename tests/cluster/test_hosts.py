@@ -17,7 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from hone.config.errors import UserError
 from hone.config.load import dump_config
+from hone.config.tree import RLConfig
 from hone.observe.resumed_run import newest_step
 from tests.tiny_runs import lines, tiny_config, write_inputs
 
@@ -44,6 +46,25 @@ def test_gloo_takes_the_interface_of_ray(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # of somebody who knows better
     monkeypatch.setattr(on_ray.ray.util, "get_node_ip_address", lambda: "10.9.0.1")
     assert on_ray.network_environment() == {}
+
+
+def refuse(role: str, cfg: RLConfig, name: str) -> None:
+    raise FileNotFoundError(f"no tokenizer found at model.path={cfg.model.path!r}")
+
+
+def test_what_an_engine_lacks_is_told_with_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first trainer reports it, from a host where the file may be."""
+    nodes = {"num_engines": 1, "num_nodes": 2, "address": "10.9.0.1:6379"}
+    cfg = tiny_config(tmp_path, tmp_path / "run", cluster=nodes)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(on_ray, "network_environment", dict)
+    monkeypatch.setattr(socket, "gethostname", lambda: "west")
+    rank = on_ray.EngineRank(cfg, "builds:it", "engine", name="engine 0", rank=0, size=1)
+    monkeypatch.setattr(on_ray, "resolve_name", lambda name: refuse)
+    with pytest.raises(UserError, match=r"^engine 0 on west: no tokenizer found at model\.path="):
+        rank.start(("10.9.0.1", 1))
 
 
 @pytest.mark.slow

@@ -141,6 +141,10 @@ def _run(arguments: list[str]) -> int:
                 reported(INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
+        if type(error).__name__ == "UnreachableError":  # nor can it be asked who reports
+            if own.local_rank == 0:
+                _say(f"error: {error}")
+            return 1
         reported = _claim(own)
         if reported is None:
             return 1
@@ -167,7 +171,7 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
 
     def reported(code: int) -> None:
         claimed.reported(code)
-        if is_early:  # the others may still load their modules
+        if is_early or own.has_other_hosts:  # the others may still load their modules
             claimed.wait_for_acks(own)
 
     return reported
@@ -184,7 +188,7 @@ def _explain(error: Exception) -> int | None:
         return RESTART
     if isinstance(error, ValueError | OSError):
         where = "" if isinstance(error, UserError) else "\n(HONE_TRACEBACK=1 shows where)"
-        _say(f"error: {error}{where}")
+        _say(f"error: {processes().named(f'{error}')}{where}")
         return 2
     if name == "OutOfMemoryError":
         _say(f"error: out of GPU memory. {error}\n{_MEMORY_ADVICE}")

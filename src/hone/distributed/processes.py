@@ -6,6 +6,7 @@ The only place that reads torchrun's environment.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 
 from hone.config.errors import UserError
@@ -37,6 +38,22 @@ class Processes:
     local_rank: int
     """Its number on this host, from 0 to `local_world_size` - 1: that of its GPU."""
     local_world_size: int
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether some of the processes are on other hosts than this one."""
+        return self.local_world_size < self.world_size
+
+    @property
+    def is_beside_first(self) -> bool:
+        """Whether it is on the host of rank 0, where torchrun serves the store."""
+        return self.rank == self.local_rank
+
+    def named(self, text: str) -> str:
+        """What this process says, with who it is where hosts have terminals of their own."""
+        if not self.has_other_hosts:
+            return text
+        return f"rank {self.rank} on {socket.gethostname()}: {text}"
 
 
 def processes() -> Processes:

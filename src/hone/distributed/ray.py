@@ -450,6 +450,10 @@ class WorkerRank:
             self._target = resolve_name(self._build)(self._role, self._cfg, self._name)
         except BaseException as error:
             self._failure = error
+            if self._cfg.cluster.address is not None and isinstance(error, ValueError | OSError):
+                # Who reads it is on another host, where files may be there that lack here.
+                where = f"{self._name} on {socket.gethostname()}"
+                raise UserError(f"{where}: {error}") from error
             raise
         finally:
             self._started.set()

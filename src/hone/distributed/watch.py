@@ -8,9 +8,11 @@ started in each group. A thread reads the same of the others. Where this process
 * has started fewer collectives in a group that both are in, or
 * has fallen silent (stopped, or its machine is gone),
 
-this process names it on one screen and ends. A process that fails says so in the store before its
-connections break, and those that learn of it end silently: what a person reads is the first
-error alone. A process that was killed is reported by the launcher or, without hone's, by another.
+this process names it on one screen and ends. Where the store, on another host, has not answered for
+as long, this host is cut off, and the process ends as well. A process that fails says so in the
+store before its connections break, and those that learn of it end silently: what a person reads is
+the first error alone. A process that was killed is reported by the launcher or, without hone's, by
+another.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ import torch.distributed as dist
 
 from hone.config.errors import UserError
 from hone.distributed.channel import Channel
-from hone.distributed.processes import Processes, has_hone_launcher, rendezvous
+from hone.distributed.processes import Processes, Rendezvous, has_hone_launcher, rendezvous
 
 __all__ = [
     "BACKSTOP_S",
     "Claim",
     "LostPeerError",
     "Progress",
+    "UnreachableError",
     "Watch",
     "advice",
     "claim",
@@ -58,6 +61,12 @@ BACKSTOP_S = 15.0
 """How much later than the watch the backend's own timeout comes, which cannot name anybody."""
 
 _CONNECT_S = 60.0
+_REFUSED_S = 5.0
+"""How long a store that a launcher serves may refuse connections: it is there before any
+process."""
+_ACKS_S = 10.0
+"""How long one that ends for another's sake serves the store to those who do not know of it yet:
+more than the longest interval in which they look."""
 _ERROR_REPORT_TIMEOUT_S = 3.0
 """How long a process whose connection broke waits for another one to say why."""
 _TOKEN = uuid.uuid4().hex
@@ -71,6 +80,10 @@ _NOT_THE_PLACE = (str(Path(torch.__file__).parent), str(_SPANS), contextlib.__fi
 
 class LostPeerError(ConnectionError):
     """Another process is gone, or did not come."""
+
+
+class UnreachableError(LostPeerError):
+    """The store in which all meet is gone, or was never there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +126,12 @@ class Progress:
 def connect(own: Processes) -> dist.Store:
     """A connection to the store of the launcher, to the part of it that is ours.
 
-    Raises LostPeerError where the launcher does not answer, and UserError where nothing
+    Raises UnreachableError where the launcher does not answer, and UserError where nothing
     names its address.
     """
     place = rendezvous()
+    if own.rank > 0 or place.has_server:
+        _await_server(place)
     try:
         store = dist.TCPStore(
             place.host,
@@ -127,11 +142,31 @@ def connect(own: Processes) -> dist.Store:
             timeout=timedelta(seconds=_CONNECT_S),
         )
     except dist.DistError as error:
-        raise LostPeerError(
-            f"the process that started this run does not answer at {place.host}:{place.port}: "
-            f"{error}"
-        ) from error
+        raise UnreachableError(_unanswered(place, error)) from error
     return prefixed(store, place.attempt)
+
+
+def _await_server(place: Rendezvous) -> None:
+    """Return once something listens there. torch tries for twice as long, and tells of each
+    failure in fifty lines."""
+    began_s = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((place.host, place.port), _CONNECT_S).close()
+            return
+        except OSError as error:
+            is_refused = place.has_server and isinstance(error, ConnectionRefusedError)
+            if time.monotonic() - began_s > (_REFUSED_S if is_refused else _CONNECT_S):
+                raise UnreachableError(_unanswered(place, error)) from error
+        time.sleep(0.2)
+
+
+def _unanswered(place: Rendezvous, error: Exception) -> str:
+    return (
+        f"{socket.gethostname()} gets no answer at {place.host}:{place.port}, where the processes "
+        f"of this run meet: {error}. Has the run ended on that host, and why? Otherwise see that "
+        "hosts reach each other (MASTER_ADDR, firewalls)."
+    )
 
 
 def prefixed(store: dist.Store, attempt: int = 0) -> dist.Store:
@@ -158,14 +193,24 @@ class Claim:
                 self._store.set("code", str(code))
 
     def wait_for_acks(self, own: Processes) -> None:
-        """Stay until all other processes know that the run ends, where this one serves their
-        store: those that come later could not ask, and would wait for it. For as long as one of
+        """Stay until all other processes know that the run ends, where their store ends with this
+        one: those that come later could not ask, and would wait for it. For as long as one of
         them tries at most."""
-        if self._store is None or own.rank > 0 or rendezvous().has_server:
-            return
-        keys = [f"ack/{rank}" for rank in range(1, own.world_size)]
-        deadline = time.monotonic() + _CONNECT_S
-        while not self._store.check(keys) and time.monotonic() < deadline:
+        if self._store is not None:
+            _wait_for_acks(self._store, own, _CONNECT_S)
+
+
+def _wait_for_acks(store: dist.Store, own: Processes, timeout_s: float) -> None:
+    """As `Claim.wait_for_acks`. A launcher that serves the store ends with the processes of its
+    host, and is there for those."""
+    has_server = rendezvous().has_server
+    if not own.is_beside_first or (own.rank > 0 and not has_server):
+        return
+    first = own.local_world_size if has_server else 1
+    keys = [f"ack/{rank}" for rank in range(first, own.world_size)]
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(dist.DistError):
+        while keys and not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
@@ -180,10 +225,12 @@ def claim(own: Processes) -> Claim | None:
     try:
         store = connect(own)
         granted = claim_for(own.rank, store)
+        store.set(f"ack/{own.rank}", "1")
         if granted is None:
-            store.set(f"ack/{own.rank}", "1")
+            _point_to_reporter(own, store)
+            _wait_for_acks(store, own, _ACKS_S)
     except (LostPeerError, UserError, dist.DistError):  # nobody can be asked
-        granted = Claim(None) if own.rank == 0 else None
+        granted = Claim(None) if own.local_rank == 0 else None
     if granted is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return granted
@@ -191,9 +238,20 @@ def claim(own: Processes) -> Claim | None:
 
 def claim_for(rank: int | None, store: dist.Store) -> Claim | None:
     """As `claim`, with a store at hand; the launcher has no rank, and its claim is granted once."""
-    token = f"{_LAUNCHER} {uuid.uuid4().hex}" if rank is None else f"{rank} {_TOKEN}"
+    by = f"{_LAUNCHER} {uuid.uuid4().hex}" if rank is None else f"{rank} {_TOKEN}"
+    token = f"{by} {socket.gethostname()}"
     held = store.compare_set("reporter", "", token).decode()
     return Claim(store) if held == token else None
+
+
+def _point_to_reporter(own: Processes, store: dist.Store) -> None:
+    """Once on each host where nobody says why the run ends: who does, on which other one."""
+    rank, _, host = store.get("reporter").decode().split()
+    if own.local_rank == 0 and own.has_other_hosts and host != socket.gethostname():
+        sys.stderr.write(
+            f"error: rank {rank} has ended the run, and says why on its host, {host}\n"
+        )
+        sys.stderr.flush()
 
 
 def read_report(store: dist.Store) -> tuple[int | None, int | None]:
@@ -244,7 +302,7 @@ class Watch:
     """
 
     def __init__(self, own: Processes, timeout_s: float) -> None:
-        self._rank, self._size = own.rank, own.world_size
+        self._own, self._rank, self._size = own, own.rank, own.world_size
         self._timeout_s = timeout_s
         self._starter = os.getppid()  # once it is gone, another process is the parent
         self._interval_s = min(max(timeout_s / 20, 0.1), 5.0)
@@ -256,6 +314,10 @@ class Watch:
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hone-watch", daemon=True)
+        self._guard = threading.Thread(target=self._run_guard, name="hone-guard", daemon=True)
+        self._has_joined_thread = threading.Event()
+        self._num_rounds = 0
+        """In which the store has answered."""
         self._groups: list[dist.ProcessGroup] = []
         self._channels: list[Channel] = []
         self._has_joined = 0
@@ -313,6 +375,8 @@ class Watch:
             self._updated_s = dict.fromkeys(self._peers, time.monotonic())
             self._publish()
             self._thread.start()
+            if self._own.has_other_hosts:
+                self._guard.start()
             if threading.current_thread() is threading.main_thread():
                 self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
@@ -329,6 +393,7 @@ class Watch:
         lost = self._lost() if isinstance(error, RuntimeError | ConnectionError) else None
         self._stopped.set()
         self._thread.join()
+        self._has_joined_thread.set()
         if lost is not None:
             raise LostPeerError(lost) from error
         if error is None:
@@ -392,15 +457,40 @@ class Watch:
             if has_failed:
                 with contextlib.suppress(dist.DistError):
                     self._store.set(f"ack/{self._rank}", "1")
+                    _point_to_reporter(self._own, self._store)
+                    _wait_for_acks(self._store, self._own, _ACKS_S)
                 self._end("")
             if gone is not None:
                 self._end(_lost_message(gone))
+            self._num_rounds += 1
             position = self._own_position()
             if position != moved:
                 moved, moved_at = position, time.monotonic()
             waited_s = time.monotonic() - moved_at
             if waited_s > self._timeout_s and (missing := self._missing()):
                 self._end_without(missing, waited_s)
+
+    def _run_guard(self) -> None:
+        """End this process where the store does not answer: whoever asks it then, the watching
+        thread as well, waits until the system gives the connection up, a quarter of an hour."""
+        seen = num_waited = 0
+        while not self._has_joined_thread.wait(self._interval_s):
+            # Counted, not timed: a process that was stopped has asked for nothing meanwhile.
+            seen, num_waited = self._num_rounds, 0 if self._num_rounds > seen else num_waited + 1
+            if num_waited * self._interval_s > self._timeout_s:
+                self._end_cut_off()
+
+    def _end_cut_off(self) -> NoReturn:
+        if self._own.local_rank == 0:  # all of this host find the same
+            place, now = rendezvous(), time.time()
+            sys.stderr.write(
+                f"error: {socket.gethostname()}, with rank {self._rank}, is cut off: {place.host}:"
+                f"{place.port}, where the processes of this run meet, has not answered for "
+                f"{self._timeout_s:g} s (trainer.parallel.timeout_s). Is that host gone, or the "
+                f"network between them? {self._progress.describe(now)}\n"
+            )
+            sys.stderr.flush()
+        os._exit(1)
 
     def _own_position(self) -> tuple[Any, ...]:
         own = self._progress

@@ -30,6 +30,7 @@ from hone.distributed.processes import processes
 from hone.distributed.roles import CriticProcesses, Roles
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
+from hone.loops.hosts import require_same_inputs, require_shared
 from hone.loops.interrupt import terminable
 from hone.loops.resuming import announce, announce_restart, find_checkpoint
 from hone.models.adapters import save_adapter
@@ -169,7 +170,7 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
     whichever it is, the folder says how the run ended.
 
     Seeds are equal in all processes. Raises UserError where `run.resume` does not fit what the
-    folder holds, or another command has written it.
+    folder holds, another command has written it, or hosts do not see the same files.
     """
     run, parallel = cfg.run, cfg.trainer.parallel
     critic = None
@@ -185,6 +186,8 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
         torch.manual_seed(run.seed)
+        require_same_inputs(cfg, everyone)
+        require_shared(run.dir, everyone)
         store = CheckpointStore(
             run.dir / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,

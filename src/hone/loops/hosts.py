@@ -1,0 +1,132 @@
+"""Whether all hosts of a run see the same files: those that it reads, and the folder it writes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hone.config.errors import UserError
+from hone.config.paths import DATA_SUFFIXES, local_path
+from hone.config.tree import RLConfig, SFTConfig
+from hone.distributed.mesh import Mesh
+from hone.distributed.processes import processes
+from hone.observe.disk import writing
+
+__all__ = ["require_same_inputs", "require_shared"]
+
+_OF_MODELS = (".safetensors", ".json", ".jinja", ".model", ".bin")
+_PROBE_BYTES = 2**16
+"""Of a file's start, middle and end each: weights of other training differ everywhere."""
+
+_VISIBLE_S = 10.0
+"""What a new file may take to be seen on other hosts: network file systems remember what a folder
+held some seconds ago."""
+
+
+def require_shared(folder: Path, everyone: Mesh) -> None:
+    """Raise UserError, on every process, where a host does not see the first one's `folder`: each
+    writes its parts of a checkpoint there, and reads those of the others. It is made for this.
+
+    Collective; nothing where all processes are on one host.
+    """
+    if not processes().has_other_hosts:
+        return
+    host = socket.gethostname()
+    mark = folder.absolute() / f".seen_by_all_{uuid.uuid4().hex}"
+    is_new = False
+    if everyone.is_first:
+        with writing(folder, "run.dir"):
+            is_new = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    try:
+        first, mark = everyone.broadcast((host, mark))
+        seen = everyone.gather((host, _is_seen(mark)))
+    finally:
+        if everyone.is_first:
+            mark.unlink(missing_ok=True)
+    blind = sorted({name for name, sees in seen if not sees})
+    if blind:
+        if is_new:
+            with suppress(OSError):  # what is in there by now is not ours
+                folder.rmdir()
+        raise UserError(
+            f"run.dir {str(mark.parent)!r} of {first} is another folder, or none, on "
+            f"{', '.join(blind)}. All hosts write checkpoints there and read them: name a folder "
+            "of a file system that all share, under the same path, and copy into it what an "
+            "earlier launch has left on each."
+        )
+
+
+def _is_seen(mark: Path) -> bool:
+    until = time.monotonic() + _VISIBLE_S
+    while True:
+        with suppress(OSError):
+            if mark.name in os.listdir(
+                mark.parent
+            ):  # asks the server, as a look at the file may not
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+
+
+def require_same_inputs(cfg: RLConfig | SFTConfig, everyone: Mesh) -> None:
+    """Raise UserError, on every process, where a host has other weights or data under the paths of
+    `cfg` than the first one: each reads its own part, and the run would train on a mixture.
+
+    Looks at names, sizes and some of the content. Collective; nothing where all processes are on
+    one host.
+    """
+    own = processes()
+    if not own.has_other_hosts:
+        return
+    found = {key: _probed(path) for key, path in _inputs(cfg)} if own.local_rank == 0 else {}
+    of_all: list[tuple[str, dict[str, dict[str, str]]]]
+    of_all = everyone.gather((socket.gethostname(), found))
+    first, expected = of_all[0]
+    for host, files_by_key in of_all:
+        for key, path in _inputs(cfg) if files_by_key else ():
+            files, wanted = files_by_key[key], expected[key]
+            if files == wanted:
+                continue
+            names = sorted(n for n in files | wanted if files.get(n) != wanted.get(n))
+            raise UserError(
+                f"{key} {path!r} is not the same on {host} as on {first}: {', '.join(names[:3])}"
+                f"{' and others' * (len(names) > 3)}. Each host reads its own parts: copy the "
+                "files anew, or name a place that all share."
+            )
+
+
+def _inputs(cfg: RLConfig | SFTConfig) -> Iterator[tuple[str, str]]:
+    yield "model.path", cfg.model.path
+    for section in ("train", "eval"):
+        for index, source in enumerate(getattr(cfg.data, section)):
+            yield f"data.{section}.{index}.path", source.path
+
+
+def _probed(path: str) -> dict[str, str]:
+    """A digest by name of the files under a path of this host; none for a name of the hub."""
+    place = local_path(path)
+    if place.is_dir():
+        suffixes = {*_OF_MODELS, *DATA_SUFFIXES}
+        files = [file for file in place.iterdir() if file.is_file() and file.suffix in suffixes]
+    else:
+        files = [place] if place.is_file() else []
+    return {file.name: _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    num_bytes = file.stat().st_size
+    digest = hashlib.blake2b(f"{num_bytes}".encode(), digest_size=8)
+    with file.open("rb") as content:
+        for start in (0, num_bytes // 2, max(num_bytes - _PROBE_BYTES, 0)):
+            content.seek(start)
+            digest.update(content.read(_PROBE_BYTES))
+    return digest.hexdigest()
