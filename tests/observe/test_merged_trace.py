@@ -53,7 +53,10 @@ def traces(tmp_path: Path) -> Path:
         span("gemm", 520, 620),
         span("copy", 500, 700, tid=8),  # beside, on another stream
         span("adam", 900, 1000),
-        {"ph": "s", "id": 4, "name": "ac2g", "cat": "ac2g", "pid": 0, "tid": 7, "ts": 120},
+        *(
+            {"ph": ph, "id": 4, "name": "ac2g", "cat": "ac2g", "pid": 0, "tid": 7, "ts": 120}
+            for ph in "sf"
+        ),
     ]
     folder = tmp_path / "run" / "traces"
     for rank in (0, 1):
@@ -184,6 +187,36 @@ def test_perfetto_shows_each_slice_and_arrow(tmp_path: Path) -> None:
         for rank in (0, 1)
         for track, number in (("99", 2), ("GPU 0", 1))
     }
+
+
+@needs_perfetto
+def test_kernels_that_begin_before_the_one_ahead_has_ended_are_all_shown(tmp_path: Path) -> None:
+    """As programmatic launches do, three at once; with a range around them and their arrows."""
+    kernels = [("norm", 20, 30), ("product", 28, 50), ("rotate", 29, 52), ("decode", 50, 90)]
+    events = [phase("decode", 0, 100), span("hone/decode", 20, 90, "gpu_user_annotation")]
+    for number, (name, begin, end) in enumerate(kernels):
+        arrow = {"name": "ac2g", "cat": "ac2g", "id": number}
+        events += [
+            span(name, begin, end),
+            span("cuLaunchKernelEx", number, number + 1, "cuda_driver", pid=99, tid=1),
+            arrow | {"ph": "s", "pid": 99, "tid": 1, "ts": number},
+            arrow | {"ph": "f", "pid": 0, "tid": 7, "ts": begin, "bp": "e"},
+        ]
+    lonely = {"ph": "f", "name": "ac2g", "cat": "ac2g", "id": 9, "pid": 0, "tid": 7, "ts": 50}
+    recording = span("Activity Buffer Request", 5, 6, "overhead", pid=-1, tid=0)
+    path = tmp_path / "rollout_trace" / "0.trace.json.gz"
+    write(path, 1, "engine0", [*events, lonely, recording])
+    found = read_step(tmp_path)
+    assert broken_rules(found.events) == []
+    found.write(tmp_path / "all.json.gz")
+    shown = what_is_shown(tmp_path / "all.json.gz")
+    assert shown["complaints"] == shown["misplaced"] == []
+    assert shown["flows"] == [{"number": 4}]
+    tracks = [(track["thread"] or "", track["slices"]) for track in shown["tracks"]]
+    assert sum(number for _, number in tracks) == 1 + 1 + 4 + 4
+    assert [n for name, n in tracks if name == "stream 7, overlapping"] == [1, 1]
+    (gaps,) = found.gaps.values()
+    assert sum(gap.total_us for gap in gaps) == pytest.approx(30)
 
 
 @pytest.mark.slow

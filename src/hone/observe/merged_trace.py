@@ -5,7 +5,9 @@ from before it, in `rollout_trace`. Torch's traces count microseconds from a bas
 so that those of several processes, and hosts with clocks in step, lie side by side.
 
 Viewers drop a slice that ends after the one around it. So times are never counted from 1970, where
-a float of microseconds has steps of a quarter, and a thread that has two names has one track.
+a float of microseconds has steps of a quarter, a thread that has two names has one track, and of
+kernels of a stream that begin before the one ahead has ended, as programmatic launches do, every
+other has a second track.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ _OWN_US = "own_us"
 _NUM_LONGEST = 10
 _SUFFIX = ".trace.json.gz"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_ON_STREAM = (*_ON_DEVICE, "gpu_user_annotation")
+_OF_RECORDING = ("Trace", "overhead")
+_FIRST_EXTRA = 1_000_000
+"""Numbers of second tracks, which no thread and no stream has."""
 _DRAWN = ("X", "C", "s", "t", "f", "b", "e", "n")
 """Slices, counters and arrows. Metadata that says what is drawn beside them is written anew."""
 
@@ -163,8 +169,9 @@ def _renumbered(
             names[track] = max(names.get(track, ""), event["args"]["name"], key=len)
     tracks: dict[Any, int] = {}
     threads: dict[tuple[Any, Any], bool] = {}
+    events = list(_whole_arrows(_untangled(events, names)))
     for event in events:
-        if event["ph"] not in _DRAWN or event.get("cat") == "Trace":
+        if event["ph"] not in _DRAWN or event.get("cat") in _OF_RECORDING:
             continue
         own = dict(event)
         track = event["pid"], event["tid"]
@@ -184,6 +191,56 @@ def _renumbered(
         if track in names:
             yield about | {"name": "thread_name", "args": {"name": names[track]}}
         yield about | {"name": "thread_sort_index", "args": {"sort_index": place}}
+
+
+def _untangled(events: Sequence[Event], names: dict[tuple[Any, Any], str]) -> Iterator[Event]:
+    """The events, with further tracks of a stream, added to `names`, for slices that overlap in
+    it, and for the arrows that end there."""
+    streams: defaultdict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    others: list[Event] = []
+    for event in events:
+        is_on_stream = event["ph"] == "X" and event.get("cat") in _ON_STREAM
+        (streams[event["pid"], event["tid"]] if is_on_stream else others).append(event)
+    moved: dict[tuple[Any, ...], int] = {}
+    extra = count(_FIRST_EXTRA)
+    for track, slices in streams.items():
+        lanes: dict[Any, list[float]] = {track[1]: []}  # when what is under way ends
+        for event in sorted(slices, key=_place):
+            tid = _free_lane(lanes, event)
+            if tid is None:
+                tid = next(extra)
+                lanes[tid] = []
+                told = names.get(track, f"stream {track[1]}").strip()
+                names[track[0], tid] = f"{told}, overlapping"
+            lanes[tid].append(event["ts"] + event["dur"])
+            if tid != track[1]:
+                moved[*track, event["ts"]] = tid
+            yield event | {"tid": tid}
+    for event in others:
+        place = event["pid"], event["tid"], event.get("ts")
+        is_moved = event["ph"] in ("s", "t", "f") and place in moved
+        yield event | {"tid": moved[place]} if is_moved else event
+
+
+def _free_lane(lanes: Mapping[Any, list[float]], event: Event) -> Any:
+    """The first in which all that is under way ends before this begins, or after it has ended."""
+    for tid, ends in lanes.items():
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+        if not ends or event["ts"] + event["dur"] <= ends[-1]:
+            return tid
+    return None
+
+
+def _whole_arrows(events: Iterable[Event]) -> Iterator[Event]:
+    """Without arrows that torch recorded one end of: kernels of a graph have one launch."""
+    events = list(events)
+    begun, ended = (
+        {(event.get("cat"), event["id"]) for event in events if event["ph"] == ph} for ph in "sf"
+    )
+    for event in events:
+        if event["ph"] not in "sf" or (event.get("cat"), event["id"]) in begun & ended:
+            yield event
 
 
 def _told(process: str) -> str:
