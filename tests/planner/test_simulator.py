@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.attention.context import SHARED_PREFIX_MEMBERS
 from hone.config import UserError
 from hone.config.cluster import ScorerName
 from hone.config.engine import EngineConfig
@@ -187,7 +190,7 @@ class TokenEngine:
 
     def __init__(self, case: Case) -> None:
         self.rates, self.max_num_keys = case.rates.engine, case.rates.max_num_keys
-        self.engine, self.time_s = case.engine, 0.0
+        self.engine, self.prompt, self.time_s = case.engine, case.prompt, 0.0
         self.waiting: list[SimulatedSample] = []
         self.running: list[SimulatedSample] = []
         self.prompts: set[int] = set()
@@ -207,7 +210,12 @@ class TokenEngine:
         rates, size = self.rates, len(self.running)
         weights_s = rates.weights_s - rates.experts_s * rates.unused_share**size
         step_s = max(weights_s, size * rates.seq_s) + rates.overhead_s
-        self.time_s += step_s + self.num_keys * rates.key_s
+        groups = Counter(x.group for x in self.running if self.engine.enable_prefix_caching)
+        again = sum(
+            number - math.ceil(number / SHARED_PREFIX_MEMBERS) for number in groups.values()
+        )
+        keys = self.num_keys - rates.gained_share * again * self.prompt
+        self.time_s += step_s + keys * rates.key_s
         for sample in self.running:
             sample.done += 1
             if sample.done == sample.length:
@@ -253,6 +261,7 @@ def random_case(seed: int) -> Case:
         unused_share=rng.choice([0, 0.5, 0.75]),
         seq_s=seconds(0.5),
         key_s=seconds(0.125),
+        gained_share=rng.choice([0, 0.25, 0.5]),
         overhead_s=seconds(1),
         prefill_token_s=seconds(1),
         prefill_key_s=seconds(0.125),
@@ -546,7 +555,7 @@ def test_all_modes_are_ranked_against_the_plain_one() -> None:
 
 def test_the_verdict_says_where_asynchrony_does_not_pay() -> None:
     """Equal lengths and full batches leave nothing to overlap but the training."""
-    even = small(gpus=2, lengths={"distribution": "fixed", "median": 400}, overhead_s=0)
+    even = small(gpus=2, lengths={"distribution": "fixed", "median": 200}, overhead_s=0)
     even["rollout"] = SMALL | {"prompts_per_step": 128}
     result = compare(config(**even))
     assert result.verdict.startswith("Asynchrony does not pay: the best of it (async, staleness")
