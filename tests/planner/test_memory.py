@@ -308,8 +308,8 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     assert activations(1) == (36 + 3) * layer
     assert activations(2) == (2 * 18 + 6) * layer
     assert activations(4) == (4 * 9 + 6) * layer
-    assert activations(2, 3) == (6 * 7 + 9) * layer, "of 4 + 3 passes through a third each"
-    assert activations(4, 3) == (3 * 15 + 9) * layer
+    assert activations(2, 3) == (6 * 9 + 9) * layer, "of 6 + 3 passes through a third each"
+    assert activations(4, 3) == (3 * 21 + 9) * layer
     assert activations(4, 3, num_micro_batches=1) == (9 + 9 + 3) * layer
     assert activations(4, num_micro_batches=1) == (9 + 6 + 3) * layer, "the last has the head"
 

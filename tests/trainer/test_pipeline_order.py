@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hone.config.parallel import AxisSizes, passes_in_flight, rounds
+from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight, rounds
 from hone.distributed.mesh import Axis
 from hone.trainer import pipeline
 from hone.trainer.pipeline import Pass, Pipeline, timetable
@@ -256,3 +256,15 @@ def test_planted_one_group_for_both_ways_round_is_seen(monkeypatch):
     run_step(2, 6)
     with pytest.raises(TimeoutError):
         run_step(2, 6, 2)
+
+
+def test_no_number_of_micro_batches_has_more_in_flight_than_is_planned():
+    for stages, groups in product(range(1, 7), range(1, 4)):
+        for stage in range(stages):
+            flights = [
+                passes_in_flight(stage, stages, groups, num_batches=number)
+                for number in range(1, 60)
+            ]
+            planned = most_of_a_round(stages)
+            found = passes_in_flight(stage, stages, groups, num_batches=planned)
+            assert found == max(flights), (stages, groups, stage)

@@ -15,6 +15,7 @@ __all__ = [
     "AxisSizes",
     "CriticParallelConfig",
     "ParallelConfig",
+    "most_of_a_round",
     "passes_in_flight",
     "rounds",
     "stage_layers",
@@ -216,6 +217,11 @@ def rounds(num_batches: int, num_stages: int) -> list[range]:
     the next: S or a few more, since with fewer than S stages would wait for what goes round."""
     sizes = stage_layers(num_batches, max(num_batches // num_stages, 1))
     return [only for (only,) in sizes]
+
+
+def most_of_a_round(num_stages: int) -> int:
+    """Micro-batches of the largest round that there can be: one more would make two of them."""
+    return 2 * num_stages - 1
 
 
 def passes_in_flight(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hone.config.address import names_code
 from hone.config.engine import BLOCK_SIZE
-from hone.config.parallel import AxisSizes, passes_in_flight, stage_layers
+from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight, stage_layers
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
@@ -169,7 +169,7 @@ def _axes(
     if stages > 1 and shape is not None and shape.num_layers >= stages * groups:
         layers = stage_layers(shape.num_layers, stages, groups)
         split = ", ".join(" + ".join(str(len(group)) for group in own) for own in layers)
-        passes = passes_in_flight(0, stages, groups, num_batches=stages**2)
+        passes = passes_in_flight(0, stages, groups, num_batches=most_of_a_round(stages))
         number = f"{passes}" if groups == 1 else f"{passes / groups:.3g}"
         yield Line(
             f"{prefix}stages",

@@ -32,7 +32,7 @@ from typing import Literal
 
 from hone.config.model import LoraConfig
 from hone.config.model_facts import NF4_BLOCK
-from hone.config.parallel import AxisSizes, passes_in_flight, stage_layers
+from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight, stage_layers
 from hone.config.plan import RunPlan
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RewardModelingConfig
@@ -262,7 +262,7 @@ class _Step:
     def _in_flight(self) -> int:
         """Passes through groups of this stage's layers whose activations exist at once."""
         stages = self.sizes.pipeline
-        num_batches = 1 if self.is_single else stages**2  # many, in rounds of as many as stages
+        num_batches = 1 if self.is_single else most_of_a_round(stages)
         return passes_in_flight(self.stage, stages, len(self.groups), num_batches=num_batches)
 
     def _of_passes(self, of_stage: int) -> int:
