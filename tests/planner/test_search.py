@@ -143,10 +143,10 @@ def trainer_bytes(model: Model, plan: RunPlan) -> float:
 
 
 def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> float:
-    """Products and attention of an update at the rates that are assumed (0.88 of the data sheet's
-    for very wide models, 0.36 for attention to very many tokens, 0.93 of both in several
-    processes), and what is known to hold them up: copies to the host of the optimizer's states,
-    exchanges of tensor and Ulysses parallelism."""
+    """Products and attention of an update at the rates that are assumed (0.88 of what large
+    products reach for very wide models, 0.36 for attention to very many tokens, 0.93 of both in
+    several processes), and what is known to hold them up: copies from and to the host of states
+    and parameters, exchanges of tensor and Ulysses parallelism."""
     cfg = plan.config
     assert isinstance(cfg, PlanConfig)
     trainer, parallel, world = cfg.trainer, cfg.trainer.parallel, plan.world_size or 1
@@ -156,8 +156,9 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
     mode, _, block = trainer.recompute.partition(":")
     again = int(block) / model.layers if mode == "block" else 1 / trainer.recompute_every_n_layers
     share = {"off": 0, "selective": 0.8, "full": 1, "block": 1, "uniform": 1}[mode] * again
-    rate = world * gpu.flops * (0.93 if world > 1 else 1)
-    narrow = 1 + 3.55 * gpu.flops / gpu.bandwidth / model.hidden
+    reached = gpu.flops * (0.8 if gpu.name != "h200" else 1)  # of what the data sheet says
+    rate = world * reached * (0.93 if world > 1 else 1)
+    narrow = 1 + 3.55 * reached / gpu.bandwidth / model.hidden
     short = 1 + 1000 * tokens / sum(n * n for n in rows)
     attention_s = short * attention / (0.88 * 0.41 * rate)
     seconds = 3 * (narrow * products / (0.88 * rate) + attention_s)

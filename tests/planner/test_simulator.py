@@ -482,6 +482,10 @@ def test_a_critic_apart_learns_while_the_policy_does() -> None:
     stages = {"parallel": {"pipeline_parallel_size": 2}}
     assert train_s(2, algorithm=gae, critic=stages) > two * 1.01
     assert train_s(2, algorithm=gae, critic={"parallel": {"ring_size": 2}}) == two
+    # Not where the policy's stages wait as long.
+    staged = train_s(0, trainer=stages)
+    assert staged > alone * 1.01
+    assert train_s(2, algorithm=gae, trainer=stages) == pytest.approx(staged + a_pass, rel=0.01)
 
 
 @pytest.mark.parametrize("name", SHAPES)

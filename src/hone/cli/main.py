@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -150,7 +151,10 @@ def _run(arguments: list[str]) -> int:
             return 1
         code = _explain(error)
         if code is None or os.environ.get("HONE_TRACEBACK"):
-            raise
+            if not own.has_other_hosts:
+                raise
+            traceback.print_exc()
+            code = 1
         reported(code)
         return code
 

@@ -89,8 +89,9 @@ class PlanningConfig(Section):
     """Share of the matrix rate that computing prompts reaches."""
 
     training_share: float = Field(default=0.88, gt=0, le=1)
-    """Share of the matrix rate that products of very wide models reach in training. Those of 8B
-    reach 0.75, of 0.6B 0.52 and attention 0.24 to 0.36 of it (`hone.planner.compute_time`)."""
+    """Share of the matrix rate that products of very wide models reach in training. On an H200
+    those of 8B reach 0.76, of 0.6B 0.54, and attention 0.24 to 0.36
+    (`hone.planner.compute_time`)."""
 
     training_scaling: float = Field(default=0.93, gt=0, le=1)
     """The same of several trainers against one."""

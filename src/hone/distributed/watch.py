@@ -455,6 +455,7 @@ class Watch:
             except dist.DistError:
                 self._end(f"error: the process that started this run is gone (pid {self._starter})")
             if has_failed:
+                self._has_joined_thread.set()  # from here on the store is asked for nothing new
                 with contextlib.suppress(dist.DistError):
                     self._store.set(f"ack/{self._rank}", "1")
                     _point_to_reporter(self._own, self._store)
@@ -582,9 +583,12 @@ class Watch:
     def _may_report(self) -> bool:
         assert self._store is not None
         try:
-            return claim_for(self._rank, self._store) is not None
+            granted = claim_for(self._rank, self._store) is not None
+            if granted:
+                self._store.set(f"ack/{self._rank}", "1")
+            return granted
         except dist.DistError:
-            return self._rank == 0
+            return self._own.local_rank == 0
 
     # -- broken connections --------------------------------------------------------------------
 

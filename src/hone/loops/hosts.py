@@ -46,8 +46,8 @@ def require_shared(folder: Path, everyone: Mesh) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             mark.touch()
     try:
-        first, mark = everyone.broadcast((host, mark))
-        seen = everyone.gather((host, _is_seen(mark)))
+        first, place, name = everyone.broadcast((host, f"{mark.parent}", mark.name))
+        seen = everyone.gather((host, _is_seen(folder.absolute() / name)))
     finally:
         if everyone.is_first:
             mark.unlink(missing_ok=True)
@@ -57,7 +57,7 @@ def require_shared(folder: Path, everyone: Mesh) -> None:
             with suppress(OSError):  # what is in there by now is not ours
                 folder.rmdir()
         raise UserError(
-            f"run.dir {str(mark.parent)!r} of {first} is another folder, or none, on "
+            f"run.dir {place!r} of {first} is another folder, or none, on "
             f"{', '.join(blind)}. All hosts write checkpoints there and read them: name a folder "
             "of a file system that all share, under the same path, and copy into it what an "
             "earlier launch has left on each."
@@ -68,9 +68,10 @@ def _is_seen(mark: Path) -> bool:
     until = time.monotonic() + _VISIBLE_S
     while True:
         with suppress(OSError):
-            if mark.name in os.listdir(
-                mark.parent
-            ):  # asks the server, as a look at the file may not
+            # A network file system asks its server again where a folder is opened.
+            for parent in reversed(mark.parents):
+                os.close(os.open(parent, os.O_RDONLY))
+            if mark.name in os.listdir(mark.parent):
                 return True
         if time.monotonic() > until:
             return False
@@ -106,6 +107,10 @@ def require_same_inputs(cfg: RLConfig | SFTConfig, everyone: Mesh) -> None:
 
 def _inputs(cfg: RLConfig | SFTConfig) -> Iterator[tuple[str, str]]:
     yield "model.path", cfg.model.path
+    if isinstance(cfg, RLConfig):
+        for key, path in (("critic.path", cfg.critic.path), ("teacher.path", cfg.teacher.path)):
+            if path:
+                yield key, path
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(cfg.data, section)):
             yield f"data.{section}.{index}.path", source.path

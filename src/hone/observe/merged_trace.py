@@ -185,7 +185,8 @@ def _renumbered(
         name = f"{_told(process)}: {labels.get(original, original)}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    order = sorted(threads, key=lambda track: (not threads[track], str(track[1])))
+    told = {track: names.get(track, "") for track in threads}
+    order = sorted(threads, key=lambda track: (not threads[track], told[track], str(track[1])))
     for place, track in enumerate(order):  # that of our ranges first
         about = {"ph": "M", "pid": tracks[track[0]], "tid": track[1]}
         if track in names:
@@ -238,8 +239,9 @@ def _whole_arrows(events: Iterable[Event]) -> Iterator[Event]:
     begun, ended = (
         {(event.get("cat"), event["id"]) for event in events if event["ph"] == ph} for ph in "sf"
     )
+    whole = begun & ended
     for event in events:
-        if event["ph"] not in "sf" or (event.get("cat"), event["id"]) in begun & ended:
+        if event["ph"] not in "sf" or (event.get("cat"), event["id"]) in whole:
             yield event
 
 

@@ -113,11 +113,12 @@ class TrainingTime:
                 work += forward_s(self._run.scorer_shape(name), num_head_tokens=num_trained)
         compute_s = work / self._speed
         seconds = compute_s + self._judging_s(lengths)
+        waits = self._stages_wait(trainer, plan.policy, num_tokens)
         # A critic apart has the values while the policy scores the rows, and learns beside it.
         seconds += max(values_s - self._scores_itself * forward / self._speed, 0.0)
-        seconds += max(critic_s - update / self._speed, 0.0)
+        seconds += max(critic_s - (1 + waits) * update / self._speed, 0.0)
         num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
-        seconds += self._stages_wait(trainer, plan.policy, num_tokens) * compute_s
+        seconds += waits * compute_s
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
         seconds += self._activations_s(epochs * num_tokens)

@@ -63,11 +63,12 @@ def fit(assumed: PlanningConfig, measured: Sequence[tuple[RunPlan, Measured]]) -
     if not priced:
         return assumed
     engines_s = median(each.engine_scale for each in priced)
+    train_s = median(each.train_scale for each in priced)
     update = {
         "decode_share": ASSUMED.decode_share / engines_s,
         "prefill_share": ASSUMED.prefill_share / engines_s,
         "decode_overhead_s": ASSUMED.decode_overhead_s * engines_s,
-        "training_share": ASSUMED.training_share / median(each.train_scale for each in priced),
+        "training_share": min(ASSUMED.training_share / train_s, 1.0),
         "overhead_s": median(each.rest_s for each in priced),
     }
     if shared := [step.sync_s for plan, step in measured if not plan.is_apart]:
