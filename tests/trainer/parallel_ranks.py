@@ -168,10 +168,11 @@ def compare(model, cfg, rows, settings, *, trainer_class=Trainer, dtype=torch.fl
 
 
 def metric_error(key, found, want):
-    """Relative. Of weights that an update leaves alone a rounding may add or take a few."""
+    """Relative; of a loss to its terms, which are of order one and cancel. Of weights that an
+    update leaves alone a rounding may add or take a few."""
     if key == "train/share_unchanged" and abs(found - want) < 1e-3:
         return 0.0
-    return abs(found - want) / max(abs(want), 1e-3)
+    return abs(found - want) / max(abs(want), 1.0 if key == "train/loss" else 1e-3)
 
 
 def of_all_stages(mesh, tensors):
