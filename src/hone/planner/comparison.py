@@ -23,7 +23,7 @@ from hone.config.pipeline import PipelineConfig
 from hone.config.plan import RunPlan
 from hone.config.planning import GPUS_UNSET, PlannedModelConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.tree import PlanConfig, RLConfig
+from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.fitting import GPUS_OF_A_NODE, gpu_host_roles
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
@@ -52,9 +52,6 @@ _PLANNED = ("cluster", "engine", "pipeline", "rollout", "algorithm", "critic", "
 """Sections that a plan decides about."""
 NUM_WHOLE = 16
 """Outcomes that are simulated for all steps: as many as `hone plan` shows."""
-_SHARED_PROMPTS = 0.5
-"""Of the time for keys of a prompt that are not read again, what is gained: 0.5 and 0.6 of 64 x 8
-and 32 x 8 samples on an H200."""
 _TELLING = 1.1
 """Ratios below this are within the error of a prediction."""
 
@@ -409,12 +406,6 @@ def _unevenness(shape: ModelShape, size: int) -> float:
     return largest / math.sqrt(shape.num_experts / size)
 
 
-def _reads_prompts_once(plan: RunPlan) -> bool:
-    """Whether decode attention reads the keys of a prompt once for several samples of it."""
-    cfg = plan.config
-    return isinstance(cfg, RLConfig) and cfg.engine.backend != "vllm" and not plan.is_on_cpu
-
-
 def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan) -> Rates:
     """The same of a plan of that placement, whose model's shape and GPU are known."""
     gpu, shape = plan.devices.gpu, plan.shape
@@ -434,7 +425,6 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
         unused_share=shape.unused_share,
         seq_s=2.0 * params / (gpu.flops_per_s * assumed_cfg.decode_share * speed),
         key_s=run.kv_bytes_per_token * size / read,
-        gained_share=_SHARED_PROMPTS if _reads_prompts_once(plan) else 0.0,
         overhead_s=assumed_cfg.decode_overhead_s,
         prefill_token_s=2.0 * shape.active_body_params / prefill,
         prefill_key_s=shape.attention_flops_per_key / prefill,
