@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.attention.context import SHARED_PREFIX_MEMBERS
 from hone.config import UserError
 from hone.config.cluster import ScorerName
 from hone.config.engine import EngineConfig
@@ -190,7 +187,7 @@ class TokenEngine:
 
     def __init__(self, case: Case) -> None:
         self.rates, self.max_num_keys = case.rates.engine, case.rates.max_num_keys
-        self.engine, self.prompt, self.time_s = case.engine, case.prompt, 0.0
+        self.engine, self.time_s = case.engine, 0.0
         self.waiting: list[SimulatedSample] = []
         self.running: list[SimulatedSample] = []
         self.prompts: set[int] = set()
@@ -210,12 +207,7 @@ class TokenEngine:
         rates, size = self.rates, len(self.running)
         weights_s = rates.weights_s - rates.experts_s * rates.unused_share**size
         step_s = max(weights_s, size * rates.seq_s) + rates.overhead_s
-        groups = Counter(x.group for x in self.running if self.engine.enable_prefix_caching)
-        again = sum(
-            number - math.ceil(number / SHARED_PREFIX_MEMBERS) for number in groups.values()
-        )
-        keys = self.num_keys - rates.gained_share * again * self.prompt
-        self.time_s += step_s + keys * rates.key_s
+        self.time_s += step_s + self.num_keys * rates.key_s
         for sample in self.running:
             sample.done += 1
             if sample.done == sample.length:
@@ -261,7 +253,6 @@ def random_case(seed: int) -> Case:
         unused_share=rng.choice([0, 0.5, 0.75]),
         seq_s=seconds(0.5),
         key_s=seconds(0.125),
-        gained_share=rng.choice([0, 0.25, 0.5]),
         overhead_s=seconds(1),
         prefill_token_s=seconds(1),
         prefill_key_s=seconds(0.125),

@@ -277,7 +277,7 @@ def test_all_layers_of_adapters_run_what_is_compiled_once(monkeypatch: pytest.Mo
         needs: list[bool] = []
         for layer in decoder_layers(model):
             layer.register_forward_pre_hook(
-                lambda _, args: needs.append(args[0].requires_grad)  # noqa: B023
+                lambda _, args, needs=needs: needs.append(args[0].requires_grad)
             )
         scores = torch.cat(trainer.logprobs(rows))
         assert needs == [False, False]

@@ -52,8 +52,16 @@ class Compute:
         `num_head_tokens` counts the tokens whose logits are computed; None: all.
         """
         flops = shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
-        attention = shape.attention_flops_per_key * shape.visible_keys(lengths)
-        return self.products_s(shape, flops - attention) + self.attention_s(shape, lengths)
+        return self.passes_s(shape, lengths, flops, num_attention=1)
+
+    def passes_s(
+        self, shape: ModelShape, lengths: ArrayLike, flops: float, *, num_attention: int
+    ) -> float:
+        """Passes of so many FLOPs in all, which compute attention `num_attention` times."""
+        keys = shape.visible_keys(lengths)
+        products = flops - num_attention * shape.attention_flops_per_key * keys
+        attention_s = num_attention * self.attention_s(shape, lengths)
+        return self.products_s(shape, products) + attention_s
 
     def products_s(self, shape: ModelShape, flops: float) -> float:
         """Products of a model of this shape."""

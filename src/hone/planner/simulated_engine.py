@@ -6,31 +6,23 @@ A decode step of B sequences that read K keys takes
               + K * key_s + overhead_s,    u = unused_share**B
 
 where the second term is what no sequence passes of a layer's experts, and the third what the rank
-reads more that has most of the others, where ranks share them. K counts a share alone of the keys
-of a prompt that samples of a group read together. Until a sequence ends B stays and K grows by B a
-step, so that n steps are one sum. Samples are admitted in their order at step boundaries; their
-prompts are computed there, which yields the first token of each and keeps the others waiting.
+reads more that has most of the others, where ranks share them. Until a sequence ends B
+stays and K grows by B a step, so that n steps are one sum. Samples are admitted in their order at
+step boundaries; their prompts are computed there, which yields the first token of each and keeps
+the others waiting.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
 
 __all__ = ["EngineRates", "SimulatedEngine", "SimulatedSample"]
-
-_TOGETHER = 8
-"""Samples of a group that read its prompt once (`hone.attention`)."""
-
-
-def _num_again(number: int) -> int:
-    """Of so many samples of a group, those that need not read its prompt."""
-    return number - -(-number // _TOGETHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +42,6 @@ class EngineRates:
     """Matrix products of one sequence in a decode step."""
     key_s: float = 0.0
     """Reading the keys and values of one token."""
-    gained_share: float = 0.0
-    """Of that, for prompts, what is gained where samples of a group read theirs once."""
     overhead_s: float = 0.0
     """What a decode step takes whatever its batch."""
     prefill_token_s: float = 0.0
@@ -111,11 +101,7 @@ class SimulatedEngine:
     """Groups whose prompt is cached."""
     _step: int = 0
     _num_keys: int = 0
-    """Tokens of all running samples."""
-    _members: Counter[int] = field(default_factory=Counter[int])
-    """Running samples of each group."""
-    _num_shared: int = 0
-    """Keys that members of a group have in common with one before them."""
+    """Tokens of all running samples: the keys that the next step reads."""
     _order: Iterator[int] = field(default_factory=count)
 
     @property
@@ -174,7 +160,6 @@ class SimulatedEngine:
         weights_s = rates.weights_s - rates.experts_s * unused
         weights_s += rates.uneven_s * math.sqrt(unused * (1 - unused))
         fixed = max(weights_s, size * rates.seq_s) + rates.overhead_s
-        keys -= num_steps * rates.gained_share * self._num_shared
         return num_steps * fixed + keys * rates.key_s
 
     def _steps_to_event(self) -> int:
@@ -209,7 +194,6 @@ class SimulatedEngine:
         while self._running and self._running[0][0] == self._step:
             _, _, sample = heapq.heappop(self._running)
             self._num_keys -= sample.num_prompt_tokens + sample.length
-            self._count(sample, -1)
             self._end(sample)
         if self._num_keys + size > self.max_num_keys:
             self._preempt()
@@ -246,21 +230,12 @@ class SimulatedEngine:
                 ended.append(sample)
                 continue
             self._num_keys += context + 1
-            self._count(sample, 1)
             end = self._step + sample.length - sample.done - 1
             heapq.heappush(self._running, (end, next(self._order), sample))
         if seconds:
             self._work(seconds)
         for sample in ended:
             self._end(sample)
-
-    def _count(self, sample: SimulatedSample, change: int) -> None:
-        """One more of a group, or one less, reads its prompt."""
-        if not self.shares_prompts:
-            return
-        before = self._members[sample.group]
-        after = self._members[sample.group] = before + change
-        self._num_shared += (_num_again(after) - _num_again(before)) * sample.num_prompt_tokens
 
     def _work(self, seconds: float) -> None:
         start = self.time_s
@@ -280,5 +255,4 @@ class SimulatedEngine:
         done = sample.length - (end - self._step)
         self.outstanding_tokens -= done - sample.done
         self._num_keys -= sample.num_prompt_tokens + done
-        self._count(sample, -1)
         sample.done = done

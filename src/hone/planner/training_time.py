@@ -45,6 +45,7 @@ from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
 from hone.planner.compute_time import Compute
 from hone.planner.memory import adapter_params, params_in_4bit
+from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import NO_SCORING, Scoring
 
@@ -172,18 +173,14 @@ class TrainingTime:
         return self._compute.forward_s(shape, lengths, num_head_tokens=0) / number
 
     def _training_s(self, lengths: NDArray[np.integer[Any]], num_trained: int) -> float:
-        """Forward and backward of one device. With adapters the base is frozen: its matrices have
-        no gradients of their own and pass two products in place of three."""
-        shape, compute = self.plan.shape, self._compute
+        """Forward and backward of one device."""
+        shape = self.plan.shape
         assert shape is not None
         adapters = adapter_params(shape, self._config.model.lora)
-        if not adapters:
-            return 3 * compute.forward_s(shape, lengths, num_head_tokens=num_trained)
-        num_tokens = float(lengths.sum())
-        frozen = 2.0 * (shape.active_body_params * num_tokens + shape.head_params * num_trained)
-        trained = 2.0 * adapters * num_tokens
-        products_s = compute.products_s(shape, 2 * frozen + 3 * trained)
-        return products_s + 3 * compute.attention_s(shape, lengths)
+        flops = training_flops(
+            shape, lengths, num_head_tokens=num_trained, num_adapter_params=adapters or None
+        )
+        return self._compute.passes_s(shape, lengths, flops, num_attention=3)
 
     @property
     def _config(self) -> RLConfig:
