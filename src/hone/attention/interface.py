@@ -59,7 +59,8 @@ def attention(
         )
     _refuse_unserved(query, attention_mask, dropout=dropout, sinks=sinks)
     _check_tokens(query.shape[2], attention_context)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    # Not `x[0]`, whose gradient is copied into zeros.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap}
     if isinstance(attention_context, PackedContext):
         is_split = attention_context.parallel is not None
