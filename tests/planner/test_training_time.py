@@ -129,25 +129,32 @@ def test_layers_computed_again_cost_what_they_are_of_all() -> None:
     assert nine - off == pytest.approx((full - off) / 4)
 
 
-def test_stages_wait_for_a_micro_batch_each() -> None:
-    """Whose number is that of tokens; each stage sends the sums of its own layers, and no device
-    has more to multiply."""
+def test_stages_go_at_the_pace_of_the_slowest() -> None:
+    """Which waits for a micro-batch of each other, whose number is that of tokens; each stage sends
+    the sums of its own layers, and the last has the head."""
     parallel = {"tensor_parallel_size": 2, "zero_stage": 1}
     slow_link = 1e9
     gpu = replace(GPUS[0], bytes_per_s=1e18, link_bytes_per_s=slow_link, node_bytes_per_s=slow_link)
     shape, tokens, assumed = public_shape("qwen3-4b"), sum(ROWS), PlanningConfig()
     assert shape is not None
-    compute_s = 3 * Compute(gpu, assumed).forward_s(shape, ROWS) / (8 * assumed.training_scaling)
-    for stages in (2, 4):  # of 8 processes of two tensor parallel ones each
+    compute = Compute(gpu, assumed)
+    body_s = compute.forward_s(shape, ROWS, num_head_tokens=0)
+    head_s = compute.forward_s(shape, ROWS) - body_s
+    # Of 8 processes of two tensor parallel ones each.
+    for stages, layers in ((2, (20, 16)), (4, (10, 10, 10, 6))):
+        stages_s = [n / 36 * body_s for n in layers]
+        stages_s[-1] += head_s
+        own_speed = 8 * assumed.training_scaling / stages / 3
+        compute_s = max(stages_s) / own_speed
         own = parallel | {"pipeline_parallel_size": stages}
         plan = plan_of(
             "qwen3-4b", world_size=8, gpu=gpu, parallel=own, max_tokens_per_microbatch=2048
         )
         data = 4 // stages
         passes = tokens // data // 2048
-        waited = (stages - 1) / passes * compute_s
+        waited = (sum(stages_s) / own_speed - compute_s) / passes
         # Two gathers and two sums of half the values, forward and twice backward.
-        sums = 8 * 2 * (36 // stages) * 2560 * (tokens / data) / 2
+        sums = 8 * 2 * max(layers) * 2560 * (tokens / data) / 2
         shards = (data - 1) / data * shape.num_params / 2 / stages * (2 + 4)
         hidden = min(0.8 * compute_s / passes, shards / (0.7 * slow_link))
         sent = (sums + shards) / (0.7 * slow_link) - hidden

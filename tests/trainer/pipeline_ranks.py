@@ -52,6 +52,8 @@ from tests.weights.test_sync import ModuleEngine
 
 MODEL = {"num_hidden_layers": 5}
 UNTIED = {**MODEL, "tie_word_embeddings": False}
+COSTLY = {**MODEL, "vocab_size": 16384}
+"""Its head takes as long as three layers."""
 TWO = {"pipeline_parallel_size": 2}
 GROUPS = TWO | {"virtual_stages": 2}
 TENSOR = TWO | {"tensor_parallel_size": 2}
@@ -90,6 +92,10 @@ def cases():
     for name, layout in LAYOUTS[dist.get_world_size()].items():
         yield name, MODEL, entropy, many, {"micro_batch_size": 2, "parallel": layout}
     yield "untied", UNTIED, plain, many, {"micro_batch_size": 2, "parallel": parallel}
+    yield "costly head", COSTLY, entropy, many, {"micro_batch_size": 2, "parallel": parallel}
+    costly = {**COSTLY, "tie_word_embeddings": False, "num_hidden_layers": 7}
+    settings = {"micro_batch_size": 2, "parallel": GROUPS}
+    yield "costly head, two groups each", costly, plain, many, settings
     for mode in ("full", "selective", "uniform:2", "block:2"):
         settings = {**ONE_ROW, "recompute": mode, "parallel": parallel}
         yield f"recompute {mode}", MODEL, plain, many, settings
@@ -98,6 +104,11 @@ def cases():
     if dist.get_world_size() == 4:
         yield from cases_of_tensor(plain, many, few)
         yield from cases_of_groups(plain, many, few)
+        of_four = {"pipeline_parallel_size": 4, "zero_stage": 1}
+        deeper = {**COSTLY, "num_hidden_layers": 9}
+        yield "costly head, four stages", deeper, plain, many, {**ONE_ROW, "parallel": of_four}
+        settings = {**ONE_ROW, "parallel": TENSOR | {"zero_stage": 3}}
+        yield "costly head, tensor 2", COSTLY, plain, many, settings
     yield "one micro-batch", MODEL, plain, few, {"parallel": parallel}
     yield (
         "uneven micro-batches",
@@ -271,7 +282,8 @@ def parts_held():
 
 
 def round_trip():
-    """Masters and the next step of a run that goes on in another number of stages."""
+    """Masters and the next step of a run that goes on in another number of stages, or with other
+    layers in each."""
     one, two = {"zero_stage": 1}, TWO | {"zero_stage": 1}
     cases = {
         "two stages, then one": (two, one),
@@ -279,6 +291,7 @@ def round_trip():
         "two stages, shards, then whole": (two, TWO | {"zero_stage": 0}),
     }
     cases["two groups each, then one stage"] = (GROUPS | one, one)
+    cases["two stages, cut otherwise"] = (two, two)
     if dist.get_world_size() == 4:
         cases["two stages, then two groups each"] = (two, GROUPS)
         cases["four stages, then two"] = ({"pipeline_parallel_size": 4}, two)
@@ -286,17 +299,20 @@ def round_trip():
         cases["tensor 2, then two stages of it"] = ({"tensor_parallel_size": 2}, TENSOR)
     rows = rows_near(tiny_model(**MODEL), AlgorithmConfig(), random_rows(6, seed=2))
     found = {}
+    otherwise = patch.object(pipeline, "stage_layers", lambda *_, **__: [[range(1)], [range(1, 5)]])
+
+    def trainer_of(seed, parallel):
+        model = tiny_model(**MODEL, seed=seed)
+        return make_trainer(model, mesh=on_mesh(parallel), parallel=parallel, **STEP)
+
     with TemporaryDirectory() as own_folder:
         for name, layouts in cases.items():
-            first, second = (
-                make_trainer(
-                    tiny_model(**MODEL, seed=seed),
-                    mesh=on_mesh(parallel),
-                    parallel=parallel,
-                    **STEP,
-                )
-                for seed, parallel in enumerate(layouts)
-            )
+            is_cut_otherwise = name.endswith("cut otherwise")
+            with otherwise if is_cut_otherwise else nullcontext():
+                first = trainer_of(0, layouts[0])
+            second = trainer_of(1, layouts[1])
+            if is_cut_otherwise:
+                assert first.policy.masters.keys() != second.policy.masters.keys()
             first.update(rows)
             folder = Path(shared(own_folder)) / name
             store = CheckpointStore(folder, mesh=first.mesh, timeout_s=60)
@@ -412,7 +428,7 @@ def planted():
         "norm of the own stage": patch.object(BasePolicy, "_add_up", lambda self, values: None),
         "tokens in another order": patch.object(Pipeline, "_send", swapped),
         "stages hold the first layers": patch.object(
-            pipeline, "stage_layers", lambda *_: [[range(3)], [range(1, 5)]]
+            pipeline, "stage_layers", lambda *_, **__: [[range(3)], [range(1, 5)]]
         ),
     }
     cfg = AlgorithmConfig()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from hone.config.errors import UserError
-from hone.config.parallel import AxisSizes, ParallelConfig, stage_layers
+from hone.config.parallel import AxisSizes, ParallelConfig
+from hone.config.stages import stage_layers
 from hone.distributed.mesh import Mesh
+from hone.families.shape import ModelShape
 from hone.models.decoder import decoder_layers
 from hone.trainer.pipeline import cut_stage
 from tests.ranks import parts_of, run_ranks
 from tests.trainer.examples import tiny_model
-from tests.trainer.pipeline_ranks import LAYOUTS, MEASURES, MODEL
+from tests.trainer.pipeline_ranks import LAYOUTS, MEASURES, MODEL, value_model
 
 EXACT = 1e-5
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
@@ -75,12 +80,12 @@ def test_passes_follow_each_other_as_1F1B_has_it(ranks, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_each_stage_holds_its_layers(ranks, world):
+    shape = ModelShape.from_config(tiny_model(**MODEL).config.to_dict())
     for number, rank in enumerate(ranks(world)):
         for layout, (names, share) in rank["parts_held"].items():
             sizes = AxisSizes.of(ParallelConfig(**LAYOUTS[world][layout]), world)
             stage = number // (world // sizes.pipeline)
-            layers = MODEL["num_hidden_layers"], sizes.pipeline, sizes.virtual_stages
-            own = chain(*stage_layers(*layers)[stage])
+            own = chain(*stage_layers(shape, sizes.pipeline, sizes.virtual_stages)[stage])
             held = {int(name.split(".")[2]) for name in names if ".layers." in name}
             assert held == set(own), layout
             is_end = stage in {0, sizes.pipeline - 1}
@@ -121,11 +126,14 @@ def test_R8_planted_bugs_are_caught(ranks):
         assert (worst < 5 * EXACT) == (bug == "nothing"), (bug, worst)
 
 
-def test_layers_are_dealt_out_in_order():
-    assert stage_layers(5, 2) == [[range(3)], [range(3, 5)]]
-    assert stage_layers(8, 4) == [[range(2)], [range(2, 4)], [range(4, 6)], [range(6, 8)]]
-    assert [len(own) for (own,) in stage_layers(80, 3)] == [27, 27, 26]
-    assert stage_layers(9, 2, 2) == [[range(3), range(5, 7)], [range(3, 5), range(7, 9)]]
+def test_layers_are_cut_as_planned_with_and_without_a_head():
+    """Of five the head makes the last stage have two; a critic has none."""
+    for make, sizes in ((partial(tiny_model, **MODEL), [3, 2]), (value_model, [2, 3])):
+        for rank, size in enumerate(sizes):
+            model, axis = make(), SimpleNamespace(rank=rank, size=2)
+            mesh = SimpleNamespace(pipeline=axis, sizes=AxisSizes(pipeline=2))
+            cut_stage(model, cast("Mesh", mesh))
+            assert len(decoder_layers(model)) == size
 
 
 def test_one_stage_leaves_the_model_as_it_is():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field
 
 from hone.config.base import Section
 from hone.config.errors import UserError
+from hone.config.stages import cut_evenly
 
 __all__ = [
     "AxisSizes",
@@ -18,7 +18,6 @@ __all__ = [
     "most_of_a_round",
     "passes_in_flight",
     "rounds",
-    "stage_layers",
     "ulysses_problem",
 ]
 
@@ -39,7 +38,8 @@ class ParallelConfig(Section):
     """Processes that share every layer's matrices, and the tokens between layers."""
 
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Processes that each hold neighbouring layers, a stage, and pass hidden states on (1F1B)."""
+    """Processes that each hold neighbouring layers, a stage, and pass hidden states on (1F1B).
+    Stages take about equally long: the last, which has the head, holds fewer layers."""
 
     virtual_stages: int = Field(default=1, ge=1)
     """Groups of neighbouring layers that each stage holds, dealt out in turn: micro-batches pass
@@ -201,22 +201,10 @@ class AxisSizes:
         return self.ring * self.ulysses
 
 
-def stage_layers(num_layers: int, num_stages: int, virtual_stages: int = 1) -> list[list[range]]:
-    """The groups of layers of each stage. Groups are dealt out in turn: all stages get their first,
-    then their second. Where layers do not come out even the first groups have one more each, since
-    the last also computes the head."""
-    num_groups = num_stages * virtual_stages
-    each, left = divmod(num_layers, num_groups)
-    starts = [group * each + min(group, left) for group in range(num_groups + 1)]
-    groups = [range(start, stop) for start, stop in pairwise(starts)]
-    return [groups[stage::num_stages] for stage in range(num_stages)]
-
-
 def rounds(num_batches: int, num_stages: int) -> list[range]:
     """The micro-batches of a step in the rounds in which they go through one group of layers before
     the next: S or a few more, since with fewer than S stages would wait for what goes round."""
-    sizes = stage_layers(num_batches, max(num_batches // num_stages, 1))
-    return [only for (only,) in sizes]
+    return cut_evenly(num_batches, max(num_batches // num_stages, 1))
 
 
 def most_of_a_round(num_stages: int) -> int:

@@ -34,6 +34,7 @@ from hone.config.tree import (
     EvaluateConfig,
     GenerateConfig,
     PairsConfig,
+    RewardModelingConfig,
     RLConfig,
     SFTConfig,
 )
@@ -211,6 +212,11 @@ class RunPlan:
     def policy(self) -> Role:
         """What is trained. Raises KeyError for commands that only sample."""
         return self.roles["policy"]
+
+    @property
+    def gives_values(self) -> bool:
+        """Whether what is trained gives a number in place of logits."""
+        return isinstance(self.config, RewardModelingConfig)
 
     @property
     def is_on_cpu(self) -> bool:

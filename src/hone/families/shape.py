@@ -75,8 +75,8 @@ class ModelShape:
     sliding_window: int | None = None
     """Keys a query of a sliding layer sees, itself included."""
     num_sliding_layers: int = 0
-    num_expert_layers: int = 0
-    """With experts in place of the MLP of `intermediate_size`."""
+    expert_layers: tuple[int, ...] = ()
+    """Those with experts in place of the MLP of `intermediate_size`."""
     num_experts: int = 0
     """Of such a layer."""
     experts_per_token: int = 0
@@ -140,6 +140,10 @@ class ModelShape:
         """What of it a token passes: of a layer's experts its own alone."""
         idle = self.num_experts - self.experts_per_token
         return self.body_params - idle * self._params_per_expert
+
+    @property
+    def num_expert_layers(self) -> int:
+        return len(self.expert_layers)
 
     @property
     def expert_params(self) -> int:
@@ -296,13 +300,13 @@ def _body_params(shape: ModelShape) -> int:
     return sum(t.numel * t.count for t in shape.tensors() if t.in_layer) + shape.hidden_size
 
 
-def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, int]:
+def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     """Fields of a shape; KeyError where `config` lacks one."""
     layout = spec.experts
     if layout is None:
         return {}
     return {
-        "num_expert_layers": len(spec.expert_layers(config)),
+        "expert_layers": tuple(spec.expert_layers(config)),
         "num_experts": config[next((n for n in layout.numbers if n in config), layout.numbers[0])],
         "experts_per_token": config[layout.per_token],
         "expert_size": config[layout.size],

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 
 from hone.config.hardware import Peaks
 from hone.config.planning import PlanningConfig
+from hone.config.stages import EXPERTS_RATE
 from hone.families.shape import ModelShape
 
 __all__ = ["Compute"]
@@ -26,8 +27,6 @@ __all__ = ["Compute"]
 _NARROWNESS = 3.55
 """Width at which products take half of the time, for each FLOP that the device computes while it
 moves a byte."""
-_EXPERTS = 0.63
-"""Of the same rate, all products of a model with experts, and the sorting of their tokens."""
 _OF_DATASHEET = 0.8
 """Of the rate that a data sheet promises, what large products reach: 790 of 989 TFLOP/s of an H100
 and an H200. The rates of these two are measured."""
@@ -68,7 +67,7 @@ class Compute:
         share = self.assumed.training_share
         share /= 1 + _NARROWNESS * self._rate / self.gpu.bytes_per_s / shape.hidden_size
         if shape.num_experts:
-            share *= _EXPERTS
+            share *= EXPERTS_RATE
         return flops / (share * self._rate)
 
     def attention_s(self, shape: ModelShape, lengths: ArrayLike) -> float:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from hone.config.address import names_code
 from hone.config.engine import BLOCK_SIZE
-from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight, stage_layers
+from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
+from hone.config.stages import stage_layers
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.families.registry import spec_of
 from hone.families.shape import ModelShape
@@ -137,7 +138,8 @@ def _layout(plan: RunPlan) -> Iterator[Line]:
     if sizes.world == 1:
         return
     yield Line("processes", sizes.world, "one a device")
-    yield from _axes(sizes, plan.shape, zero_stage=plan.trainer.parallel.zero_stage)
+    stage, has_head = plan.trainer.parallel.zero_stage, not plan.gives_values
+    yield from _axes(sizes, plan.shape, zero_stage=stage, has_head=has_head)
     yield Line(
         "rows_per_data_rank",
         plan.rows_per_data_rank,
@@ -158,24 +160,29 @@ def _critic_layout(plan: RunPlan) -> Iterator[Line]:
     yield Line("critic_processes", role.axes.world, f"one a device, divided by {how}")
     shape = None if plan.shape is None else RunMemory(plan).critic_shape
     stage = cfg.critic_parallel.zero_stage
-    yield from _axes(role.axes, shape, zero_stage=stage, prefix="critic_")
+    yield from _axes(role.axes, shape, zero_stage=stage, has_head=False, prefix="critic_")
 
 
 def _axes(
-    sizes: AxisSizes, shape: ModelShape | None, *, zero_stage: int, prefix: str = ""
+    sizes: AxisSizes,
+    shape: ModelShape | None,
+    *,
+    zero_stage: int,
+    has_head: bool,
+    prefix: str = "",
 ) -> Iterator[Line]:
     """How several processes divide a model that they train; its names begin with `prefix`."""
     stages, groups = sizes.pipeline, sizes.virtual_stages
     if stages > 1 and shape is not None and shape.num_layers >= stages * groups:
-        layers = stage_layers(shape.num_layers, stages, groups)
+        layers = stage_layers(shape, stages, groups, has_head=has_head)
         split = ", ".join(" + ".join(str(len(group)) for group in own) for own in layers)
         passes = passes_in_flight(0, stages, groups, num_batches=most_of_a_round(stages))
         number = f"{passes}" if groups == 1 else f"{passes / groups:.3g}"
         yield Line(
             f"{prefix}stages",
             stages,
-            f"pipeline, first to last of {split} layers; the first has up to {number} "
-            "micro-batches in flight; each is laid out as follows",
+            f"pipeline, first to last of {split} layers{' and the head' if has_head else ''}; the "
+            f"first has up to {number} micro-batches in flight; each is laid out as follows",
         )
     yield Line(
         f"{prefix}layout",

@@ -32,10 +32,10 @@ from typing import Literal
 
 from hone.config.model import LoraConfig
 from hone.config.model_facts import NF4_BLOCK
-from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight, stage_layers
+from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight
 from hone.config.plan import RunPlan
+from hone.config.stages import stage_layers
 from hone.config.trainer import SFTTrainerConfig
-from hone.config.tree import RewardModelingConfig
 from hone.families.registry import spec_of
 from hone.families.shape import ModelShape, TensorShape
 
@@ -139,9 +139,10 @@ def training_memory(
     axes = sizes or AxisSizes()
 
     def of_stage(number: int, groups: Sequence[range]) -> TrainingMemory:
-        own = sum(map(len, groups))
+        own = [*chain(*groups)]
+        with_experts = sum(index in shape.expert_layers for index in own)
         step = _Step(
-            replace(shape, num_layers=own, num_expert_layers=min(shape.num_expert_layers, own)),
+            replace(shape, num_layers=len(own), expert_layers=tuple(range(with_experts))),
             trainer,
             lora or LoraConfig(),
             axes,
@@ -159,21 +160,20 @@ def training_memory(
         return step.plan()
 
     num_stages = min(axes.pipeline, shape.num_layers)
-    stages = enumerate(stage_layers(shape.num_layers, num_stages, axes.virtual_stages))
-    return max((of_stage(*stage) for stage in stages), key=lambda memory: memory.peak)
+    stages = stage_layers(shape, num_stages, axes.virtual_stages, has_head=num_trained != 0)
+    return max((of_stage(*stage) for stage in enumerate(stages)), key=lambda memory: memory.peak)
 
 
 def planned_step(plan: RunPlan, *, num_tokens: int, num_micro_batches: int = 2) -> TrainingMemory:
     """`training_memory` of a plan that trains a model whose shape is known."""
     assert plan.shape is not None
     assert plan.trainer is not None
-    gives_values = isinstance(plan.config, RewardModelingConfig)  # in place of logits
     return training_memory(
-        replace(plan.shape, tied=True) if gives_values else plan.shape,
+        replace(plan.shape, tied=True) if plan.gives_values else plan.shape,
         plan.trainer,
         dtype=plan.dtype,
         num_tokens=num_tokens,
-        num_trained=0 if gives_values else None,
+        num_trained=0 if plan.gives_values else None,
         num_micro_batches=num_micro_batches,
         layers=layer_code(on_gpu=not plan.is_on_cpu, compile=plan.trainer.compile),
         lora=plan.lora,

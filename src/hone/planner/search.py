@@ -24,6 +24,7 @@ from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.rules import Finding
+from hone.config.stages import stage_layers
 from hone.config.trainer import OffloadLevel
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape
@@ -459,7 +460,8 @@ def _ways_to_recompute(plan: RunPlan) -> list[Change]:
     """From the quickest to the thriftiest: blocks where no other way computes as many layers."""
     assert plan.shape is not None
     axes = plan.policy.axes
-    num_layers = -(-plan.shape.num_layers // (axes.pipeline * axes.virtual_stages))
+    stages = stage_layers(plan.shape, axes.pipeline, axes.virtual_stages)
+    num_layers = max(len(group) for own in stages for group in own)
     eighth, three_quarters = -(-num_layers // 8), -(-3 * num_layers // 4)
     ways = [_QUICKEST, (f"block:{eighth}", 1, False), ("selective", 2, False), ("full", 4, False)]
     ways += [("full", 2, False), ("selective", 1, False), (f"block:{three_quarters}", 1, False)]

@@ -20,8 +20,9 @@ On top of them come, by count and with the rates of benchmarks/memory.md:
   that is not enough.
   Those of tensor, Ulysses and ring parallelism hold up the pass, and once more where layers are
   recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind;
-* pipeline stages: of S stages each waits for S - 1 micro-batches in every optimizer step, or with V
-  groups of layers in each a V-th of that. What they send is hidden.
+* pipeline stages: all go at the pace of the slowest, which computes its layers and may have the
+  head. It waits for a micro-batch of each other in every optimizer step, or with V groups of layers
+  in each stage a V-th of that. What they send is hidden.
 
 Of a critic with devices of its own the products count, and what its stages wait.
 """
@@ -32,6 +33,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
@@ -40,6 +42,7 @@ from numpy.typing import NDArray
 from hone.config.cluster import ScorerName
 from hone.config.plan import Role, RunPlan
 from hone.config.planning import PlanningConfig
+from hone.config.stages import layer_costs, stage_layers
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
@@ -93,20 +96,25 @@ class TrainingTime:
         body = forward_s(shape, num_head_tokens=0)
         # Of one device, until it is shared out.
         again = self._recomputed_share(trainer, shape, plan.policy)
-        work = epochs * (self._training_s(lengths, num_trained) + again * body)
+        pace = self._pace(trainer, shape, plan.policy, head=(forward - body) / body)
+        work = pace * epochs * (self._training_s(lengths, num_trained) + again * body)
         update, values_s, critic_s = work, 0.0, 0.0
         if (role := plan.roles.get("critic")) is not None:
             # Its values, and its update; it has no words to tell apart.
             values = forward_s(self._run.critic_shape, num_head_tokens=0)
             again = self._recomputed_share(cfg.critic_trainer, self._run.critic_shape, role)
             passes = epochs * (3 + again)
+            own_pace = self._pace(cfg.critic_trainer, self._run.critic_shape, role)
+            values *= own_pace
             if self._run.is_own_device("critic"):
                 speed = self._speed_of(role)
                 values_s, critic_s = values / speed, passes * values / speed
-                critic_s *= 1 + self._stages_wait(cfg.critic_trainer, role, num_tokens)
+                waits = self._stages_wait(cfg.critic_trainer, role, num_tokens, own_pace)
+                critic_s *= 1 + waits
             else:
                 work += (1 + passes) * values
-        work += self._scores_itself * forward
+        scores = self._scores_itself * pace * forward
+        work += scores
         if cfg.algorithm.kl.coef > 0 and cfg.model.lora.rank:  # the model without adapters
             work += forward
         for name in ("reference", "teacher"):
@@ -114,9 +122,9 @@ class TrainingTime:
                 work += forward_s(self._run.scorer_shape(name), num_head_tokens=num_trained)
         compute_s = work / self._speed
         seconds = compute_s + self._judging_s(lengths)
-        waits = self._stages_wait(trainer, plan.policy, num_tokens)
+        waits = self._stages_wait(trainer, plan.policy, num_tokens, pace)
         # A critic apart has the values while the policy scores the rows, and learns beside it.
-        seconds += max(values_s - self._scores_itself * forward / self._speed, 0.0)
+        seconds += max(values_s - scores / self._speed, 0.0)
         seconds += max(critic_s - (1 + waits) * update / self._speed, 0.0)
         num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
         seconds += waits * compute_s
@@ -209,25 +217,48 @@ class TrainingTime:
 
     def _recomputed_layers(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
         """Share of the layers that are computed again."""
-        number = self._layers_of_group(shape, role)
-        return sum(map(len, trainer.recomputed_spans(number))) / number
+        groups = chain(*self._stages(shape, role))
+        again = sum(len(span) for own in groups for span in trainer.recomputed_spans(len(own)))
+        return again / shape.num_layers
 
-    def _layers_of_stage(self, shape: ModelShape, role: Role) -> int:
-        return -(-shape.num_layers // role.axes.pipeline)
+    def _stages(self, shape: ModelShape, role: Role) -> list[list[range]]:
+        """Groups of layers of each stage."""
+        stages, groups = role.axes.pipeline, role.axes.virtual_stages
+        return stage_layers(shape, stages, groups, has_head=role.name == "policy")
 
-    def _layers_of_group(self, shape: ModelShape, role: Role) -> int:
-        """Neighbours in a stage, which are computed again by themselves."""
-        return -(-self._layers_of_stage(shape, role) // role.axes.virtual_stages)
+    def _layers_of_stage(self, shape: ModelShape, role: Role) -> tuple[int, int]:
+        """Of the one that has most, and of the one with most that have experts."""
+        stages = [[*chain(*groups)] for groups in self._stages(shape, role)]
+        sparse = (sum(index in shape.expert_layers for index in own) for own in stages)
+        return max(map(len, stages)), max(sparse)
+
+    def _pace(
+        self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role, *, head: float = 0.0
+    ) -> float:
+        """Time that the slowest stage computes over the mean of all, forward and backward, of a
+        model whose head takes so many times as long as all of its layers."""
+        costs, again = layer_costs(shape), _RECOMPUTED[trainer.recompute_mode]
+
+        def of_group(group: range) -> float:
+            recomputed = sum(map(len, trainer.recomputed_spans(len(group))))
+            passes = 3 + again * recomputed / max(len(group), 1)
+            return passes * sum(costs[group.start : group.stop])
+
+        stages = [sum(map(of_group, groups)) for groups in self._stages(shape, role)]
+        stages[-1] += 3 * head * sum(costs)
+        return max(stages) * len(stages) / sum(stages)
 
     def _num_micro_batches(self, trainer: SFTTrainerConfig, role: Role, num_tokens: int) -> int:
         """Of each device, in an epoch."""
         each = num_tokens / (role.axes.data * role.axes.context)
         return math.ceil(each / trainer.max_tokens_per_microbatch)
 
-    def _stages_wait(self, trainer: SFTTrainerConfig, role: Role, num_tokens: int) -> float:
-        """Share of its passes that a stage waits, while an optimizer step's first micro-batch comes
-        and its last one goes."""
-        bubble = (role.axes.pipeline - 1) / role.axes.virtual_stages
+    def _stages_wait(
+        self, trainer: SFTTrainerConfig, role: Role, num_tokens: int, pace: float
+    ) -> float:
+        """Share of its passes that the slowest stage waits, while the others compute an optimizer
+        step's first micro-batch and its last one."""
+        bubble = (role.axes.pipeline / pace - 1) / role.axes.virtual_stages
         return bubble * self._num_steps / self._num_micro_batches(trainer, role, num_tokens)
 
     @property
@@ -304,7 +335,7 @@ class TrainingTime:
         # Passes that talk: forward, backward, and forward again, which may keep attention.
         again = self._recomputed_layers(trainer, shape, plan.policy)
         passes, attention_passes = 2 + again, 2 + again * (trainer.recompute_mode == "full")
-        num_layers = self._layers_of_stage(shape, plan.policy)
+        num_layers, num_sparse = self._layers_of_stage(shape, plan.policy)
         keys = 2 * shape.num_kv_heads * shape.head_dim
         if axes.tensor > 1:  # two gathers and two sums a pass
             values = 2 * num_layers * shape.hidden_size * own_tokens
@@ -315,7 +346,7 @@ class TrainingTime:
             seconds += attention_passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
         if axes.expert > 1:  # hidden states to experts and back
             width = 2 * shape.experts_per_token * shape.hidden_size
-            values = 2 * shape.num_expert_layers / axes.pipeline * width * own_tokens
+            values = 2 * num_sparse * width * own_tokens
             seconds += passes * values * (axes.expert - 1) / axes.expert / own_link
         if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
@@ -333,8 +364,10 @@ class TrainingTime:
         if not trainer.offload_activations or trainer.recompute == "off":
             return 0.0
         axes = plan.policy.axes
-        each = self._layers_of_group(shape, plan.policy)
-        num_spans = axes.virtual_stages * len(trainer.recomputed_spans(each))
+        num_spans = max(
+            sum(len(trainer.recomputed_spans(len(group))) for group in groups)
+            for groups in self._stages(shape, plan.policy)
+        )
         values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
         return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 

@@ -52,8 +52,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part
-from hone.config.parallel import passes_in_flight, rounds, stage_layers
+from hone.config.parallel import passes_in_flight, rounds
+from hone.config.stages import stage_layers
 from hone.distributed.mesh import Mesh
+from hone.families.shape import ModelShape
 from hone.models.decoder import Elsewhere, head_weight
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head
@@ -85,7 +87,10 @@ def cut_stage(model: PreTrainedModel, mesh: Mesh) -> None:
     is_first, is_last = axis.rank == 0, axis.rank == axis.size - 1
     is_tied = tied_weight(model) is not None
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    groups = stage_layers(len(base.layers), axis.size, mesh.sizes.virtual_stages)[axis.rank]
+    shape = ModelShape.from_config(model.config.to_dict())
+    has_head = not has_value_head(model)
+    stages = stage_layers(shape, axis.size, mesh.sizes.virtual_stages, has_head=has_head)
+    groups = stages[axis.rank]
     for number in set(range(len(base.layers))) - set(chain(*groups)):
         base.layers[number] = Elsewhere()
     if not (is_first or (is_tied and is_last)):
@@ -93,7 +98,7 @@ def cut_stage(model: PreTrainedModel, mesh: Mesh) -> None:
     if not is_last:
         base.norm = Elsewhere()
     if not (is_last or (is_tied and is_first)):
-        if has_value_head(model):
+        if not has_head:
             model.score = Elsewhere()
         else:
             model.set_output_embeddings(Elsewhere())

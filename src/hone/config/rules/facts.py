@@ -11,6 +11,7 @@ from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB
 from hone.config.extras import installed_version
 from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
+from hone.config.stages import stage_layers
 from hone.config.tree import SUPERVISED, RLConfig
 from hone.families.registry import DENSE_FUSED_FAMILIES, DIVIDED_FAMILIES, SPECS, TENSOR_FAMILIES
 from hone.families.spec import PROJECTIONS
@@ -20,6 +21,7 @@ __all__ = ["FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
 LONG_ROW = 32768
 """Tokens of a row above which it fills a device by itself: packing several brings nothing."""
 _GIB = 2**30
+_STAGES = "trainer.parallel.pipeline_parallel_size"
 _SIZES = "trainer.parallel.ring_size x trainer.parallel.ulysses_size"
 
 
@@ -197,7 +199,7 @@ def context_size(view: View) -> Fact:
 def num_shares(view: View) -> Fact:
     """Groups of processes that each train rows of their own."""
     together = view["trainer.parallel.tensor_parallel_size"] * view.number("context_size")
-    together *= view["trainer.parallel.pipeline_parallel_size"]
+    together *= view[_STAGES]
     number = view.number("num_processes") // together
     those = f"groups of {together} processes" if together > 1 else "processes"
     return Fact(number, f"the number of {those}")
@@ -451,25 +453,27 @@ def recomputes_together(view: View) -> bool:
 
 @fact
 def layers_of_stage(view: View) -> Fact:
-    """Of the pipeline stage that has fewest, or of a group of neighbours in it."""
-    if view.model.shape is None:
+    """Of the largest pipeline stage, or of the largest group of neighbours in one."""
+    shape, groups = view.model.shape, view["trainer.parallel.virtual_stages"]
+    num_stages, has_head = view[_STAGES], not view.plan.gives_values
+    if shape is None or (num_stages > 1 and shape.family not in SPECS):
         raise NotKnownError("layers_of_stage")
-    number = view.model.shape.num_layers // view.number("num_groups")
-    is_parted = view["trainer.parallel.virtual_stages"] > 1
-    return Fact(number, "the layers of a group" if is_parted else "the layers of a stage")
+    stages = stage_layers(shape, num_stages, groups, has_head=has_head)
+    number = max(len(group) for own in stages for group in own)
+    return Fact(number, "the layers of a group" if groups > 1 else "the layers of a stage")
 
 
 @fact
 def num_groups(view: View) -> Fact:
     """Groups of neighbouring layers in all pipeline stages."""
-    keys = "trainer.parallel.pipeline_parallel_size", "trainer.parallel.virtual_stages"
+    keys = _STAGES, "trainer.parallel.virtual_stages"
     return Fact(view[keys[0]] * view[keys[1]], " x ".join(keys))
 
 
 @fact
 def groups_that_fit(view: View) -> int:
     """Most groups of layers that each pipeline stage can hold."""
-    return view.number("num_layers") // view["trainer.parallel.pipeline_parallel_size"]
+    return view.number("num_layers") // view[_STAGES]
 
 
 @fact

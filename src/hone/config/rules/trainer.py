@@ -95,8 +95,8 @@ _MEMORY = (
            "{trainer.recompute}",
            why="that says itself which layers are recomputed", instead="trainer.recompute = full"),
     warning("@recompute_number > @layers_of_stage",
-            says="trainer.recompute is {trainer.recompute}, and a stage has {layers_of_stage} "
-            "neighbouring layers",
+            says="trainer.recompute is {trainer.recompute}, and no stage has more than "
+            "{layers_of_stage} neighbouring layers",
             why="there are no more to recompute",
             fix="name {layers_of_stage} layers or fewer"),
     error("@recomputes_together", "not @has_spec",
