@@ -10,6 +10,8 @@ reads more that has most of the others, where ranks share them. Until a sequence
 stays and K grows by B a step, so that n steps are one sum. Samples are admitted in their order at
 step boundaries; their prompts are computed there, which yields the first token of each and keeps
 the others waiting.
+
+Every event makes a token, however little time it takes, so that every run ends.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from operator import itemgetter
 
@@ -50,6 +52,25 @@ class EngineRates:
     """Attention of one token of a prompt to one before it."""
     prefill_seq_s: float = 0.0
     """The first token's logits."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for rates by which time could go back."""
+        for rate in fields(self):
+            value, is_time = getattr(self, rate.name), rate.name in _SECONDS
+            if not 0 <= value < math.inf or (value > 1 and not is_time):
+                allowed = "a finite time" if is_time else "from 0 to 1"
+                raise ValueError(f"{rate.name} must be {allowed}, is {value}")
+        if self.experts_s > self.weights_s:
+            raise ValueError(f"experts are weights: {self.experts_s=}, {self.weights_s=}")
+
+    def times(self, factor: float) -> EngineRates:
+        """Those of an engine that takes `factor` times as long for everything. Shares stay: with
+        them above 1 a step would take less than nothing."""
+        return replace(self, **{name: getattr(self, name) * factor for name in _SECONDS})
+
+
+_SECONDS = tuple(rate.name for rate in fields(EngineRates) if rate.name.endswith("_s"))
+"""Rates that are times; the others are shares."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +123,8 @@ class SimulatedEngine:
     _step: int = 0
     _num_keys: int = 0
     """Tokens of all running samples: the keys that the next step reads."""
+    _fixed_s: dict[int, float] = field(default_factory=dict[int, float])
+    """By the size of a batch, what a step of it takes without keys."""
     _order: Iterator[int] = field(default_factory=count)
 
     @property
@@ -109,9 +132,12 @@ class SimulatedEngine:
         return bool(self._running or self._waiting)
 
     def submit(self, samples: Iterable[SimulatedSample], now_s: float) -> None:
-        """Take samples on at the first step boundary from `now_s` on."""
+        """Take samples on at the first step boundary from `now_s` on. Raises ValueError for one
+        that the cache does not fit."""
         self.settle(now_s)
         for sample in samples:
+            if (num_tokens := sample.num_prompt_tokens + sample.length) >= self.max_num_keys:
+                raise ValueError(f"{num_tokens} tokens do not fit a cache: {self.max_num_keys=}")
             self._waiting.append(sample)
             self.outstanding_tokens += sample.outstanding_tokens
         self._admit()
@@ -122,12 +148,17 @@ class SimulatedEngine:
             return math.inf
         return self.time_s + self._steps_s(self._steps_to_event())
 
+    def advance(self) -> None:
+        """Work up to the next event, also where that takes no time."""
+        if self._running:
+            self._make(self._steps_to_event())
+
     def settle(self, now_s: float) -> None:
         """Work up to the first step boundary at or after `now_s`."""
         while self._running and self.time_s < now_s:
             num_steps = self._steps_to_event()
             if self.time_s + self._steps_s(num_steps) > now_s:
-                num_steps = min(num_steps, self._steps_until(now_s))
+                num_steps = self._steps_until(now_s, num_steps)
             self._make(num_steps)
         self.time_s = max(self.time_s, now_s)
 
@@ -154,13 +185,19 @@ class SimulatedEngine:
 
     def _steps_s(self, num_steps: int) -> float:
         """Time of the next so many decode steps of the running batch."""
-        rates, size = self.rates, len(self._running)
+        size = len(self._running)
+        if (fixed_s := self._fixed_s.get(size)) is None:
+            fixed_s = self._fixed_s[size] = self._step_s(size)
         keys = num_steps * self._num_keys + size * (num_steps * (num_steps - 1) // 2)
+        return num_steps * fixed_s + keys * self.rates.key_s
+
+    def _step_s(self, size: int) -> float:
+        """Of a step of so many samples, what does not depend on their keys."""
+        rates = self.rates
         unused = rates.unused_share**size
         weights_s = rates.weights_s - rates.experts_s * unused
         weights_s += rates.uneven_s * math.sqrt(unused * (1 - unused))
-        fixed = max(weights_s, size * rates.seq_s) + rates.overhead_s
-        return num_steps * fixed + keys * rates.key_s
+        return max(weights_s, size * rates.seq_s) + rates.overhead_s
 
     def _steps_to_event(self) -> int:
         """Decode steps until a sample ends or the cache is full; at least 1."""
@@ -168,19 +205,16 @@ class SimulatedEngine:
         until_full = (self.max_num_keys - self._num_keys) // len(self._running)
         return max(min(until_end, until_full), 1)
 
-    def _steps_until(self, now_s: float) -> int:
-        """The fewest decode steps that reach `now_s`, which lies ahead."""
+    def _steps_until(self, now_s: float, most: int) -> int:
+        """The fewest decode steps that reach `now_s`, which lies ahead; `most` do."""
         linear = self._steps_s(1)
         growth = len(self._running) * self.rates.key_s
         left = now_s - self.time_s
-        if growth:
-            # linear * n + growth * n * (n - 1) / 2 = left
-            b = linear - growth / 2
-            guess = (math.sqrt(b * b + 2 * growth * left) - b) / growth
-        else:
-            guess = left / linear
-        num_steps = max(math.ceil(guess) - 1, 1)
-        while self.time_s + self._steps_s(num_steps) < now_s:
+        # linear * n + growth * n * (n - 1) / 2 = left, solved without a difference of like terms.
+        b = linear - growth / 2
+        guess = 2 * left / (b + math.sqrt(b * b + 2 * growth * left))
+        num_steps = min(max(math.ceil(guess) - 1, 1), most)
+        while num_steps < most and self.time_s + self._steps_s(num_steps) < now_s:
             num_steps += 1
         return num_steps
 
@@ -240,6 +274,8 @@ class SimulatedEngine:
     def _work(self, seconds: float) -> None:
         start = self.time_s
         self.time_s += seconds
+        if self.time_s == start:  # nothing, or less than a time as late as this one can show
+            return
         if self.busy and self.busy[-1][1] == start:
             start = self.busy.pop()[0]
         self.busy.append((start, self.time_s))
