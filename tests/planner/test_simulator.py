@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hone.config import UserError
 from hone.config.cluster import ScorerName
-from hone.config.engine import EngineConfig
+from hone.config.engine import BLOCK_SIZE, EngineConfig
 from hone.config.hardware import GPUS
 from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
@@ -27,6 +27,7 @@ from hone.config.plan import Devices, resolve
 from hone.config.planning import LengthsConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.tree import PlanConfig
+from hone.engine.shared_prefix import find_prefix_groups
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.comparison import compare, placement_rates
 from hone.planner.compute_time import Compute
@@ -196,6 +197,7 @@ class TokenEngine:
     def __init__(self, case: Case) -> None:
         self.rates, self.max_num_keys = case.rates.engine, case.rates.max_num_keys
         self.engine, self.time_s = case.engine, 0.0
+        self.batch, self.num_spared = list[SimulatedSample](), 0
         self.waiting: list[SimulatedSample] = []
         self.running: list[SimulatedSample] = []
         self.prompts: set[int] = set()
@@ -215,7 +217,10 @@ class TokenEngine:
         rates, size = self.rates, len(self.running)
         weights_s = rates.weights_s - rates.experts_s * rates.unused_share**size
         step_s = max(weights_s, size * rates.seq_s) + rates.overhead_s
-        self.time_s += step_s + self.num_keys * rates.key_s
+        if self.batch != self.running:  # as decode steps of the engine find out who shares
+            self.batch, self.num_spared = [*self.running], self.keys_read_once()
+        keys = self.num_keys - rates.gained_share * self.num_spared
+        self.time_s += step_s + keys * rates.key_s
         for sample in self.running:
             sample.done += 1
             if sample.done == sample.length:
@@ -224,6 +229,19 @@ class TokenEngine:
         while self.num_keys + len(self.running) > self.max_num_keys:
             self.waiting.insert(0, self.running.pop())
         self.admit()
+
+    def keys_read_once(self) -> int:
+        """Keys that the engine's own function need not read again, by tables of blocks."""
+        lens = np.array([x.num_prompt_tokens + x.done for x in self.running])
+        tables = np.arange(len(lens) * 1000, dtype=np.int32).reshape(-1, 1000)
+        for row, sample in enumerate(self.running):
+            if self.engine.enable_prefix_caching:
+                size = (sample.num_prompt_tokens - 1) // BLOCK_SIZE
+                tables[row, :size] = -1000 * (sample.group + 1) + np.arange(size)
+        found = find_prefix_groups(tables, lens, block_size=BLOCK_SIZE, num_rows=len(lens))
+        if found is None:
+            return 0
+        return int((((found.rows >= 0).sum(1) - 1).clip(0) * found.lens).sum())
 
     def admit(self) -> None:
         rates, instant = self.rates, list[SimulatedSample]()
@@ -264,6 +282,7 @@ def random_case(seed: int) -> Case:
         unused_share=rng.choice([0, 0.5, 0.75]),
         seq_s=seconds(0.5),
         key_s=seconds(0.125),
+        gained_share=rng.choice([0, 0.25, 0.5, 1]),
         overhead_s=seconds(1),
         prefill_token_s=seconds(1),
         prefill_key_s=seconds(0.125),
@@ -384,6 +403,7 @@ def test_every_simulation_ends(seed: int) -> None:
         ({"weights_s": -0.1}, "weights_s must be a finite time"),
         ({"weights_s": 1.0, "key_s": math.nan}, "key_s must be a finite time"),
         ({"weights_s": 1.0, "overhead_s": math.inf}, "overhead_s must be a finite time"),
+        ({"weights_s": 1.0, "gained_share": 1.1}, "gained_share must be from 0 to 1"),
         ({"weights_s": 1.0, "unused_share": 2.0}, "unused_share must be from 0 to 1"),
         ({"weights_s": 1.0, "experts_s": 1.1}, "experts are weights"),
     ],
@@ -394,8 +414,9 @@ def test_time_cannot_go_back(rates: dict[str, float], said: str) -> None:
 
 
 def test_rates_of_a_slower_engine_have_the_same_shares() -> None:
-    slower = replace(ONE, unused_share=0.5).times(5)
-    assert slower.unused_share == 0.5
+    rates = replace(ONE, unused_share=0.5, gained_share=0.5)
+    slower = rates.times(5)
+    assert (slower.unused_share, slower.gained_share) == (0.5, 0.5)
     assert (slower.weights_s, slower.key_s) == (2.5, 0.005)
     assert slower.prefill_seq_s == 0.5
 
@@ -442,6 +463,22 @@ def test_engines_without_a_prompt_stand_idle() -> None:
     assert alone.step_s == many.step_s == 4 + 2
     assert alone.engine_idle == pytest.approx(2 / 6)
     assert many.engine_idle == pytest.approx(1 - 2 / 6 * 4 / 6)
+
+
+def test_members_of_a_group_read_a_prompt_once() -> None:
+    """Of 17 samples, 8, 8 and 1 read 32 of 40 keys together, until one keeps 16 of them."""
+    rates = EngineRates(weights_s=1.0, key_s=0.001, gained_share=0.5)
+
+    def steps_s(lengths: list[int], prompt: int, **fields: Any) -> float:
+        engine = SimulatedEngine(rates, 64, 10_000, **fields)
+        engine.submit([SimulatedSample(0, length, prompt, 99) for length in lengths], 0.0)
+        return engine._steps_s(1)  # pyright: ignore[reportPrivateUsage]
+
+    assert steps_s([9] * 17, 40) == pytest.approx(1 + 0.001 * (17 * 41 - 0.5 * 14 * 32))
+    assert steps_s([9] * 17, 40, shares_prompts=False) == pytest.approx(1 + 0.001 * 17 * 41)
+    # No whole block before the last token, and one sample alone.
+    assert steps_s([9] * 17, 16) == pytest.approx(1 + 0.001 * 17 * 17)
+    assert steps_s([9], 40) == pytest.approx(1 + 0.001 * 41)
 
 
 # -- what is assumed, and what was measured -------------------------------------------------------
@@ -507,6 +544,18 @@ def test_runs_are_as_fast_as_those_measured() -> None:
     assert {mode: found[mode] for mode in measured} == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize(("shape", "step_s"), [("qwen3-0.6b", 9.6), ("qwen3-1.7b", 14.1)])
+def test_steps_of_one_device_are_as_long_as_those_measured(shape: str, step_s: float) -> None:
+    """32 x 8 samples of 256 + 1,024 tokens on one H200, within 10 %."""
+    cfg = config(
+        model={"shape": shape},
+        data={"max_prompt_tokens": 256},
+        rollout={"prompts_per_step": 32, "max_completion_tokens": 1024},
+        plan={"gpus": 1, "lengths": {"distribution": "fixed", "median": 1024}},
+    )
+    assert compare(cfg).plain.run.step_s == pytest.approx(step_s, rel=0.1)
+
+
 def test_a_critic_makes_a_step_as_much_longer_as_it_was_measured() -> None:
     """22.0 beside 14.2 s: 1.7B on one H200, 32 x 8 samples of 256 + 1,024 tokens."""
     step_s = {
@@ -552,6 +601,8 @@ def test_rates_follow_devices_and_settings() -> None:
     assert rates(replace(apart, colocated=True)).sync_s == 0.15
     lora = {"shape": "qwen3-8b", "lora": {"rank": 8}}
     assert rates(model=lora).sync_s == plain.sync_s  # merged weights travel
+    assert plain.engine.gained_share == 0.5
+    assert rates(engine={"backend": "vllm"}).engine.gained_share == 0
     halved = rates(engine={"kv_cache_dtype": "fp8"}).engine.key_s
     assert halved == pytest.approx(plain.engine.key_s / 2)
     scored = rates(algorithm={"kl": {"coef": 0.1}}).train_s(rows, 7000) - 0.15
