@@ -458,6 +458,21 @@ def test_samples_without_tokens_are_there_at_once(max_staleness: int) -> None:
         run_of([[], []])
 
 
+def test_steps_that_take_no_time_have_rates() -> None:
+    run = simulate(
+        Placement(num_trainers=1, num_engines=1),
+        of_cost(EngineRates(weights_s=1.0), train_s=0.0, sync_s=0.0, max_num_keys=1000),
+        [[0]],
+        num_prompt_tokens=1,
+        num_steps=4,
+        rollout=RolloutConfig(prompts_per_step=1, n_samples_per_prompt=1, max_completion_tokens=9),
+        pipeline=PipelineConfig(),
+        engine=EngineConfig(),
+    )
+    assert run.tokens_per_s == run.completion_tokens_per_s == math.inf
+    assert (run.step_s, run.engine_idle, run.trainer_idle) == (0, 0, 0)
+
+
 def test_engines_without_a_prompt_stand_idle() -> None:
     alone, many = run_of([[5]], num_engines=2), run_of([[5]], num_engines=6)
     assert alone.step_s == many.step_s == 4 + 2

@@ -144,12 +144,16 @@ class SimulatedRun:
     def tokens_per_s(self) -> float:
         """Tokens of trained rows, prompts included, over all devices: `perf/tokens_per_s` of a
         run."""
-        return sum(step.num_tokens for step in self.steady) / self.seconds
+        return self._rate(sum(step.num_tokens for step in self.steady))
 
     @property
     def completion_tokens_per_s(self) -> float:
         """Of them, those that were sampled: `rollout/num_tokens` of a run, over `time/step_s`."""
-        return sum(step.num_completion_tokens for step in self.steady) / self.seconds
+        return self._rate(sum(step.num_completion_tokens for step in self.steady))
+
+    def _rate(self, number: int) -> float:
+        """So many a second: inf of steps that take no time, as of samples without tokens."""
+        return number / self.seconds if self.seconds else math.inf
 
     @property
     def engine_idle(self) -> float:
@@ -161,14 +165,15 @@ class SimulatedRun:
             for begin, stop in intervals
         ) / len(self.engine_busy)
         others = sum(x.sync_s + x.train_s * self.placement.colocated for x in self.steady)
-        return max(1.0 - (worked + others) / self.seconds, 0.0)
+        return max(1.0 - (worked + others) / self.seconds, 0.0) if self.seconds else 0.0
 
     @property
     def trainer_idle(self) -> float:
         """The same of trainers, which are the same devices where colocated."""
         if self.placement.colocated:
             return self.engine_idle
-        return sum(step.wait_s + step.halt_s for step in self.steady) / self.seconds
+        waited_s = sum(step.wait_s + step.halt_s for step in self.steady)
+        return waited_s / self.seconds if self.seconds else 0.0
 
     @property
     def staleness_mean(self) -> float:
