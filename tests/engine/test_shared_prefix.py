@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from hone.attention.context import SHARED_PREFIX_MEMBERS
+from hone.config.engine import SHARED_PREFIX_MEMBERS
 from hone.engine import shared_prefix
 from hone.engine.shared_prefix import find_prefix_groups, max_groups
 

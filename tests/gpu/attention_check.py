@@ -33,8 +33,9 @@ from hone.attention.backends import (
     paged_attention,
     write_kv,
 )
-from hone.attention.context import FP8_DTYPE, SHARED_PREFIX_MEMBERS
+from hone.attention.context import FP8_DTYPE
 from hone.attention.triton_decode import decode_attention
+from hone.config.engine import SHARED_PREFIX_MEMBERS
 from tests.gpu.sections import Run
 
 DEVICE = torch.device("cuda")

@@ -17,6 +17,7 @@ from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
 from hone.families.shape import public_shape
 from hone.observe.alarms import QUIET_STEPS, Alarm, Alarms
+from hone.planner.gain import Measured, Pricing
 
 Scalars = dict[str, float]
 EVEN = [[100, 200, 300, 400, 500, 600, 700, 800]] * 32
@@ -131,6 +132,26 @@ def test_trainers_and_engines_that_wait_get_each_others_devices() -> None:
     idle = {"time/generate_s": 0.1, "perf/engine_busy_s": 8.0, "perf/engine_busy_share": 0.2}
     found = raised_in(plan, idle | {"time/train_s": 19.0}, max_staleness=2)["engines_wait"]
     assert found.change == {"cluster.num_engines": 1, "cluster.num_trainers": 5}
+
+
+@pytest.mark.parametrize("shape", ["qwen3-1.7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("busy_s", [0.1, 8.0, 3600.0])
+def test_engines_of_any_speed_are_priced(shape: str, busy_s: float) -> None:
+    """Half as many samples at once take longer, however far the planner is off what is measured."""
+    plan = plan_of(shape=shape, engine={"max_num_seqs": 64}, cluster=APART | {"num_trainers": 16})
+    measured = Measured(
+        step_s=busy_s + 10,
+        engine_busy_s=busy_s,
+        train_s=9.0,
+        sync_s=0.1,
+        wait_s=busy_s,
+        cache_bytes=0,
+        num_prompt_tokens=256,
+        lengths=EVEN,
+    )
+    pricing = Pricing(plan, measured)
+    halved_s, doubled_s = (pricing.gain_s({"engine.max_num_seqs": n}) for n in (32, 128))
+    assert -busy_s < halved_s < 0 < doubled_s < busy_s / 2
 
 
 def test_the_least_costly_way_out_of_a_full_device_says_what_it_costs() -> None:

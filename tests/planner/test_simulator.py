@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from hone.config import UserError
 from hone.config.cluster import ScorerName
-from hone.config.engine import EngineConfig
+from hone.config.engine import BLOCK_SIZE, EngineConfig
 from hone.config.hardware import GPUS
 from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
@@ -26,13 +27,21 @@ from hone.config.plan import Devices, resolve
 from hone.config.planning import LengthsConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.tree import PlanConfig
+from hone.engine.shared_prefix import find_prefix_groups
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.comparison import compare, placement_rates
 from hone.planner.compute_time import Compute
 from hone.planner.lengths import draw_lengths
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
-from hone.planner.simulator import Placement, Rates, Scoring, SimulatedRun, simulate
+from hone.planner.simulator import (
+    Placement,
+    Rates,
+    Scoring,
+    SimulatedRun,
+    _Run,  # pyright: ignore[reportPrivateUsage]
+    simulate,
+)
 from hone.planner.timeline import draw_timelines
 
 SHAPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
@@ -188,6 +197,7 @@ class TokenEngine:
     def __init__(self, case: Case) -> None:
         self.rates, self.max_num_keys = case.rates.engine, case.rates.max_num_keys
         self.engine, self.time_s = case.engine, 0.0
+        self.batch, self.num_spared = list[SimulatedSample](), 0
         self.waiting: list[SimulatedSample] = []
         self.running: list[SimulatedSample] = []
         self.prompts: set[int] = set()
@@ -207,7 +217,10 @@ class TokenEngine:
         rates, size = self.rates, len(self.running)
         weights_s = rates.weights_s - rates.experts_s * rates.unused_share**size
         step_s = max(weights_s, size * rates.seq_s) + rates.overhead_s
-        self.time_s += step_s + self.num_keys * rates.key_s
+        if self.batch != self.running:  # as decode steps of the engine find out who shares
+            self.batch, self.num_spared = [*self.running], self.keys_read_once()
+        keys = self.num_keys - rates.gained_share * self.num_spared
+        self.time_s += step_s + keys * rates.key_s
         for sample in self.running:
             sample.done += 1
             if sample.done == sample.length:
@@ -216,6 +229,19 @@ class TokenEngine:
         while self.num_keys + len(self.running) > self.max_num_keys:
             self.waiting.insert(0, self.running.pop())
         self.admit()
+
+    def keys_read_once(self) -> int:
+        """Keys that the engine's own function need not read again, by tables of blocks."""
+        lens = np.array([x.num_prompt_tokens + x.done for x in self.running])
+        tables = np.arange(len(lens) * 1000, dtype=np.int32).reshape(-1, 1000)
+        for row, sample in enumerate(self.running):
+            if self.engine.enable_prefix_caching:
+                size = (sample.num_prompt_tokens - 1) // BLOCK_SIZE
+                tables[row, :size] = -1000 * (sample.group + 1) + np.arange(size)
+        found = find_prefix_groups(tables, lens, block_size=BLOCK_SIZE, num_rows=len(lens))
+        if found is None:
+            return 0
+        return int((((found.rows >= 0).sum(1) - 1).clip(0) * found.lens).sum())
 
     def admit(self) -> None:
         rates, instant = self.rates, list[SimulatedSample]()
@@ -240,8 +266,11 @@ class TokenEngine:
 def random_case(seed: int) -> Case:
     """A few groups on a few engines, in any mode."""
     rng = random.Random(seed)
-    size, members, longest = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 12)
-    prompt = rng.randint(1, 5)
+    size, members = rng.randint(1, 4), rng.choice([1, 2, 3, rng.randint(4, 18)])
+    # Beside 400 tokens of each a prompt of two samples is little.
+    longest = rng.choice([12, 400]) if members == 2 else rng.randint(1, 12)
+    prompt = rng.choice([rng.randint(1, 5), rng.randint(16, 80)])
+    shortest = rng.choice([0, 1, 1])
 
     def seconds(high: float) -> float:
         """Often nothing; in sixty-fourths, so that sums are exact in any order."""
@@ -253,6 +282,7 @@ def random_case(seed: int) -> Case:
         unused_share=rng.choice([0, 0.5, 0.75]),
         seq_s=seconds(0.5),
         key_s=seconds(0.125),
+        gained_share=rng.choice([0, 0.25, 0.5, 1]),
         overhead_s=seconds(1),
         prefill_token_s=seconds(1),
         prefill_key_s=seconds(0.125),
@@ -263,7 +293,7 @@ def random_case(seed: int) -> Case:
         engine=engine,
         train_s=lambda rows, num_trained: base_s + row_s * sum(rows) + num_trained / 8,
         sync_s=seconds(3),
-        max_num_keys=prompt + longest + rng.randint(1, 40),
+        max_num_keys=prompt + longest + rng.choice([rng.randint(1, 40), 2000]),
     )
     is_ahead = rng.random() < 0.7
     pipeline = PipelineConfig.model_validate(
@@ -276,19 +306,20 @@ def random_case(seed: int) -> Case:
     return Case(
         placement=Placement(num_trainers=2, num_engines=rng.randint(1, 3), colocated=colocated),
         rates=rates,
-        lengths=[[rng.randint(1, longest) for _ in range(members)] for _ in range(13)],
+        lengths=[[rng.randint(shortest, longest) for _ in range(members)] for _ in range(13)],
         prompt=prompt,
         num_steps=6,
         rollout=RolloutConfig(
             prompts_per_step=size,
             n_samples_per_prompt=members,
             max_completion_tokens=longest,
-            oversample_prompts=rng.choice([0, 0, 1, 3]),
+            oversample_prompts=rng.choice([0, 0, 1, 3, size]),
             max_aborted_count=rng.choice([None, 0, 1]),
         ),
         pipeline=pipeline,
         engine=EngineConfig(
-            max_num_seqs=rng.randint(1, 6), enable_prefix_caching=rng.random() < 0.5
+            max_num_seqs=rng.choice([rng.randint(1, 6), 20]),
+            enable_prefix_caching=rng.random() < 0.7,
         ),
     )
 
@@ -308,12 +339,14 @@ def test_an_engine_equals_one_that_makes_every_token() -> None:
                 SimulatedSample(group, length, case.prompt, 12)
                 for group, lengths in enumerate(case.lengths)
                 for length in lengths
+                if length
             ]
             for number in range(0, len(samples), 5):
                 engine.submit(samples[number : number + 5], now_s=float(number))
             engine.submit([], now_s=1e6)
             found.append(samples)
-        assert [x.ended_s for x in found[0]] == [x.ended_s for x in found[1]], seed
+        ended_s, expected = ([x.ended_s for x in samples] for samples in found)
+        assert ended_s == pytest.approx(expected, rel=1e-12), seed
         assert max(x.ended_s for x in found[0]) < 1e6
 
 
@@ -337,6 +370,130 @@ def test_nothing_is_lost_and_nothing_is_too_old(seed: int) -> None:
         assert 0 <= run.staleness_max <= case.pipeline.max_staleness
     elif not case.rollout.oversample_prompts:
         assert run.staleness_max == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_simulation_ends(seed: int) -> None:
+    """Each event makes a token: of engines of any speed, also where a time is too short to be seen
+    beside the one that has passed, or is nothing."""
+    case, rng = random_case(seed), random.Random(seed)
+    engine = case.rates.engine.times(rng.choice([0.0, 10.0 ** rng.randint(-30, 12)]))
+    sync_s = rng.choice([case.rates.sync_s, 1e12])
+    case.rates = replace(case.rates, engine=engine, sync_s=sync_s)
+    num_groups = 2 * case.rollout.prompts_per_step * (case.num_steps + 5)
+    most = num_groups * max(map(sum, case.lengths))
+    num_events, next_event = 0, _Run._next_event  # pyright: ignore[reportPrivateUsage]
+
+    def counted(run: _Run) -> None:
+        nonlocal num_events
+        num_events += 1
+        assert num_events <= most, "it stands still"
+        next_event(run)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_Run, "_next_event", counted)
+        run = case.simulate()
+    assert num_events <= run.num_sampled_tokens
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ({"weights_s": -0.1}, "weights_s must be a finite time"),
+        ({"weights_s": 1.0, "key_s": math.nan}, "key_s must be a finite time"),
+        ({"weights_s": 1.0, "overhead_s": math.inf}, "overhead_s must be a finite time"),
+        ({"weights_s": 1.0, "gained_share": 1.1}, "gained_share must be from 0 to 1"),
+        ({"weights_s": 1.0, "unused_share": 2.0}, "unused_share must be from 0 to 1"),
+        ({"weights_s": 1.0, "experts_s": 1.1}, "experts are weights"),
+    ],
+)
+def test_time_cannot_go_back(rates: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineRates(**rates)
+
+
+def test_rates_of_a_slower_engine_have_the_same_shares() -> None:
+    rates = replace(ONE, unused_share=0.5, gained_share=0.5)
+    slower = rates.times(5)
+    assert (slower.unused_share, slower.gained_share) == (0.5, 0.5)
+    assert (slower.weights_s, slower.key_s) == (2.5, 0.005)
+    assert slower.prefill_seq_s == 0.5
+
+
+@pytest.mark.parametrize(("name", "time_s"), [("train_s", -1.0), ("train_s", math.nan)])
+def test_updates_take_a_time(name: str, time_s: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a finite time"):
+        fixed_lengths(Placement(num_trainers=1, num_engines=1), train_s=time_s)
+
+
+def run_of(lengths: list[list[int]], *, num_engines: int = 1, **pipeline: Any) -> SimulatedRun:
+    """Updates of 2 s of two groups, engines that make a token a second."""
+    return simulate(
+        Placement(num_trainers=1, num_engines=num_engines),
+        of_cost(EngineRates(weights_s=1.0), train_s=2.0, sync_s=0.0, max_num_keys=1000),
+        lengths,
+        num_prompt_tokens=1,
+        num_steps=4,
+        rollout=RolloutConfig(prompts_per_step=2, n_samples_per_prompt=2, max_completion_tokens=9),
+        pipeline=PipelineConfig.model_validate(pipeline),
+        engine=EngineConfig(),
+    )
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_samples_without_tokens_are_there_at_once(max_staleness: int) -> None:
+    """Some of a group, and all of one. Groups without samples are none."""
+    some = run_of([[5, 0], [5, 5]], max_staleness=max_staleness)
+    full = run_of([[5, 5]], max_staleness=max_staleness)
+    assert [step.end_s for step in some.steps] == [step.end_s for step in full.steps]
+    assert {step.num_completion_tokens for step in some.steps} == {15}
+    none = run_of([[0, 0], [], [5, 5]], max_staleness=max_staleness)
+    # Ahead, those without tokens are trained while the others are sampled.
+    waits_s = [0, 2, 0, 2] if max_staleness else [4, 4, 4, 4]
+    assert [step.wait_s for step in none.steps] == waits_s
+    assert sum(step.num_tokens for step in none.steps) == 8 * 2 + 4 * 10
+    assert run_of([[0]], max_staleness=max_staleness).step_s == 2
+    with pytest.raises(ValueError, match="no sample to simulate"):
+        run_of([[], []])
+
+
+def test_steps_that_take_no_time_have_rates() -> None:
+    run = simulate(
+        Placement(num_trainers=1, num_engines=1),
+        of_cost(EngineRates(weights_s=1.0), train_s=0.0, sync_s=0.0, max_num_keys=1000),
+        [[0]],
+        num_prompt_tokens=1,
+        num_steps=4,
+        rollout=RolloutConfig(prompts_per_step=1, n_samples_per_prompt=1, max_completion_tokens=9),
+        pipeline=PipelineConfig(),
+        engine=EngineConfig(),
+    )
+    assert run.tokens_per_s == run.completion_tokens_per_s == math.inf
+    assert (run.step_s, run.engine_idle, run.trainer_idle) == (0, 0, 0)
+
+
+def test_engines_without_a_prompt_stand_idle() -> None:
+    alone, many = run_of([[5]], num_engines=2), run_of([[5]], num_engines=6)
+    assert alone.step_s == many.step_s == 4 + 2
+    assert alone.engine_idle == pytest.approx(2 / 6)
+    assert many.engine_idle == pytest.approx(1 - 2 / 6 * 4 / 6)
+
+
+def test_members_of_a_group_read_a_prompt_once() -> None:
+    """Of 17 samples, 8, 8 and 1 read 32 of 40 keys together, until one keeps 16 of them."""
+    rates = EngineRates(weights_s=1.0, key_s=0.001, gained_share=0.5)
+
+    def steps_s(lengths: list[int], prompt: int, **fields: Any) -> float:
+        engine = SimulatedEngine(rates, 64, 10_000, **fields)
+        engine.submit([SimulatedSample(0, length, prompt, 99) for length in lengths], 0.0)
+        return engine._steps_s(1)  # pyright: ignore[reportPrivateUsage]
+
+    assert steps_s([9] * 17, 40) == pytest.approx(1 + 0.001 * (17 * 41 - 0.5 * 14 * 32))
+    assert steps_s([9] * 17, 40, shares_prompts=False) == pytest.approx(1 + 0.001 * 17 * 41)
+    # No whole block before the last token, and one sample alone.
+    assert steps_s([9] * 17, 16) == pytest.approx(1 + 0.001 * 17 * 17)
+    assert steps_s([9], 40) == pytest.approx(1 + 0.001 * 41)
 
 
 # -- what is assumed, and what was measured -------------------------------------------------------
@@ -402,6 +559,18 @@ def test_runs_are_as_fast_as_those_measured() -> None:
     assert {mode: found[mode] for mode in measured} == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize(("shape", "step_s"), [("qwen3-0.6b", 9.6), ("qwen3-1.7b", 14.1)])
+def test_steps_of_one_device_are_as_long_as_those_measured(shape: str, step_s: float) -> None:
+    """32 x 8 samples of 256 + 1,024 tokens on one H200, within 10 %."""
+    cfg = config(
+        model={"shape": shape},
+        data={"max_prompt_tokens": 256},
+        rollout={"prompts_per_step": 32, "max_completion_tokens": 1024},
+        plan={"gpus": 1, "lengths": {"distribution": "fixed", "median": 1024}},
+    )
+    assert compare(cfg).plain.run.step_s == pytest.approx(step_s, rel=0.1)
+
+
 def test_a_critic_makes_a_step_as_much_longer_as_it_was_measured() -> None:
     """22.0 beside 14.2 s: 1.7B on one H200, 32 x 8 samples of 256 + 1,024 tokens."""
     step_s = {
@@ -447,6 +616,8 @@ def test_rates_follow_devices_and_settings() -> None:
     assert rates(replace(apart, colocated=True)).sync_s == 0.15
     lora = {"shape": "qwen3-8b", "lora": {"rank": 8}}
     assert rates(model=lora).sync_s == plain.sync_s  # merged weights travel
+    assert plain.engine.gained_share == 0.5
+    assert rates(engine={"backend": "vllm"}).engine.gained_share == 0
     halved = rates(engine={"kv_cache_dtype": "fp8"}).engine.key_s
     assert halved == pytest.approx(plain.engine.key_s / 2)
     scored = rates(algorithm={"kl": {"coef": 0.1}}).train_s(rows, 7000) - 0.15

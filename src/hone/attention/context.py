@@ -21,7 +21,6 @@ from hone.distributed.mesh import Axis
 
 __all__ = [
     "FP8_DTYPE",
-    "SHARED_PREFIX_MEMBERS",
     "AttentionContext",
     "ContextParallel",
     "PackedContext",
@@ -89,12 +88,6 @@ class PackedContext:
         """Tokens of the forward on this process."""
         size = 1 if self.parallel is None else self.parallel.size
         return sum(self.lengths) // size
-
-
-SHARED_PREFIX_MEMBERS = 8
-"""Sequences that read shared keys together. Every entry costs what M members would: their queries
-are the rows of a tile of 16 at least, so 8 sequences of 2 query heads a key head fill the smallest,
-and of 4 heads the next. On an H200 a group of 16 is read as fast by two eights as at once."""
 
 
 @dataclass(slots=True, kw_only=True)

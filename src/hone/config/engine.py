@@ -8,11 +8,19 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["BLOCK_SIZE", "CPU_CACHE_GIB", "EngineConfig"]
+__all__ = ["BLOCK_SIZE", "CPU_CACHE_GIB", "MIN_SAVED", "SHARED_PREFIX_MEMBERS", "EngineConfig"]
 
 BLOCK_SIZE = 16
 """Tokens in a block (page) of the KV cache."""
 
+SHARED_PREFIX_MEMBERS = 8
+"""Sequences that read shared keys together. Every entry costs what M members would: their queries
+are the rows of a tile of 16 at least, so 8 sequences of 2 query heads a key head fill the smallest,
+and of 4 heads the next. On an H200 a group of 16 is read as fast by two eights as at once."""
+
+MIN_SAVED = 0.05
+"""Share of all keys that must not be read again for that to be done: merging the two parts of a
+query costs about as much as this."""
 
 CPU_CACHE_GIB = 1
 """KV cache on a CPU, where `kv_cache_gib` is unset."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hone.attention import PagedContext
-from hone.attention.context import SHARED_PREFIX_MEMBERS, SharedPrefix
+from hone.attention.context import SharedPrefix
+from hone.config.engine import SHARED_PREFIX_MEMBERS
 from hone.engine.decode_graphs import DecodeGraphs, bucket_of
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import sample

@@ -11,13 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.attention.context import SHARED_PREFIX_MEMBERS
+from hone.config.engine import MIN_SAVED, SHARED_PREFIX_MEMBERS
 
 __all__ = ["PrefixGroups", "find_prefix_groups", "max_groups"]
-
-MIN_SAVED = 0.05
-"""Share of all keys that must not be read again: merging the two parts of a query costs about as
-much as this."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ explains stays as it is. So the gain is the measured step times a ratio of two p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from hone.config.hardware import Peaks
 from hone.config.plan import RunPlan
@@ -20,7 +20,6 @@ from hone.config.tree import RLConfig
 from hone.planner.comparison import plan_rates
 from hone.planner.fitting import Change, changed
 from hone.planner.run_memory import RunMemory
-from hone.planner.simulated_engine import EngineRates
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 
 __all__ = ["ASSUMED", "Measured", "Pricing", "simulated"]
@@ -155,12 +154,8 @@ class Pricing:
         placement = _placement(plan)
         raw = plan_rates(ASSUMED, placement, plan)
         is_moved = placement.colocated != _placement(self._plan).colocated
-        scaled = {
-            rate.name: getattr(raw.engine, rate.name) * self.engine_scale
-            for rate in fields(EngineRates)
-        }
         return Rates(
-            engine=EngineRates(**scaled),
+            engine=raw.engine.times(self.engine_scale),
             train_s=lambda rows, num_trained: (
                 self.train_scale * raw.train_s(rows, num_trained) + self.rest_s
             ),

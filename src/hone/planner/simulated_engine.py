@@ -6,10 +6,13 @@ A decode step of B sequences that read K keys takes
               + K * key_s + overhead_s,    u = unused_share**B
 
 where the second term is what no sequence passes of a layer's experts, and the third what the rank
-reads more that has most of the others, where ranks share them. Until a sequence ends B
-stays and K grows by B a step, so that n steps are one sum. Samples are admitted in their order at
-step boundaries; their prompts are computed there, which yields the first token of each and keeps
-the others waiting.
+reads more that has most of the others, where ranks share them. Keys of a prompt that members of a
+group read together are taken off K, by the engine's own rule (`engine/shared_prefix.py`), at the
+share that is gained. Until a sequence ends B stays and K grows by B a step, so that n steps are one
+sum. Samples are admitted in their order at step boundaries; their prompts are computed there, which
+yields the first token of each and keeps the others waiting.
+
+Every event makes a token, however little time it takes, so that every run ends.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from operator import itemgetter
+
+from hone.config.engine import BLOCK_SIZE, MIN_SAVED, SHARED_PREFIX_MEMBERS
 
 __all__ = ["EngineRates", "SimulatedEngine", "SimulatedSample"]
 
@@ -42,6 +47,9 @@ class EngineRates:
     """Matrix products of one sequence in a decode step."""
     key_s: float = 0.0
     """Reading the keys and values of one token."""
+    gained_share: float = 0.0
+    """Of that, what is gained for a key that a member of a group need not read again; 0: each reads
+    its own."""
     overhead_s: float = 0.0
     """What a decode step takes whatever its batch."""
     prefill_token_s: float = 0.0
@@ -50,6 +58,25 @@ class EngineRates:
     """Attention of one token of a prompt to one before it."""
     prefill_seq_s: float = 0.0
     """The first token's logits."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for rates by which time could go back."""
+        for rate in fields(self):
+            value, is_time = getattr(self, rate.name), rate.name in _SECONDS
+            if not 0 <= value < math.inf or (value > 1 and not is_time):
+                allowed = "a finite time" if is_time else "from 0 to 1"
+                raise ValueError(f"{rate.name} must be {allowed}, is {value}")
+        if self.experts_s > self.weights_s:
+            raise ValueError(f"experts are weights: {self.experts_s=}, {self.weights_s=}")
+
+    def times(self, factor: float) -> EngineRates:
+        """Those of an engine that takes `factor` times as long for everything. Shares stay: with
+        them above 1 a step would take less than nothing."""
+        return replace(self, **{name: getattr(self, name) * factor for name in _SECONDS})
+
+
+_SECONDS = tuple(rate.name for rate in fields(EngineRates) if rate.name.endswith("_s"))
+"""Rates that are times; the others are shares."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +91,19 @@ class SimulatedSample:
     """Length at which it would be cut: all that is known before it ends."""
     done: int = 0
     """Tokens sampled when it was last out of the running batch."""
+    family: int = -1
+    """While it runs: of those that hold the same blocks of their prompt; -1: holds its own."""
     ended_s: float = math.inf
 
     @property
     def outstanding_tokens(self) -> int:
         """Tokens that it may still take, prompt included."""
         return self.num_prompt_tokens + self.most_tokens - self.done
+
+    @property
+    def num_block_tokens(self) -> int:
+        """Of its prompt, those in blocks that it finds: its last token it computes itself."""
+        return max(self.num_prompt_tokens - 1, 0) // BLOCK_SIZE * BLOCK_SIZE
 
 
 @dataclass(slots=True)
@@ -97,21 +131,35 @@ class SimulatedEngine:
     )
     """A heap of (step at which it ends, running number, sample)."""
     _ended: list[SimulatedSample] = field(default_factory=list[SimulatedSample])
-    _prompts: set[int] = field(default_factory=set[int])
-    """Groups whose prompt is cached."""
+    _prompts: dict[int, int] = field(default_factory=dict[int, int])
+    """Groups whose prompt is cached, and the family of those that read it."""
     _step: int = 0
     _num_keys: int = 0
-    """Tokens of all running samples: the keys that the next step reads."""
+    """Tokens of all running samples."""
+    _members: dict[int, int] = field(default_factory=dict[int, int])
+    """Running samples of each family."""
+    _num_again: int = 0
+    """Keys that members of a family need not read again."""
+    _num_spared: float = 0.0
+    """Keys by which a step is quicker where the engine leaves those out."""
+    _is_new: bool = False
+    """The batch is not the one for which that was decided."""
+    _fixed_s: dict[int, float] = field(default_factory=dict[int, float])
+    """By the size of a batch, what a step of it takes without keys."""
     _order: Iterator[int] = field(default_factory=count)
+    _families: Iterator[int] = field(default_factory=count)
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._running or self._waiting)
 
     def submit(self, samples: Iterable[SimulatedSample], now_s: float) -> None:
-        """Take samples on at the first step boundary from `now_s` on."""
+        """Take samples on at the first step boundary from `now_s` on. Raises ValueError for one
+        that the cache does not fit."""
         self.settle(now_s)
         for sample in samples:
+            if (num_tokens := sample.num_prompt_tokens + sample.length) >= self.max_num_keys:
+                raise ValueError(f"{num_tokens} tokens do not fit a cache: {self.max_num_keys=}")
             self._waiting.append(sample)
             self.outstanding_tokens += sample.outstanding_tokens
         self._admit()
@@ -122,12 +170,17 @@ class SimulatedEngine:
             return math.inf
         return self.time_s + self._steps_s(self._steps_to_event())
 
+    def advance(self) -> None:
+        """Work up to the next event, also where that takes no time."""
+        if self._running:
+            self._make(self._steps_to_event())
+
     def settle(self, now_s: float) -> None:
         """Work up to the first step boundary at or after `now_s`."""
         while self._running and self.time_s < now_s:
             num_steps = self._steps_to_event()
             if self.time_s + self._steps_s(num_steps) > now_s:
-                num_steps = min(num_steps, self._steps_until(now_s))
+                num_steps = self._steps_until(now_s, num_steps)
             self._make(num_steps)
         self.time_s = max(self.time_s, now_s)
 
@@ -154,13 +207,20 @@ class SimulatedEngine:
 
     def _steps_s(self, num_steps: int) -> float:
         """Time of the next so many decode steps of the running batch."""
-        rates, size = self.rates, len(self._running)
-        keys = num_steps * self._num_keys + size * (num_steps * (num_steps - 1) // 2)
+        size = len(self._running)
+        if (fixed_s := self._fixed_s.get(size)) is None:
+            fixed_s = self._fixed_s[size] = self._step_s(size)
+        keys = num_steps * (self._num_keys - self._num_spared)
+        keys += size * (num_steps * (num_steps - 1) // 2)
+        return num_steps * fixed_s + keys * self.rates.key_s
+
+    def _step_s(self, size: int) -> float:
+        """Of a step of so many samples, what does not depend on their keys."""
+        rates = self.rates
         unused = rates.unused_share**size
         weights_s = rates.weights_s - rates.experts_s * unused
         weights_s += rates.uneven_s * math.sqrt(unused * (1 - unused))
-        fixed = max(weights_s, size * rates.seq_s) + rates.overhead_s
-        return num_steps * fixed + keys * rates.key_s
+        return max(weights_s, size * rates.seq_s) + rates.overhead_s
 
     def _steps_to_event(self) -> int:
         """Decode steps until a sample ends or the cache is full; at least 1."""
@@ -168,19 +228,16 @@ class SimulatedEngine:
         until_full = (self.max_num_keys - self._num_keys) // len(self._running)
         return max(min(until_end, until_full), 1)
 
-    def _steps_until(self, now_s: float) -> int:
-        """The fewest decode steps that reach `now_s`, which lies ahead."""
+    def _steps_until(self, now_s: float, most: int) -> int:
+        """The fewest decode steps that reach `now_s`, which lies ahead; `most` do."""
         linear = self._steps_s(1)
         growth = len(self._running) * self.rates.key_s
         left = now_s - self.time_s
-        if growth:
-            # linear * n + growth * n * (n - 1) / 2 = left
-            b = linear - growth / 2
-            guess = (math.sqrt(b * b + 2 * growth * left) - b) / growth
-        else:
-            guess = left / linear
-        num_steps = max(math.ceil(guess) - 1, 1)
-        while self.time_s + self._steps_s(num_steps) < now_s:
+        # linear * n + growth * n * (n - 1) / 2 = left, solved without a difference of like terms.
+        b = linear - growth / 2
+        guess = 2 * left / (b + math.sqrt(b * b + 2 * growth * left))
+        num_steps = min(max(math.ceil(guess) - 1, 1), most)
+        while num_steps < most and self.time_s + self._steps_s(num_steps) < now_s:
             num_steps += 1
         return num_steps
 
@@ -193,6 +250,7 @@ class SimulatedEngine:
         self.num_tokens += num_steps * size
         while self._running and self._running[0][0] == self._step:
             _, _, sample = heapq.heappop(self._running)
+            self._count(sample, -1)
             self._num_keys -= sample.num_prompt_tokens + sample.length
             self._end(sample)
         if self._num_keys + size > self.max_num_keys:
@@ -220,15 +278,17 @@ class SimulatedEngine:
             if self._num_keys + context + 1 + len(self._running) + 1 > self.max_num_keys:
                 break
             self._waiting.popleft()
-            known = sample.num_prompt_tokens if sample.group in self._prompts else 0
+            sample.family = self._prompts.get(sample.group, -1)
+            known = sample.num_prompt_tokens if sample.family >= 0 else 0
             seconds += rates.prefill_seq_s + (context - known) * rates.prefill_token_s
             seconds += (context**2 - known**2) / 2 * rates.prefill_key_s
-            if self.shares_prompts:
-                self._prompts.add(sample.group)
+            if self.shares_prompts and sample.family < 0:
+                sample.family = self._prompts[sample.group] = next(self._families)
             self.num_tokens += 1
             if sample.done + 1 == sample.length:
                 ended.append(sample)
                 continue
+            self._count(sample, 1)
             self._num_keys += context + 1
             end = self._step + sample.length - sample.done - 1
             heapq.heappush(self._running, (end, next(self._order), sample))
@@ -236,10 +296,31 @@ class SimulatedEngine:
             self._work(seconds)
         for sample in ended:
             self._end(sample)
+        if self._is_new:
+            self._decide()
+
+    def _count(self, sample: SimulatedSample, change: int) -> None:
+        """A sample comes to the running batch, or leaves it."""
+        self._is_new = True
+        if sample.family < 0:
+            return
+        before = self._members.get(sample.family, 0)
+        self._members[sample.family] = before + change
+        # Of so many that read together, the first reads what the others need not.
+        if min(before, before + change) % SHARED_PREFIX_MEMBERS:
+            self._num_again += change * sample.num_block_tokens
+
+    def _decide(self) -> None:
+        """Whether this batch reads keys that are shared once: as long as it stays the same."""
+        pays = self._num_again >= MIN_SAVED * self._num_keys
+        self._num_spared = self._num_again * self.rates.gained_share if pays else 0.0
+        self._is_new = False
 
     def _work(self, seconds: float) -> None:
         start = self.time_s
         self.time_s += seconds
+        if self.time_s == start:  # nothing, or less than a time as late as this one can show
+            return
         if self.busy and self.busy[-1][1] == start:
             start = self.busy.pop()[0]
         self.busy.append((start, self.time_s))
@@ -252,6 +333,7 @@ class SimulatedEngine:
     def _stop(self, entry: tuple[int, int, SimulatedSample]) -> None:
         """Write down how far a running sample has come, and free its keys."""
         end, _, sample = entry
+        self._count(sample, -1)
         done = sample.length - (end - self._step)
         self.outstanding_tokens -= done - sample.done
         self._num_keys -= sample.num_prompt_tokens + done

@@ -144,12 +144,16 @@ class SimulatedRun:
     def tokens_per_s(self) -> float:
         """Tokens of trained rows, prompts included, over all devices: `perf/tokens_per_s` of a
         run."""
-        return sum(step.num_tokens for step in self.steady) / self.seconds
+        return self._rate(sum(step.num_tokens for step in self.steady))
 
     @property
     def completion_tokens_per_s(self) -> float:
         """Of them, those that were sampled: `rollout/num_tokens` of a run, over `time/step_s`."""
-        return sum(step.num_completion_tokens for step in self.steady) / self.seconds
+        return self._rate(sum(step.num_completion_tokens for step in self.steady))
+
+    def _rate(self, number: int) -> float:
+        """So many a second: inf of steps that take no time, as of samples without tokens."""
+        return number / self.seconds if self.seconds else math.inf
 
     @property
     def engine_idle(self) -> float:
@@ -161,14 +165,15 @@ class SimulatedRun:
             for begin, stop in intervals
         ) / len(self.engine_busy)
         others = sum(x.sync_s + x.train_s * self.placement.colocated for x in self.steady)
-        return max(1.0 - (worked + others) / self.seconds, 0.0)
+        return max(1.0 - (worked + others) / self.seconds, 0.0) if self.seconds else 0.0
 
     @property
     def trainer_idle(self) -> float:
         """The same of trainers, which are the same devices where colocated."""
         if self.placement.colocated:
             return self.engine_idle
-        return sum(step.wait_s + step.halt_s for step in self.steady) / self.seconds
+        waited_s = sum(step.wait_s + step.halt_s for step in self.steady)
+        return waited_s / self.seconds if self.seconds else 0.0
 
     @property
     def staleness_mean(self) -> float:
@@ -194,8 +199,12 @@ def simulate(
     """Simulate `num_steps` updates.
 
     `lengths` are the completion lengths of the samples of each group, from the start again when
-    they are used up. Raises ValueError for a cache that one full sample does not fit.
+    they are used up; groups without samples are passed over. Raises ValueError for lengths of no
+    sample at all, for a cache that one full sample does not fit, and for times that are no times.
     """
+    lengths = [group for group in lengths if group]
+    if not lengths:
+        raise ValueError("there is no sample to simulate")
     longest = num_prompt_tokens + max(rollout.max_completion_tokens, *map(max, lengths))
     if longest >= rates.max_num_keys:
         raise ValueError(f"{longest} tokens of a sample do not fit a cache: {rates.max_num_keys=}")
@@ -229,6 +238,13 @@ def simulate(
         num_open_tokens=sum(x.done for x in open_samples),
         num_preemptions=sum(engine.num_preemptions for engine in run.engines),
     )
+
+
+def _time(seconds: float, name: str) -> float:
+    """`seconds`, where that is a time that can pass; else raises ValueError."""
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{name} must be a finite time, is {seconds}")
+    return seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -275,7 +291,7 @@ class _Run:
         start_s = self.now_s
         self._begin(update)
         while (batch := self._choose(update)) is None:
-            assert self._next_completion(math.inf), f"nothing left to wait for, {update=}"
+            self._await_completion()
         if not self.pipeline.samples_ahead:
             self._halt()
             self.suspend()
@@ -283,7 +299,7 @@ class _Run:
         rows = [x.num_prompt_tokens + x.length for group in batch for x in group.samples]
         num_trained = sum(x.length for group in batch for x in group.samples)
         scoring = self.rates.scoring(rows, num_trained)
-        train_s = self.rates.train_s(rows, num_trained)
+        train_s = _time(self.rates.train_s(rows, num_trained), "train_s")
         if self.pipeline.samples_ahead:
             scored_s = max(self.scored_s[group.number] for group in batch)
             train_s += max(scored_s - (self.now_s + scoring.beside_s), 0.0)
@@ -328,8 +344,13 @@ class _Run:
             samples = [
                 SimulatedSample(number, length, self.num_prompt_tokens, cut) for length in lengths
             ]
-            self.open[number] = _Group(number, version, samples, len(samples))
-            self._assign_to_engine(self.open[number])
+            num_unfinished = sum(sample.length > 0 for sample in samples)
+            group = self.open[number] = _Group(number, version, samples, num_unfinished)
+            if num_unfinished:
+                self._assign_to_engine(group)
+            else:  # nothing to sample, as where all samples failed
+                group.completed_s = self.now_s
+                self._finish(group)
 
     def _assign_to_engine(self, group: _Group) -> None:
         """Give what is unfinished of a group to the engine that has least to do."""
@@ -366,14 +387,14 @@ class _Run:
                 self._next_event()
         elif is_ahead:
             while self._is_overdue():
-                self._next_completion(math.inf)
+                self._await_completion()
         self._halt()
         if is_ahead and in_flight == "abort":
             self.suspend()
         elif is_ahead:
             self._count_interrupted()
         halted_s = self.now_s
-        self.now_s += self.rates.sync_s
+        self.now_s += _time(self.rates.sync_s, "sync_s")
         for index, engine in enumerate(self.engines):
             engine.hold(self.now_s)
             self._refresh(index)
@@ -425,10 +446,15 @@ class _Run:
                 return True
             self._next_event()
 
+    def _await_completion(self) -> None:
+        """Let engines work until a group is complete."""
+        if not self._next_completion(math.inf):
+            raise RuntimeError(f"nothing is left to wait for: {len(self.open)} groups are open")
+
     def _next_event(self) -> None:
         event_s = min(self.events_s)
         index = self.events_s.index(event_s)
-        self.engines[index].settle(event_s)
+        self.engines[index].advance()
         self._refresh(index)
 
     def _refresh(self, index: int) -> None:
@@ -439,10 +465,14 @@ class _Run:
             group.num_unfinished -= 1
             group.completed_s = max(group.completed_s, sample.ended_s)
             if not group.num_unfinished:
-                if self.pipeline.samples_ahead:
-                    self._score_ahead(group)
-                heapq.heappush(self.completing, (group.completed_s, group.number))
+                self._finish(group)
         self.events_s[index] = engine.next_event_s()
+
+    def _finish(self, group: _Group) -> None:
+        """Its last sample has ended."""
+        if self.pipeline.samples_ahead:
+            self._score_ahead(group)
+        heapq.heappush(self.completing, (group.completed_s, group.number))
 
     def _score_ahead(self, group: _Group) -> None:
         """Reward models score samples as they end, so that the last is left when a group does,
