@@ -418,10 +418,11 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     prefill = gpu.flops_per_s * assumed_cfg.prefill_share * speed
     weights = shape.weight_bytes(plan.num_bytes)
     params = shape.active_body_params + shape.head_params
+    experts = shape.expert_params * (1 if plan.packs_rows else plan.num_bytes)
     engine = EngineRates(
-        weights_s=shape.decode_bytes(plan.num_bytes) / read,
-        experts_s=shape.expert_params * plan.num_bytes / read,
-        uneven_s=shape.expert_params * plan.num_bytes / read * _unevenness(shape, size),
+        weights_s=shape.decode_bytes(plan.num_bytes, packs_rows=plan.packs_rows) / read,
+        experts_s=experts / read,
+        uneven_s=experts / read * _unevenness(shape, size),
         unused_share=shape.unused_share,
         seq_s=2.0 * params / (gpu.flops_per_s * assumed_cfg.decode_share * speed),
         key_s=run.kv_bytes_per_token * size / read,
