@@ -238,7 +238,7 @@ def experts(run: Run) -> None:
             if first != chosen[0] and second != chosen[1]:
                 continue  # one at a time
 
-            def call(i: int, tiles=(first, second)) -> Tensor:  # noqa: B006
+            def call(i: int, tiles=(first, second)) -> Tensor:
                 logits = layer_kernels.linear(x, layers[i][1].router, None)  # noqa: B023
                 return sum_parts(x, logits, layers[i][1], tiles)  # noqa: B023
 

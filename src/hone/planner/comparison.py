@@ -280,6 +280,11 @@ def _possible(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> 
         needs = [sum(role.num_bytes for role in gpu_host_roles(plan)) for plan in plans]
         if needs:
             yield f"{math.ceil(min(needs) / 2**30)} GiB of memory on each host (plan.host_gib)"
+    codes = cfg.engine.model_copy(update={"weight_dtype": "int8"})
+    if codes != cfg.engine and _can_run(
+        cfg.model_copy(update={"engine": codes}), shape, gpu, num_gpus
+    ):
+        yield "engine.weight_dtype int8 (which rounds the weights that sample)"
     given = cfg.model.lora
     adapters = {} if given.rank else {"rank": 32}
     for change in (adapters, adapters | {"load_in_4bit": True}):
