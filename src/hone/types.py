@@ -591,7 +591,8 @@ class Engine(SamplingEngine, Protocol):
         ...
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a full weight that this engine holds: a view, or the tensor itself."""
+        """The part of a full weight that this engine holds, in the form in which it does: a view,
+        the tensor itself, or one of its own."""
         ...
 
     def finish_sync(self, manifest: WeightManifest) -> None:

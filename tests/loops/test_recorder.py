@@ -34,6 +34,7 @@ LIMITS = Limits(
     overlaps=False,
     bytes_per_value=2,
     kv_bytes_per_value=2,
+    packs_rows=False,
     max_num_seqs=8,
     passes=3.0,
 )

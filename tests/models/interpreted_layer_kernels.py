@@ -24,6 +24,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 from hone.attention.context import FP8_DTYPE
 from hone.models import expert_kernels, layer_kernels
 from hone.models.experts import Experts
+from hone.models.int8_kernels import int8_product, split_rows
+from hone.models.int8_rows import pack_rows, unpack_rows
 from hone.models.product_kernels import Tile, small_product
 
 DTYPES = {"float32": (4.0, 1.0), "float16": (2.0, 0.01)}
@@ -55,10 +57,20 @@ PRODUCT_CASES = {
     "split in 3": ((9, 64, 384, (16, 32, 64, 3, 4, 2)), {"split": True}),
     "gated": ((20, 192, 128, (16, 32, 64, 1, 4, 2)), {"gated": True}),
 }
+PRODUCT_CASES |= {
+    f"packed, {name}": (arguments, options | {"packed": True})
+    for name, (arguments, options) in PRODUCT_CASES.items()
+}
+PRODUCT_CASES["packed, unpacked first"] = ((3, 64, 96, None), {"packed": True, "bias": True})
+PRODUCT_CASES["packed, gated, unpacked first"] = (
+    (3, 64, 96, None),
+    {"packed": True, "gated": True},
+)
 SILU_CASES = {
     "silu": ((3, 1500), {}),
     "silu of a narrow row": ((2, 24), {}),
 }
+SPLIT_CASES = {"split": ((5, 1024), {}), "split of odd width": ((3, 9000), {})}
 EXPERT_CASES = {
     # tokens, experts, a token's, width, inner width, tokens of a tile
     "experts": ((5, 6, 2, 64, 128, 16), {}),
@@ -69,6 +81,14 @@ EXPERT_CASES = {
     "experts of three ranks": ((5, 6, 2, 64, 128, 16), {"ranks": 3}),
     "all tokens to one of two ranks": ((19, 8, 1, 64, 64, 16), {"favourite": 6, "ranks": 2}),
 }
+PACKED_EXPERT_CASES = {
+    f"packed {name}": (
+        (*sizes[:3], *(-(-n // 128) * 128 for n in sizes[3:5]), sizes[5]),
+        options | {"packed": True},
+    )
+    for name, (sizes, options) in EXPERT_CASES.items()
+}
+"""For 16-bit formats: rows are rounded as finely as those round."""
 EPS = 1e-5
 
 
@@ -203,11 +223,33 @@ def silu(dtype, rows, width, *, bug=None):
     return outcome(layer_kernels.silu_mul(gate_up), expected)
 
 
-def product(dtype, rows, outputs, inputs, tile, *, gated=False, split=False, bias=False, bug=None):
+def product(
+    dtype,
+    rows,
+    outputs,
+    inputs,
+    tile,
+    *,
+    gated=False,
+    split=False,
+    bias=False,
+    packed=False,
+    bug=None,
+):
     x = normal(rows, inputs, dtype=dtype, seed=0)
     weight = normal(outputs, inputs, dtype=dtype, seed=1) / inputs**0.5
+    weight *= 1 + torch.arange(outputs).to(dtype)[:, None] / outputs  # rows of other scales
     offset = normal(outputs, dtype=dtype, seed=2) if bias else None
-    found = small_product(x, weight, offset, gated=gated, split=split, tile=Tile(*tile))
+    compute, tile = small_product, tile and Tile(*tile)
+    if packed:
+        compute, weight = int8_product, pack_rows(weight)
+    found = compute(x, weight, offset, gated=gated, split=split, tile=tile)
+    if packed:
+        if tile is not None:  # rows are rounded too
+            x = whole_rows(*split_rows(x))
+        codes = weight.roll(1, 0) if bug == "scale of another row" else weight
+        scales = codes[:, inputs : inputs + 4].view(torch.float32)
+        weight = weight[:, :inputs].double() * scales
     exact = x.double() @ weight.double().T
     if bias and bug != "bias ignored":
         exact += offset
@@ -223,7 +265,26 @@ def product(dtype, rows, outputs, inputs, tile, *, gated=False, split=False, bia
     return (error / torch.finfo(dtype).eps).item(), 0.0
 
 
-def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, bug=None):
+def whole_rows(planes, scales):
+    high, low = planes.double()
+    return (256 * high + low) * scales.double()[:, None]
+
+
+def split(dtype, rows, width, *, bug=None):
+    """How many times half a step of its row a value is off: 1 at most."""
+    x = normal(rows, width, dtype=dtype, seed=0)
+    x[0] = 0
+    planes, scales = split_rows(x)
+    if bug == "low plane ignored":
+        planes[1] = 0
+    if bug == "scale of the next row":
+        scales = scales.roll(1)
+    error = (whole_rows(planes, scales) - x.double()).abs().amax(1)
+    steps = x.double().abs().amax(1) / 32_639
+    return (error / steps.clamp(min=1e-30)).max().item() / 0.51, 0.0
+
+
+def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, packed=False, bug=None):
     """Of several `ranks` that share the experts the parts are added up."""
     tokens, number, per_token, width, inner, tile = sizes
     mixture = Experts(
@@ -239,6 +300,10 @@ def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, bug=None):
         logits[:, favourite] += 9
     tiles = [expert_kernels.Tile(tile, 64, 64, 4, 2)] * 2
     size = number // ranks
+    if packed:
+        gate_up, down = pack_rows(mixture.gate_up), pack_rows(mixture.down)
+        mixture = replace(mixture, gate_up=gate_up, down=down)
+        tiles = None if bug is None else tiles
     shares = [
         replace(mixture, gate_up=gate_up, down=down, first=rank * size)
         for rank, (gate_up, down) in enumerate(
@@ -248,6 +313,9 @@ def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, bug=None):
     if bug == "ids from zero on":
         shares = [replace(own, first=0) for own in shares]
     found = [expert_kernels.sum_parts(x, logits, own, tiles) for own in shares]
+    if packed:
+        gate_up, down = (unpack_rows(w, torch.float64) for w in (gate_up, down))
+        mixture = replace(mixture, gate_up=gate_up, down=down)
     parts = torch.stack(found).sum(0)
     assert parts.dtype == torch.float32
     assert parts.shape == (per_token, tokens, width)
@@ -290,6 +358,9 @@ OTHER_BUGS = {
     "bias ignored": (product, PRODUCT_CASES, "bias"),
     "one part": (product, PRODUCT_CASES, "split in 3"),
     "gate and up of a product swapped": (product, PRODUCT_CASES, "gated"),
+    "low plane ignored": (split, SPLIT_CASES, "split"),
+    "scale of the next row": (split, SPLIT_CASES, "split"),
+    "scale of another row": (product, PRODUCT_CASES, "packed, few rows"),
     "gate weights as they are": (experts, EXPERT_CASES, "experts"),
     "gate weights of other choices": (experts, EXPERT_CASES, "experts"),
     "ids from zero on": (experts, EXPERT_CASES, "experts of three ranks"),
@@ -310,9 +381,12 @@ def main() -> None:
         (rotate, ROTATE_CASES),
         (silu, SILU_CASES),
         (product, PRODUCT_CASES),
+        (split, SPLIT_CASES),
         (experts, EXPERT_CASES),
+        (experts, PACKED_EXPERT_CASES),
     ):
-        for (case, (arguments, options)), name in itertools.product(cases.items(), DTYPES):
+        names = ["float16"] if cases is PACKED_EXPERT_CASES else DTYPES
+        for (case, (arguments, options)), name in itertools.product(cases.items(), names):
             outcome = compute(getattr(torch, name), *arguments, **options)
             results["cases"] += 1
             if not is_right(outcome, name):

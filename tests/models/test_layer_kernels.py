@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot b
 
 def test_R4_kernels_round_as_transformers():
     results = run_interpreted("tests.models.interpreted_layer_kernels")
-    assert results["cases"] == 52
+    assert results["cases"] == 77
     assert not results["wrong"]
     assert not results["missed"], "planted bugs"
 
@@ -114,6 +114,51 @@ def test_small_products_use_the_matrix_units_of_hopper(kernels, gated, split, ou
     check_waits(ptx)
 
 
+@pytest.mark.parametrize("num_rows", [1, 64, 256])
+@pytest.mark.parametrize(
+    ("gated", "split", "output"),
+    [(False, False, HALF), (True, False, HALF), (False, True, "*fp32")],
+)
+def test_products_of_packed_rows_use_the_matrix_units_of_hopper(
+    kernels, gated, split, output, num_rows
+):
+    from hone.models import int8_kernels
+
+    tile = int8_kernels.choose_tile(num_rows, 6144, 1024, gated=gated, split=split)
+    constants = {
+        "bias_ptr": None,
+        "OUTPUTS": 3072,
+        "INPUTS": 1024,
+        "SPLITS": tile.splits,
+        "GATED": gated,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+    }
+    ptx = compile_for_hopper(
+        int8_kernels._product_kernel,
+        {"output_ptr": output, "planes_ptr": "*i8", "scales_ptr": "*fp32", "weight_ptr": "*i8"},
+        constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    assert "wgmma.mma_async" in ptx
+    assert ".s32.s8.s8" in ptx
+    assert "cp.async.cg" in ptx
+    check_waits(ptx)
+
+
+def test_unpacking_and_splitting_compile_for_hopper(kernels):
+    from hone.models import int8_kernels
+
+    pointers = {"planes_ptr": "*i8", "scales_ptr": "*fp32", "x_ptr": HALF}
+    sizes = {"WIDTH": 12288, "BLOCK": 8192}
+    check_waits(compile_for_hopper(int8_kernels._split_kernel, pointers, sizes, num_warps=8))
+    pointers = {"output_ptr": HALF, "weight_ptr": "*i8"}
+    sizes = {"INPUTS": 3072, "BLOCK": 2048}
+    check_waits(compile_for_hopper(int8_kernels._unpack_kernel, pointers, sizes, num_warps=4))
+
+
 def test_expert_kernels_compile_for_hopper(kernels):
     from hone.models import expert_kernels
 
@@ -127,12 +172,18 @@ def test_expert_kernels_compile_for_hopper(kernels):
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 256, 1024])
 @pytest.mark.parametrize("product", ["gate_up", "down"])
-def test_products_of_experts_use_the_matrix_units_of_hopper(kernels, product, num_tokens):
+@pytest.mark.parametrize("has_codes", [False, True])
+def test_products_of_experts_use_the_matrix_units_of_hopper(
+    kernels, product, num_tokens, has_codes
+):
     from hone.models import expert_kernels
     from hone.models.experts import Experts
+    from hone.models.int8_rows import pack_rows
 
     sizes = {"router": (128, 2048), "gate_up": (128, 1536, 2048), "down": (128, 2048, 768)}
     weights = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
+    if has_codes:
+        weights |= {name: pack_rows(weights[name]) for name in ("gate_up", "down")}
     tiles = expert_kernels.choose_tiles(
         num_tokens, Experts(**weights, per_token=8, normalises=True)
     )
@@ -144,6 +195,11 @@ def test_products_of_experts_use_the_matrix_units_of_hopper(kernels, product, nu
     else:
         kernel, outputs, inputs = expert_kernels._down_kernel, 2048, 768
         pointers = {"parts_ptr": "*fp32", "inner_ptr": HALF, "gates_ptr": "*fp32"}
+    if has_codes:
+        kernel = {"gate_up": expert_kernels.int8_gate_up, "down": expert_kernels.int8_down}[product]
+        lists["weight_ptr"] = "*i8"
+        pointers |= {"planes_ptr": "*i8", "scales_ptr": "*fp32"}
+        del pointers["x_ptr" if product == "gate_up" else "inner_ptr"]
     constants = {
         "OUTPUTS": outputs,
         "INPUTS": inputs,
@@ -155,6 +211,7 @@ def test_products_of_experts_use_the_matrix_units_of_hopper(kernels, product, nu
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     ptx = compile_for_hopper(kernel, pointers | lists, constants, **options)
     assert "wgmma.mma_async" in ptx
+    assert (".s32.s8.s8" in ptx) == has_codes
     assert "cp.async.cg" in ptx
     check_waits(ptx)
 

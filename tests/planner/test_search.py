@@ -333,6 +333,17 @@ def test_weights_of_four_bits_are_written_in_every_pass() -> None:
             ),
             r"model\.lora\.rank 32 \(another method, which trains adapters alone\)",
         ),
+        # A base of four bits, 18 GiB, and beside it 61 GiB of weights that sample.
+        (
+            (
+                "--model.shape=qwen3-32b",
+                "--plan.gpu=h100",
+                "--plan.gpus=1",
+                "--model.lora.rank=16",
+                "--model.lora.load_in_4bit=true",
+            ),
+            r"engine\.weight_dtype int8 \(which rounds the weights that sample\)",
+        ),
     ],
 )
 def test_the_impossible_is_refused_with_what_would_make_it_possible(

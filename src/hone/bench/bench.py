@@ -85,7 +85,9 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
             device=device,
             dtype=dtype,
             max_model_len=workload.longest,
-            resident_bytes=shape.rank_bytes(tp.size, dtype.itemsize),
+            resident_bytes=shape.rank_bytes(
+                tp.size, dtype.itemsize, packs_rows=cfg.engine.packs_rows
+            ),
         )
         others: list[EngineRun] = []
         if cfg.against is not None:
@@ -100,6 +102,7 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
             peaks=_together(device_peaks(device, dtype), cfg.engine.tensor_parallel_size),
             bytes_per_value=dtype.itemsize,
             kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
+            packs_rows=cfg.engine.packs_rows,
             max_num_seqs=cfg.engine.max_num_seqs,
             shares_prompts=cfg.engine.enable_prefix_caching,
         )
@@ -117,7 +120,9 @@ def _run_hone(
     start_s = time.perf_counter()
     making = "drawing random weights" if model_cfg.init == "random" else "loading weights"
     _log.info("%s of %s", making, cfg.model.shape or cfg.model.path)
-    model = load_model(model_cfg, device=tp.device, seed=cfg.run.seed, tp=tp)
+    model = load_model(
+        model_cfg, device=tp.device, seed=cfg.run.seed, tp=tp, packs_rows=cfg.engine.packs_rows
+    )
     _log.info("making the engine")
     engine = EmbeddedEngine(
         model,

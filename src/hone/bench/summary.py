@@ -25,6 +25,8 @@ class Limits:
     peaks: Peaks
     bytes_per_value: int
     kv_bytes_per_value: int
+    packs_rows: bool = False
+    """Whether matrices of layers are 8-bit codes."""
     max_num_seqs: int
     shares_prompts: bool
     """Equal prompts are prefilled once."""
@@ -43,6 +45,7 @@ class Limits:
             prefill_lengths=[len(ids) for ids in prefilled],
             bytes_per_value=self.bytes_per_value,
             kv_bytes_per_value=self.kv_bytes_per_value,
+            packs_rows=self.packs_rows,
         )
 
     def step_s(self, step: DecodeStep) -> float:
@@ -62,6 +65,7 @@ class Limits:
                 keys,
                 bytes_per_value=self.bytes_per_value,
                 kv_bytes_per_value=self.kv_bytes_per_value,
+                packs_rows=self.packs_rows,
             )
         )
 

@@ -10,7 +10,12 @@ from typing import Any, Self
 
 from hone.config.hub import config_of
 from hone.config.paths import must_be_local
-from hone.families.registry import DENSE_FUSED_FAMILIES, DIVIDED_FAMILIES, unserved
+from hone.families.registry import (
+    DENSE_FUSED_FAMILIES,
+    DIVIDED_FAMILIES,
+    FUSED_FAMILIES,
+    unserved,
+)
 from hone.families.shape import ModelShape, public_shape
 from hone.families.spec import DIVIDED_FIELDS
 
@@ -118,6 +123,11 @@ class ModelFacts:
         """Whether decoding computes its layers with ours and none has experts, as exact mode needs;
         unknown families count."""
         return self.family in (None, *DENSE_FUSED_FAMILIES) and self.hidden_act in (None, "silu")
+
+    @property
+    def has_fused_layers(self) -> bool:
+        """Whether decoding computes its layers with ours; unknown families count."""
+        return self.family in (None, *FUSED_FAMILIES) and self.hidden_act in (None, "silu")
 
     @property
     def is_divided(self) -> bool:

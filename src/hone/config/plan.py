@@ -252,6 +252,11 @@ class RunPlan:
         return "fp8" if is_rounded else self.dtype
 
     @property
+    def packs_rows(self) -> bool:
+        """Whether an engine keeps matrices of layers as 8-bit codes."""
+        return self.engine is not None and self.engine.packs_rows
+
+    @property
     def num_bytes(self) -> int:
         """Of an element of the weights that compute."""
         return 4 if self.dtype == "float32" else 2
@@ -449,6 +454,7 @@ def _engine_role(plan: RunPlan, engine: EngineConfig, axes: AxisSizes, dtype: Dt
     if cfg.has_engine_thread:
         return replace(role, shares_devices_of="policy", where="thread")
     is_alias = is_embedded and axes.world == 1 and not cfg.model.lora.rank
+    is_alias = is_alias and not engine.packs_rows
     return replace(
         role,
         num_workers=max(axes.world // size, 1),

@@ -37,6 +37,7 @@ from hone.engine.sequence import Sequence
 from hone.engine.sleeping_weights import SleepingWeights
 from hone.models.failed_pass import free_failed_pass
 from hone.models.generation import generation_model
+from hone.models.int8_rows import is_packed, pack_rows
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.types import Completion, EngineStats, Request, StopReason, WeightManifest
@@ -98,6 +99,7 @@ class EmbeddedEngine(EngineBase):
                 f"engine.tensor_parallel_size={tp.size}; use auto and 1"
             )
         self.model = model
+        self._packed = {name for name, weight in export_weights(model) if is_packed(weight)}
         self.state = EngineState.AWAKE
         resident = sum(tensor.nbytes for tensor in model.parameters()) if owns_weights else 0
         self._weights = SleepingWeights(model) if owns_weights and cfg.enable_sleep else None
@@ -258,8 +260,10 @@ class EmbeddedEngine(EngineBase):
         return export_weights(self.model)
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a full weight that this engine's rank holds: a view, or the tensor itself."""
-        return shard_of(name, tensor, self.model.config.model_type, self._tensor_parallel)
+        """The part of a full weight that this engine's rank holds: a view, or the tensor itself,
+        or its packed rows where it samples with these."""
+        part = shard_of(name, tensor, self.model.config.model_type, self._tensor_parallel)
+        return pack_rows(part) if name in self._packed else part
 
     def finish_sync(self, manifest: WeightManifest) -> None:
         """Compare the engine's own tensors with the manifest and adopt its version.

@@ -24,8 +24,11 @@ from numpy.typing import ArrayLike
 from hone.families.registry import public_configs, spec_of
 from hone.families.spec import ModelSpec
 
-__all__ = ["ModelShape", "TensorShape", "public_shape"]
+__all__ = ["ROW_TAIL_BYTES", "ModelShape", "TensorShape", "public_shape"]
 
+ROW_TAIL_BYTES = 16
+"""Behind each row of 8-bit codes, its scale among them (`hone.models.int8_rows`)."""
+_ROUTER = "mlp.gate"
 _SPLIT_DIMS = {"rows": 0, "columns": 1, "experts": 0, "shared": None}
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -53,6 +56,18 @@ class TensorShape:
     def local(self, tensor: int) -> tuple[int, ...]:
         """The part of one of `tensor` ranks."""
         return tuple(-(-n // tensor) if i == self.split else n for i, n in enumerate(self.size))
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether an engine may keep it as 8-bit codes."""
+        return self.in_layer and len(self.size) > 1 and self.name != _ROUTER
+
+    def num_bytes(self, tensor: int, bytes_per_param: int, *, packs_rows: bool) -> int:
+        """Memory that one of `tensor` ranks of an engine takes for one."""
+        local = self.local(tensor)
+        if packs_rows and self.is_layer_matrix:
+            return prod(local) + ROW_TAIL_BYTES * prod(local[:-1])
+        return prod(local) * bytes_per_param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +216,7 @@ class ModelShape:
         if num_sparse:
             is_divided = spec.tensor_plan is not None
             number, size = self.num_experts, self.expert_size
-            yield TensorShape("mlp.gate", (number, hidden), None, num_sparse)
+            yield TensorShape(_ROUTER, (number, hidden), None, num_sparse)
             for name, rows, columns in (("gate_up", 2 * size, hidden), ("down", hidden, size)):
                 yield TensorShape(
                     f"experts.{name}_proj",
@@ -230,18 +245,22 @@ class ModelShape:
         """Memory of all weights."""
         return self.num_params * bytes_per_param
 
-    def rank_bytes(self, size: int, bytes_per_param: int = 2) -> int:
-        """Memory of the weights of one of the `size` ranks of an engine. All have the embedding."""
-        params = sum(
-            t.count * (t.numel if t.name == "embed_tokens" else prod(t.local(size)))
+    def rank_bytes(self, size: int, bytes_per_param: int = 2, *, packs_rows: bool = False) -> int:
+        """Memory of the weights of one of the `size` ranks of an engine, with `packs_rows` of
+        `engine.weight_dtype=int8`. All have the embedding."""
+        return sum(
+            t.count
+            * t.num_bytes(
+                1 if t.name == "embed_tokens" else size, bytes_per_param, packs_rows=packs_rows
+            )
             for t in self.tensors()
         )
-        return params * bytes_per_param
 
-    def decode_bytes(self, bytes_per_param: int = 2) -> int:
+    def decode_bytes(self, bytes_per_param: int = 2, *, packs_rows: bool = False) -> int:
         """Weights that one decode step of many sequences reads: body and head, but no untied
         embedding matrix. Of few sequences `untouched_experts` says what is not read."""
-        return (self.body_params + self.head_params) * bytes_per_param
+        whole = self.rank_bytes(1, bytes_per_param, packs_rows=packs_rows)
+        return whole - (0 if self.tied else self.head_params * bytes_per_param)
 
     @property
     def unused_share(self) -> float:

@@ -142,7 +142,9 @@ def load_engine(
 ) -> Engine:
     """The engine of this process, with the weights of `model.path`."""
     own = None if cfg.engine.backend == "vllm" else tp
-    model = load_model(cfg.model, device=mesh.device, seed=cfg.run.seed, tp=own)
+    model = load_model(
+        cfg.model, device=mesh.device, seed=cfg.run.seed, tp=own, packs_rows=cfg.engine.packs_rows
+    )
     return make_engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
 
 

@@ -59,6 +59,8 @@ class Limits:
     """Engines sample while the trainer trains."""
     bytes_per_value: int
     kv_bytes_per_value: int
+    packs_rows: bool
+    """Whether engines keep matrices of layers as 8-bit codes."""
     max_num_seqs: int
     passes: float
     """Forward passes' worth of FLOPs in a training step: 3 an epoch (2 where only adapters are
@@ -84,6 +86,7 @@ class Limits:
             prefill_lengths=[len(group.prompt.token_ids) for group in share],
             bytes_per_value=self.bytes_per_value,
             kv_bytes_per_value=self.kv_bytes_per_value,
+            packs_rows=self.packs_rows,
         )
         generate_s = of_one_engine_s / self.devices_per_engine
         of_one_device_s = training_time_s(

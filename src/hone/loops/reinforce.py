@@ -535,7 +535,8 @@ def _models(
             rungs=Rungs(plan),
         )
     is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
-    gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_half else "float32", exact=exact)
+    is_rounded = is_half or cfg.engine.packs_rows
+    gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_rounded else "float32", exact=exact)
     learners = {"policy": trainer}
     if "critic" in algorithm.objectives and not cfg.cluster.num_critics:
         learners["critic"] = _critic(cfg, plan, start, algorithm.objectives["critic"])
@@ -594,11 +595,12 @@ def _sampled_model(
     load: Callable[[], PreTrainedModel],
 ) -> PreTrainedModel:
     """What an engine beside the trainer samples with: `model` itself where that is whole and
-    becomes the policy as it is; this rank's part of several."""
+    becomes the policy as it is; this rank's part of several, or weights in a form of its own."""
     if cfg.engine.backend == "vllm":
         return blank_model(cfg.model, device="meta")
-    if mesh.world.size > 1:  # the first sync fills it, before anything is sampled
-        return blank_model(cfg.model, device=mesh.device, tp=ranks.tp)
+    packs_rows = cfg.engine.packs_rows
+    if mesh.world.size > 1 or packs_rows:  # the first sync fills it, before anything is sampled
+        return blank_model(cfg.model, device=mesh.device, tp=ranks.tp, packs_rows=packs_rows)
     return load() if cfg.model.lora.rank else alias_module(model)
 
 
@@ -619,6 +621,7 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
         overlaps=cfg.pipeline.samples_ahead,
         bytes_per_value=plan.num_bytes,
         kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
+        packs_rows=plan.packs_rows,
         max_num_seqs=cfg.engine.max_num_seqs,
         # Frozen weights, beside which adapters are trained, get no gradients. Passes of a teacher
         # are not counted, which may be of any size.

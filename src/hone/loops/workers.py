@@ -161,7 +161,7 @@ def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
     if cfg.engine.backend == "vllm":  # it allocates weights of its own
         model = blank_model(cfg.model, device="meta")
     else:
-        model = blank_model(cfg.model, device=device, tp=tp)
+        model = blank_model(cfg.model, device=device, tp=tp, packs_rows=cfg.engine.packs_rows)
     engine = make_engine(
         cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp, device=device, name=name
     )

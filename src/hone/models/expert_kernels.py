@@ -9,6 +9,7 @@ tokens came to which expert, so that a graph can replay them:
     gate_up    tiles of an expert's first products, silu(gate) * up, a row for each pair
     down       tiles of its second product, weighted: K parts of each token's sum
 
+The last two have twins for weights of 8-bit codes (`hone.models.int8_expert_kernels`).
 Programs are started for every expert and for as many blocks of tokens as one expert could get;
 those without a token end at once. The parts are added up, in the order of the router's choices, by
 the norm that follows (`hone.models.layer_kernels.add_rms_norm`). Everything is rounded where
@@ -36,6 +37,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hone.models.experts import Experts, Record
+from hone.models.int8_expert_kernels import int8_down, int8_gate_up
+from hone.models.int8_kernels import split_rows
+from hone.models.int8_rows import is_packed
 from hone.models.kernel_launch import launch, next_power_of_2
 
 __all__ = ["MAX_TOKENS", "Tile", "choose_tiles", "is_served", "sum_parts"]
@@ -70,9 +74,13 @@ def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
     more than a tenth. A tile of tokens has room for what an expert gets on average and a half
     more, so that most weights are read once.
     """
-    _, width, inner = experts.down.shape
+    width, inner = experts.down.shape[1], experts.gate_up.shape[1] // 2
     expected = 1.5 * num_tokens * experts.per_token / len(experts.router)
     tokens = min(max(next_power_of_2(int(expected) + 1), 16), 64)
+    if is_packed(experts.down):
+        first = second = Tile(tokens, 64, 128, 4, 4)
+        is_cut = inner % first.depth == 0 and width % first.depth == 0
+        return (first, second) if is_cut else None
     depth = 64 if width % 128 else 128
     first = Tile(tokens, 64, depth, 4, 3 if tokens > 32 else 4)
     second = Tile(tokens, 64, 64, 4, 4)
@@ -95,7 +103,7 @@ def sum_parts(
     `is_served` says of which x; `tiles` are those of `choose_tiles` where none are given.
     """
     (num_tokens, width), per_token = x.shape, experts.per_token
-    num_experts, _, inner_size = experts.down.shape
+    num_experts, inner_size = len(experts.down), experts.gate_up.shape[1] // 2
     tiles = tiles or choose_tiles(num_tokens, experts)
     assert tiles is not None, "is_served says for which x there are tiles"
     first, second = tiles
@@ -129,15 +137,18 @@ def sum_parts(
         num_warps=4,
     )
     inner = x.new_empty(num_pairs, inner_size)
+    has_codes = is_packed(experts.down)
+    kernels = (int8_gate_up, int8_down) if has_codes else (_gate_up_kernel, _down_kernel)
     # A token chooses an expert once at most.
-    for tile, kernel, tensors, outputs, inputs in (
-        (first, _gate_up_kernel, (inner, x, experts.gate_up), inner_size, width),
-        (second, _down_kernel, (parts, inner, experts.down, gates), width, inner_size),
+    for tile, kernel, target, rows, weights, outputs, inputs in (
+        (first, kernels[0], inner, x, (experts.gate_up,), inner_size, width),
+        (second, kernels[1], parts, inner, (experts.down, gates), width, inner_size),
     ):
+        source = split_rows(rows) if has_codes else (rows,)
         launch(
             kernel,
             (-(-num_tokens // tile.tokens), outputs // tile.columns, num_experts),
-            (*tensors, pairs, counts),
+            (target, *source, *weights, pairs, counts),
             (num_tokens,),
             (outputs, inputs, per_token, tile.tokens, tile.columns, tile.depth),
             num_warps=tile.num_warps,

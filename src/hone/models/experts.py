@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.models.int8_rows import is_packed, unpack_rows
+
 __all__ = ["Experts", "Record", "route", "sum_experts", "sum_own"]
 
 Record: TypeAlias = "Callable[[Tensor], None] | None"
@@ -33,7 +35,8 @@ class Experts:
     router: Tensor
     """[E, D]."""
     gate_up: Tensor
-    """[N, 2 I, D]; of each expert the rows of the gate, then those of the other product."""
+    """[N, 2 I, D]; of each expert the rows of the gate, then those of the other product. Like
+    `down`, it may be packed (`hone.models.int8_rows`)."""
     down: Tensor
     """[N, D, I]."""
     per_token: int
@@ -80,10 +83,13 @@ def sum_experts(x: Tensor, experts: Experts, record: Record = None) -> Tensor:
     ids_TK, weights_TK = route(F.linear(x, experts.router), experts)
     if record is not None:
         record(ids_TK)
-    matrices = experts.gate_up, experts.down
+    gate_up, down = (
+        unpack_rows(weight, x.dtype) if is_packed(weight) else weight
+        for weight in (experts.gate_up, experts.down)
+    )
     if experts.are_all:
-        return sum_chosen(x, ids_TK, weights_TK, *matrices)
-    return sum_own(x, ids_TK, weights_TK, *matrices, first=experts.first)
+        return sum_chosen(x, ids_TK, weights_TK, gate_up, down)
+    return sum_own(x, ids_TK, weights_TK, gate_up, down, first=experts.first)
 
 
 def sum_own(

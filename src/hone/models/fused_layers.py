@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from hone.families.registry import spec_of
 from hone.models.experts import Experts
+from hone.models.int8_rows import is_packed
 from hone.models.layer_ops import Heads, LayerOps, Projection
 
 __all__ = [
@@ -50,7 +51,8 @@ def is_fusible(model: PreTrainedModel) -> bool:
     """Whether `FusedDecoder` computes what `model` does.
 
     It does for the very classes of transformers, with plain linear layers of one dtype on one
-    device. A subclass, or a model with anything put into it, may compute something else.
+    device, or packed ones (`hone.models.int8_rows`) between others of one dtype. A subclass, or a
+    model with anything put into it, may compute something else.
     """
     spec = spec_of(model.config.model_type)
     if spec.decode is None or model.config.hidden_act != "silu":
@@ -63,7 +65,8 @@ def is_fusible(model: PreTrainedModel) -> bool:
         if not name.endswith(".act_fn")  # its class follows from `hidden_act`
     }
     is_known = always <= found <= always | mlps
-    return is_known and len({(p.dtype, p.device) for p in model.parameters()}) == 1
+    plain = {(p.dtype, p.device) for p in model.parameters() if not is_packed(p)}
+    return is_known and len(plain) == 1
 
 
 def _path(kind: type[nn.Module]) -> str:

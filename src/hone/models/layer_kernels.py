@@ -21,6 +21,8 @@ This module imports triton; `hone.models.layer_ops` imports it only where it is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -29,6 +31,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hone.models import expert_kernels, experts
+from hone.models.int8_kernels import int8_product, unpack_rows
+from hone.models.int8_rows import is_packed
 from hone.models.kernel_launch import launch, next_power_of_2
 from hone.models.product_kernels import small_product
 
@@ -53,19 +57,28 @@ FP8_MAX = tl.constexpr(448.0)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] @ weight [N, K].T + bias [N], all contiguous, as [T, N]."""
+    """x [T, K] @ weight [N, K].T + bias [N], all contiguous, as [T, N]. The weight may be packed
+    (`hone.models.int8_rows`)."""
+    if is_packed(weight):
+        return int8_product(x, weight, bias)
     product = small_product(x, weight, bias)
     return F.linear(x, weight, bias) if product is None else product
 
 
 def sum_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` for `add_rms_norm`, which takes it as a tensor of parts as well."""
+    if is_packed(weight):
+        return int8_product(x, weight, bias, split=True)
     product = small_product(x, weight, bias, split=True)
     return F.linear(x, weight, bias) if product is None else product
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`silu_mul` of `linear`."""
+    if is_packed(weight) and bias is None:
+        return int8_product(x, weight, gated=True)
+    if is_packed(weight):
+        return silu_mul(int8_product(x, weight, bias))
     product = small_product(x, weight, bias, gated=True)
     return silu_mul(F.linear(x, weight, bias)) if product is None else product
 
@@ -73,6 +86,9 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def sum_experts(x: Tensor, mixture: experts.Experts, record: experts.Record = None) -> Tensor:
     """What the experts of each token make of x [T, D], contiguous, for `add_rms_norm`."""
     if not expert_kernels.is_served(x, mixture):
+        if is_packed(mixture.down):
+            matrices = {name: getattr(mixture, name) for name in ("gate_up", "down")}
+            mixture = replace(mixture, **{n: unpack_rows(w, x.dtype) for n, w in matrices.items()})
         return experts.sum_experts(x, mixture, record)
     logits = linear(x, mixture.router, None)
     return expert_kernels.sum_parts(x, logits, mixture, record=record)

@@ -30,6 +30,7 @@ from hone.attention.backends import write_kv
 from hone.attention.interface import attend_paged
 from hone.models.cpu_products import linear
 from hone.models.experts import Experts, Record, sum_experts
+from hone.models.int8_rows import is_packed, unpack_rows
 
 __all__ = [
     "Heads",
@@ -64,7 +65,8 @@ def merge_rows(parameters: Sequence[Tensor]) -> Tensor:
 
 
 class Projection(NamedTuple):
-    """A linear layer, or several that read the same input: weight [out, in] and bias [out]."""
+    """A linear layer, or several that read the same input: weight [out, in] and bias [out]. The
+    weight may be packed (`hone.models.int8_rows`)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -225,12 +227,12 @@ class TorchKernels:
         return F.silu(gate) * up
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, weight, bias)
+        return linear(x, unpack_rows(weight, x.dtype) if is_packed(weight) else weight, bias)
 
     sum_linear = linear
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.silu_mul(linear(x, weight, bias))
+        return self.silu_mul(self.linear(x, weight, bias))
 
     def sum_experts(self, x: Tensor, experts: Experts, record: Record = None) -> Tensor:
         return sum_experts(x, experts, record)

@@ -29,6 +29,7 @@ from hone.config.model import ModelConfig
 from hone.families.registry import SPECS
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
+from hone.models.int8_rows import is_packed, pack_layers, packed_like
 from hone.models.parity import require_parity
 from hone.models.support import check_supported, classifies
 from hone.models.tensor_parallel import (
@@ -71,12 +72,14 @@ def load_model(
     seed: int,
     tp: TensorParallel | None = None,
     on_host: bool = False,
+    packs_rows: bool = False,
 ) -> PreTrainedModel:
     """The model of `cfg` on `device` in its compute dtype, in eval mode, with our attention.
 
     `seed` draws the weights under `init: random`. With `tp`, only this rank's parts of them reach
     the device, as `shard_model` makes them; together they are the weights of one process. With
-    `on_host` the same model stays in host memory, for whoever takes it to the device in parts.
+    `on_host` the same model stays in host memory, for whoever takes it to the device in parts. With
+    `packs_rows` it is for an engine of `engine.weight_dtype=int8` (`hone.models.int8_rows`).
     Raises FileNotFoundError where the folder or the weights are missing, UserError where the model
     is not supported, cannot be divided, or its weights are incomplete or damaged.
     """
@@ -88,16 +91,20 @@ def load_model(
         model = shard_model(
             _from_files(AutoModelForCausalLM, _place(cfg), config, _options(cfg, device)), tp
         )
+        if packs_rows:
+            pack_layers(model, tp.device)
         # The override in transformers has no usable type.
         nn.Module.to(model, "cpu" if on_host else device)
         return model.eval()
     model = _skeleton(cfg, device)
-    tensors: dict[str, Tensor] = {}
+    if packs_rows:
+        pack_layers(model)
+    room, tensors = dict(model.named_parameters()), dict[str, Tensor]()
 
     def take(weight: Weight) -> None:
         whole = weight.whole()
         part = shard_of(weight.name, whole, config.model_type, tp)
-        own = whole if part is whole else part.clone()
+        own = packed_like(whole if part is whole else part.clone(), room.get(weight.name))
         tensors[weight.name] = own.to("cpu" if on_host else device)
 
     _DrawnWeights(config, _options(cfg, device), seed).give(take, device=device)
@@ -155,7 +162,11 @@ def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) ->
 
 
 def blank_model(
-    cfg: ModelConfig, *, device: torch.device | str, tp: TensorParallel | None = None
+    cfg: ModelConfig,
+    *,
+    device: torch.device | str,
+    tp: TensorParallel | None = None,
+    packs_rows: bool = False,
 ) -> PreTrainedModel:
     """The model of `load_model` with zeros for weights: to be filled by a sync. With `tp` it has
     room for this rank's parts alone. Raises as `load_config`, and UserError where the model cannot
@@ -165,14 +176,13 @@ def blank_model(
     model = _skeleton(cfg, device)
     check_divides(model.config, tp.size)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = {
-        name: torch.zeros(
-            shard_of(name, tensor, model.config.model_type, tp).shape,
-            dtype=tensor.dtype,
-            device=device,
-        )
-        for name, tensor in named.items()
-    }
+    if packs_rows:
+        pack_layers(model)
+    room, tensors = dict(model.named_parameters()), dict[str, Tensor]()
+    for name, tensor in named.items():
+        part = shard_of(name, tensor, model.config.model_type, tp)
+        part = packed_like(part, room.get(name))
+        tensors[name] = torch.zeros(part.shape, dtype=part.dtype, device=device)
     for name, buffer in _computed_buffers(model).items():
         tensors[name].copy_(buffer)
     return _filled(model, tensors, tp)
@@ -264,7 +274,9 @@ def _filled(
     """A model that lies on the meta device with these for parameters, a tied one under the first of
     its names, and for buffers; the parts of a rank where `tp` has several."""
     made = {
-        parameter: nn.Parameter(tensors[name], requires_grad=tp.size == 1)
+        parameter: nn.Parameter(
+            tensors[name], requires_grad=tp.size == 1 and not is_packed(parameter)
+        )
         for name, parameter in model.named_parameters()
     }
     for prefix, module in model.named_modules():

@@ -283,6 +283,11 @@ def _possible(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> 
         needs = [sum(role.num_bytes for role in gpu_host_roles(plan)) for plan in plans]
         if needs:
             yield f"{math.ceil(min(needs) / 2**30)} GiB of memory on each host (plan.host_gib)"
+    codes = cfg.engine.model_copy(update={"weight_dtype": "int8"})
+    if codes != cfg.engine and _can_run(
+        cfg.model_copy(update={"engine": codes}), shape, gpu, num_gpus
+    ):
+        yield "engine.weight_dtype int8 (which rounds the weights that sample)"
     given = cfg.model.lora
     adapters = {} if given.rank else {"rank": 32}
     for change in (adapters, adapters | {"load_in_4bit": True}):
@@ -430,10 +435,11 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     prefill = gpu.flops_per_s * assumed_cfg.prefill_share * speed
     weights = shape.weight_bytes(plan.num_bytes)
     params = shape.active_body_params + shape.head_params
+    experts = shape.expert_params * (1 if plan.packs_rows else plan.num_bytes)
     engine = EngineRates(
-        weights_s=shape.decode_bytes(plan.num_bytes) / read,
-        experts_s=shape.expert_params * plan.num_bytes / read,
-        uneven_s=shape.expert_params * plan.num_bytes / read * _unevenness(shape, size),
+        weights_s=shape.decode_bytes(plan.num_bytes, packs_rows=plan.packs_rows) / read,
+        experts_s=experts / read,
+        uneven_s=experts / read * _unevenness(shape, size),
         unused_share=shape.unused_share,
         seq_s=2.0 * params / (gpu.flops_per_s * assumed_cfg.decode_share * speed),
         key_s=run.kv_bytes_per_token * size / read,

@@ -37,17 +37,20 @@ def decode_step_s(
     *,
     bytes_per_value: int = 2,
     kv_bytes_per_value: int | None = None,
+    packs_rows: bool = False,
 ) -> Floats:
     """Limit of decode steps in seconds; elementwise over steps.
 
     `num_seqs` sequences advance by one token and read `num_keys` cached keys in all, averaged over
     the layers. A step without sequences takes no time. Keys and values take as many bytes as
-    weights do where `kv_bytes_per_value` is None.
+    weights do where `kv_bytes_per_value` is None. With `packs_rows` matrices of layers are 8-bit
+    codes (`engine.weight_dtype=int8`).
     """
     kv_bytes = shape.kv_bytes_per_token(kv_bytes_per_value or bytes_per_value)
     seqs = np.asarray(num_seqs, dtype=np.float64)
-    num_read = shape.decode_bytes(1) - shape.untouched_experts(seqs)
-    weights_s = num_read * bytes_per_value / peaks.bytes_per_s
+    weights = shape.decode_bytes(bytes_per_value, packs_rows=packs_rows)
+    untouched = shape.untouched_experts(seqs) * (1 if packs_rows else bytes_per_value)
+    weights_s = (weights - untouched) / peaks.bytes_per_s
     matmul_s = 2.0 * (shape.active_body_params + shape.head_params) * seqs / peaks.flops_per_s
     kv_s = kv_bytes * np.asarray(num_keys) / peaks.bytes_per_s
     return np.where(seqs > 0, np.maximum(weights_s, matmul_s) + kv_s, 0.0)
@@ -63,6 +66,7 @@ def generation_time_s(
     prefill_lengths: Sequence[int] | None = None,
     bytes_per_value: int = 2,
     kv_bytes_per_value: int | None = None,
+    packs_rows: bool = False,
 ) -> float:
     """Limit of generating these samples on one device, in seconds.
 
@@ -84,7 +88,9 @@ def generation_time_s(
         keys += shape.sliding_share * (windowed - keys)
     kv_bytes = shape.kv_bytes_per_token(kv_bytes_per_value or bytes_per_value)
     seqs = _seqs_per_step(num_decodes, max_num_seqs)
-    matrices_s = decode_step_s(shape, peaks, seqs, 0, bytes_per_value=bytes_per_value)
+    matrices_s = decode_step_s(
+        shape, peaks, seqs, 0, bytes_per_value=bytes_per_value, packs_rows=packs_rows
+    )
     decode_s = float(matrices_s.sum()) + kv_bytes * keys / peaks.bytes_per_s
     return prefill_flops / peaks.flops_per_s + decode_s
 

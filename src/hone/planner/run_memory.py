@@ -312,7 +312,7 @@ class RunMemory:
         size = role.axes.tensor
         if self.is_vllm:  # which divides the embedding too
             return -(-self.shape.weight_bytes(self.num_bytes) // size)
-        return self.shape.rank_bytes(size, self.num_bytes)
+        return self.shape.rank_bytes(size, self.num_bytes, packs_rows=self.plan.packs_rows)
 
     @property
     def engine_step(self) -> int:

@@ -151,22 +151,28 @@ def match_layout(sources: Mapping[str, torch.Size], targets: Mapping[str, Tensor
 
 
 def check_finite(sources: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> None:
-    """Raise NonFiniteWeightsError for the first tensor that is not finite in its exported dtype."""
-    exported = {name: t for name, t in sources.items() if dtypes[name].is_floating_point}
-    if not exported:
+    """Raise NonFiniteWeightsError for the first tensor that is not finite in its exported dtype, or
+    in its own where it is exported as integers."""
+    floats = {name: t for name, t in sources.items() if t.is_floating_point()}
+    dtypes = {name: _float_of(dtypes[name], t) for name, t in floats.items()}
+    if not floats:
         return
     # A sum is not finite where one of its terms is not. It may also overflow by itself, so a bad
     # sum is a suspicion, and the elements are looked at.
-    sums = [t.to(dtypes[name]).sum(dtype=torch.float32) for name, t in exported.items()]
+    sums = [t.to(dtypes[name]).sum(dtype=torch.float32) for name, t in floats.items()]
     finite = torch.stack(sums).isfinite().tolist()
-    suspects = (name for name, is_finite in zip(exported, finite, strict=True) if not is_finite)
+    suspects = (name for name, is_finite in zip(floats, finite, strict=True) if not is_finite)
     for name in suspects:
-        if num_bad := int(exported[name].to(dtypes[name]).isfinite().logical_not().sum()):
+        if num_bad := int(floats[name].to(dtypes[name]).isfinite().logical_not().sum()):
             raise NonFiniteWeightsError(
-                f"{num_bad} of {exported[name].numel()} values of {name} are NaN or infinite: the "
+                f"{num_bad} of {floats[name].numel()} values of {name} are NaN or infinite: the "
                 "weights were not sent. Go back to the last checkpoint; a lower optimizer.lr or "
                 "optimizer.max_grad_norm keeps updates small."
             )
+
+
+def _float_of(exported: torch.dtype, tensor: Tensor) -> torch.dtype:
+    return exported if exported.is_floating_point else tensor.dtype
 
 
 def deliver(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:

@@ -26,6 +26,8 @@ ROWS: list[Row] = [
     # engine (G8, E3)
     ("rl", "engine.kv_cache_dtype=fp8", "warning",
      "engine.kv_cache_dtype algorithm.correction.kind"),
+    ("rl", "engine.weight_dtype=int8", "warning",
+     "engine.weight_dtype algorithm.correction.kind"),
     # the learning rule
     ("rl", "algorithm.kl.coef=0.01 algorithm.kl.estimator=k1", "error",
      "algorithm.kl.estimator algorithm.kl.placement"),

@@ -9,6 +9,7 @@ ROWS: list[Row] = [
     *[("rl", f"engine.backend=vllm {key}={value}", "error", f"{key} engine.backend")
       for key, value in (
           ("model.exact", "true"), ("engine.kv_cache_dtype", "fp8"),
+          ("engine.weight_dtype", "int8"),
           ("rollout.temperature", "0.001"), ("engine.max_num_batched_tokens", "8"))],
     ("eval", "engine.backend=vllm eval.temperature=0.001", "error",
      "eval.temperature engine.backend"),
@@ -56,6 +57,10 @@ ROWS: list[Row] = [
      "engine.kv_cache_gib data.max_prompt_tokens rollout.max_completion_tokens"),
     ("rl", "--gpu=A100 engine.kv_cache_dtype=fp8", "error",
      "engine.kv_cache_dtype run.device"),
+    ("eval", "model.exact=true run.device=cuda engine.weight_dtype=int8", "error",
+     "model.exact engine.weight_dtype"),
+    *[("rl", f"engine.weight_dtype=int8 model.path={name}", "error",
+       "engine.weight_dtype model.path") for name in ("glm4", "gelu", "odd")],
     # models that nothing can run, or not so
     ("rl", "model.path=glm4 model.exact=true", "error", "model.exact model.path"),
     ("rl", "model.path=impossible", "error", "model.path"),

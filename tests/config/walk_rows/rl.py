@@ -78,6 +78,7 @@ RL: dict[str, Row] = {
     "engine.gpu_memory_utilization": Row("0.3", "EmbeddedEngine"),  # a share of a GPU's memory
     "engine.kv_cache_gib": Row("0.001", "metrics"),
     "engine.kv_cache_dtype": Row("fp8", "metrics", ("--trainer.parity=1",)),
+    "engine.weight_dtype": Row("int8", "metrics"),
     "engine.tensor_parallel_size": Row("2", "log:tensor_parallel_size"),
     "engine.max_num_seqs": Row("4", "metrics", ("--engine.kv_cache_gib=0.01",)),
     "engine.max_num_batched_tokens": Row("8", "metrics"),

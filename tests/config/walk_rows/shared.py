@@ -190,6 +190,7 @@ def engine_rows(shown: str, *, generates: bool) -> dict[str, Row]:
         "gpu_memory_utilization": "0.3",
         "kv_cache_gib": "0.001",
         "kv_cache_dtype": "fp8",
+        "weight_dtype": "int8",
         "max_num_seqs": "4",
         "max_num_batched_tokens": "8",
         "enable_prefix_caching": "false",

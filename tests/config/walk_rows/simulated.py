@@ -32,6 +32,7 @@ SIMULATE: dict[str, Row] = {
     "engine.gpu_memory_utilization": Row("0.01", "numbers"),
     "engine.kv_cache_gib": Row("0.1", "numbers"),
     "engine.kv_cache_dtype": Row("fp8", "numbers"),
+    "engine.weight_dtype": Row("int8", "numbers"),
     "engine.tensor_parallel_size": Row("2", "numbers"),
     "engine.max_num_seqs": Row("4", "numbers"),
     "engine.enable_prefix_caching": Row("false", "numbers"),

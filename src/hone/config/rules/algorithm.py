@@ -151,7 +151,8 @@ RULES = (
     *(warning(rounded, f"{_KIND} = none",
               why="samples come from a slightly different policy than the trainer's",
               fix=f"{_KIND} = tis")
-      for rounded in ("engine.kv_cache_dtype = fp8", "trainer.matmul_precision = fp8")),
+      for rounded in ("engine.kv_cache_dtype = fp8", "engine.weight_dtype = int8",
+                      "trainer.matmul_precision = fp8")),
     error("algorithm.routing_replay", "not @has_experts", only=("rl",),
           says="algorithm.routing_replay is on, and {the_model} has no experts",
           why="there are no routes that could be replayed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.config.model_facts import EXACT_ALIGNMENT, EXACT_HEAD_DIMS
-from hone.config.rules.facts import DIVIDED, FUSED
+from hone.config.rules.facts import DECODED, DIVIDED, FUSED
 from hone.config.rules.rule import error, excludes, needs, unused, warning
 from hone.config.vllm import LOWEST_TEMPERATURE, VERSIONS, VLLM_EXPERTS
 
@@ -54,6 +54,13 @@ _ENGINE = (
     error("engine.kv_cache_dtype = fp8", "@lacks_fp8",
           says="engine.kv_cache_dtype is fp8, and the GPU of run.device is {gpu}",
           why="it has no eight-bit floats", fix="engine.kv_cache_dtype = auto"),
+    error("engine.weight_dtype = int8", "not @has_fused_layers", given=(f"{_BACKEND} = embedded",),
+          says="engine.weight_dtype is int8, and {the_model} is of the family {family}",
+          why=f"only {DECODED} have products of such weights", fix="engine.weight_dtype = auto"),
+    error("engine.weight_dtype = int8", "@broken_rows", given=(f"{_BACKEND} = embedded",),
+          says="engine.weight_dtype is int8, and a matrix of {the_model} has rows of {broken_rows}",
+          why="its rows are multiples of 16 values, on each device",
+          fix="engine.weight_dtype = auto"),
     needs("cuda.bindings", f"{_BACKEND} = embedded", "@uses_gpu_of_host",
           by=f"{_BACKEND}=embedded on a GPU"),
 )  # fmt: skip
@@ -87,6 +94,7 @@ _EXACT = (
         "run.device = cpu": ("its kernels are for GPUs", "cuda"),
         "model.dtype = float32": ("it computes in bfloat16 alone", "auto"),
         "engine.kv_cache_dtype = fp8": ("the trainer does not round keys and values", "auto"),
+        "engine.weight_dtype = int8": ("the trainer does not round weights", "auto"),
         f"{_SIZE} > 1": ("sums over devices are taken in another order than the trainer's", "1"),
     }),
     error("model.exact", "not @has_dense_fused_layers", only=_EXACT_RUNS,
@@ -130,6 +138,8 @@ _ON_VLLM = (
         "model.exact": ("its kernels depend on the batch and are not the trainer's", "false"),
         "engine.kv_cache_dtype = fp8":
             ("its FP8 scales are not set anew for each weight version", "auto"),
+        "engine.weight_dtype = int8":
+            ("its formats of 8 bits are not filled by syncs", "auto"),
     }),
     error("engine.max_num_batched_tokens < engine.max_num_seqs", _VLLM, only=_RUNS,
           why="vLLM refuses that",

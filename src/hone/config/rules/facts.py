@@ -13,7 +13,14 @@ from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
 from hone.config.stages import stage_layers
 from hone.config.tree import SUPERVISED, RLConfig
-from hone.families.registry import DENSE_FUSED_FAMILIES, DIVIDED_FAMILIES, SPECS, TENSOR_FAMILIES
+from hone.families.registry import (
+    DENSE_FUSED_FAMILIES,
+    DIVIDED_FAMILIES,
+    FUSED_FAMILIES,
+    SPECS,
+    TENSOR_FAMILIES,
+)
+from hone.families.shape import ROW_TAIL_BYTES
 from hone.families.spec import PROJECTIONS
 
 __all__ = ["FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
@@ -381,6 +388,8 @@ FAMILIES = ", ".join(SPECS)
 """Those that hone has a spec of."""
 FUSED = f"{', '.join(DENSE_FUSED_FAMILIES)} with the activation silu"
 """Models whose decode is fused."""
+DECODED = f"{', '.join(FUSED_FAMILIES)} with the activation silu"
+"""Models whose decode is fused, experts or not."""
 DIVIDED = f"{', '.join(DIVIDED_FAMILIES)} with the activation silu"
 """Models that engines divide among devices."""
 TENSOR = ", ".join(TENSOR_FAMILIES)
@@ -491,6 +500,15 @@ def broken_4bit_blocks(view: View) -> str:
     tensors = () if view.plan.shape is None else view.plan.shape.tensors()
     found = [t for t in tensors if t.name in targets and t.numel % NF4_BLOCK]
     return ", ".join(f"{t.name} ({' x '.join(map(str, t.size))})" for t in found)
+
+
+@fact
+def broken_rows(view: View) -> int:
+    """The length of rows that 8-bit codes do not fit, on a device of an engine; 0: they fit."""
+    tensors = () if view.plan.shape is None else view.plan.shape.tensors()
+    size = view["engine.tensor_parallel_size"]
+    widths = (t.local(size)[-1] for t in tensors if t.is_layer_matrix)
+    return next((width for width in widths if width % ROW_TAIL_BYTES), 0)
 
 
 @fact
