@@ -270,24 +270,44 @@ def _rank(cfg: PlanConfig, outcome: Outcome) -> tuple[float, ...]:
 def _possible(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> Iterator[str]:
     """What would make a run possible for which no settings were found, in words."""
     if cfg.plan.host_gib is not None:
-        if saves_in_background(cfg):
-            change = saved_at_the_end(cfg)
-            checkpoint = cfg.checkpoint.model_copy(update=change)
-            other = cfg.model_copy(update={"checkpoint": checkpoint})
-            if _can_run(other, shape, gpu, num_gpus):
-                words = (f"checkpoint.{key} {value}".lower() for key, value in change.items())
-                yield f"{', '.join(words)} (which saves at the end alone)"
-        planning = cfg.plan.model_copy(update={"host_gib": None})
-        unlimited = cfg.model_copy(update={"plan": planning})
-        plans = search(unlimited, shape, gpu, num_gpus, []).values()
-        needs = [sum(role.num_bytes for role in gpu_host_roles(plan)) for plan in plans]
-        if needs:
-            yield f"{math.ceil(min(needs) / 2**30)} GiB of memory on each host (plan.host_gib)"
+        yield from _with_host_memory(cfg, shape, gpu, num_gpus)
     codes = cfg.engine.model_copy(update={"weight_dtype": "int8"})
     if codes != cfg.engine and _can_run(
         cfg.model_copy(update={"engine": codes}), shape, gpu, num_gpus
     ):
         yield "engine.weight_dtype int8 (which rounds the weights that sample)"
+    yield from _with_adapters(cfg, shape, gpu, num_gpus)
+    for factor in (2, 4, 8, 16, 32):
+        if not cfg.cluster.num_engines and _can_run(cfg, shape, gpu, factor * num_gpus):
+            yield f"{factor * num_gpus} of these GPUs"
+            break
+    for name in ("A100", "H200"):
+        larger = known_gpu(name)
+        is_larger = (larger.memory_gib or 0) > (gpu.memory_gib or 0)
+        if is_larger and _can_run(cfg, shape, larger, num_gpus):
+            yield f"{num_gpus} x {name}"
+            break
+
+
+def _with_host_memory(
+    cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int
+) -> Iterator[str]:
+    if saves_in_background(cfg):
+        change = saved_at_the_end(cfg)
+        checkpoint = cfg.checkpoint.model_copy(update=change)
+        other = cfg.model_copy(update={"checkpoint": checkpoint})
+        if _can_run(other, shape, gpu, num_gpus):
+            words = (f"checkpoint.{key} {value}".lower() for key, value in change.items())
+            yield f"{', '.join(words)} (which saves at the end alone)"
+    planning = cfg.plan.model_copy(update={"host_gib": None})
+    unlimited = cfg.model_copy(update={"plan": planning})
+    plans = search(unlimited, shape, gpu, num_gpus, []).values()
+    needs = [sum(role.num_bytes for role in gpu_host_roles(plan)) for plan in plans]
+    if needs:
+        yield f"{math.ceil(min(needs) / 2**30)} GiB of memory on each host (plan.host_gib)"
+
+
+def _with_adapters(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> Iterator[str]:
     given = cfg.model.lora
     adapters = {} if given.rank else {"rank": 32}
     for change in (adapters, adapters | {"load_in_4bit": True}):
@@ -299,16 +319,6 @@ def _possible(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> 
             words = ", ".join(f"model.lora.{key} {value}".lower() for key, value in change.items())
             learns = "rounds the frozen weights" if given.rank else "trains adapters alone"
             yield f"{words} (another method, which {learns})"
-            break
-    for factor in (2, 4, 8, 16, 32):
-        if not cfg.cluster.num_engines and _can_run(cfg, shape, gpu, factor * num_gpus):
-            yield f"{factor * num_gpus} of these GPUs"
-            break
-    for name in ("A100", "H200"):
-        larger = known_gpu(name)
-        is_larger = (larger.memory_gib or 0) > (gpu.memory_gib or 0)
-        if is_larger and _can_run(cfg, shape, larger, num_gpus):
-            yield f"{num_gpus} x {name}"
             break
 
 
