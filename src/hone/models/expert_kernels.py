@@ -78,7 +78,8 @@ def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
     expected = 1.5 * num_tokens * experts.per_token / len(experts.router)
     tokens = min(max(next_power_of_2(int(expected) + 1), 16), 64)
     if is_packed(experts.down):
-        first = second = Tile(tokens, 64, 128, 4, 4)
+        first = Tile(tokens, 64, 128, 4, 4 if tokens <= 32 else 3)
+        second = Tile(tokens, 128 if tokens == 32 else 64, 128, 4, 3 if tokens <= 32 else 4)
         is_cut = inner % first.depth == 0 and width % first.depth == 0
         return (first, second) if is_cut else None
     depth = 64 if width % 128 else 128
