@@ -81,7 +81,7 @@ def test_R2_R3_weights_that_slept_are_delivered_again_and_proven(folder, monkeyp
     engine.wake()
     assert engine.needs_weights
     report = pushes.push(2)
-    assert report.bytes == sum(p.nbytes for p in engine.model.parameters())
+    assert report.bytes == sum(tensor.nbytes for _, tensor in engine.named_weights())
     after = complete(engine)
     assert {k: v.logprobs for k, v in after.items()} == {k: v.logprobs for k, v in before.items()}
 

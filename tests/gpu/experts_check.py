@@ -4,9 +4,9 @@
 
 Sections; that with a star runs only when it is named:
 
-    equal      sum_parts against float64, for rows of 1 to 1,024 tokens
+    equal      sum_parts against float64, for rows of 1 to 1,024 tokens, softmax and sigmoid scores
     time       a layer's experts of Qwen3-30B-A3B in a CUDA graph, beside the limit of its bandwidth
-    layers     whole layers, fused and as transformers has them
+    layers     whole layers of Qwen3-30B-A3B and GLM-4.5-Air, fused and as transformers has them
     tiles *    every sensible tile of both products
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from hone.models import expert_kernels, experts, layer_kernels, layer_ops
 from hone.models.decoder import alias_module, hidden_states
-from hone.models.experts import Experts
+from hone.models.experts import Experts, SigmoidScores
 from hone.models.fused_layers import FusedDecoder
 from tests.gpu.models import build
 from tests.gpu.sections import Run
@@ -93,10 +94,12 @@ def in_float64(x: Tensor, logits: Tensor, own: Experts) -> Tensor:
 
 def equal(run: Run) -> None:
     run.row("experts against float64", "kernels", "torch")
-    own = mixture(0)
-    for tokens in (1, 3, 64, 100, 257, 1024):
+    softmax = mixture(0)
+    correction = normal(NUMBER, seed=4).float() / 4
+    sigmoid = replace(softmax, sigmoid=SigmoidScores(correction, scale=2.5))
+    for tokens, own in itertools.product((1, 3, 64, 100, 257, 1024), (softmax, sigmoid)):
         x = normal(tokens, WIDTH, seed=9)
-        logits = F.linear(x, own.router)
+        logits = experts.router_logits(x, own)
         expected = in_float64(x, logits, own)
         found = (expert_kernels.sum_parts(x, logits, own).sum(0), experts.sum_experts(x, own))
         errors = [float((y.double() - expected).norm() / expected.norm()) for y in found]
@@ -164,14 +167,24 @@ def tiles(run: Run) -> None:
 
 def layers(run: Run) -> None:
     """Decoder layers whose attention reads short contexts."""
+    for shape in ("qwen3-30b-a3b", "glm-4.5-air"):
+        layers_of(run, shape)
+
+
+def layers_of(run: Run, shape: str) -> None:
     from tests.gpu.layers_check import Cache
     from tests.gpu.layers_check import tokens as make_ids
 
-    model = build("qwen3-30b-a3b", num_layers=COPIES)
+    model = build(shape, num_layers=COPIES)
     decoder = FusedDecoder(model, layer_ops.LayerOps(layer_ops.choose_kernels(model.device)))
     stock = alias_module(model)
-    params = sum(p.numel() for p in model.model.layers[0].parameters())
-    run.row(f"us of a layer of {params / 1e6:.0f} M parameters", "fused", "transformers")
+    params = sum(p.numel() for p in model.model.layers[-1].parameters())
+    run.row(
+        f"{shape}: us of a layer of {params / 1e6:.0f} M parameters",
+        "fused",
+        "transformers",
+        "apart",
+    )
     with torch.inference_mode():
         for batch in (1, 16, 64, 256):
             cache = Cache(model, batch, 64)
@@ -179,7 +192,9 @@ def layers(run: Run) -> None:
             inputs = (make_ids(batch), positions, context)
             fused = graph_us(partial(decoder, *inputs)) / COPIES
             plain = graph_us(partial(hidden_states, stock, *inputs)) / COPIES
-            run.row(f"{batch} tokens", fused, plain)
+            ours, theirs = decoder(*inputs).double(), hidden_states(stock, *inputs).double()
+            apart = float((ours - theirs).norm() / theirs.norm())
+            run.check(f"{batch} tokens", apart < 0.02, fused, plain, f"{apart:.1e}")
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from hone.attention.context import FP8_DTYPE
 from hone.models import expert_kernels, layer_kernels
-from hone.models.experts import Experts
+from hone.models.experts import Experts, SigmoidScores
 from hone.models.int8_kernels import int8_product, split_rows
 from hone.models.int8_rows import pack_rows, unpack_rows
 from hone.models.product_kernels import Tile, small_product
@@ -48,6 +48,10 @@ ROTATE_CASES = {
     "one key head, six queries": (([4, 9], 6, 1, 128), {"norms": True}),
     "head of 80": (([4, 9], 3, 3, 80), {"norms": True}),
     "group of 4": (([-1, 9, 0], 8, 2, 32), {"norms": False}),
+}
+ROTATE_CASES |= {
+    "half of a head": (([7, -1, 0, 5, 2], 8, 4, 64), {"norms": True, "rotary": 32}),
+    "a quarter of a head": (([7, 3, -1], 4, 2, 32), {"norms": False, "rotary": 8}),
 }
 ROTATE_CASES["FP8 cache"] = (([3, -1, 0, 9], 6, 3, 64), {"norms": True, "fp8": True})
 PRODUCT_CASES = {
@@ -79,6 +83,12 @@ EXPERT_CASES = {
     "one token": ((1, 8, 8, 64, 64, 16), {}),
     "all tokens to the same": ((19, 8, 2, 64, 64, 16), {"favourite": 3}),
     "experts of three ranks": ((5, 6, 2, 64, 128, 16), {"ranks": 3}),
+    "sigmoid scores": ((5, 6, 2, 64, 128, 16), {"sigmoid": True}),
+    "sigmoid scores, as they are": (
+        (21, 5, 3, 64, 64, 32),
+        {"sigmoid": True, "normalises": False},
+    ),
+    "experts and a shared MLP": ((5, 6, 2, 64, 128, 16), {"beside": True}),
     "all tokens to one of two ranks": ((19, 8, 1, 64, 64, 16), {"favourite": 6, "ranks": 2}),
 }
 PACKED_EXPERT_CASES = {
@@ -144,6 +154,8 @@ def rotated(x, norm_weight, cos, sin, *, bug=None):
     """Heads [T, H, D] as a layer of transformers treats them."""
     if norm_weight is not None:
         x = norm_module(norm_weight, x.shape[-1])(x)
+    if (rotary := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotated(x[..., :rotary], None, cos, sin), x[..., rotary:]), -1)
     if bug == "product not rounded":
         half = x.shape[-1] // 2
         swapped = torch.cat((-x[..., half:], x[..., :half]), -1).double()
@@ -154,12 +166,22 @@ def rotated(x, norm_weight, cos, sin, *, bug=None):
 
 @torch.no_grad()
 def rotate(
-    dtype, slots, num_heads, num_kv_heads, head_dim, *, norms, cached=True, fp8=False, bug=None
+    dtype,
+    slots,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    *,
+    norms,
+    cached=True,
+    fp8=False,
+    rotary=None,
+    bug=None,
 ):
-    tokens = len(slots)
+    tokens, rotary = len(slots), rotary or head_dim
     qkv = normal(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=0)
     weights = [normal(head_dim, dtype=dtype, seed=i) if norms else None for i in (1, 2)]
-    angles = 10 * normal(20, head_dim // 2, dtype=torch.float32, seed=3)
+    angles = 10 * normal(20, rotary // 2, dtype=torch.float32, seed=3)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     positions = torch.randperm(20, generator=torch.Generator().manual_seed(6))[:tokens]
     rows = table[positions + (bug == "position one late")].chunk(2, -1)
@@ -191,7 +213,7 @@ def rotate(
     actual = layer_kernels.rotate_heads(
         qkv,
         positions,
-        table * torch.where(torch.arange(head_dim) < head_dim // 2, 1, -1).to(dtype)
+        table * torch.where(torch.arange(rotary) < rotary // 2, 1, -1).to(dtype)
         if bug == "sine negated"
         else table,
         q_norm=weights[0],
@@ -284,7 +306,17 @@ def split(dtype, rows, width, *, bug=None):
     return (error / steps.clamp(min=1e-30)).max().item() / 0.51, 0.0
 
 
-def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, packed=False, bug=None):
+def experts(
+    dtype,
+    *sizes,
+    normalises=True,
+    favourite=None,
+    ranks=1,
+    packed=False,
+    sigmoid=False,
+    beside=False,
+    bug=None,
+):
     """Of several `ranks` that share the experts the parts are added up."""
     tokens, number, per_token, width, inner, tile = sizes
     mixture = Experts(
@@ -296,6 +328,11 @@ def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, packed=Fals
     )
     x = normal(tokens, width, dtype=dtype, seed=0)
     logits = x @ mixture.router.T
+    if sigmoid:
+        correction = normal(number, dtype=torch.float32, seed=4) / 4
+        mixture = replace(mixture, sigmoid=SigmoidScores(correction, scale=2.5))
+        logits = logits.float()
+    shared = normal(tokens, width, dtype=dtype, seed=5) if beside else None
     if favourite is not None:
         logits[:, favourite] += 9
     tiles = [expert_kernels.Tile(tile, 64, 64, 4, 2)] * 2
@@ -312,16 +349,20 @@ def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, packed=Fals
     ]
     if bug == "ids from zero on":
         shares = [replace(own, first=0) for own in shares]
-    found = [expert_kernels.sum_parts(x, logits, own, tiles) for own in shares]
+    found = [expert_kernels.sum_parts(x, logits, own, tiles, shared) for own in shares]
     if packed:
         gate_up, down = (unpack_rows(w, torch.float64) for w in (gate_up, down))
         mixture = replace(mixture, gate_up=gate_up, down=down)
     parts = torch.stack(found).sum(0)
     assert parts.dtype == torch.float32
-    assert parts.shape == (per_token, tokens, width)
-    exact = torch.zeros(tokens, width, dtype=torch.float64)
-    for token, scores in enumerate(logits.double().softmax(-1)):
-        gates, chosen = scores.topk(per_token)
+    assert parts.shape == (per_token + beside, tokens, width)
+    exact = shared.double() if beside else torch.zeros(tokens, width, dtype=torch.float64)
+    scale = 2.5 if sigmoid and bug != "gate weights not scaled" else 1.0
+    all_scores = logits.double().sigmoid() if sigmoid else logits.double().softmax(-1)
+    for token, scores in enumerate(all_scores):
+        gates, chosen = (scores + correction if sigmoid else scores).topk(per_token)
+        if bug != "gate weights corrected":
+            gates = scores[chosen]
         if normalises and bug != "gate weights as they are":
             gates = gates / gates.sum()
         if bug == "gate weights of other choices":
@@ -331,7 +372,7 @@ def experts(dtype, *sizes, normalises=True, favourite=None, ranks=1, packed=Fals
             halves = (mixture.gate_up[expert].double() @ x[token].double()).chunk(2)
             first, second = halves[:: -1 if bug == "gate and up of experts swapped" else 1]
             hidden = nn.functional.silu(first) * second
-            exact[token] += gate * (mixture.down[expert].double() @ hidden)
+            exact[token] += scale * gate * (mixture.down[expert].double() @ hidden)
     error = (parts.double().sum(0) - exact).norm() / exact.norm()
     return (error / torch.finfo(dtype).eps).item(), 0.0
 
@@ -364,6 +405,8 @@ OTHER_BUGS = {
     "gate weights as they are": (experts, EXPERT_CASES, "experts"),
     "gate weights of other choices": (experts, EXPERT_CASES, "experts"),
     "ids from zero on": (experts, EXPERT_CASES, "experts of three ranks"),
+    "gate weights corrected": (experts, EXPERT_CASES, "sigmoid scores"),
+    "gate weights not scaled": (experts, EXPERT_CASES, "sigmoid scores"),
     "the next expert": (experts, EXPERT_CASES, "experts"),
     "gate and up of experts swapped": (experts, EXPERT_CASES, "experts"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import silu
+from transformers import AutoConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeSparseMoeBlock,
     Qwen3MoeTopKRouter,
@@ -21,6 +24,8 @@ from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.distributed.mesh import Mesh
 from hone.families.shape import public_shape
+from hone.models.experts import Experts, SigmoidScores, route, router_logits
+from hone.models.fused_layers import is_fusible
 from hone.models.load import load_deferred, load_model
 from hone.models.manifest import export_weights
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
@@ -179,6 +184,48 @@ def test_what_corrects_choices_keeps_its_format(tmp_path: Path) -> None:
     assert found["model.layers.1.mlp.experts.3.up_proj.weight"].dtype == torch.bfloat16
     again = load_model(ModelConfig(path=str(out), dtype="bfloat16"), device="cpu", seed=0)
     assert torch.equal(again.get_buffer(name), bias)
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)], ids=["all", "two of four groups"])
+@pytest.mark.parametrize("normalises", [True, False])
+def test_sigmoid_choices_and_weights_are_those_of_transformers(
+    groups: tuple[int, int], normalises: bool
+) -> None:
+    config = AutoConfig.for_model(
+        "glm4_moe",
+        hidden_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=groups[0],
+        topk_group=groups[1],
+        norm_topk_prob=normalises,
+        routed_scaling_factor=2.5,
+    )
+    router = Glm4MoeTopkRouter(config)
+    with torch.no_grad():
+        router.weight.normal_()
+        router.e_score_correction_bias.normal_(std=0.3)
+    x = torch.randn(40, 32)
+    own = Experts(
+        router=router.weight,
+        gate_up=torch.empty(0),
+        down=torch.empty(0),
+        per_token=3,
+        normalises=normalises,
+        sigmoid=SigmoidScores(router.e_score_correction_bias, *groups, scale=2.5),
+    )
+    with torch.no_grad():
+        _, expected, chosen = router(x)
+        ids, weights = route(router_logits(x, own), own)
+    order, other = ids.argsort(-1), chosen.argsort(-1)
+    assert torch.equal(ids.gather(-1, order), chosen.gather(-1, other))
+    torch.testing.assert_close(weights.gather(-1, order), expected.gather(-1, other))
+    by_scores = route(router_logits(x, own), replace(own, sigmoid=None))[0]
+    assert not torch.equal(by_scores.sort(-1).values, ids.sort(-1).values), "the bias decides"
+
+
+def test_glm4_moe_is_sampled_with_fused_layers() -> None:
+    assert is_fusible(family_model("glm4_moe"))
 
 
 def test_packed_rows_with_experts_are_not_all_alike() -> None:

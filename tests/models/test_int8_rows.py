@@ -53,12 +53,15 @@ def test_a_step_off_is_seen():
     assert ((found - weight.double()).abs() > steps * 0.5001).any()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])
 def test_matrices_of_layers_are_packed_and_nothing_else(family):
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
     if family == "qwen3_moe":
         fields |= {"num_experts": 4, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
+    elif family == "glm4_moe":
+        fields |= {"n_routed_experts": 4, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
+        fields |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
     config = AutoConfig.for_model(family, **fields, tie_word_embeddings=False)
     with torch.device("meta"):
         room = AutoModelForCausalLM.from_config(config)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot b
 
 def test_R4_kernels_round_as_transformers():
     results = run_interpreted("tests.models.interpreted_layer_kernels")
-    assert results["cases"] == 77
+    assert results["cases"] == 90
     assert not results["wrong"]
     assert not results["missed"], "planted bugs"
 
@@ -38,7 +38,14 @@ def compile_for_hopper(kernel, pointers, constants, **options):
 
 
 HALF = "*bf16"
-HEADS = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HEADS": 8, "BLOCK": 64}
+HEADS = {
+    "NUM_HEADS": 16,
+    "NUM_KV_HEADS": 8,
+    "HEAD_DIM": 128,
+    "ROTARY": 128,
+    "HEADS": 8,
+    "BLOCK": 64,
+}
 ROTATE = {"q_ptr": HALF, "qkv_ptr": HALF, "rotary_ptr": HALF, "positions_ptr": "*i64"}
 ROTATE["eps"] = "fp32"
 
@@ -63,6 +70,8 @@ def test_kernels_compile_for_hopper(kernels):
         absent = {name: None for name in (*cache, "scales_ptr") if name not in optional}
         ptx = compile_for_hopper(kernels._rotate_kernel, ROTATE | optional, HEADS | absent)
         check_waits(ptx)
+    half_rotated = HEADS | {"ROTARY": 64} | dict.fromkeys((*cache, "scales_ptr"))
+    check_waits(compile_for_hopper(kernels._rotate_kernel, ROTATE, half_rotated))
     ptx = compile_for_hopper(
         kernels._silu_mul_kernel,
         {"output_ptr": HALF, "gate_up_ptr": HALF},
@@ -162,9 +171,14 @@ def test_unpacking_and_splitting_compile_for_hopper(kernels):
 def test_expert_kernels_compile_for_hopper(kernels):
     from hone.models import expert_kernels
 
-    route = {"ids_ptr": "*i32", "gates_ptr": "*fp32", "logits_ptr": HALF}
+    route = {"ids_ptr": "*i32", "gates_ptr": "*fp32", "gate_scale": "fp32"}
     sizes = {"EXPERTS": 128, "BLOCK": 128, "PER_TOKEN": 8, "CHOICES": 8, "NORMALISES": True}
-    check_waits(compile_for_hopper(expert_kernels._route_kernel, route, sizes, num_warps=1))
+    for scores, absent in (
+        ({"logits_ptr": HALF}, {"correction_ptr": None}),
+        ({"logits_ptr": "*fp32", "correction_ptr": "*fp32"}, {}),
+    ):
+        kernel = expert_kernels._route_kernel
+        check_waits(compile_for_hopper(kernel, route | scores, sizes | absent, num_warps=1))
     group = {"pairs_ptr": "*i32", "counts_ptr": "*i32", "ids_ptr": "*i32"}
     numbers = {"FIRST": 64, "BLOCK": 1024}
     check_waits(compile_for_hopper(expert_kernels._group_kernel, group, numbers))

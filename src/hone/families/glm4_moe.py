@@ -4,6 +4,7 @@ from hone.families.spec import (
     DENSE_TENSOR_PLAN,
     EXPERTS_TENSOR_PLAN,
     HEAD_NORMS_TENSOR_PLAN,
+    DecodeLayout,
     ExpertLayout,
     Json,
     ModelSpec,
@@ -22,6 +23,12 @@ SPEC = ModelSpec(
     o_bias=False,
     head_norms=True,
     head_norms_switch="use_qk_norm",
+    decode=DecodeLayout(
+        "transformers.models.glm4_moe.modeling_glm4_moe",
+        "Glm4Moe",
+        mixture="MoE",
+        router="TopkRouter",
+    ),
     experts=ExpertLayout(
         has_experts=lambda config, layer: layer >= config.get("first_k_dense_replace", 1),
         numbers=("n_routed_experts", "num_local_experts"),

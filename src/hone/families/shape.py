@@ -132,9 +132,7 @@ class ModelShape:
                 mlp_bias=bool(config.get("mlp_bias", False)),
                 sliding_window=config["sliding_window"] if sliding else None,
                 num_sliding_layers=sliding,
-                head_norms_off=bool(
-                    spec.head_norms_switch and not config.get(spec.head_norms_switch)
-                ),
+                head_norms_off=spec.head_norms and not spec.has_head_norms(config),
                 **_experts(config, spec),
             )
         except KeyError as error:

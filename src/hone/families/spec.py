@@ -114,14 +114,18 @@ class DecodeLayout:
     """Which classes of transformers the fused decode stands in for.
 
     It computes pre-norm layers with SwiGLU, or a mixture of such experts, whose modules are named
-    as those of Llama, and of Qwen3-MoE. Any other class, a subclass too, may compute something else
-    and runs as transformers has it.
+    as those of Llama, and of Qwen3-MoE or GLM-4 MoE. Any other class, a subclass too, may compute
+    something else and runs as transformers has it.
     """
 
     module: str
     """Python module of the family's classes."""
     prefix: str
     """How their names begin, before `Attention`, `RMSNorm` and so on."""
+    mixture: str = "SparseMoeBlock"
+    """How that of a mixture of experts ends,"""
+    router: str = "TopKRouter"
+    """and that of its router."""
 
     def classes(self, *, head_norms: bool) -> dict[str, str]:
         """Full class names by module of the backbone, layer numbers as `*`; `mlp_classes` apart."""
@@ -142,16 +146,18 @@ class DecodeLayout:
             **{f"layers.*.self_attn.{name}": f"{family}RMSNorm" for name in norms},
         }
 
-    def mlp_classes(self, *, experts: bool) -> set[tuple[str, str]]:
+    def mlp_classes(self, experts: ExpertLayout | None) -> set[tuple[str, str]]:
         """The same of MLPs, and of what layers with `experts` have in their place. The activation,
         which is silu, is left out."""
         family, mlp = f"{self.module}.{self.prefix}", "layers.*.mlp"
         names = ("gate_proj", "up_proj", "down_proj")
-        found = {(mlp, f"{family}MLP"), *((f"{mlp}.{name}", _LINEAR) for name in names)}
+        places = [mlp, f"{mlp}.shared_experts"] if experts and experts.shared else [mlp]
+        found = {(place, f"{family}MLP") for place in places}
+        found |= {(f"{place}.{name}", _LINEAR) for place in places for name in names}
         if experts:
             found |= {
-                (mlp, f"{family}SparseMoeBlock"),
-                (f"{mlp}.gate", f"{family}TopKRouter"),
+                (mlp, f"{family}{self.mixture}"),
+                (f"{mlp}.gate", f"{family}{self.router}"),
                 (f"{mlp}.experts", f"{family}Experts"),
             }
         return found
@@ -219,6 +225,11 @@ class ModelSpec:
     """Fields of `config.json` that must be unset."""
     public: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """`config.json` of public models, in what matters here, by name in lower case."""
+
+    def has_head_norms(self, config: Json) -> bool:
+        """Whether a model of the family with this config has those norms."""
+        switch = self.head_norms_switch
+        return self.head_norms and (switch is None or bool(config.get(switch)))
 
     def layer_windows(self, config: Json) -> tuple[int | None, ...]:
         """Keys that a query of each layer sees, itself included; None: all before it.

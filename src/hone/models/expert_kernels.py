@@ -63,7 +63,10 @@ class Tile(NamedTuple):
 
 def is_served(x: Tensor, experts: Experts) -> bool:
     """Whether `sum_parts` serves rows x [T, D]: few of them, in a 16-bit format, of sizes that
-    tiles divide."""
+    tiles divide, and of experts that are not chosen by groups."""
+    sigmoid = experts.sigmoid
+    if sigmoid is not None and sigmoid.kept_groups < sigmoid.num_groups:
+        return False
     return len(x) <= MAX_TOKENS and x.dtype in DTYPES and choose_tiles(len(x), experts) is not None
 
 
@@ -95,12 +98,13 @@ def sum_parts(
     logits: Tensor,
     experts: Experts,
     tiles: tuple[Tile, Tile] | None = None,
+    beside: Tensor | None = None,
     record: Record = None,
 ) -> Tensor:
     """The weighted outputs of each token's experts, parts of its sum: float32 [K, T, D]. Zeros for
-    experts of other ranks.
+    experts of other ranks. What lies `beside` them, [T, D], is a further part.
 
-    x [T, D] and the router's logits [T, E] are contiguous and have the dtype of the weights.
+    x [T, D] and the router's logits [T, E] are contiguous; x has the dtype of the weights.
     `is_served` says of which x; `tiles` are those of `choose_tiles` where none are given.
     """
     (num_tokens, width), per_token = x.shape, experts.per_token
@@ -110,14 +114,16 @@ def sum_parts(
     first, second = tiles
     num_pairs = num_tokens * per_token
     make_parts = torch.empty if experts.are_all else torch.zeros
-    parts = make_parts(per_token, num_tokens, width, dtype=torch.float32, device=x.device)
+    num_parts = per_token + (beside is not None)
+    parts = make_parts(num_parts, num_tokens, width, dtype=torch.float32, device=x.device)
+    sigmoid = experts.sigmoid
     ids = x.new_empty(num_pairs, dtype=torch.int32)
     gates = x.new_empty(num_pairs, dtype=torch.float32)
     launch(
         _route_kernel,
         (num_tokens, 1, 1),
-        (ids, gates, logits),
-        (),
+        (ids, gates, logits, None if sigmoid is None else sigmoid.correction),
+        (1.0 if sigmoid is None else sigmoid.scale,),
         (
             len(experts.router),
             next_power_of_2(len(experts.router)),
@@ -155,16 +161,20 @@ def sum_parts(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+    if beside is not None:
+        parts[per_token].copy_(beside)
     if record is not None:  # last: the kernels above overlap
         record(ids.view(num_tokens, per_token))
     return parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_scale"])
 def _route_kernel(
     ids_ptr: tl.tensor,
     gates_ptr: tl.tensor,
     logits_ptr: tl.tensor,
+    correction_ptr: tl.tensor,
+    gate_scale: tl.tensor,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PER_TOKEN: tl.constexpr,
@@ -172,6 +182,7 @@ def _route_kernel(
     NORMALISES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    """Scores are a softmax, or with a correction, by which experts are chosen, sigmoids."""
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -181,23 +192,31 @@ def _route_kernel(
     mask = expert < EXPERTS
     logits = tl.load(logits_ptr + token * EXPERTS + expert, mask=mask, other=-float("inf"))
     exact = logits.to(tl.float32)
-    powers = tl.exp(exact - tl.max(exact, axis=0))
-    left = powers / tl.sum(powers, axis=0)
+    if correction_ptr is None:
+        powers = tl.exp(exact - tl.max(exact, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
+        left = scores
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-exact))
+        correction = tl.load(correction_ptr + expert, mask=mask, other=0.0)
+        left = tl.where(mask, scores + correction, -float("inf"))
     total = 0.0
     choice = tl.arange(0, CHOICES)
     ids = tl.zeros([CHOICES], tl.int32)
     gates = tl.zeros([CHOICES], tl.float32)
     for k in tl.static_range(PER_TOKEN):
-        gate = tl.max(left, axis=0)
-        best = tl.min(tl.where(left == gate, expert, BLOCK), axis=0)
+        largest = tl.max(left, axis=0)
+        best = tl.min(tl.where(left == largest, expert, BLOCK), axis=0)
         # Where logits are not numbers nothing equals the largest.
         best = tl.minimum(best, EXPERTS - 1)
-        left = tl.where(expert == best, -1.0, left)
+        gate = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
+        left = tl.where(expert == best, -float("inf"), left)
         ids = tl.where(choice == k, best, ids)
         gates = tl.where(choice == k, gate, gates)
         total += gate
     if NORMALISES:
         gates = gates / total
+    gates *= gate_scale
     at = token * PER_TOKEN + choice
     tl.store(ids_ptr + at, ids, mask=choice < PER_TOKEN)
     tl.store(gates_ptr + at, gates.to(dtype).to(tl.float32), mask=choice < PER_TOKEN)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,33 @@ from torch import Tensor
 
 from hone.models.int8_rows import is_packed, unpack_rows
 
-__all__ = ["Experts", "Record", "route", "sum_experts", "sum_own"]
+__all__ = [
+    "Experts",
+    "Record",
+    "SigmoidScores",
+    "route",
+    "router_logits",
+    "sum_experts",
+    "sum_own",
+]
 
 Record: TypeAlias = "Callable[[Tensor], None] | None"
 """Is given the experts [T, K] that the tokens of a layer pass; None: nobody asks."""
+Linear: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
+
+
+class SigmoidScores(NamedTuple):
+    """Scores of a router that are each logit's own, as DeepSeek-V3's are (arXiv:2412.19437), and
+    how experts are chosen by them. Router and gate weights are float32 in any model."""
+
+    correction: Tensor
+    """[E] float32, added to the scores by which experts are chosen, not to their gate weights."""
+    num_groups: int = 1
+    """Groups of experts that lie side by side, each judged by the sum of its best two."""
+    kept_groups: int = 1
+    """Those of a token's best groups, in which alone it chooses."""
+    scale: float = 1.0
+    """Of gate weights, once they are normalised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +65,9 @@ class Experts:
     per_token: int
     """K."""
     normalises: bool
-    """Whether the gate weights of a token add up to one."""
+    """Whether the gate weights of a token are divided by their sum."""
+    sigmoid: SigmoidScores | None = None
+    """None: scores are the softmax of the logits, and experts are chosen by them alone."""
     layer: int = 0
     """Place among the layers with experts."""
     first: int = 0
@@ -52,12 +77,22 @@ class Experts:
     def of(cls, mlp: Any, layer: int, rank: int = 0) -> Self:
         """Those of `mlp`, a module with a router `gate` and stacked `experts`: all of them, or
         where ranks share them those of `rank`."""
+        correction: Tensor | None = getattr(mlp.gate, "e_score_correction_bias", None)
+        sigmoid = None
+        if correction is not None:
+            sigmoid = SigmoidScores(
+                correction,
+                num_groups=mlp.gate.num_group,
+                kept_groups=mlp.gate.topk_group,
+                scale=mlp.gate.routed_scaling_factor,
+            )
         return cls(
             router=mlp.gate.weight,
             gate_up=mlp.experts.gate_up_proj,
             down=mlp.experts.down_proj,
             per_token=mlp.gate.top_k,
             normalises=mlp.gate.norm_topk_prob,
+            sigmoid=sigmoid,
             layer=layer,
             first=rank * len(mlp.experts.down_proj),
         )
@@ -68,19 +103,49 @@ class Experts:
         return len(self.down) == len(self.router)
 
 
+def router_logits(x: Tensor, experts: Experts, linear: Linear = F.linear) -> Tensor:
+    """The router's logits [T, E] for x [T, D]: in the dtype of x, as `linear` computes them; those
+    of sigmoid scores in float32."""
+    if experts.sigmoid is None:
+        return linear(x, experts.router, None)
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x, experts.router.T, out_dtype=torch.float32)  # which no CPU has
+    return F.linear(x.float(), experts.router.float())
+
+
 def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """The experts of each token by the router's logits [T, E], and their gate weights, in the
-    dtype of the logits: int64 and floats [T, K], the largest first."""
+    dtype of the logits: int64 and floats [T, K], the best choice first."""
+    if experts.sigmoid is not None:
+        return _route_by_sigmoid(logits, experts, experts.sigmoid)
     weights, ids = logits.softmax(-1, dtype=torch.float32).topk(experts.per_token, dim=-1)
     if experts.normalises:
         weights = weights / weights.sum(-1, keepdim=True)
     return ids, weights.to(logits.dtype)
 
 
+def _route_by_sigmoid(
+    logits: Tensor, experts: Experts, sigmoid: SigmoidScores
+) -> tuple[Tensor, Tensor]:
+    scores_TE = logits.sigmoid()
+    choice_TE = scores_TE + sigmoid.correction
+    if sigmoid.kept_groups < sigmoid.num_groups:
+        groups_TGE = choice_TE.unflatten(-1, (sigmoid.num_groups, -1))
+        values_TG = groups_TGE.topk(2, dim=-1).values.sum(-1)
+        kept = values_TG.topk(sigmoid.kept_groups, dim=-1).indices
+        is_kept_TG = torch.zeros_like(values_TG, dtype=torch.bool).scatter_(-1, kept, True)
+        choice_TE = groups_TGE.masked_fill(~is_kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    ids_TK = choice_TE.topk(experts.per_token, dim=-1).indices
+    weights_TK = scores_TE.gather(-1, ids_TK)
+    if experts.normalises:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK * sigmoid.scale
+
+
 def sum_experts(x: Tensor, experts: Experts, record: Record = None) -> Tensor:
     """What the experts of each token make of x [T, D], weighted and added up: [T, D]. Of experts
     that ranks share it is this rank's part of the sum."""
-    ids_TK, weights_TK = route(F.linear(x, experts.router), experts)
+    ids_TK, weights_TK = route(router_logits(x, experts), experts)
     if record is not None:
         record(ids_TK)
     gate_up, down = (

@@ -1,16 +1,17 @@
 """Decoder layers of known families as few, large operations.
 
-The layers of Llama, Mistral, Qwen2 and Qwen3 are one skeleton. Here it runs over the model's own
-parameters as
+The layers of Llama, Mistral, Qwen2, Qwen3 and GLM-4 MoE are one skeleton. Here it runs over the
+model's own parameters as
 
     x = norm(residual)        qkv = x @ [q; k; v]        norm and rotate heads, store k and v
     x = attention @ o         residual += x              x = norm(residual)
     x = silu(gate) * up       with [gate; up] = x @ ...  residual += x @ down
 
 which is eight or nine kernels a layer on CUDA. A layer with a mixture of experts has the products
-of its tokens' experts in place of the last line's. Projections that read the same input are merged
-without a copy: their parameters become adjacent views of one tensor. What the operations are, for
-generation, over several ranks, or in exact mode, is said by `hone.models.layer_ops`.
+of its tokens' experts in place of the last line's, or beside them. Projections that read the same
+input are merged without a copy: their parameters become adjacent views of one tensor. What the
+operations are, for generation, over several ranks, or in exact mode, is said by
+`hone.models.layer_ops`.
 
 Letters: T packed tokens, D model and head size, H heads, I the MLP's inner size.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel
 from hone.families.registry import spec_of
 from hone.models.experts import Experts
 from hone.models.int8_rows import is_packed
-from hone.models.layer_ops import Heads, LayerOps, Projection
+from hone.models.layer_ops import Heads, LayerOps, Mlp, Projection
 
 __all__ = [
     "FusedDecoder",
@@ -57,8 +58,9 @@ def is_fusible(model: PreTrainedModel) -> bool:
     spec = spec_of(model.config.model_type)
     if spec.decode is None or model.config.hidden_act != "silu":
         return False
-    always = set(spec.decode.classes(head_norms=spec.head_norms).items())
-    mlps = spec.decode.mlp_classes(experts=spec.experts is not None)
+    head_norms = spec.has_head_norms(model.config.to_dict())
+    always = set(spec.decode.classes(head_norms=head_norms).items())
+    mlps = spec.decode.mlp_classes(spec.experts)
     found = {
         (".".join("*" if part.isdigit() else part for part in name.split(".")), _path(type(module)))
         for name, module in model.base_model.named_modules()
@@ -94,20 +96,16 @@ def merge_projections(model: PreTrainedModel) -> None:
     for layer in base.layers:
         attention = layer.self_attn
         Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
-        if not hasattr(layer.mlp, "experts"):
-            Mlp.of(layer.mlp)
+        mlp = _mlp_of(layer)
+        if mlp is not None:
+            Mlp.of(mlp)
 
 
-class Mlp(NamedTuple):
-    """The MLP of a layer: [gate; up], then down."""
-
-    gate_up: Projection
-    down: Projection
-
-    @classmethod
-    def of(cls, module: Any) -> Self:
-        """Merges the first parameters of `module`."""
-        return cls(Projection.of(module.gate_proj, module.up_proj), Projection.of(module.down_proj))
+def _mlp_of(layer: Any) -> nn.Module | None:
+    """The MLP of a decoder layer of transformers: all of it, or what is beside the experts."""
+    if not hasattr(layer.mlp, "experts"):
+        return layer.mlp
+    return getattr(layer.mlp, "shared_experts", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +116,9 @@ class FusedLayer:
     qkv: Projection
     o: Projection
     mlp_norm: Tensor
-    mlp: Mlp | Experts
+    mlp: Mlp | None
+    """That of all tokens, beside the experts where there are any."""
+    experts: Experts | None
     next_norm: Tensor
     """Weight of the norm that follows: the next layer's first, or the decoder's last."""
     eps: float
@@ -135,7 +135,7 @@ class FusedLayer:
     ) -> Self:
         """The layer that computes what the decoder layer `module` does; merges its parameters.
         `expert_layer` is its place among the layers with experts, None where it has an MLP."""
-        attention = module.self_attn
+        attention, mlp = module.self_attn, _mlp_of(module)
         eps: float = attention.config.rms_norm_eps
         heads = Heads(
             layer_index=attention.layer_idx,
@@ -153,7 +153,8 @@ class FusedLayer:
             qkv=Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
             o=Projection.of(attention.o_proj),
             mlp_norm=module.post_attention_layernorm.weight,
-            mlp=Mlp.of(module.mlp)
+            mlp=None if mlp is None else Mlp.of(mlp),
+            experts=None
             if expert_layer is None
             else Experts.of(module.mlp, expert_layer, ops.rank),
             next_norm=next_norm,
@@ -170,9 +171,10 @@ class FusedLayer:
         attended = ops.attend(qkv, self.heads, positions, rotary, context).flatten(1)
         x = ops.sum_linear(attended, self.o)
         x, residual = ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
-        if isinstance(self.mlp, Experts):
-            x = ops.sum_experts(x, self.mlp, context)
+        if self.experts is not None:
+            x = ops.sum_experts(x, self.experts, self.mlp, context)
         else:
+            assert self.mlp is not None, "a layer has experts, an MLP, or both"
             x = ops.sum_linear(ops.gated_linear(x, self.mlp.gate_up), self.mlp.down)
         return ops.add_rms_norm(x, residual, self.next_norm, self.eps)
 
@@ -207,7 +209,7 @@ class FusedDecoder:
             parameter
             for layer in base.layers
             for name, parameter in layer.named_parameters()
-            if name.split(".")[1] in MERGED
+            if name.split(".")[-2] in MERGED
         )
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # where the merged parameters lay before
@@ -230,9 +232,9 @@ class FusedDecoder:
 class RotaryTable:
     """Rotary embeddings of positions, computed once by the model's own module.
 
-    Rows hold the D / 2 cosines and D / 2 sines of a position, 16 MiB for 65,536 positions of 128
-    16-bit numbers. The table reaches as far as has been asked for, doubling; graphs may hold the
-    former ones, which are kept.
+    Rows hold the R / 2 cosines and R / 2 sines of a position, where R values of a head are rotated:
+    16 MiB for 65,536 positions of 128 16-bit numbers. The table reaches as far as has been asked
+    for, doubling; graphs may hold the former ones, which are kept.
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -241,7 +243,7 @@ class RotaryTable:
         self._tables: list[Tensor] = []
 
     def rows(self, count: int) -> Tensor:
-        """A table [P, D] of at least the first `count` positions.
+        """A table [P, R] of at least the first `count` positions.
 
         Raises RuntimeError where a graph is being recorded that needs a longer table than there is.
         """

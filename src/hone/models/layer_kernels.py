@@ -22,6 +22,7 @@ This module imports triton; `hone.models.layer_ops` imports it only where it is 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,9 @@ from hone.models.int8_kernels import int8_product, unpack_rows
 from hone.models.int8_rows import is_packed
 from hone.models.kernel_launch import launch, next_power_of_2
 from hone.models.product_kernels import small_product
+
+if TYPE_CHECKING:
+    from hone.models.layer_ops import Mlp
 
 __all__ = [
     "add_rms_norm",
@@ -83,15 +87,26 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return silu_mul(F.linear(x, weight, bias)) if product is None else product
 
 
-def sum_experts(x: Tensor, mixture: experts.Experts, record: experts.Record = None) -> Tensor:
-    """What the experts of each token make of x [T, D], contiguous, for `add_rms_norm`."""
-    if not expert_kernels.is_served(x, mixture):
-        if is_packed(mixture.down):
-            matrices = {name: getattr(mixture, name) for name in ("gate_up", "down")}
-            mixture = replace(mixture, **{n: unpack_rows(w, x.dtype) for n, w in matrices.items()})
-        return experts.sum_experts(x, mixture, record)
-    logits = linear(x, mixture.router, None)
-    return expert_kernels.sum_parts(x, logits, mixture, record=record)
+def sum_experts(
+    x: Tensor,
+    mixture: experts.Experts,
+    shared: Mlp | None = None,
+    record: experts.Record = None,
+) -> Tensor:
+    """What the experts of each token, and an MLP that all have `shared`, make of x [T, D],
+    contiguous, for `add_rms_norm`."""
+    beside = None
+    if shared is not None:
+        inner = gated_linear(x, shared.gate_up.weight, shared.gate_up.bias)
+        beside = linear(inner, shared.down.weight, shared.down.bias)
+    if expert_kernels.is_served(x, mixture):
+        logits = experts.router_logits(x, mixture, linear)
+        return expert_kernels.sum_parts(x, logits, mixture, beside=beside, record=record)
+    if is_packed(mixture.down):
+        matrices = {name: getattr(mixture, name) for name in ("gate_up", "down")}
+        mixture = replace(mixture, **{n: unpack_rows(w, x.dtype) for n, w in matrices.items()})
+    total = experts.sum_experts(x, mixture, record)
+    return total if beside is None else total + beside
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -139,12 +154,12 @@ def rotate_heads(
     """Norm and rotate queries and keys; store keys and values where a cache is given.
 
     qkv [T, Hq + 2 Hkv, D] holds queries, keys and values, contiguous, and is overwritten. Token t
-    is at positions[t] (int64 [T]), a row of rotary [P, D] in the dtype of qkv: D / 2 cosines, then
-    D / 2 sines, which rotate pairs (i, i + D / 2). q_norm and k_norm [D], if any, are the weights
-    of a norm over each head. kv_cache is [2, num_blocks, block_size, Hkv, D] or None, slot_mapping
-    [T] int64, slot -1 stores nothing. The cache has the dtype of qkv or, with kv_scales [2, Hkv]
-    float32, is float8_e4m3fn: values are divided by their head's scale, and saturate. Returns
-    queries [T, Hq, D], contiguous, keys and values [T, Hkv, D].
+    is at positions[t] (int64 [T]), a row of rotary [P, R] in the dtype of qkv: R / 2 cosines, then
+    R / 2 sines, which rotate pairs (i, i + R / 2); what a head has behind R stays. q_norm and
+    k_norm [D], if any, are the weights of a norm over each head. kv_cache is [2, num_blocks,
+    block_size, Hkv, D] or None, slot_mapping [T] int64, slot -1 stores nothing. The cache has the
+    dtype of qkv or, with kv_scales [2, Hkv] float32, is float8_e4m3fn: values are divided by their
+    head's scale, and saturate. Returns queries [T, Hq, D], contiguous, keys and values [T, Hkv, D].
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
     num_kv_heads = (num_all_heads - num_heads) // 2
@@ -155,7 +170,14 @@ def rotate_heads(
         (num_tokens, -(-num_heads // heads) - (-num_kv_heads // heads), 1),
         (q, qkv, positions, rotary, q_norm, k_norm, kv_cache, slot_mapping, kv_scales),
         (0 if kv_cache is None else kv_cache.shape[1] * kv_cache.shape[2], eps),
-        (num_heads, num_kv_heads, head_dim, heads, next_power_of_2(head_dim // 2)),
+        (
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rotary.shape[1],
+            heads,
+            next_power_of_2(head_dim // 2),
+        ),
         num_warps=ROTATE_WARPS,
     )
     _, k, v = qkv.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
@@ -227,53 +249,65 @@ def _rotate_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    # Values of a head come in pairs, the first of which is at `dim` and the second `apart` behind
+    # it. Pairs of what is not rotated are turned by no angle.
     half: tl.constexpr = HEAD_DIM // 2
+    turned: tl.constexpr = ROTARY // 2
     query_blocks: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     qkv_ptr += token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
-    dim = tl.arange(0, BLOCK)
+    pair = tl.arange(0, BLOCK)
+    in_head = pair < half
+    dim = pair
+    apart = tl.zeros([BLOCK], tl.int32) + half
+    if ROTARY < HEAD_DIM:
+        dim = tl.where(pair < turned, pair, pair + turned)
+        apart = tl.where(pair < turned, turned, half - turned)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    rotary_ptr += tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + dim
-    cos = tl.load(rotary_ptr, mask=dim < half, other=0.0)[None, :]
-    sin = tl.load(rotary_ptr + half, mask=dim < half, other=0.0)[None, :]
+    rotary_ptr += tl.load(positions_ptr + token).to(tl.int64) * ROTARY + pair
+    cos = tl.load(rotary_ptr, mask=pair < turned, other=1.0)[None, :]
+    sin = tl.load(rotary_ptr + turned, mask=pair < turned, other=0.0)[None, :]
     if block < query_blocks:
         head = block * HEADS + tl.arange(0, HEADS)
-        mask = (head < NUM_HEADS)[:, None] & (dim < half)[None, :]
+        mask = (head < NUM_HEADS)[:, None] & in_head[None, :]
         at = head[:, None] * HEAD_DIM + dim[None, :]
         first, second = _norm_and_rotate(
-            qkv_ptr + at, mask, dim, cos, sin, q_norm_ptr, eps, HEAD_DIM
+            qkv_ptr + at, mask, dim, apart, in_head, cos, sin, q_norm_ptr, eps, HEAD_DIM
         )
         q_ptr += token * (NUM_HEADS * HEAD_DIM)
         tl.store(q_ptr + at, first, mask=mask)
-        tl.store(q_ptr + at + half, second, mask=mask)
+        tl.store(q_ptr + at + apart[None, :], second, mask=mask)
     else:
         head = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
-        mask = (head < NUM_KV_HEADS)[:, None] & (dim < half)[None, :]
+        mask = (head < NUM_KV_HEADS)[:, None] & in_head[None, :]
         at = head[:, None] * HEAD_DIM + dim[None, :]
         keys_ptr = qkv_ptr + NUM_HEADS * HEAD_DIM + at
-        first, second = _norm_and_rotate(keys_ptr, mask, dim, cos, sin, k_norm_ptr, eps, HEAD_DIM)
+        first, second = _norm_and_rotate(
+            keys_ptr, mask, dim, apart, in_head, cos, sin, k_norm_ptr, eps, HEAD_DIM
+        )
         tl.store(keys_ptr, first, mask=mask)
-        tl.store(keys_ptr + half, second, mask=mask)
+        tl.store(keys_ptr + apart[None, :], second, mask=mask)
         if cache_ptr is not None:
             slot = tl.load(slots_ptr + token).to(tl.int64)
             if slot >= 0:
                 values_ptr = keys_ptr + NUM_KV_HEADS * HEAD_DIM
                 first_value = tl.load(values_ptr, mask=mask, other=0.0)
-                second_value = tl.load(values_ptr + half, mask=mask, other=0.0)
+                second_value = tl.load(values_ptr + apart[None, :], mask=mask, other=0.0)
                 target = cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + at
                 scale_at = tl.minimum(head, NUM_KV_HEADS - 1)[:, None]
                 _store_scaled(target, first, scales_ptr, scale_at, mask)
-                _store_scaled(target + half, second, scales_ptr, scale_at, mask)
+                _store_scaled(target + apart[None, :], second, scales_ptr, scale_at, mask)
                 target += num_slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
                 scale_at += NUM_KV_HEADS
                 _store_scaled(target, first_value, scales_ptr, scale_at, mask)
-                _store_scaled(target + half, second_value, scales_ptr, scale_at, mask)
+                _store_scaled(target + apart[None, :], second_value, scales_ptr, scale_at, mask)
 
 
 @triton.jit
@@ -296,22 +330,22 @@ def _norm_and_rotate(
     heads_ptr: tl.tensor,
     mask: tl.tensor,
     dim: tl.tensor,
+    apart: tl.tensor,
+    in_head: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     norm_ptr: tl.tensor,
     eps: tl.tensor,
     HEAD_DIM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    half: tl.constexpr = HEAD_DIM // 2
     dtype: tl.constexpr = heads_ptr.dtype.element_ty
     first = tl.load(heads_ptr, mask=mask, other=0.0)
-    second = tl.load(heads_ptr + half, mask=mask, other=0.0)
-    in_head = dim < half
+    second = tl.load(heads_ptr + apart[None, :], mask=mask, other=0.0)
     if norm_ptr is not None:
         x, y = first.to(tl.float32), second.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / HEAD_DIM + eps)
         first_weight = tl.load(norm_ptr + dim, mask=in_head, other=0.0)
-        second_weight = tl.load(norm_ptr + half + dim, mask=in_head, other=0.0)
+        second_weight = tl.load(norm_ptr + apart + dim, mask=in_head, other=0.0)
         first = _scale(x, inverse[:, None], first_weight[None, :], dtype)
         second = _scale(y, inverse[:, None], second_weight[None, :], dtype)
     return (

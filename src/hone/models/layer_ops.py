@@ -35,6 +35,7 @@ from hone.models.int8_rows import is_packed, unpack_rows
 __all__ = [
     "Heads",
     "LayerOps",
+    "Mlp",
     "Projection",
     "TorchKernels",
     "choose_kernels",
@@ -82,6 +83,18 @@ class Projection(NamedTuple):
         has_bias = cast(nn.Parameter | None, linear.bias) is not None
         bias = merge_rows([linear.bias for linear in linears]) if has_bias else None
         return cls(merge_rows([linear.weight for linear in linears]), bias, linears)
+
+
+class Mlp(NamedTuple):
+    """The MLP of a layer: [gate; up], then down."""
+
+    gate_up: Projection
+    down: Projection
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """Merges the first parameters of `module`."""
+        return cls(Projection.of(module.gate_proj, module.up_proj), Projection.of(module.down_proj))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +146,13 @@ class LayerOps:
         """silu(gate) * up, [T, I], of the outputs [gate; up] of `linear`."""
         return self.kernels.gated_linear(x, projection.weight, projection.bias)
 
-    def sum_experts(self, x: Tensor, experts: Experts, context: Any) -> Tensor:
-        """What the experts of each token make of x [T, D], added up, in any form that
-        `add_rms_norm` adds to the residual. The context records which they are where it has a
-        place for them."""
+    def sum_experts(self, x: Tensor, experts: Experts, shared: Mlp | None, context: Any) -> Tensor:
+        """What the experts of each token, and an MLP that all `shared`, make of x [T, D], added up,
+        in any form that `add_rms_norm` adds to the residual. The context records which experts they
+        are where it has a place for them."""
         is_recorded = context.routes is not None
         record = partial(context.record_routes, experts.layer) if is_recorded else None
-        return self.kernels.sum_experts(x, experts, record)
+        return self.kernels.sum_experts(x, experts, shared, record)
 
     def attend(
         self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: Any
@@ -215,8 +228,9 @@ class TorchKernels:
             weights = (q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))
             heads = torch.cat(weights) * _normalized(heads, eps)
         cos, sin = rotary[positions].unsqueeze(1).chunk(2, -1)
-        x, y = heads.chunk(2, -1)
-        rotated = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
+        half = cos.shape[-1]
+        x, y, rest = heads.split((half, half, heads.shape[-1] - 2 * half), -1)
+        rotated = torch.cat((x * cos - y * sin, y * cos + x * sin, rest), -1)
         q, k = rotated.split((num_heads, num_kv_heads), 1)
         if kv_cache is not None and slot_mapping is not None:
             write_kv(k, v, kv_cache, slot_mapping, kv_scales)
@@ -234,8 +248,14 @@ class TorchKernels:
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.silu_mul(self.linear(x, weight, bias))
 
-    def sum_experts(self, x: Tensor, experts: Experts, record: Record = None) -> Tensor:
-        return sum_experts(x, experts, record)
+    def sum_experts(
+        self, x: Tensor, experts: Experts, shared: Mlp | None = None, record: Record = None
+    ) -> Tensor:
+        total = sum_experts(x, experts, record)
+        if shared is None:
+            return total
+        inner = self.gated_linear(x, shared.gate_up.weight, shared.gate_up.bias)
+        return total + self.linear(inner, shared.down.weight, shared.down.bias)
 
 
 def _normalized(x: Tensor, eps: float) -> Tensor:

@@ -37,9 +37,9 @@ from hone.config.model_facts import ModelFacts
 from hone.distributed.processes import processes
 from hone.families.registry import SPECS
 from hone.families.spec import DIVIDED_FIELDS, Split
-from hone.models.experts import Experts, sum_own
+from hone.models.experts import Experts
 from hone.models.fused_layers import is_fusible
-from hone.models.layer_ops import LayerOps, Projection, TorchKernels
+from hone.models.layer_ops import LayerOps, Mlp, Projection, TorchKernels
 
 if TYPE_CHECKING:
     from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
@@ -216,8 +216,8 @@ class TensorParallelOps(LayerOps):
         bias = projection.bias if self._tp.rank == 0 else None
         return self.kernels.linear(x, projection.weight, bias)
 
-    def sum_experts(self, x: Tensor, experts: Experts, context: Any) -> Tensor:
-        found = super().sum_experts(x, experts, context)
+    def sum_experts(self, x: Tensor, experts: Experts, shared: Mlp | None, context: Any) -> Tensor:
+        found = super().sum_experts(x, experts, shared, context)
         return found if found.ndim == 2 else found.sum(0).to(x.dtype)
 
 
@@ -319,25 +319,13 @@ def divide_layers(model: PreTrainedModel, tp: TensorParallel) -> None:
                 if tp.rank > 0:
                     module.register_parameter("bias", None)  # the first adds it
             case "experts":
-                module.forward = _OwnExperts(module, tp.rank)
+                raise AssertionError(f"fused layers divide experts, and {name} is in none")
             case "rows" | "shared":
                 pass
     layers: Any = model.base_model.layers
     for layer in layers:
         for part in (layer.self_attn.o_proj, layer.mlp):
             part.register_forward_hook(_SumOverRanks(tp))
-
-
-class _OwnExperts:
-    """The forward of a layer's experts of which this rank has some."""
-
-    def __init__(self, module: Any, rank: int) -> None:
-        self.module = module
-        self.first = rank * len(module.down_proj)
-
-    def __call__(self, hidden_states: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        matrices = self.module.gate_up_proj, self.module.down_proj
-        return sum_own(hidden_states, ids_TK, weights_TK, *matrices, first=self.first)
 
 
 class _SumOverRanks:
