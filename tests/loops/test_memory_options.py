@@ -49,6 +49,7 @@ STEPS = 3
 FIELDS = {
     "llama": {"attention_bias": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 """Of a family's tiny model, beside its sizes."""
 
