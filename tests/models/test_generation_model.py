@@ -19,7 +19,7 @@ from hone.checkpoint.export import export_hf
 from hone.checkpoint.tree import in_memory, read_tree, split_tree, write_tree
 from hone.config.trainer import OptimizerConfig
 from hone.distributed.mesh import Mesh
-from hone.models import fused_layers, generation, layer_ops
+from hone.models import experts, fused_layers, generation, layer_ops
 from hone.models.decoder import alias_module, head_logits, head_weight
 from hone.models.fused_layers import FusedDecoder, RotaryTable, is_fusible
 from hone.models.generation import generation_model
@@ -39,6 +39,15 @@ SCHEDULES = {
     "prompts, then decode": [{0: 8, 1: 4, 2: 12}, {0: 1, 1: 1, 2: 1}, {2: 1, 0: 1, 1: 1}, {0: 1}],
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+GLM = {
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+}
 SHAPES = {
     "llama": {},
     "llama, all biases": {"attention_bias": True, "mlp_bias": True},
@@ -71,6 +80,8 @@ SHAPES = {
     "qwen3, biases, mixed layers": {"attention_bias": True, "sliding_window": 5, **MIXED},
     "qwen3_moe": {"norm_topk_prob": True},
     "qwen3_moe, an MLP beside": {"mlp_only_layers": [0]},
+    "glm4_moe": {**GLM, "use_qk_norm": True, "n_group": 4, "topk_group": 2},
+    "glm4_moe, one group, no norms": {**GLM, "norm_topk_prob": False, "num_hidden_layers": 3},
     "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0},
 }
 FUSED = [name for name in SHAPES if not name.startswith("gemma")]
@@ -108,6 +119,9 @@ def make_model(name="qwen3", *, dtype=torch.float32, attention=ATTENTION_NAME, s
             for key, parameter in model.named_parameters():
                 mean = float("norm" in key and family != "gemma2")
                 parameter.copy_(mean + 0.25 * torch.randn_like(parameter))
+            for key, buffer in model.named_buffers():
+                if "correction" in key:
+                    buffer.copy_(0.25 * torch.randn_like(buffer))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -161,7 +175,7 @@ def compare(model, actual, dtype=torch.float32):
 def test_R4_generation_equals_transformers(name, schedule, dtype):
     model = make_model(name, dtype=dtype)
     assert is_fusible(model) == (name in FUSED)
-    if name.startswith("qwen3_moe") and dtype == torch.float64:
+    if "_moe" in name and dtype == torch.float64:
         return  # torch has no grouped products of that format
     compare(model, generate(model, schedule), dtype)
 
@@ -280,6 +294,65 @@ STEP_BUGS = {
     ),
 }
 PLANTED = "qwen3, biases, mixed layers"
+
+
+def with_experts(layer, **changes):
+    experts = layer.experts
+    if experts is None:
+        return layer
+    return replace(layer, experts=replace(experts, sigmoid=experts.sigmoid._replace(**changes)))
+
+
+EXPERT_BUGS = {
+    "correction left out": lambda layer: with_experts(layer, correction=torch.zeros(12)),
+    "scale left out": lambda layer: with_experts(layer, scale=1.0),
+    "all groups kept": lambda layer: with_experts(layer, kept_groups=4),
+    "shared experts left out": lambda layer: replace(
+        layer, mlp=None if layer.experts else layer.mlp
+    ),
+    "not normalised": lambda layer: replace(
+        layer, experts=layer.experts and replace(layer.experts, normalises=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", EXPERT_BUGS)
+def test_R4_check_catches_a_wrong_layer_of_experts(bug, monkeypatch):
+    make_layer = fused_layers.FusedLayer.of
+    monkeypatch.setattr(
+        fused_layers.FusedLayer, "of", lambda *arguments: EXPERT_BUGS[bug](make_layer(*arguments))
+    )
+    model = make_model("glm4_moe")
+    with pytest.raises(AssertionError, match="not close"):
+        compare(model, generate(model, "prompts, then decode"))
+
+
+def test_R4_check_catches_a_correction_of_gate_weights(monkeypatch):
+    """The mistake: what corrects the choice is added to gate weights too."""
+    model, right = make_model("glm4_moe"), experts._route_by_sigmoid
+
+    def wrong(logits, own, sigmoid):
+        ids, _ = right(logits, own, sigmoid)
+        weights = (logits.sigmoid() + sigmoid.correction).gather(-1, ids)
+        return ids, weights / weights.sum(-1, keepdim=True) * sigmoid.scale
+
+    compare(model, generate(model, "prompts, then decode"))
+    monkeypatch.setattr(experts, "_route_by_sigmoid", wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(model, generate(model, "prompts, then decode"))
+
+
+def test_R4_check_catches_a_rotation_of_whole_heads(monkeypatch):
+    class WholeHeads(Kernels):
+        def rotate_heads(self, qkv, positions, rotary, **rest):
+            cos, sin = rotary.chunk(2, -1)
+            wide = torch.cat((cos, cos, sin, sin), -1)
+            return super().rotate_heads(qkv, positions, wide, **rest)
+
+    monkeypatch.setattr(generation, "choose_kernels", lambda _: WholeHeads())
+    model = make_model("glm4_moe")
+    with pytest.raises(AssertionError, match="not close"):
+        compare(model, generate(model, "prompts, then decode"))
 
 
 @pytest.mark.parametrize("bug", OPERATION_BUGS)

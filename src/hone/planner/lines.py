@@ -16,7 +16,6 @@ from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.stages import stage_layers
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
-from hone.families.registry import spec_of
 from hone.families.shape import ModelShape
 from hone.planner.run_memory import RunMemory, in_gib
 
@@ -211,11 +210,8 @@ def _experts(plan: RunPlan) -> Iterator[Line]:
         f"in {shape.num_expert_layers} of {shape.num_layers} layers",
         "no loss balances their load",
     ]
-    if isinstance(plan.config, RLConfig):
-        if plan.config.algorithm.routing_replay:
-            how.append("trained tokens pass those that they passed when they were sampled")
-        if spec_of(shape.family).decode is None:
-            how.append("transformers' layers decode them, there are no fused ones of this family")
+    if isinstance(plan.config, RLConfig) and plan.config.algorithm.routing_replay:
+        how.append("trained tokens pass those that they passed when they were sampled")
     value = f"{shape.experts_per_token} of {shape.num_experts}"
     yield Line("experts_per_token", value, "; ".join(how))
 
