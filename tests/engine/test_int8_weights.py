@@ -15,6 +15,8 @@ from hone.models.int8_rows import is_packed, pack_rows, unpack_rows
 from hone.models.load import blank_model, load_model
 from hone.models.manifest import export_weights
 from hone.weights import sync
+from hone.weights.buckets import Entry
+from hone.weights.receiver import _unlike
 from hone.weights.sync import NonFiniteWeightsError, WeightSync
 from tests.engine.int8_ranks import FAMILIES, Trainer, complete, make_folder, rounded
 from tests.ranks import parts_of, run_ranks
@@ -149,6 +151,26 @@ def test_R3_ranks_get_their_parts(tmp_path):
             assert outcome["same tokens"], family
             assert outcome["gap"] < 1e-5, family
             assert outcome["share"] < 0.56, family
+
+
+def test_R3_packed_parts_that_are_as_large_as_the_whole_are_proven():
+    """Half a row of 32 values takes 32 bytes with its scale."""
+    whole = torch.randn(4, 32)
+
+    class HalfEngine:
+        held = torch.zeros(4, 32, dtype=torch.int8)
+
+        def named_weights(self):
+            return [("w", self.held)]
+
+        def shard(self, name, tensor):
+            return pack_rows(tensor[:, :16])
+
+    delivery = sync.Delivery(HalfEngine())
+    assert pack_rows(whole[:, :16]).shape == whole.shape
+    parts = delivery.sources([("w", whole)], are_finite=True)
+    entries = [Entry(names=("w",), shape=(4, 32), dtype=torch.float32)]
+    assert [name for name, _ in _unlike(parts, entries, delivery)] == ["w"]
 
 
 def test_unpacking_keeps_the_format():

@@ -127,7 +127,7 @@ def _unlike(
 ) -> Iterator[tuple[str, Tensor]]:
     """Parts that are not, bit for bit, the whole tensors that arrived, of which there are records
     already."""
-    shapes = {name: entry.shape for entry in entries for name in entry.names}
+    arrived = {name: (entry.shape, entry.dtype) for entry in entries for name in entry.names}
     for name, part in parts:
-        if tuple(part.shape) != shapes[name] or not delivery.is_as_it_came(name, part):
+        if (tuple(part.shape), delivery.dtypes.get(name)) != arrived[name]:
             yield name, part
