@@ -296,6 +296,9 @@ def split(dtype, rows, width, *, bug=None):
     """How many times half a step of its row a value is off: 1 at most."""
     x = normal(rows, width, dtype=dtype, seed=0)
     x[0] = 0
+    bad = x.clone()
+    bad[1, width // 2] = torch.nan
+    assert split_rows(bad)[1].isnan().tolist() == [row == 1 for row in range(rows)]
     planes, scales = split_rows(x)
     if bug == "low plane ignored":
         planes[1] = 0

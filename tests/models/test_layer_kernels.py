@@ -21,10 +21,14 @@ def test_R4_kernels_round_as_transformers():
 
 def compile_for_hopper(kernel, pointers, constants, **options):
     """The kernel's assembly for compute capability 9.0, as it is launched there; needs no GPU."""
+    return compile_for(90, kernel, pointers, constants, **options).asm["ptx"]
+
+
+def compile_for(capability, kernel, pointers, constants, **options):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    constants = {**constants, "OVERLAP": True}
+    constants = {**constants, "OVERLAP": capability >= 90}
     types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
     signature = {**types, **pointers}
     aligned = {
@@ -33,8 +37,8 @@ def compile_for_hopper(kernel, pointers, constants, **options):
         if signature[name].startswith("*")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"enable_fp_fusion": False, "launch_pdl": True, **options}
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    options = {"enable_fp_fusion": False, "launch_pdl": capability >= 90, **options}
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 HALF = "*bf16"
@@ -123,38 +127,65 @@ def test_small_products_use_the_matrix_units_of_hopper(kernels, gated, split, ou
     check_waits(ptx)
 
 
-@pytest.mark.parametrize("num_rows", [1, 64, 256])
-@pytest.mark.parametrize(
-    ("gated", "split", "output"),
-    [(False, False, HALF), (True, False, HALF), (False, True, "*fp32")],
-)
-def test_products_of_packed_rows_use_the_matrix_units_of_hopper(
-    kernels, gated, split, output, num_rows
-):
-    from hone.models import int8_kernels
+KINDS_OF_PRODUCTS = [
+    ({"gated": False, "split": False}, HALF),
+    ({"gated": True, "split": False}, HALF),
+    ({"gated": False, "split": True}, "*fp32"),
+]
 
-    tile = int8_kernels.choose_tile(num_rows, 6144, 1024, gated=gated, split=split)
+
+def compile_packed_product(capability, num_rows, kind, output, **limit):
+    from hone.models.int8_kernels import _product_kernel, choose_tile
+
+    tile = choose_tile(num_rows, 6144, 1024, **kind, **limit)
     constants = {
         "bias_ptr": None,
         "OUTPUTS": 3072,
         "INPUTS": 1024,
         "SPLITS": tile.splits,
-        "GATED": gated,
+        "GATED": kind["gated"],
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
     }
-    ptx = compile_for_hopper(
-        int8_kernels._product_kernel,
-        {"output_ptr": output, "planes_ptr": "*i8", "scales_ptr": "*fp32", "weight_ptr": "*i8"},
-        constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    pointers = {"output_ptr": output, "planes_ptr": "*i8", "scales_ptr": "*fp32"}
+    pointers["weight_ptr"] = "*i8"
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return compile_for(capability, _product_kernel, pointers, constants, **options)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 256])
+@pytest.mark.parametrize(("kind", "output"), KINDS_OF_PRODUCTS)
+@pytest.mark.usefixtures("kernels")
+def test_products_of_packed_rows_use_the_matrix_units_of_hopper(kind, output, num_rows):
+    ptx = compile_packed_product(90, num_rows, kind, output).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert ".s32.s8.s8" in ptx
     assert "cp.async.cg" in ptx
     check_waits(ptx)
+
+
+@pytest.mark.parametrize(("capability", "limit"), [(80, 163), (89, 99), (90, 227)])
+@pytest.mark.parametrize(("kind", "output"), KINDS_OF_PRODUCTS)
+@pytest.mark.usefixtures("kernels")
+def test_tiles_of_packed_rows_fit_the_memory_of_a_program(kind, output, capability, limit):
+    """On A100; on A10, L40S and 4090; on Hopper."""
+    for num_rows in (1, 32, 64, 128, 256):
+        made = compile_packed_product(capability, num_rows, kind, output, shared_bytes=limit * 1024)
+        assert made.metadata.shared <= limit * 1024, num_rows
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 64, 256])
+@pytest.mark.parametrize("num_inputs", [896, 3200, 4096])
+@pytest.mark.usefixtures("kernels")
+def test_packed_rows_of_whole_128_have_a_tile(num_rows, num_inputs):
+    """Of 0.5B, and of an eighth of 32B; else each step would unpack the weight."""
+    from hone.models.int8_kernels import choose_tile
+
+    for kind, _ in KINDS_OF_PRODUCTS:
+        tile = choose_tile(num_rows, 5120, num_inputs, **kind)
+        assert tile is not None
+        assert num_inputs % (tile.depth * tile.splits) == 0
 
 
 def test_unpacking_and_splitting_compile_for_hopper(kernels):

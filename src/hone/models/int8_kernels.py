@@ -23,7 +23,7 @@ This module imports triton; `hone.models.layer_kernels` imports it.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 import torch
@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 from hone.families.shape import ROW_TAIL_BYTES as TAIL
 from hone.models.kernel_launch import launch, next_power_of_2
@@ -45,6 +46,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_SPLITS = 4
 MIN_SHARE = 0.9
 """Of the multiprocessors that programs are to keep at work, as far as sums can be split."""
+SHARED_BYTES = 227 * 1024
+"""Of fast memory, what a program may take on Hopper; others have less."""
 UNPACK_BLOCK = 2048
 SPLIT_BLOCK = 8192
 """Largest block of a row that is split at once."""
@@ -64,14 +67,16 @@ def int8_product(
     """x [T, K] times the rows that `packed` [N, K + 16] stands for, plus bias [N], as [T, N].
 
     With `gated` the first half of the outputs is a gate: the result is silu(gate) * up, [T, N / 2],
-    rounded as by `layer_kernels.silu_mul`. With `split` it may be float32 [S, T, N], the parts of a
-    sum. Neither takes a bias from a tile. Without a `tile` one is chosen, or the weight unpacked.
+    rounded as by `layer_kernels.silu_mul`, and takes no bias from a tile. With `split`, and without
+    a bias, it may be float32 [S, T, N], the parts of a sum. Without a `tile` one is chosen, or the
+    weight unpacked.
     """
     (num_rows, num_inputs), num_outputs = x.shape, len(packed)
     if tile is None:
-        has_tile = num_rows <= MAX_ROWS and x.dtype in DTYPES and not (bias is not None and split)
-        if has_tile:
-            tile = choose_tile(num_rows, num_outputs, num_inputs, gated=gated, split=split)
+        if num_rows <= MAX_ROWS and x.dtype in DTYPES:
+            memory = _shared_bytes(x.get_device())
+            kind = {"gated": gated, "split": split and bias is None, "shared_bytes": memory}
+            tile = choose_tile(num_rows, num_outputs, num_inputs, **kind)
         if tile is None:
             return _gate(F.linear(x, unpack_rows(packed, x.dtype), bias), gated=gated)
     if gated:
@@ -101,13 +106,28 @@ def _gate(product: Tensor, *, gated: bool) -> Tensor:
     return silu_mul(product)
 
 
+@cache
+def _shared_bytes(device: int) -> int:
+    """Fast memory that a program may take on a GPU; in the interpreter there is no limit."""
+    if device < 0:
+        return SHARED_BYTES
+    return driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
 @lru_cache(maxsize=4096)
 def choose_tile(
-    num_rows: int, num_outputs: int, num_inputs: int, *, gated: bool, split: bool
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    *,
+    gated: bool,
+    split: bool,
+    shared_bytes: int = SHARED_BYTES,
 ) -> Tile | None:
     """The tile of a product, None where none divides the weight.
 
-    The fastest of those that `tests/gpu/int8_check.py` has measured on an H200.
+    The fastest of those that `tests/gpu/int8_check.py` has measured on an H200, with fewer stages
+    where a GPU has less than `shared_bytes` of fast memory for them.
     """
     outputs = num_outputs // 2 if gated else num_outputs
     rows = max(next_power_of_2(num_rows), 16)
@@ -121,8 +141,12 @@ def choose_tile(
         tile = Tile(128 if split else 64, 64, 128, 1, 4, 4)
     else:
         tile = Tile(64, 128, 128, 1, 8, 4)
+    if num_inputs % tile.depth:  # as of 3,200, an eighth of the inner size of 32B
+        tile = tile._replace(depth=128)
     if outputs % tile.columns or num_inputs % tile.depth:
         return None
+    of_stage = tile.depth * ((1 + gated) * tile.columns + 2 * tile.rows)
+    tile = tile._replace(num_stages=max(min(tile.num_stages, shared_bytes // of_stage), 1))
     if not split:
         return tile
     programs = outputs // tile.columns * -(-num_rows // tile.rows)
@@ -185,8 +209,10 @@ def _split_kernel(
     for start in range(0, WIDTH, BLOCK):
         mask = start + column < WIDTH
         x = tl.load(x_ptr + row * WIDTH + start + column, mask=mask, other=0.0)
-        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-    scale = tl.maximum(tl.max(largest, axis=0), 1e-30) / LARGEST
+        x = tl.abs(x.to(tl.float32))
+        largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
+    # Codes have no NaN, and a maximum over all leaves it out: the sum has the scale carry it on.
+    scale = tl.maximum(tl.max(largest, axis=0), 1e-30) / LARGEST + tl.sum(largest * 0.0, axis=0)
     tl.store(scales_ptr + row, scale)
     for start in range(0, WIDTH, BLOCK):
         mask = start + column < WIDTH
