@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.families.shape import ModelShape
+from hone.models import int8_rows
 from hone.models.int8_rows import is_packed, pack_layers, pack_rows, unpack_rows
 from hone.models.manifest import export_weights
 
@@ -41,6 +42,21 @@ def test_codes_are_the_nearest():
     exact = weight.double() / scales
     assert ((codes - exact).abs() <= 0.5 + 1e-4).all()
     assert codes.abs().amax(1).eq(127).all(), "the largest value of a row has the largest code"
+
+
+def test_weights_are_rounded_some_at_a_time(monkeypatch):
+    weight = torch.randn(7, 5, 48)[..., 16:]  # as a rank's part
+    whole = pack_rows(weight)
+    norm, sizes = torch.linalg.vector_norm, []
+
+    def counted(part, *arguments, **options):
+        sizes.append(len(part))
+        return norm(part, *arguments, **options)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+    monkeypatch.setattr(int8_rows, "_AT_ONCE", 2 * 5 * 32 + 31)
+    assert torch.equal(pack_rows(weight), whole)
+    assert sizes == [2, 2, 2, 1]
 
 
 def test_a_step_off_is_seen():

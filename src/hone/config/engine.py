@@ -51,9 +51,9 @@ class EngineConfig(Section):
 
     weight_dtype: Literal["auto", "int8"] = "auto"
     """Format of the matrices of decoder layers: `auto` is the model's, `int8` (with a scale for
-    each row, set anew by each sync; products stay in the model's format) halves the memory they
-    take and the time to read them, for a tenth of the divergence that 8-bit floats cost. The
-    engine then has weights of its own, beside a trainer too. Keep `algorithm.correction` on."""
+    each row, set anew by each sync; embedding and head stay) halves the memory they take and the
+    time to read them, for a tenth of the divergence that 8-bit floats cost. The engine then has
+    weights of its own, beside a trainer too. Keep `algorithm.correction` on."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that hold the model's weights together, each a part, one process each: heads, inner
