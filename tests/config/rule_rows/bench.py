@@ -18,6 +18,8 @@ ROWS: list[Row] = [
      "decode.context model.path"),
     ("bench engine", "against=vllm engine.tensor_parallel_size=2", "error",
      "against engine.tensor_parallel_size"),
+    ("bench engine", "against=vllm engine.weight_dtype=int8", "error",
+     "against engine.weight_dtype"),
     ("bench train", "trainer.num_epochs=2 trainer.parity=off", "warning",
      "trainer.num_epochs trainer.parity"),
     ("bench train", "rows.tokens=5000 trainer.max_tokens_per_microbatch=9000", "error",

@@ -59,6 +59,9 @@ RULES = (
           fix="lower decode.context"),
     error("against", "engine.tensor_parallel_size > 1",
           why="the two are compared on one GPU", fix="remove against"),
+    error("against", "engine.weight_dtype = int8",
+          why="vLLM would have weights of the model's own format, and read twice the bytes",
+          fix="remove against | engine.weight_dtype = auto"),
     needs("vllm", "against = vllm", by="against=vllm", instead="leave against unset"),
     # The trainer.
     unused("trainer.(prompts_per_minibatch|num_epochs|enable_sleep|parity)", only=("bench train",),
