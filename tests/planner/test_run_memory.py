@@ -121,6 +121,35 @@ def test_steps_of_two_processes_are_planned_as_measured(
     assert plan.peak / GIB == pytest.approx(gib, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "unpacked", "largest"),
+    [
+        ("qwen3-8b", 2 * 12288 * 4096, 12288 * 4096),
+        ("qwen3-30b-a3b", 128 * 3 * 768 * 2048, 128 * 2 * 768 * 2048),
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_8_bit_weights_take_for_a_moment_is_planned(
+    name: str, unpacked: int, largest: int, *, apart: bool
+) -> None:
+    """Prefill multiplies with weights of 16 bits, and a sync packs a group before it is there."""
+    flags = APART if apart else ("--engine.kv_cache_gib=1",)
+    world = {"world_size": 2} if apart else {}
+    plain, codes = (
+        phases(*flags, *own, name=name, **world) for own in ((), ("--engine.weight_dtype=int8",))
+    )
+    generate, sync_of = ("engine generate", "engine sync") if apart else ("generate", "sync")
+
+    def more(phase: str, part: str) -> int:
+        return codes[phase].parts[part] - plain[phase].parts[part]
+
+    assert more(generate, "engine's step") == 2 * unpacked
+    group = 1 << 28
+    # Beside one trainer an engine of its own format has nothing on its way.
+    whole = 0 if apart else group + 2 * max(t.numel for t in shape_of(name).tensors())
+    assert more(sync_of, "weights on their way") == whole + group // 2 + largest
+
+
 def test_constants_are_those_of_the_code_that_is_planned() -> None:
     assert run_memory.CACHE_MARGIN_BYTES == kv_cache._MARGIN_BYTES
     assert run_memory.GROUP_BYTES == sync.GROUP_BYTES

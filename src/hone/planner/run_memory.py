@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Literal, get_args
 
 from hone.config.cluster import ScorerName
@@ -322,7 +323,27 @@ class RunMemory:
             return 0
         values = 3 * shape.mlp_size // role.axes.tensor + 2 * shape.hidden_size
         logits = engine.max_num_seqs * shape.vocab_size * (4 + self.num_bytes)
-        return engine.max_num_batched_tokens * values * self.num_bytes + logits
+        of_tokens = engine.max_num_batched_tokens * values * self.num_bytes
+        return of_tokens + logits + self._unpacked
+
+    @property
+    def _unpacked(self) -> int:
+        """Weights that a prefill makes of 8-bit codes at a time: the experts of a layer, or a gate
+        and what it lets through."""
+        if not self.plan.packs_rows:
+            return 0
+        size = self._engine[0].axes.tensor
+        tensors = {t.name: prod(t.local(size)) for t in self.shape.tensors() if t.is_layer_matrix}
+        pairs = ("gate_proj", "up_proj"), ("experts.gate_up_proj", "experts.down_proj")
+        return max(sum(tensors.get(name, 0) for name in pair) for pair in pairs) * self.num_bytes
+
+    @property
+    def _packed(self) -> int:
+        """Codes that a sync makes of a group of weights and the one that ends it, beside both."""
+        if not self.plan.packs_rows:
+            return 0
+        largest = max(t.numel for t in self.shape.tensors() if t.is_layer_matrix)
+        return (GROUP_BYTES // self.num_bytes + largest) // self._engine[0].axes.tensor
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -420,7 +441,7 @@ class RunMemory:
     def _shared(self) -> tuple[Phase, ...]:
         at_rest, awake = self.trainer_at_rest(), self.engine(awake=True)
         asleep = self.engine(awake=not self._engine[1].enable_sleep)
-        moving = self._moving if self.engine_weights else 0
+        moving = self._moving + self._packed if self.engine_weights else 0
         return (
             Phase("generate", "", at_rest | self._generating() | self.judging),
             Phase("train", "", self.trainer_at_work() | asleep | self._process),
@@ -432,7 +453,7 @@ class RunMemory:
         assert isinstance(self.plan.config, RLConfig)
         bucket = self.plan.config.cluster.update_weight_buffer_size
         # Two are under way; an engine still has to deliver the end of a third.
-        sent, received = self._moving + 2 * bucket, 3 * bucket
+        sent, received = self._moving + 2 * bucket, 3 * bucket + self._packed
         return (
             Phase("train", "trainer", self.trainer_at_work() | self.judging | rest),
             Phase("sync", "trainer", at_rest | {"weights on their way": sent} | rest),
@@ -446,7 +467,7 @@ class RunMemory:
         assert isinstance(self.plan.config, RLConfig)
         # Two buckets are sent and up to three received; none is larger than the weights.
         buckets = 5 * min(self.plan.config.cluster.update_weight_buffer_size, self.engine_weights)
-        moving = {"weights on their way": 2 * self._moving + buckets}
+        moving = {"weights on their way": 2 * self._moving + buckets + self._packed}
         work = self.trainer_at_work() | engine | {"engine's step": self.engine_step}
         work |= self.judging
         return (
