@@ -353,6 +353,19 @@ def test_the_impossible_is_refused_with_what_would_make_it_possible(
         compare(load_config(PlanConfig, None, [*flags, "--plan.steps=4"]))
 
 
+def test_8_bit_weights_are_named_only_where_rules_allow_them() -> None:
+    """They would make the room, and `hone rl` would refuse exact mode with them."""
+    flags = ["--model.shape=qwen3-32b", "--plan.gpu=h100", "--plan.gpus=1", "--model.exact=true"]
+    flags += ["--model.lora.rank=16", "--model.lora.load_in_4bit=true", "--plan.steps=4"]
+    with pytest.raises(UserError, match=r"possible with 2 of these GPUs or 1 x H200"):
+        compare(load_config(PlanConfig, None, flags))
+    flags += ["--engine.weight_dtype=int8"]
+    with pytest.raises(
+        UserError, match=r"1 trainers: model\.exact is on, and engine\.weight_dtype"
+    ):
+        compare(load_config(PlanConfig, None, flags))
+
+
 def ways_to_recompute(num_layers: int) -> list[tuple[str, int, bool]]:
     """Mode, of every so manieth layer, and whether inputs are offloaded."""
     blocks = -(-num_layers // 8), -(-3 * num_layers // 4)

@@ -72,7 +72,7 @@ _CHOSEN = (
     *("engine.tensor_parallel_size", "cluster"),
 )
 """Settings that the search chooses."""
-_DECIDED = (*_CHOSEN, "trainer.parallel")
+_DECIDED = (*_CHOSEN, "trainer.parallel", "engine.weight_dtype")
 """Settings of what is planned: an error about one rules a plan out."""
 
 
