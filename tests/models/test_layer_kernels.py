@@ -171,7 +171,7 @@ def test_products_of_packed_rows_use_the_matrix_units_of_hopper(kind, output, nu
 def test_tiles_of_packed_rows_fit_the_memory_of_a_program(kind, output, capability, limit):
     """On A100; on A10, L40S and 4090; on Hopper."""
     for num_rows in (1, 32, 64, 128, 256):
-        made = compile_packed_product(capability, num_rows, kind, output, shared_bytes=limit * 1024)
+        made = compile_packed_product(capability, num_rows, kind, output, memory=limit * 1024)
         assert made.metadata.shared <= limit * 1024, num_rows
 
 

@@ -28,6 +28,8 @@ __all__ = ["ROW_TAIL_BYTES", "ModelShape", "TensorShape", "public_shape"]
 
 ROW_TAIL_BYTES = 16
 """Behind each row of 8-bit codes, its scale among them (`hone.models.int8_rows`)."""
+TILE_OUTPUTS, TILE_INPUTS = 64, 128
+"""What kernels multiply of 8-bit codes at a time (`hone.models.int8_kernels`)."""
 _ROUTER = "mlp.gate"
 _SPLIT_DIMS = {"rows": 0, "columns": 1, "experts": 0, "shared": None}
 
@@ -56,6 +58,11 @@ class TensorShape:
     def local(self, tensor: int) -> tuple[int, ...]:
         """The part of one of `tensor` ranks."""
         return tuple(-(-n // tensor) if i == self.split else n for i, n in enumerate(self.size))
+
+    def is_cut(self, tensor: int) -> bool:
+        """Whether kernels multiply the 8-bit codes that one of `tensor` ranks has as they are."""
+        *_, outputs, inputs = self.local(tensor)
+        return outputs % TILE_OUTPUTS == 0 and inputs % TILE_INPUTS == 0
 
     @property
     def is_layer_matrix(self) -> bool:

@@ -40,7 +40,7 @@ from hone.models.experts import Experts, Record
 from hone.models.int8_expert_kernels import int8_down, int8_gate_up
 from hone.models.int8_kernels import split_rows
 from hone.models.int8_rows import is_packed
-from hone.models.kernel_launch import launch, next_power_of_2
+from hone.models.kernel_launch import fitting_stages, launch, next_power_of_2, shared_bytes
 
 __all__ = ["MAX_TOKENS", "Tile", "choose_tiles", "is_served", "sum_parts"]
 
@@ -80,14 +80,26 @@ def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
     width, inner = experts.down.shape[1], experts.gate_up.shape[1] // 2
     expected = 1.5 * num_tokens * experts.per_token / len(experts.router)
     tokens = min(max(next_power_of_2(int(expected) + 1), 16), 64)
-    if is_packed(experts.down):
+    has_codes = is_packed(experts.down)
+    if has_codes:
         first = Tile(tokens, 64, 128, 4, 4 if tokens <= 32 else 3)
         second = Tile(tokens, 128 if tokens == 32 else 64, 128, 4, 3 if tokens <= 32 else 4)
-        is_cut = inner % first.depth == 0 and width % first.depth == 0
-        return (first, second) if is_cut else None
-    depth = 64 if width % 128 else 128
-    first = Tile(tokens, 64, depth, 4, 3 if tokens > 32 else 4)
-    second = Tile(tokens, 64, 64, 4, 4)
+    else:
+        first = Tile(tokens, 64, 64 if width % 128 else 128, 4, 3 if tokens > 32 else 4)
+        second = Tile(tokens, 64, 64, 4, 4)
+    memory = shared_bytes(experts.down.get_device())
+    # Rows take two bytes either way, as floats or as codes in two planes.
+    num_bytes = 1 if has_codes else 2
+    first, second = (
+        tile._replace(
+            num_stages=fitting_stages(
+                tile.num_stages,
+                tile.depth * (2 * tile.tokens + num_weights * num_bytes * tile.columns),
+                memory,
+            )
+        )
+        for tile, num_weights in ((first, 2), (second, 1))
+    )
     if inner % first.columns or width % first.depth or width % second.columns:
         return None
     return None if inner % second.depth else (first, second)

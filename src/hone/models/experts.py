@@ -34,6 +34,7 @@ __all__ = [
 
 Record: TypeAlias = "Callable[[Tensor], None] | None"
 """Is given the experts [T, K] that the tokens of a layer pass; None: nobody asks."""
+Unpack: TypeAlias = "Callable[[Tensor, torch.dtype], Tensor]"
 Linear: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
 
 
@@ -142,14 +143,16 @@ def _route_by_sigmoid(
     return ids_TK, weights_TK * sigmoid.scale
 
 
-def sum_experts(x: Tensor, experts: Experts, record: Record = None) -> Tensor:
+def sum_experts(
+    x: Tensor, experts: Experts, record: Record = None, *, unpack: Unpack = unpack_rows
+) -> Tensor:
     """What the experts of each token make of x [T, D], weighted and added up: [T, D]. Of experts
-    that ranks share it is this rank's part of the sum."""
+    that ranks share it is this rank's part of the sum. `unpack` does what `unpack_rows` does."""
     ids_TK, weights_TK = route(router_logits(x, experts), experts)
     if record is not None:
         record(ids_TK)
     gate_up, down = (
-        unpack_rows(weight, x.dtype) if is_packed(weight) else weight
+        unpack(weight, x.dtype) if is_packed(weight) else weight
         for weight in (experts.gate_up, experts.down)
     )
     if experts.are_all:

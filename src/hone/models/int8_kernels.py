@@ -23,7 +23,7 @@ This module imports triton; `hone.models.layer_kernels` imports it.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -32,10 +32,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime import driver
 
 from hone.families.shape import ROW_TAIL_BYTES as TAIL
-from hone.models.kernel_launch import launch, next_power_of_2
+from hone.models.kernel_launch import (
+    SHARED_BYTES,
+    fitting_stages,
+    launch,
+    next_power_of_2,
+    shared_bytes,
+)
 from hone.models.product_kernels import MULTIPROCESSORS, Tile
 
 __all__ = ["MAX_ROWS", "choose_tile", "int8_product", "split_rows", "unpack_rows"]
@@ -46,8 +51,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_SPLITS = 4
 MIN_SHARE = 0.9
 """Of the multiprocessors that programs are to keep at work, as far as sums can be split."""
-SHARED_BYTES = 227 * 1024
-"""Of fast memory, what a program may take on Hopper; others have less."""
 UNPACK_BLOCK = 2048
 SPLIT_BLOCK = 8192
 """Largest block of a row that is split at once."""
@@ -74,9 +77,9 @@ def int8_product(
     (num_rows, num_inputs), num_outputs = x.shape, len(packed)
     if tile is None:
         if num_rows <= MAX_ROWS and x.dtype in DTYPES:
-            memory = _shared_bytes(x.get_device())
-            kind = {"gated": gated, "split": split and bias is None, "shared_bytes": memory}
-            tile = choose_tile(num_rows, num_outputs, num_inputs, **kind)
+            kind = {"gated": gated, "split": split and bias is None}
+            memory = shared_bytes(x.get_device())
+            tile = choose_tile(num_rows, num_outputs, num_inputs, **kind, memory=memory)
         if tile is None:
             return _gate(F.linear(x, unpack_rows(packed, x.dtype), bias), gated=gated)
     if gated:
@@ -106,14 +109,6 @@ def _gate(product: Tensor, *, gated: bool) -> Tensor:
     return silu_mul(product)
 
 
-@cache
-def _shared_bytes(device: int) -> int:
-    """Fast memory that a program may take on a GPU; in the interpreter there is no limit."""
-    if device < 0:
-        return SHARED_BYTES
-    return driver.active.utils.get_device_properties(device)["max_shared_mem"]
-
-
 @lru_cache(maxsize=4096)
 def choose_tile(
     num_rows: int,
@@ -122,12 +117,12 @@ def choose_tile(
     *,
     gated: bool,
     split: bool,
-    shared_bytes: int = SHARED_BYTES,
+    memory: int = SHARED_BYTES,
 ) -> Tile | None:
     """The tile of a product, None where none divides the weight.
 
     The fastest of those that `tests/gpu/int8_check.py` has measured on an H200, with fewer stages
-    where a GPU has less than `shared_bytes` of fast memory for them.
+    where a GPU has less `memory` for them than Hopper.
     """
     outputs = num_outputs // 2 if gated else num_outputs
     rows = max(next_power_of_2(num_rows), 16)
@@ -146,7 +141,7 @@ def choose_tile(
     if outputs % tile.columns or num_inputs % tile.depth:
         return None
     of_stage = tile.depth * ((1 + gated) * tile.columns + 2 * tile.rows)
-    tile = tile._replace(num_stages=max(min(tile.num_stages, shared_bytes // of_stage), 1))
+    tile = tile._replace(num_stages=fitting_stages(tile.num_stages, of_stage, memory))
     if not split:
         return tile
     programs = outputs // tile.columns * -(-num_rows // tile.rows)

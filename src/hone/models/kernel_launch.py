@@ -9,13 +9,18 @@ This module imports triton; the modules of kernels import it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hone.attention.launch_overlap import overlaps
 
-__all__ = ["launch", "next_power_of_2"]
+__all__ = ["SHARED_BYTES", "fitting_stages", "launch", "next_power_of_2", "shared_bytes"]
+
+SHARED_BYTES = 227 * 1024
+"""Fast memory that a program may take on Hopper; others have less."""
 
 ALIGNMENT = 16
 """Bytes of the widest access; kernels are built for addresses that are multiples of it, or not."""
@@ -72,6 +77,19 @@ def launch(
     # The interpreter compiles nothing. Where some addresses are aligned, another mix may follow.
     if compiled is not None and is_aligned:
         _compiled[key] = compiled
+
+
+@cache
+def shared_bytes(device: int) -> int:
+    """Fast memory that a program may take on a GPU; in the interpreter there is no limit."""
+    if device < 0:
+        return SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def fitting_stages(num_stages: int, stage_bytes: int, limit: int) -> int:
+    """So many stages of a pipelined loop, or as many as fit, at least one."""
+    return max(min(num_stages, limit // stage_bytes), 1)
 
 
 def next_power_of_2(number: int) -> int:

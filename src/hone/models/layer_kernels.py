@@ -21,7 +21,6 @@ This module imports triton; `hone.models.layer_ops` imports it only where it is 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,10 +101,7 @@ def sum_experts(
     if expert_kernels.is_served(x, mixture):
         logits = experts.router_logits(x, mixture, linear)
         return expert_kernels.sum_parts(x, logits, mixture, beside=beside, record=record)
-    if is_packed(mixture.down):
-        matrices = {name: getattr(mixture, name) for name in ("gate_up", "down")}
-        mixture = replace(mixture, **{n: unpack_rows(w, x.dtype) for n, w in matrices.items()})
-    total = experts.sum_experts(x, mixture, record)
+    total = experts.sum_experts(x, mixture, record, unpack=unpack_rows)
     return total if beside is None else total + beside
 
 

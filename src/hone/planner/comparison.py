@@ -52,6 +52,9 @@ _PLANNED = ("cluster", "engine", "pipeline", "rollout", "algorithm", "critic", "
 """Sections that a plan decides about."""
 NUM_WHOLE = 16
 """Outcomes that are simulated for all steps: as many as `hone plan` shows."""
+_CODES_READ, _CODES_RATE = 0.75, 0.65
+"""Of the rates of decode steps, of bandwidth and of products, what those with 8-bit codes reach
+(benchmarks/README.md: the steps of 8B and 30B-A3B)."""
 _GAINED_SHARE = 0.5
 """Of the time to read keys of a prompt again, what is gained where members of a group read them
 once: 0.5 and 0.6 of 64 x 8 and 32 x 8 samples on an H200. Merging takes the rest."""
@@ -445,13 +448,18 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     prefill = gpu.flops_per_s * assumed_cfg.prefill_share * speed
     weights = shape.weight_bytes(plan.num_bytes)
     params = shape.active_body_params + shape.head_params
-    experts = shape.expert_params * (1 if plan.packs_rows else plan.num_bytes)
+    decoded = float(shape.decode_bytes(plan.num_bytes, packs_rows=plan.packs_rows))
+    experts = float(shape.expert_params * plan.num_bytes)
+    product_share = assumed_cfg.decode_share
+    if plan.packs_rows:
+        decoded, experts = decoded / _CODES_READ, shape.expert_params / _CODES_READ
+        product_share *= _CODES_RATE
     engine = EngineRates(
-        weights_s=shape.decode_bytes(plan.num_bytes, packs_rows=plan.packs_rows) / read,
+        weights_s=decoded / read,
         experts_s=experts / read,
         uneven_s=experts / read * _unevenness(shape, size),
         unused_share=shape.unused_share,
-        seq_s=2.0 * params / (gpu.flops_per_s * assumed_cfg.decode_share * speed),
+        seq_s=2.0 * params / (gpu.flops_per_s * product_share * speed),
         key_s=run.kv_bytes_per_token * size / read,
         gained_share=_gained_share(plan, shape),
         overhead_s=assumed_cfg.decode_overhead_s,

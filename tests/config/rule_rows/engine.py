@@ -57,6 +57,7 @@ ROWS: list[Row] = [
      "engine.kv_cache_gib data.max_prompt_tokens rollout.max_completion_tokens"),
     ("rl", "--gpu=A100 engine.kv_cache_dtype=fp8", "error",
      "engine.kv_cache_dtype run.device"),
+    ("rl", "engine.weight_dtype=int8 run.device=cuda", "warning", "engine.weight_dtype model.path"),
     ("eval", "model.exact=true run.device=cuda engine.weight_dtype=int8", "error",
      "model.exact engine.weight_dtype"),
     *[("rl", f"engine.weight_dtype=int8 model.path={name}", "error",

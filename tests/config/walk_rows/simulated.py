@@ -28,7 +28,8 @@ SIMULATE: dict[str, Row] = {
     "rollout.prompts_per_step": Row("4", "numbers"),
     "rollout.n_samples_per_prompt": Row("4", "numbers"),
     "rollout.oversample_prompts": Row("4", "numbers"),
-    "rollout.max_aborted_count": Row("0", "numbers"),
+    # In short samples few groups are interrupted.
+    "rollout.max_aborted_count": Row("0", "numbers", ("--rollout.max_completion_tokens=1024",)),
     "engine.gpu_memory_utilization": Row("0.01", "numbers"),
     "engine.kv_cache_gib": Row("0.1", "numbers"),
     "engine.kv_cache_dtype": Row("fp8", "numbers"),

@@ -61,6 +61,11 @@ _ENGINE = (
           says="engine.weight_dtype is int8, and a matrix of {the_model} has rows of {broken_rows}",
           why="its rows are multiples of 16 values, on each device",
           fix="engine.weight_dtype = auto"),
+    warning("engine.weight_dtype = int8", "@uncut_matrix", given=(f"{_BACKEND} = embedded",),
+            says="engine.weight_dtype is int8, and each device has {uncut_matrix} of {the_model}",
+            why="kernels multiply codes by 64 outputs and 128 inputs, and others are unpacked in "
+            "each decode step, which takes longer than to read them in the model's format",
+            fix="engine.weight_dtype = auto | use another engine.tensor_parallel_size"),
     needs("cuda.bindings", f"{_BACKEND} = embedded", "@uses_gpu_of_host",
           by=f"{_BACKEND}=embedded on a GPU"),
 )  # fmt: skip

@@ -23,7 +23,7 @@ from hone.families.registry import (
 from hone.families.shape import ROW_TAIL_BYTES
 from hone.families.spec import PROJECTIONS
 
-__all__ = ["FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
+__all__ = ["DECODED", "DIVIDED", "FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
 
 LONG_ROW = 32768
 """Tokens of a row above which it fills a device by itself: packing several brings nothing."""
@@ -509,6 +509,15 @@ def broken_rows(view: View) -> int:
     size = view["engine.tensor_parallel_size"]
     widths = (t.local(size)[-1] for t in tensors if t.is_layer_matrix)
     return next((width for width in widths if width % ROW_TAIL_BYTES), 0)
+
+
+@fact
+def uncut_matrix(view: View) -> str:
+    """A matrix of 8-bit codes that each decode step on a GPU has to unpack, in words."""
+    tensors = () if view.plan.shape is None or view.plan.is_on_cpu else view.plan.shape.tensors()
+    size = view["engine.tensor_parallel_size"]
+    found = (t for t in tensors if t.is_layer_matrix and not t.is_cut(size))
+    return next((f"{t.name} ({' x '.join(map(str, t.local(size)))})" for t in found), "")
 
 
 @fact
