@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from transformers import AutoConfig
 
 from hone.cli.main import main
 from hone.config import schema
@@ -261,3 +264,35 @@ def test_the_shapes_are_among_those_of_the_tiny_models() -> None:
     annotation = BenchModelConfig.model_fields["shape"].annotation
     (literal, _) = get_args(annotation)
     assert set(get_args(literal)) <= set(SHAPES)
+
+
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+def test_two_processes_that_share_experts_are_one_engine(folder: Path, weight_dtype: str) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=500,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    config.save_pretrained(folder / "experts")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    flags = ("--model.path=experts", "--workload=requests.jsonl", "--output=out/r.json")
+    own = ("--engine.tensor_parallel_size=2", f"--engine.weight_dtype={weight_dtype}")
+    command = (*launcher, "-m", "hone", *BASE, *flags, *own)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((folder / "out/r.json").read_text())
+    steps = found["engines"]["hone"]["steps"]["num_tokens"]
+    assert sum(steps) == found["workload"]["num_output_tokens"] == 41
+    assert done.stdout.count("output tokens/s") == 1, "one of both tells"
