@@ -124,6 +124,15 @@ def test_what_fits_nowhere_is_told_with_what_would_make_it_possible(
     assert said in text
 
 
+@pytest.mark.parametrize("shape", ["qwen3-23b", "Qwen/Qwen3-32B"])
+def test_a_shape_that_is_not_known_is_told_with_the_nearest(
+    shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(capsys, f"--model.shape={shape}", "--plan.gpus=1", code=2)
+    assert f"model.shape is '{shape}', which is no public shape" in text
+    assert "Did you mean 'qwen3-32b'?" in text
+
+
 @pytest.mark.parametrize("goal", ["throughput", "on_policy", "memory"])
 def test_the_goal_says_what_comes_first(goal: str) -> None:
     found = compare(load_config(PlanConfig, None, [*BIG, f"--plan.goal={goal}"])).outcomes

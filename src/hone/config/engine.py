@@ -46,14 +46,14 @@ class EngineConfig(Section):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Format of keys and values: `auto` is the model's, `fp8` (e4m3, a scale for each head, set
     anew for each weight version) halves the memory they take and the time to read them.
-    Log-probabilities then differ from the trainer's by the rounding: keep `algorithm.correction`
-    on."""
+    Log-probabilities then differ from the trainer's by the rounding: set
+    `algorithm.correction.kind` to `tis`."""
 
     weight_dtype: Literal["auto", "int8"] = "auto"
     """Format of the matrices of decoder layers: `auto` is the model's, `int8` (with a scale for
-    each row, set anew by each sync; embedding and head stay) halves the memory they take and the
-    time to read them, for a tenth of the divergence that 8-bit floats cost. The engine then has
-    weights of its own, beside a trainer too. Keep `algorithm.correction` on."""
+    each row, set anew by each sync) halves the memory they take and the time to read them, for a
+    tenth of the divergence that 8-bit floats cost. The engine then has weights of its own, beside
+    those of a trainer on the same device. Set `algorithm.correction.kind` to `tis`."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that hold the model's weights together, each a part, one process each: heads, inner

@@ -322,8 +322,10 @@ def recording(
     cfg, everyone = launch.cfg, launch.everyone
     is_rl = isinstance(cfg, RLConfig)
     runs_ahead = is_rl and cfg.pipeline.samples_ahead
+    is_rounded = is_rl and (cfg.engine.packs_rows or cfg.engine.kv_cache_dtype == "fp8")
+    is_fine = model.dtype == torch.float32 and not is_rounded
     alarms = Alarms(  # engines mismatch more in a coarser number format
-        max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2,
+        max_mismatch_kl=1e-4 if is_fine else 1e-2,
         max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,
         plan=None if plan is None or limits is None else _as_loaded(plan, limits),
     )

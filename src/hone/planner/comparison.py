@@ -23,7 +23,9 @@ from hone.config.pipeline import PipelineConfig
 from hone.config.plan import RunPlan
 from hone.config.planning import GPUS_UNSET, PlannedModelConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
+from hone.config.signatures import did_you_mean
 from hone.config.tree import PlanConfig, RLConfig
+from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.fitting import GPUS_OF_A_NODE, gpu_host_roles
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
@@ -528,6 +530,13 @@ def _shape(model: PlannedModelConfig) -> ModelShape:
     shape = None if named is None else public_shape(named)
     if shape is not None:
         return shape
+    if model.shape is not None:
+        known = [*public_configs()]
+        raise UserError(
+            f"model.shape is '{model.shape}', which is no public shape that hone knows."
+            f"{did_you_mean(model.shape.rpartition('/')[2].lower(), known)} It knows "
+            f"{', '.join(known)}; of another model name a folder with a config.json in model.path."
+        )
     try:
         return ModelShape.from_config(model.path)
     except OSError as error:

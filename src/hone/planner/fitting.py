@@ -342,10 +342,10 @@ def _remedy(changes: Sequence[Change], plan: RunPlan) -> str:
         case []:
             more = "a smaller model (model.path)"
             if plan.trainer is not None:
-                more = (
-                    "more devices (--nproc, with trainer.parallel.zero_stage 3), adapters alone "
-                    f"(model.lora.rank), or {more}"
-                )
+                ways = ["more devices (--nproc, with trainer.parallel.zero_stage 3)"]
+                if plan.lora is not None and not plan.lora.rank:
+                    ways.append("adapters alone (model.lora.rank)")
+                more = f"{', '.join(ways)}, or {more}"
             return f"No setting that was tried makes it fit: take {more}."
         case [only]:
             return f"Set {only}."

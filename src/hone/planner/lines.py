@@ -325,7 +325,8 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
             "optimizer": (step.optimizer, "moments"),
         }
         if run.role is not None and run.role.shares_devices_of and run.engine_weights:
-            held["engine"] = (run.engine_weights, f"{plan.dtype}, the engine's own")
+            form = "int8 in layers" if plan.packs_rows else plan.dtype
+            held["engine"] = (run.engine_weights, f"{form}, the engine's own")
         is_rl = isinstance(plan.config, RLConfig)
         purposes = {
             "reference": "for the KL term" if is_rl else "frozen",
