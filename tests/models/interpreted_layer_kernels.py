@@ -265,7 +265,10 @@ def product(
     compute, tile = small_product, tile and Tile(*tile)
     if packed:
         compute, weight = int8_product, pack_rows(weight)
-    found = compute(x, weight, offset, gated=gated, split=split, tile=tile)
+    if tile is None:
+        found = (layer_kernels.gated_linear if gated else layer_kernels.linear)(x, weight, offset)
+    else:
+        found = compute(x, weight, offset, gated=gated, split=split, tile=tile)
     if packed:
         if tile is not None:  # rows are rounded too
             x = whole_rows(*split_rows(x))

@@ -27,7 +27,6 @@ from functools import lru_cache
 from math import prod
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,13 +65,13 @@ def int8_product(
     gated: bool = False,
     split: bool = False,
     tile: Tile | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """x [T, K] times the rows that `packed` [N, K + 16] stands for, plus bias [N], as [T, N].
 
     With `gated` the first half of the outputs is a gate: the result is silu(gate) * up, [T, N / 2],
     rounded as by `layer_kernels.silu_mul`, and takes no bias from a tile. With `split`, and without
-    a bias, it may be float32 [S, T, N], the parts of a sum. Without a `tile` one is chosen, or the
-    weight unpacked.
+    a bias, it may be float32 [S, T, N], the parts of a sum. Without a `tile` one is chosen; None
+    where there is none, for many rows and other dtypes than 16-bit floats: unpack the weight.
     """
     (num_rows, num_inputs), num_outputs = x.shape, len(packed)
     if tile is None:
@@ -81,7 +80,7 @@ def int8_product(
             memory = shared_bytes(x.get_device())
             tile = choose_tile(num_rows, num_outputs, num_inputs, **kind, memory=memory)
         if tile is None:
-            return _gate(F.linear(x, unpack_rows(packed, x.dtype), bias), gated=gated)
+            return None
     if gated:
         num_outputs //= 2
     if tile.splits > 1:
@@ -99,14 +98,6 @@ def int8_product(
         num_stages=tile.num_stages,
     )
     return output
-
-
-def _gate(product: Tensor, *, gated: bool) -> Tensor:
-    if not gated:
-        return product
-    from hone.models.layer_kernels import silu_mul
-
-    return silu_mul(product)
 
 
 @lru_cache(maxsize=4096)

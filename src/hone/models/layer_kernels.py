@@ -21,7 +21,7 @@ This module imports triton; `hone.models.layer_ops` imports it only where it is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,6 @@ from hone.models.int8_kernels import int8_product, unpack_rows
 from hone.models.int8_rows import is_packed
 from hone.models.kernel_launch import launch, next_power_of_2
 from hone.models.product_kernels import small_product
-
-if TYPE_CHECKING:
-    from hone.models.layer_ops import Mlp
 
 __all__ = [
     "add_rms_norm",
@@ -62,42 +59,40 @@ FP8_MAX = tl.constexpr(448.0)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, K] @ weight [N, K].T + bias [N], all contiguous, as [T, N]. The weight may be packed
     (`hone.models.int8_rows`)."""
-    if is_packed(weight):
-        return int8_product(x, weight, bias)
-    product = small_product(x, weight, bias)
-    return F.linear(x, weight, bias) if product is None else product
+    product = _small_product(weight)(x, weight, bias)
+    return _large_product(x, weight, bias) if product is None else product
 
 
 def sum_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` for `add_rms_norm`, which takes it as a tensor of parts as well."""
-    if is_packed(weight):
-        return int8_product(x, weight, bias, split=True)
-    product = small_product(x, weight, bias, split=True)
-    return F.linear(x, weight, bias) if product is None else product
+    product = _small_product(weight)(x, weight, bias, split=True)
+    return _large_product(x, weight, bias) if product is None else product
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`silu_mul` of `linear`."""
-    if is_packed(weight) and bias is None:
-        return int8_product(x, weight, gated=True)
-    if is_packed(weight):
-        return silu_mul(int8_product(x, weight, bias))
-    product = small_product(x, weight, bias, gated=True)
-    return silu_mul(F.linear(x, weight, bias)) if product is None else product
+    if bias is not None:
+        return silu_mul(linear(x, weight, bias))
+    product = _small_product(weight)(x, weight, gated=True)
+    return silu_mul(_large_product(x, weight, None)) if product is None else product
+
+
+def _small_product(weight: Tensor) -> Callable[..., Tensor | None]:
+    return int8_product if is_packed(weight) else small_product
+
+
+def _large_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, unpack_rows(weight, x.dtype) if is_packed(weight) else weight, bias)
 
 
 def sum_experts(
     x: Tensor,
     mixture: experts.Experts,
-    shared: Mlp | None = None,
+    beside: Tensor | None = None,
     record: experts.Record = None,
 ) -> Tensor:
-    """What the experts of each token, and an MLP that all have `shared`, make of x [T, D],
-    contiguous, for `add_rms_norm`."""
-    beside = None
-    if shared is not None:
-        inner = gated_linear(x, shared.gate_up.weight, shared.gate_up.bias)
-        beside = linear(inner, shared.down.weight, shared.down.bias)
+    """What the experts of each token make of x [T, D], contiguous, and what lies `beside` it,
+    [T, D], added up for `add_rms_norm`."""
     if expert_kernels.is_served(x, mixture):
         logits = experts.router_logits(x, mixture, linear)
         return expert_kernels.sum_parts(x, logits, mixture, beside=beside, record=record)

@@ -152,7 +152,11 @@ class LayerOps:
         are where it has a place for them."""
         is_recorded = context.routes is not None
         record = partial(context.record_routes, experts.layer) if is_recorded else None
-        return self.kernels.sum_experts(x, experts, shared, record)
+        beside = None
+        if shared is not None:
+            inner = self.gated_linear(x, shared.gate_up)
+            beside = self.linear(inner, shared.down)
+        return self.kernels.sum_experts(x, experts, beside, record)
 
     def attend(
         self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: Any
@@ -249,13 +253,10 @@ class TorchKernels:
         return self.silu_mul(self.linear(x, weight, bias))
 
     def sum_experts(
-        self, x: Tensor, experts: Experts, shared: Mlp | None = None, record: Record = None
+        self, x: Tensor, experts: Experts, beside: Tensor | None = None, record: Record = None
     ) -> Tensor:
         total = sum_experts(x, experts, record)
-        if shared is None:
-            return total
-        inner = self.gated_linear(x, shared.gate_up.weight, shared.gate_up.bias)
-        return total + self.linear(inner, shared.down.weight, shared.down.bias)
+        return total if beside is None else total + beside
 
 
 def _normalized(x: Tensor, eps: float) -> Tensor:
