@@ -34,7 +34,7 @@ from hone.models import layer_kernels
 from hone.models.expert_kernels import Tile as ExpertTile
 from hone.models.expert_kernels import choose_tiles, sum_parts
 from hone.models.experts import Experts, route
-from hone.models.int8_kernels import MAX_ROWS, choose_tile, int8_product
+from hone.models.int8_kernels import choose_tile, int8_product
 from hone.models.int8_kernels import unpack_rows as unpack_on_gpu
 from hone.models.int8_rows import pack_rows, unpack_rows
 from hone.models.load import blank_model, load_model
@@ -402,5 +402,4 @@ if __name__ == "__main__":
     }
     bound = {name: lambda call=call: call(main_run) for name, call in sections.items()}
     bound["steps"] = lambda: steps(main_run)
-    assert MAX_ROWS
     sys.exit(main_run.go(bound))

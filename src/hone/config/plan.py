@@ -453,8 +453,8 @@ def _engine_role(plan: RunPlan, engine: EngineConfig, axes: AxisSizes, dtype: Dt
         return replace(role, num_workers=cfg.cluster.num_engines, where="ray")
     if cfg.has_engine_thread:
         return replace(role, shares_devices_of="policy", where="thread")
-    is_alias = is_embedded and axes.world == 1 and not cfg.model.lora.rank
-    is_alias = is_alias and not engine.packs_rows
+    has_own_form = bool(cfg.model.lora.rank) or engine.packs_rows
+    is_alias = is_embedded and axes.world == 1 and not has_own_form
     return replace(
         role,
         num_workers=max(axes.world // size, 1),

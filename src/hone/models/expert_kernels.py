@@ -9,7 +9,7 @@ tokens came to which expert, so that a graph can replay them:
     gate_up    tiles of an expert's first products, silu(gate) * up, a row for each pair
     down       tiles of its second product, weighted: K parts of each token's sum
 
-The last two have twins for weights of 8-bit codes (`hone.models.int8_expert_kernels`).
+For weights of 8-bit codes the last two are those of `hone.models.int8_expert_kernels`.
 Programs are started for every expert and for as many blocks of tokens as one expert could get;
 those without a token end at once. The parts are added up, in the order of the router's choices, by
 the norm that follows (`hone.models.layer_kernels.add_rms_norm`). Everything is rounded where

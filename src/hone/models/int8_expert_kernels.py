@@ -1,7 +1,7 @@
 """The products of a decode step's experts with weights of 8-bit codes.
 
-Twins of the kernels of `hone.models.expert_kernels`, which launches them. The rows that they read,
-tokens and then what lies between both products, are integers in two planes, as in
+They take the place of kernels of `hone.models.expert_kernels`, which launches them. The rows that
+they read, tokens and then what lies between both products, are integers in two planes, as in
 `hone.models.int8_kernels`, which says why.
 
 This module imports triton; `hone.models.expert_kernels` imports it.

@@ -78,7 +78,7 @@ def packed_like(weight: Tensor, target: Tensor | None) -> Tensor:
 @torch.no_grad()
 def pack_layers(model: PreTrainedModel, device: torch.device | None = None) -> None:
     """Pack the matrices of the decoder layers of `model` in place, one after the other, on
-    `device` where one is given. A model on the meta device gets room for them.
+    `device` where one is given. A model on the meta device gets their shapes.
 
     It then samples through fused layers and is of no other use: its linear layers do not know this
     form.

@@ -99,12 +99,12 @@ def load_model(
     model = _skeleton(cfg, device)
     if packs_rows:
         pack_layers(model)
-    room, tensors = dict(model.named_parameters()), dict[str, Tensor]()
+    targets, tensors = dict(model.named_parameters()), dict[str, Tensor]()
 
     def take(weight: Weight) -> None:
         whole = weight.whole()
         part = shard_of(weight.name, whole, config.model_type, tp)
-        own = packed_like(whole if part is whole else part.clone(), room.get(weight.name))
+        own = packed_like(whole if part is whole else part.clone(), targets.get(weight.name))
         tensors[weight.name] = own.to("cpu" if on_host else device)
 
     _DrawnWeights(config, _options(cfg, device), seed).give(take, device=device)
@@ -178,10 +178,10 @@ def blank_model(
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if packs_rows:
         pack_layers(model)
-    room, tensors = dict(model.named_parameters()), dict[str, Tensor]()
+    targets, tensors = dict(model.named_parameters()), dict[str, Tensor]()
     for name, tensor in named.items():
         part = shard_of(name, tensor, model.config.model_type, tp)
-        part = packed_like(part, room.get(name))
+        part = packed_like(part, targets.get(name))
         tensors[name] = torch.zeros(part.shape, dtype=part.dtype, device=device)
     for name, buffer in _computed_buffers(model).items():
         tensors[name].copy_(buffer)
