@@ -275,7 +275,20 @@ globalThis.document = {
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="the page's script needs node to run here")
+def marks_of(values: list[float], scale: str, *, whole: bool = False) -> list[list[Any]]:
+    """Marks and labels of the page's axis over `values`."""
+    if shutil.which("node") is None:
+        pytest.skip("the page's script needs node to run here")
+    script = (files("hone.observe.report") / "charts.js").read_text()
+    asked = f"axis({json.dumps(values)}, {json.dumps(scale)}, {json.dumps(whole)})"
+    program = (
+        f"{AXIS_SCRIPT}{script}\nconst y = {asked};"
+        "console.log(JSON.stringify([y.marks, y.marks.map(y.label)]));"
+    )
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("scale", ["linear", "zero", "share"])
 @pytest.mark.parametrize(
     "values",
@@ -283,20 +296,40 @@ globalThis.document = {
     ids=str,
 )
 def test_marks_of_an_axis_read_differently(values: list[float], scale: str) -> None:
-    script = (files("hone.observe.report") / "charts.js").read_text()
-    asked = f"axis({json.dumps(values)}, {json.dumps(scale)})"
-    program = (
-        f"{AXIS_SCRIPT}{script}\nconst y = {asked};"
-        "console.log(JSON.stringify([y.marks, y.marks.map(y.label)]));"
-    )
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
-    marks, labels = json.loads(done.stdout)
+    marks, labels = marks_of(values, scale)
     assert len(marks) > 1
     assert len(set(labels)) == len(labels), labels
     unit = {"k": 1e3, "M": 1e6, "%": 0.01}
     for mark, label in zip(marks, labels, strict=True):
         read = float(label.rstrip("kM%").replace(",", "")) * unit.get(label[-1], 1)
         assert read == pytest.approx(mark, abs=1e-3 * abs(marks[1] - marks[0])), label
+
+
+@pytest.mark.parametrize("scale", ["linear", "zero"])
+@pytest.mark.parametrize("values", [[0, 1], [0, 2], [3.5, 4.5], [0, 0], [17, 390]], ids=str)
+def test_marks_of_counts_are_whole(values: list[float], scale: str) -> None:
+    marks, labels = marks_of(values, scale, whole=True)
+    assert len(set(labels)) > 1
+    assert all(mark == int(mark) for mark in marks)
+
+
+def test_charts_of_zeros_are_named_in_one_line(tmp_path: Path) -> None:
+    """A band or a second curve with other values keeps its chart."""
+    zeros = ("rollout/staleness/mean", "rollout/staleness/max", "off_policy/ratio/mean")
+    rows = [
+        dict.fromkeys((*zeros, "policy/approx_kl", "train/loss"), 0.0)
+        | {"step": step, "policy/ref_kl": step, "off_policy/ratio/p05": -1.0}
+        | {"off_policy/ratio/p95": 1.0}
+        for step in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {"completion_tokens": Histogram.of([0.0, 4.0]), "staleness": Histogram.of([0.0])}
+    held = {name: asdict(histogram) for name, histogram in found.items() if histogram is not None}
+    spread = [{"step": step, "split": "train", **held} for step in (1, 2)]
+    (tmp_path / "histograms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spread))
+    html, page = render(tmp_path)
+    assert charts_of(html).keys() == {"Policy", "Importance ratio", "Lengths"}
+    assert "Always 0: Loss, Staleness" in page.text
 
 
 def test_text_of_models_cannot_break_the_page(tmp_path: Path) -> None:

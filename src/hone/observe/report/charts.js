@@ -30,9 +30,9 @@ function tick(v, step) {
 }
 const escapeHtml = (s) => s.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
-// Distance of the marks of a linear axis: 1, 2 or 5 times a power of ten.
-function tickStep(low, high, count) {
-  const raw = (high - low) / count || 1;
+// Distance of the marks of a linear axis: 1, 2 or 5 times a power of ten, of counts a whole one.
+function tickStep(low, high, count, isWhole = false) {
+  const raw = Math.max((high - low) / count || 1, isWhole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(raw));
   return [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw);
 }
@@ -52,8 +52,9 @@ function decades(low, high) {
   return found.filter((e) => e % every === 0);
 }
 
-// Maps values to pixels. A log axis works on exponents and drops values that have none.
-function axis(values, scale) {
+// Maps values to pixels. A log axis works on exponents and drops values that have none; marks of
+// counts, `isWhole`, are whole numbers.
+function axis(values, scale, isWhole = false) {
   const log = scale === "log" && values.some((v) => v > 0);
   const of = log ? (v) => (v > 0 ? Math.log10(v) : null) : (v) => v;
   const mapped = values.map(of).filter((v) => v !== null && v !== undefined);
@@ -64,7 +65,7 @@ function axis(values, scale) {
   else if (scale !== "linear") low = Math.min(low, 0);
   if (high - low <= 1e-9 * Math.abs(high))
     [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
-  const step = tickStep(low, high, 4);
+  const step = tickStep(low, high, 4, isWhole);
   if (!log) {
     low = scale !== "linear" && low >= 0 ? 0 : Math.floor(low / step + 1e-9) * step;
     high = Math.ceil(high / step - 1e-9) * step;
@@ -405,7 +406,7 @@ function drawColumns(figure, chart) {
   const [steps, [shares]] = zoomed(chart, [chart.shares]);
   const binWidth = (high - low) / shares[0].length;
   const edge = (bin) => low + bin * binWidth;
-  const marked = axis([low, high], "linear");
+  const marked = axis([low, high], "linear", chart.whole);
   const y = { ...marked, low, high, marks: marked.marks.filter((m) => m >= low && m <= high) };
   const f = frame(plot, [steps[0], steps[steps.length - 1]], y, steps);
   const size = { width: f.slot + 0.3, height: f.sy(low) - f.sy(edge(1)) + 0.3, fill: "var(--c0)" };

@@ -1,7 +1,8 @@
 """Which curves a report shows, and their data in the form that `charts.js` draws.
 
-A chart appears when a run has at least one of its metrics. Of one run the curves of a chart are its
-metrics; of several each metric has a chart of its own, and the curves are the runs.
+A chart appears when a run has at least one of its metrics and not all of its values are 0. Of one
+run the curves of a chart are its metrics; of several each metric has a chart of its own, and the
+curves are the runs.
 """
 
 from __future__ import annotations
@@ -112,18 +113,25 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
 
 
 def chart_data(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """`{"steps": steps of each run, "sections": [{"title", "charts": [...]}]}`.
+    """`{"steps": steps of each run, "sections": [{"title", "charts": [...]}], "zero": titles of
+    charts left out because all of their values are 0}`.
 
     A chart has `title`, `unit` and `kind`. `curves` has `lines`, each with the number of its `run`,
-    whose steps its `values` are at; `bars` and `columns` (a histogram for each of its steps) have
-    `steps` of their own; `lanes` are over time.
+    whose steps its `values` are at; `bars` and `columns` (a histogram for each of its steps, of
+    counts where it is `whole`) have `steps` of their own; `lanes` are over time.
     """
     grids = [_thin(run.rows, ()) for run in runs]
-    sections = [*_curves(runs), *_histograms(runs), *_phases(runs)]
-    return {"steps": [steps for steps, _ in grids], "sections": sections}
+    curves, zero_curves = _curves(runs)
+    spreads, zero_spreads = _histograms(runs)
+    return {
+        "steps": [steps for steps, _ in grids],
+        "sections": [*curves, *spreads, *_phases(runs)],
+        "zero": list(dict.fromkeys([*zero_curves, *zero_spreads])),
+    }
 
 
-def _curves(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+def _curves(runs: Sequence[RunFolder]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The sections of curves, and the titles of the charts in which all values are 0."""
     names = {name for run in runs for name in run.metric_names}
     parts = {
         name: name.split("/")[1]
@@ -131,15 +139,25 @@ def _curves(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         if name.startswith("reward/") and name.count("/") == 2 and name.endswith("/mean")
     }
     sections: list[dict[str, Any]] = []
+    zero: list[str] = []
     for title, charts in SECTIONS.items():
         if title == "Sampling" and len(parts) > 1:
             charts = (Chart("Reward parts", "mean", parts, "linear"), *charts)
         if len(runs) > 1:
             charts = tuple(single for chart in charts for single in _one_metric_each(chart))
-        drawn = [_chart_of(runs, chart) for chart in charts if chart.lines.keys() & names]
+        held = [chart for chart in charts if chart.lines.keys() & names]
+        drawn = [_chart_of(runs, chart) for chart in held if not _is_zero(runs, chart)]
+        zero += [chart.title for chart in held if _is_zero(runs, chart)]
         if drawn:
             sections.append({"title": title, "charts": drawn})
-    return sections
+    return sections, zero
+
+
+def _is_zero(runs: Sequence[RunFolder], chart: Chart) -> bool:
+    """Whether the chart has values and all are 0."""
+    shown = (*chart.lines, *(chart.band or ()))
+    values = [value for run in runs for metric in shown for value in run.values(metric)]
+    return bool(values) and not any(values)
 
 
 def _one_metric_each(chart: Chart) -> list[Chart]:
@@ -183,23 +201,28 @@ def _chart_of(runs: Sequence[RunFolder], chart: Chart) -> dict[str, Any]:
     }
 
 
-def _histograms(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Rewards and lengths of all samples of each step of training."""
+def _histograms(runs: Sequence[RunFolder]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rewards, lengths and staleness of all samples of each step of training, and the titles of
+    those that are all 0."""
     charts: list[dict[str, Any]] = []
+    zero: list[str] = []
     for run in runs:
         rows = [row for row in run.histograms() if row.get("split") == "train"]
-        for name, title, unit in (
-            ("reward", "Rewards", "share of a step's samples"),
-            ("completion_tokens", "Lengths", "tokens, share of a step's samples"),
-            ("staleness", "Staleness", "updates behind, share of a step's samples"),
+        for name, title, unit, is_whole in (
+            ("reward", "Rewards", "share of a step's samples", False),
+            ("completion_tokens", "Lengths", "tokens, share of a step's samples", True),
+            ("staleness", "Staleness", "updates behind, share of a step's samples", True),
         ):
             held = [(int(row["step"]), row[name]) for row in rows if name in row]
-            if len(held) > 1:
-                of_run = f" of {run.name}" if len(runs) > 1 else ""
-                charts.append(
-                    {"kind": "columns", "title": f"{title}{of_run}", "unit": unit} | _columns(held)
-                )
-    return [{"title": "Spread of all samples", "charts": charts}] if charts else []
+            if len(held) < 2:
+                continue
+            named = f"{title} of {run.name}" if len(runs) > 1 else title
+            if all(np.allclose(_values(row)[0], 0) for _, row in held):
+                zero.append(named)
+                continue
+            chart = {"kind": "columns", "title": named, "unit": unit, "whole": is_whole}
+            charts.append(chart | _columns(held))
+    return [{"title": "Spread of all samples", "charts": charts}] if charts else [], zero
 
 
 def _columns(held: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:

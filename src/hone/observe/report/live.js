@@ -12,8 +12,8 @@ function replaceLive(area, fresh) {
 }
 
 // Charts that are there already are drawn again where they are.
-const layoutOf = (data) =>
-  JSON.stringify(data.sections.map(({ title, charts }) => [title, charts.map((c) => c.title)]));
+const layoutOf = ({ sections, zero }) =>
+  JSON.stringify([sections.map(({ title, charts }) => [title, charts.map((c) => c.title)]), zero]);
 
 function takeOver(page) {
   const data = JSON.parse(page.getElementById("data").textContent);

@@ -567,16 +567,16 @@ class SampleBrowser {
     if (this.bins === null) return;
     const [ofScores, ofLengths] = this.area.querySelectorAll(".spread .plot");
     if (this.source.about.hasScores)
-      drawBins(ofScores, this.bins.scores, (low, high) => {
+      drawBins(ofScores, this.bins.scores, false, (low, high) => {
         this.limits = { low, high };
         this.apply();
       });
-    drawBins(ofLengths, this.bins.lengths, null);
+    drawBins(ofLengths, this.bins.lengths, true);
   }
 }
 
-// A histogram; `choose` gets the limits of the bar that is clicked.
-function drawBins(plot, held, choose) {
+// A histogram, of whole numbers where `isWhole`; `choose` gets the limits of the bar that is clicked.
+function drawBins(plot, held, isWhole, choose = null) {
   plot.onclick = plot.onpointermove = null;
   if (held === null) {
     plot.innerHTML = `<p class="dim">None of the samples shown has one.</p>`;
@@ -586,9 +586,9 @@ function drawBins(plot, held, choose) {
   const left = PAD.left;
   const right = plot.clientWidth - PAD.right;
   const bottom = plot.clientHeight - 22;
-  const y = axis(counts, "zero");
+  const y = axis(counts, "zero", true);
   const slot = (right - left) / counts.length;
-  const step = tickStep(low, high, 5);
+  const step = tickStep(low, high, 5, isWhole);
   const sx = (v) => left + ((v - low) / (high - low)) * (right - left);
   const sy = (v) => bottom - ((v - y.low) / (y.high - y.low)) * (bottom - PAD.top);
   const edge = (bin) => low + ((high - low) * bin) / counts.length;
