@@ -495,6 +495,8 @@ class EngineStats:
     """Share of KV blocks in use, 0 to 1."""
     kv_cache_bytes: int = 0
     """Of all blocks; 0 where the engine does not say."""
+    weight_bytes: int = 0
+    """Of its own parameters; 0 where they are the trainer's."""
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

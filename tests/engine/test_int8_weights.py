@@ -65,6 +65,16 @@ def test_R4_samples_with_what_the_codes_stand_for(folder):
     assert any(found[key].logprobs != one.logprobs for key, one in other.items()), "it rounds"
 
 
+def test_statistics_tell_the_bytes_of_its_own_weights(folder):
+    whole, packed = (load(folder, packs_rows=packs_rows) for packs_rows in (False, True))
+    size = engine_of(packed).stats().weight_bytes
+    assert size == sum(tensor.nbytes for tensor in packed.parameters())
+    assert size < engine_of(whole).stats().weight_bytes
+    cfg = EngineConfig(max_num_seqs=4, kv_cache_gib=0.01)
+    shared = EmbeddedEngine(whole, cfg, eos_token_ids=(3,), max_model_len=64, block_size=4)
+    assert shared.stats().weight_bytes == 0, "they are the trainer's"
+
+
 def test_loading_packs_what_a_sync_delivers(folder):
     delivered = blank(folder)
     WeightSync(Trainer(load(folder, packs_rows=False)), engine_of(delivered)).push(1)

@@ -45,6 +45,8 @@ def test_adapters_learn_and_the_engine_samples_what_is_exported(
     base = load_file(Path(make_config().model.path) / "model.safetensors")
     merged = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert merged.keys() == base.keys()
+    held = sum(tensor.nbytes for tensor in merged.values()) / 2**30
+    assert all(row["mem/engine_weights_gib"] == held for row in found), "beside the trainer's"
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert changed
     assert all(name.endswith("_proj.weight") for name in changed)

@@ -367,15 +367,16 @@ def test_counts_of_processes_become_those_of_the_run() -> None:
         num_dropped_failures=1,
         num_prompt_tokens=10,
         num_kills=1,
+        weight_bytes=2**30,
         max_kv_cache_usage=0.2,
         wait_s=3.0,
     )
     other = replace(one, num_prompt_tokens=5, max_kv_cache_usage=0.7, reward_p99_s=0.5, wait_s=1.0)
-    expected = replace(
-        one, num_prompt_tokens=15, num_kills=2, max_kv_cache_usage=0.7, reward_p99_s=0.5
-    )
+    added = {"num_prompt_tokens": 15, "num_kills": 2, "weight_bytes": 2**31}
+    expected = replace(one, **added, max_kv_cache_usage=0.7, reward_p99_s=0.5)
     for processes in ([one, other], [other, one]):
         assert RolloutCounts.over(processes) == expected
+    assert to_scalars(rollout_metrics([], expected))["mem/engine_weights_gib"] == 2
 
 
 @pytest.mark.parametrize("policy", ["train", "mask"])

@@ -101,7 +101,7 @@ class EmbeddedEngine(EngineBase):
         self.model = model
         self._packed = {name for name, weight in export_weights(model) if is_packed(weight)}
         self.state = EngineState.AWAKE
-        resident = sum(tensor.nbytes for tensor in model.parameters()) if owns_weights else 0
+        self._weight_bytes = sum(p.nbytes for p in model.parameters()) if owns_weights else 0
         self._weights = SleepingWeights(model) if owns_weights and cfg.enable_sleep else None
         self._cache = make_cache(
             model.config,
@@ -109,7 +109,7 @@ class EmbeddedEngine(EngineBase):
             device=model.device,
             dtype=model.dtype,
             max_model_len=self.max_model_len,
-            resident_bytes=resident,
+            resident_bytes=self._weight_bytes,
             block_size=block_size,
             records_routes=records_routes,
         )
@@ -135,7 +135,7 @@ class EmbeddedEngine(EngineBase):
             cfg,
             max_model_len=self.max_model_len,
             reserved_bytes=activations,
-            resident_bytes=resident + self._runner.state_bytes,
+            resident_bytes=self._weight_bytes + self._runner.state_bytes,
         )
         num_blocks = tp.smallest(num_blocks)  # what each finds free may differ
         self._cache.allocate(num_blocks)
@@ -297,6 +297,7 @@ class EmbeddedEngine(EngineBase):
             num_waiting=scheduler.num_waiting,
             kv_cache_usage=self._blocks.usage,
             kv_cache_bytes=self._cache.num_bytes,
+            weight_bytes=self._weight_bytes,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,

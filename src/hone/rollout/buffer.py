@@ -343,6 +343,7 @@ class Buffer:
         counts.num_generated_tokens += now.num_generated_tokens - engine.num_generated_tokens
         counts.engine_busy_s += now.busy_s - engine.busy_s
         counts.kv_cache_bytes = now.kv_cache_bytes
+        counts.weight_bytes = now.weight_bytes
         counts.num_kills += scored.num_kills - scorer.num_kills
         counts.reward_p99_s = scored.p99_s
         counts.reward_model_s += scored.model_s - scorer.model_s

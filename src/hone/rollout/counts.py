@@ -37,6 +37,8 @@ class RolloutCounts:
     """Largest share of KV blocks in use, 0 to 1."""
     kv_cache_bytes: int = 0
     """Of the caches of all engines."""
+    weight_bytes: int = 0
+    """Of the weights that engines hold beside the trainer's."""
     num_kills: int = 0
     """Reward workers killed at their deadline."""
     reward_p99_s: float = math.nan
@@ -87,6 +89,7 @@ _OF_ONE_PROCESS = (
     "num_polls",
     "engine_busy_s",
     "kv_cache_bytes",
+    "weight_bytes",
     "num_kills",
 )
 """Counts of what a process does with its own groups; the others are equal in all."""

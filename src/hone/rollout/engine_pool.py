@@ -339,8 +339,8 @@ class EnginePool(Pool[Request, _Member]):
         self._to_ask.add(member)
 
     def _on_loss(self, member: _Member) -> None:
-        idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "kv_cache_bytes": 0}
-        self._count(member, replace(member.stats, **idle))
+        gone = {"kv_cache_usage": 0.0, "kv_cache_bytes": 0, "weight_bytes": 0}
+        self._count(member, replace(member.stats, num_running=0, num_waiting=0, **gone))
         member.stats = EngineStats()
 
     def _retryable(self, tasks: Mapping[str, Request], cause: str) -> Iterator[tuple[str, Request]]:

@@ -48,6 +48,7 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
         "perf/engine_tokens_per_s": Mean(counts.num_generated_tokens, counts.engine_busy_s),
         "perf/engine_busy_s": Sum(counts.engine_busy_s),
         "rollout/killed_reward_workers": Sum(counts.num_kills),
+        "mem/engine_weights_gib": Last(counts.weight_bytes / 2**30),
         "time/generate/wait_s": Last(counts.wait_s),
     }
     if not math.isnan(counts.reward_p99_s):

@@ -108,6 +108,7 @@ class VLLMEngine(EngineBase):
             check_reads_weights(module)
         is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
         self._weights = VLLMWeights(module, is_tied=is_tied)
+        self._weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
         self._counters = _Counters()
         self._llm.logger_manager = self._counters
         self.state = EngineState.SYNCING
@@ -262,6 +263,7 @@ class VLLMEngine(EngineBase):
             num_running=num_running,
             num_waiting=len(self._sequences) - num_running,
             kv_cache_usage=float(self._scheduler.kv_cache_manager.usage),
+            weight_bytes=self._weight_bytes,
             num_preemptions=self._counters.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,

@@ -103,6 +103,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
         Chart("Memory by role", "GiB",
               {"mem/policy_gib": "policy", "mem/critic_gib": "critic",
                "mem/reference_gib": "reference", "mem/teacher_gib": "teacher",
+               "mem/engine_weights_gib": "engines' own weights",
                "mem/engine_cache_gib": "engines' caches"}),
         Chart("Weight delivery", "bytes/s", {"perf/sync_bytes_per_s": "to engines"}),
         Chart("Memory", "GiB",
