@@ -80,7 +80,7 @@ $(BIN)/python $(VLLM_BIN)/python: %/bin/python:
 	if [ -z "$$python" ]; then \
 	  echo "No Python 3.11, 3.12 or 3.13 with venv found; install one (Debian: python3-venv)," \
 	    "or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
-	echo "Setting up $* with $$("$$python" --version); this takes a few minutes, once."; \
+	echo "Setting up $* with $$("$$python" --version); this takes 1.5 minutes or more, once."; \
 	"$$python" -m venv $*
 
 # Without a GPU the CPU build is wanted, ten times smaller. It has its own index; where that cannot
