@@ -216,6 +216,8 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
             "--pipeline.in_flight=abort",
         ),
         ("--plan.gpus=2", "--trainer.enable_sleep", "--rollout.oversample_prompts=4"),
+        ("--plan.gpus=2", "--engine.weight_dtype=int8", "--algorithm.correction.kind=none"),
+        ("--plan.gpus=2", "--engine.kv_cache_dtype=fp8", "--algorithm.correction.kind=none"),
     ],
 )
 def test_the_flags_of_an_outcome_run_what_was_simulated(

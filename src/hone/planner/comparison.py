@@ -27,7 +27,7 @@ from hone.config.signatures import did_you_mean
 from hone.config.tree import PlanConfig, RLConfig
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
-from hone.planner.fitting import GPUS_OF_A_NODE, gpu_host_roles
+from hone.planner.fitting import GPUS_OF_A_NODE, gpu_host_roles, rounds_apart
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
 from hone.planner.lengths import draw_lengths
 from hone.planner.run_memory import RunMemory
@@ -353,7 +353,8 @@ def run_flags(cfg: PlanConfig, outcome: Outcome) -> list[str]:
     """The words that make `hone rl`, with the recipe and flags of `cfg`, run in the mode and on the
     devices of `outcome`: `["--nproc", "8"]`, or `["--cluster.num_engines", "5", ...]`.
 
-    Where samples may be older than the weights and nothing corrects for it, `tis` is among them.
+    Where samples may be older than the weights, or formats of few bits make them another policy's,
+    and nothing corrects for it, `tis` is among them.
     """
     planned, words = planned_config(cfg, outcome), list[str]()
     is_launched = launch_words(outcome)[0] != "hone"
@@ -393,7 +394,7 @@ def planned_config(cfg: PlanConfig, outcome: Outcome) -> PlanConfig:
         pipeline = outcome.run.pipeline
     algorithm = cfg.algorithm
     is_old = outcome.is_async or rollout.oversample_prompts > 0
-    if is_old and algorithm.correction.kind == "none":
+    if (is_old or rounds_apart(planned)) and algorithm.correction.kind == "none":
         correction = algorithm.correction.model_copy(update={"kind": "tis"})
         algorithm = algorithm.model_copy(update={"correction": correction})
     update = {name: getattr(planned, name) for name in _PLANNED}

@@ -34,6 +34,7 @@ __all__ = [
     "memory_changes",
     "remedies",
     "rl_config",
+    "rounds_apart",
     "setting",
 ]
 
@@ -308,6 +309,13 @@ def errors(plan: RunPlan) -> set[Finding]:
 def rl_config(cfg: PlanConfig) -> RLConfig:
     """The `hone rl` that a plan is for."""
     return RLConfig.model_construct(**{name: getattr(cfg, name) for name in RLConfig.model_fields})
+
+
+def rounds_apart(cfg: RLConfig) -> bool:
+    """Whether trainers and engines compute in formats that differ by more than their kernels do."""
+    engine = cfg.engine
+    is_fp8 = "fp8" in (engine.kv_cache_dtype, cfg.trainer.matmul_precision)
+    return engine.weight_dtype == "int8" or is_fp8
 
 
 def _lack(run: RunMemory) -> str:
