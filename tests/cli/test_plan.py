@@ -35,6 +35,8 @@ SMALL = (
 BIG = ("--model.shape=qwen2.5-7b", "--plan.gpu=a100", "--plan.gpus=4", "--plan.steps=4")
 """What needs other settings of memory than the default."""
 
+QLORA = ("--model.lora.rank=16", "--model.lora.load_in_4bit=true")
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +109,34 @@ def test_the_first_is_written_as_a_recipe_that_passes_the_check(
     assert (cluster.num_engines, cluster.num_trainers) == (
         (0, 1) if placement.colocated else (placement.num_engines, placement.num_trainers)
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "budget"),
+    [
+        # Two rows of 2048 tokens do not fit beside 32B; beside 0.6B they do.
+        (("--model.shape=qwen3-32b", "--plan.gpus=1", "--engine.weight_dtype=int8", *QLORA), 2048),
+        (
+            (
+                "--model.shape=qwen3-0.6b",
+                "--plan.gpus=1",
+                "--trainer.max_tokens_per_microbatch=2048",
+            ),
+            4096,
+        ),
+    ],
+)
+def test_hone_check_warns_of_nothing_that_a_plan_has_written(
+    flags: tuple[str, ...], budget: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (*flags, "--plan.gpu=h100", "--plan.steps=4", "--checkpoint.every_n_steps=0")
+    output(capsys, *given, "--output=plan.yaml")
+    check = ["check", "rl", "plan.yaml", "--gpu", "h100", "--json", "--nproc", "1"]
+    model = f"--model.path=Qwen/{flags[0].partition('=')[2]}"
+    assert main([*check, model, "--data.train.0.path=a/b"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"] == []
+    assert found["config"]["trainer"]["max_tokens_per_microbatch"] == budget
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
 from hone.observe.kept_result import require_same_settings
 from hone.observe.resumed_run import is_finished, newest_step, require_resumable
-from hone.planner.fitting import check_gpu_memory, check_host_memory
+from hone.planner.fitting import check_gpu_memory, check_host_memory, has_room_for_two_rows
 from hone.rewards.builtin import BUILTINS, build
 
 __all__ = [
@@ -274,6 +274,7 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
     and memory of GPUs, or where that is enough, of this host. `known` is what rules know beside
     the plan."""
     cfg = plan.config
+    known["lacks_room_for_two_rows"] = not (plan.world_size is None or has_room_for_two_rows(plan))
     found = findings(plan, **known, **first_rows(cfg), **_reward_problems(cfg))
     if _trains(cfg):
         try:

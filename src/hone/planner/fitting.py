@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar, get_args
 from hone.config.base import Section
 from hone.config.plan import RunPlan, resolve
 from hone.config.rules import Finding, findings
+from hone.config.rules.facts import LONG_ROW
 from hone.config.trainer import OffloadLevel
 from hone.config.tree import PlanConfig, RLConfig, SFTConfig
 from hone.planner.host_memory import (
@@ -31,11 +32,13 @@ __all__ = [
     "does_fit_host",
     "errors",
     "gpu_host_roles",
+    "has_room_for_two_rows",
     "memory_changes",
     "remedies",
     "rl_config",
     "rounds_apart",
     "setting",
+    "two_rows",
 ]
 
 GPUS_OF_A_NODE = 8
@@ -97,6 +100,28 @@ def does_fit_host(plan: RunPlan) -> bool:
     """Whether a host of a GPU run holds what its processes move there, as far as that is known."""
     available = plan.devices.host_bytes
     return available is None or _total(gpu_host_roles(plan)) <= available
+
+
+def two_rows(plan: RunPlan) -> Change:
+    """The budget of tokens by which short rows are packed, two of the longest; nothing where it is
+    that large, and where rows fill a device by themselves or are shared."""
+    trainer, longest = plan.trainer, plan.max_sequence_tokens
+    if trainer is None or trainer.micro_batch_size is not None or longest is None:
+        return {}
+    if longest > LONG_ROW or plan.policy.axes.context > 1:
+        return {}
+    is_less = trainer.max_tokens_per_microbatch < 2 * longest
+    return {"trainer.max_tokens_per_microbatch": 2 * longest} if is_less else {}
+
+
+def has_room_for_two_rows(plan: RunPlan) -> bool:
+    """Whether GPUs and host hold micro-batches of two of the longest rows, as far as is known."""
+    if plan.is_on_cpu or plan.shape is None or plan.problem is not None:
+        return True
+    if not (change := two_rows(plan)):
+        return True
+    larger = changed(plan, change)
+    return does_fit(larger) and does_fit_host(larger)
 
 
 def gpu_host_roles(plan: RunPlan) -> list[HostRole]:

@@ -35,8 +35,10 @@ from hone.planner.fitting import (
     does_fit,
     does_fit_host,
     errors,
+    has_room_for_two_rows,
     remedies,
     setting,
+    two_rows,
 )
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import Placement
@@ -128,6 +130,9 @@ def search(
     found: dict[Placement, RunPlan] = {}
     for placement in kept:
         fitted = _fastest_that_fits(laid_out[placement], _cost(cfg), trainers)
+        if fitted is not None and has_room_for_two_rows(fitted):
+            larger = changed(fitted, two_rows(fitted))
+            fitted = larger if errors(larger) <= errors(fitted) else fitted
         if fitted is not None and cfg.plan.goal != "memory":
             fitted = _with_more_cache(fitted, _num_keys(cfg, placement))
         if fitted is None:

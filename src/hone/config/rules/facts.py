@@ -58,8 +58,11 @@ def longest_share(view: View) -> Fact:
 
 @fact
 def two_rows(view: View) -> Fact:
-    """Tokens of two of the longest rows, of those that are packed."""
+    """Tokens of two of the longest rows, of those that are packed; where the planner knows that
+    memory does not hold two, nothing is asked for."""
     row = view.fact("longest")
+    if view.known.get("lacks_room_for_two_rows", False):
+        raise NotKnownError("two_rows")
     if view.number("context_size") > 1 or row.value > LONG_ROW:
         raise NotKnownError("two_rows")
     return Fact(2 * row.value, "twice the longest sequence", f"2 x ({row.how})")
