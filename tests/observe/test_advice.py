@@ -134,6 +134,15 @@ def test_trainers_and_engines_that_wait_get_each_others_devices() -> None:
     assert found.change == {"cluster.num_engines": 1, "cluster.num_trainers": 5}
 
 
+def test_engines_that_wait_ask_for_less_staleness_only_where_there_is_less() -> None:
+    """With 1 the next is 0, by which nothing is sampled ahead."""
+    idle = {"time/generate_s": 0.1, "perf/engine_busy_s": 8.0, "perf/engine_busy_share": 0.2}
+    for staleness in (1, 2):
+        plan = plan_of(cluster=APART, pipeline={"max_staleness": staleness})
+        found = raised_in(plan, idle, max_staleness=staleness)["engines_wait"]
+        assert ("a smaller pipeline.max_staleness" in found.advice) == (staleness == 2)
+
+
 @pytest.mark.parametrize("shape", ["qwen3-1.7b", "qwen3-30b-a3b"])
 @pytest.mark.parametrize("busy_s", [0.1, 8.0, 3600.0])
 def test_engines_of_any_speed_are_priced(shape: str, busy_s: float) -> None:

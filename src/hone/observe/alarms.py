@@ -108,7 +108,8 @@ class Alarms:
         """Without a `plan` no setting is named."""
         mismatch = _mismatch_rules(max_mismatch_kl, max_staleness)
         self._numbers = mismatch + (_STALE if max_staleness else ()) + _SAMPLING + _LEARNING
-        self._tuning = (_AHEAD if max_staleness else _IN_TURNS) + _ENGINE + _memory_rules(plan)
+        in_time = _ahead_rules(max_staleness) if max_staleness else _IN_TURNS
+        self._tuning = in_time + _ENGINE + _memory_rules(plan)
         self._advisor = None if plan is None else Advisor(plan)
         self._history = History()
         self._last_breach: dict[str, int] = {}
@@ -268,24 +269,29 @@ _STALE = (
     ),
 )
 
-_AHEAD = (
-    Rule(
-        "training_waits",
-        # Over several: a step that has waited often leaves samples for the next.
-        mean_share_above("time/generate_s", "time/step_s", 0.3, steps=6),
-        "The trainers wait for samples; where engines are the limit, more of them help "
-        "(cluster.num_engines).",
-        advice.further_ahead,
-    ),
-    Rule(
-        "engines_wait",
-        only_when(_has_no_wait_for_samples, below("perf/engine_busy_share", 0.5, steps=5)),
-        "Engines stand still, waiting for the trainers; a smaller pipeline.max_staleness costs no "
-        "time.",
-        advice.fewer_engines,
-    ),
-)
-"""Of a run that samples ahead of the training."""
+
+def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
+    """Of a run that samples ahead of the training."""
+    told = "Engines stand still, waiting for the trainers"
+    if max_staleness > 1:  # with less, sampling and training take turns
+        told += "; a smaller pipeline.max_staleness costs no time"
+    return (
+        Rule(
+            "training_waits",
+            # Over several: a step that has waited often leaves samples for the next.
+            mean_share_above("time/generate_s", "time/step_s", 0.3, steps=6),
+            "The trainers wait for samples; where engines are the limit, more of them help "
+            "(cluster.num_engines).",
+            advice.further_ahead,
+        ),
+        Rule(
+            "engines_wait",
+            only_when(_has_no_wait_for_samples, below("perf/engine_busy_share", 0.5, steps=5)),
+            f"{told}.",
+            advice.fewer_engines,
+        ),
+    )
+
 
 _IN_TURNS = (
     Rule(
