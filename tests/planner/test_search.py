@@ -366,6 +366,18 @@ def test_8_bit_weights_are_named_only_where_rules_allow_them() -> None:
         compare(load_config(PlanConfig, None, flags))
 
 
+@pytest.mark.parametrize("named", ["shape", "path"])
+def test_what_rules_out_a_plan_names_the_model_by_the_key_that_was_given(named: str) -> None:
+    flags = [f"--model.{named}=qwen3-30b-a3b", "--model.exact=true", "--plan.gpus=1"]
+    cfg = load_config(PlanConfig, None, flags)
+    shape = public_shape("qwen3-30b-a3b")
+    assert shape is not None
+    alone = Placement(num_trainers=1, num_engines=1, colocated=True)
+    told = [x.message for x in errors(plan_of(cfg, shape, known_gpu("h200"), alone))]
+    where = {"shape": "of model.shape is", "path": "at model.path is"}[named]
+    assert any(f"the model {where}" in message for message in told), told
+
+
 def ways_to_recompute(num_layers: int) -> list[tuple[str, int, bool]]:
     """Mode, of every so manieth layer, and whether inputs are offloaded."""
     blocks = -(-num_layers // 8), -(-3 * num_layers // 4)

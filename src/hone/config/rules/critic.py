@@ -91,7 +91,7 @@ def _misfit(
         yield {
             "key": key,
             "size": getattr(parallel, name),
-            "at": "model.path" if path is None else "critic.path",
+            "which": view.number("the_model") if path is None else "the model at critic.path",
             "problem": told,
             "instead": instead if is_own else f"give the critic its own by {_CRITICS} and {_OWN}",
         }
@@ -159,7 +159,7 @@ _LAYOUT = (
 
 _MODEL = tuple(
     error(each=_misfit(name, problem, instead=instead), given=_GAE, only=("rl", "plan"),
-          says="{key} is {size}, for the critic, whose model is at {at}", why="{problem}",
+          says="{key} is {size}, for the critic, which is {which}", why="{problem}",
           fix="use a size that fits | {instead}")
     for name, problem, instead in (
         ("tensor_parallel_size", _of_tensor, f"shard it by {_OWN}.zero_stage 3"),

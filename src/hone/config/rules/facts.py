@@ -338,7 +338,7 @@ outside("first_rows", "unread_arrays", "data_problems", "weak_pairs", "reward_pr
 @fact
 def the_model(view: View) -> str:
     """The model, by the setting that names it."""
-    named = view.command.startswith("bench") and view["model.shape"]
+    named = getattr(view.plan.config.model, "shape", None)
     return "the model of model.shape" if named else "the model at model.path"
 
 
