@@ -655,6 +655,23 @@ def test_check_says_for_what_hardware_it_plans(
     assert told in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("path", "is_told"),
+    [("someone/else-7b", True), ("Qwen/Qwen3-0.6B", False), ("model", False), ("./none", False)],
+)
+def test_check_says_where_sizes_are_not_known(
+    path: str, is_told: bool, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (f"--model.path={path}", "--data.train.0.path=train.jsonl", "--gpu", "h100")
+    for form in ([], ["--json"]):
+        main(["check", *flags, *form])
+        told = " ".join(capsys.readouterr().out.split())
+        assert (f"sizes of model.path '{path}' are not known here, so memory was not" in told) == (
+            is_told
+        )
+        assert (f"`hf download {path} config.json`" in told) == is_told
+
+
 def test_check_tells_whose_recipe_it_is_and_what_it_chose(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

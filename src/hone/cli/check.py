@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,8 @@ from hone.cli.command import (
 )
 from hone.cli.help import is_help, print_help
 from hone.config.hardware import known_gpu
+from hone.config.model_facts import ModelFacts
+from hone.config.paths import must_be_local
 from hone.config.plan import RECIPE_TREES, Command, RunPlan
 from hone.config.printable import printable
 from hone.config.recipe import read_recipe, to_yaml
@@ -67,6 +70,7 @@ def run(argv: Sequence[str]) -> int:
     gpu = None if name is None else known_gpu(name)
     plan = plan_here(cfg, nproc, gpu=gpu)
     findings = _findings(plan)
+    notes = [*notes, *_unknown_sizes(plan)]
     if as_json:
         _print_json(plan, findings, notes)
     else:
@@ -95,6 +99,17 @@ def _findings(plan: RunPlan) -> list[Finding]:
         replace(one, level="warning", message=here + one.message) if one in on_cpu else one
         for one in found
     ]
+
+
+def _unknown_sizes(plan: RunPlan) -> Iterator[str]:
+    """That memory was not checked, where nothing here tells the sizes of a model of the hub."""
+    path = plan.config.model.path
+    is_of_hub = path and not (Path(path).exists() or must_be_local(path))
+    if path and is_of_hub and ModelFacts.known(path) is None:
+        yield (
+            f"The sizes of model.path '{path}' are not known here, so memory was not checked: run "
+            f"`hf download {path} config.json`, or name a folder with that file."
+        )
 
 
 def _planned_for(plan: RunPlan) -> str:
