@@ -516,6 +516,26 @@ def test_R22_a_run_that_cannot_fit_is_refused_and_every_advice_holds(
         assert [finding.message for finding in told if finding.level == "error"] == []
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_8_bit_weights_are_named_where_nothing_else_makes_a_run_fit(exact: bool) -> None:
+    """A base of four bits, 18 GiB, and beside it 61 GiB of weights that sample, in half of that;
+    exact mode rules them out."""
+    flags = ("--model.lora.rank=16", "--model.lora.load_in_4bit=true")
+    flags += (f"--model.exact={str(exact).lower()}", "--trainer.max_tokens_per_microbatch=2576")
+    plan = planned(configured(*flags), shape_of("qwen3-32b"), gpu=known_gpu("h100"))
+    (found,) = check_gpu_memory(plan)
+    if exact:
+        assert "No setting that was tried makes it fit" in found.message
+        return
+    assert "engine.weight_dtype to int8" in found.message
+    assert found.message.endswith("and saves 29.0 GiB of them.")
+    (change,) = advised(found.message.partition(" It rounds")[0])
+    assert "--algorithm.correction.kind=tis" in change
+    better = planned(configured(*flags, *change), shape_of("qwen3-32b"), gpu=known_gpu("h100"))
+    assert [*check_gpu_memory(better)] == []
+    assert rules.findings(better) == []
+
+
 def test_a_refusal_names_phases_and_numbers() -> None:
     (message,) = findings("--data.max_prompt_tokens=3072", name="qwen3-4b")
     assert "train takes 200.6 GiB (weights 7.5 + masters 15.0 + moments 30.0" in message

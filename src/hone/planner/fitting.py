@@ -54,10 +54,16 @@ def check_gpu_memory(plan: RunPlan) -> Iterator[Finding]:
     """Whether every phase fits the memory of the plan's GPU; nothing where that is not known."""
     if not _excess(plan):
         return
-    changes = remedies(plan)
+    changes, more = remedies(plan), ""
+    if not changes and (rounded := _rounded_weights(plan)):
+        changes = [rounded]
+        one = {key: rounded[key] for key in rounded if key.startswith("engine.weight")}
+        saved = RunMemory(plan).engine_weights - RunMemory(changed(plan, one)).engine_weights
+        more = f" It rounds the weights that sample, and saves {saved / _GIB:.1f} GiB of them."
     keys = dict.fromkeys(key for change in changes for key in change)
     named = keys or [key for key in _LAST_RESORT if setting(plan.config, key) is not None]
-    yield Finding("error", tuple(named), f"{_lack(RunMemory(plan))} {_remedy(changes, plan)}")
+    told = f"{_lack(RunMemory(plan))} {_remedy(changes, plan)}{more}"
+    yield Finding("error", tuple(named), told)
 
 
 def check_host_memory(plan: RunPlan, *, num_local: int) -> Iterator[Finding]:
@@ -157,6 +163,25 @@ def remedies(plan: RunPlan, *, moves: bool = True) -> list[Change]:
         if pruned:
             return [min(pruned, key=len)]
     return []
+
+
+def _rounded_weights(plan: RunPlan) -> Change | None:
+    """Engines with 8-bit weights, and what else it takes, where that makes a run fit and rules
+    allow it. Not among the remedies: it changes what samples, which is not for a search to do."""
+    if plan.engine is None or plan.engine.weight_dtype != "auto":
+        return None
+    known, cfg = errors(plan), plan.config
+
+    def is_served(change: Change) -> bool:
+        return errors(changed(plan, change)) <= known
+
+    found = _together(plan, {"engine.weight_dtype": "int8"}, is_served)
+    if found is None:
+        return None
+    found = _without_needless(plan, found, is_served)
+    if isinstance(cfg, RLConfig) and cfg.algorithm.correction.kind == "none":
+        found = {**found, "algorithm.correction.kind": "tis"}
+    return found if is_served(found) else None
 
 
 def _together(plan: RunPlan, start: Change, is_served: Callable[[Change], bool]) -> Change | None:
