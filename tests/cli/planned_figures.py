@@ -32,7 +32,7 @@ def planned_comment(plan: RunPlan) -> str:
     run = simulated(plan, assumed)
     assert isinstance(plan.config, RLConfig)
     num_gpus = run.placement.num_gpus + plan.config.cluster.num_critics
-    head = f"# Plan for {num_gpus} x {gpu.name} of {gpu.memory_gib} GB:"
+    head = f"# Plan for {num_gpus} x {gpu.name} of {gpu.memory_gib} GiB:"
     lines = [f"{phase.title}: {phase.in_words()}" for phase in RunMemory(plan).phases()]
     parts = {
         "waiting for samples" if plan.config.pipeline.samples_ahead else "sampling": "wait_s",

@@ -266,6 +266,12 @@ def test_every_gpu_has_its_data_sheet_and_memory():
             assert peaks.flops_per_s < peaks.datasheet_flops_per_s
 
 
+@pytest.mark.parametrize("name", ["h100", "h100-pcie", "a100", "NVIDIA A100 80GB PCIe"])
+def test_gpus_of_80_gb_have_no_more_than_torch_reports(name: str):
+    """79.1 to 79.6 GiB."""
+    assert hardware.known_gpu(name).memory_gib == 79
+
+
 def test_the_driver_names_the_gpu(tmp_path: Path):
     assert hardware.installed_gpu(tmp_path) is None
     (tmp_path / "0000:1b:00.0").mkdir()
