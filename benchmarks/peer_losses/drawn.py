@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.algorithms.algorithm import Objective, Outputs
 from hone.observe.metrics import to_scalars
-from hone.trainer.packing import collate
+from hone.trainer.collating import collate
 from hone.types import Column, Row
 
 Found = Iterator[tuple[str, str, str, Any, Any]]

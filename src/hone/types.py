@@ -49,6 +49,7 @@ __all__ = [
     "Message",
     "MicroBatch",
     "Observation",
+    "PackedKeys",
     "PerToken",
     "Preference",
     "Prompt",
@@ -444,18 +445,33 @@ class Preference:
         return [token for row in self.rows for token in row.token_ids]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedKeys:
+    """The keys of packed sequences some of which begin with tokens of another one: K in all, T of
+    them different. What a sequence has packed itself are the last of its keys."""
+
+    index: Tensor  # [K] int64 into [T]: the token of each key, one sequence after the other
+    cu_seqlens: Tensor  # [S + 1] int32, borders of sequences among the keys
+    max_seqlen: int
+    lengths: tuple[int, ...]  # [S] host copy of the differences of cu_seqlens
+    uses: Tensor  # [K] int32 into [K]: the keys of the first token, then those of the second, ...
+    uses_starts: Tensor  # [T + 1] int32: where those of each token begin among `uses`
+
+
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
     """Several rows laid end to end: one forward pass, no padding anywhere.
 
     T tokens, S sequences, N trained tokens, U units. A trained token at position t is predicted by
     the hidden state at t - 1, so `predict_index` holds where t - 1 lies and `labels` the id at t.
+    With `keys` rows may lack their leading tokens, which another row has.
     """
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, within the sequence
     cu_seqlens: Tensor  # [S + 1] int32, borders of sequences
     max_seqlen: int
+    keys: PackedKeys | None = None
     predict_index: Tensor  # [N] int64 into [T]
     labels: Tensor  # [N] int64
     sequence_index: Tensor  # [N] int64 into [S]

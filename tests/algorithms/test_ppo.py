@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hone.algorithms.ppo import PPO, ValueObjective, gae
 from hone.config.algorithm import AlgorithmConfig, CriticConfig
 from hone.observe.metrics import to_scalars
-from hone.trainer.packing import collate
+from hone.trainer.collating import collate
 from hone.types import Column, Group, Prompt, Reward, Row, Sample, StopReason
 
 NUMBERS = st.floats(-3, 3)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -245,9 +246,11 @@ def test_metrics_have_the_names_and_values_of_trl() -> None:
     held = torch.stack([row.column("logprobs/reference").sum() for row in rows]).double()
     rewards = 0.5 * (sums - held)
     chosen, rejected = rewards[0::2], rewards[1::2]
-    assert found["rewards/chosen"] == pytest.approx(float(chosen.mean()), rel=1e-5)
-    assert found["rewards/rejected"] == pytest.approx(float(rejected.mean()), rel=1e-5)
-    assert found["rewards/margins"] == pytest.approx(float((chosen - rejected).mean()), rel=1e-5)
+    # Differences of sums near 100, in float32, of passes that are packed otherwise.
+    close = partial(pytest.approx, rel=1e-5, abs=1e-5)
+    assert found["rewards/chosen"] == close(float(chosen.mean()))
+    assert found["rewards/rejected"] == close(float(rejected.mean()))
+    assert found["rewards/margins"] == close(float((chosen - rejected).mean()))
     assert found["rewards/accuracies"] == float((chosen > rejected).double().mean())
     assert found["logps/chosen"] == pytest.approx(float(sums[0::2].mean()), rel=1e-5)
     per_token = -float(sums[0::2].sum()) / sum(row.num_trained for row in rows[0::2])

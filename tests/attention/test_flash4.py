@@ -18,16 +18,20 @@ LENGTHS = [4, 1, 6]
 
 
 def scores_twin(q, k, rows, *, softmax_scale, causal, window_size_left):
-    """Scores [Hq, T, T] in float64, -inf where a query does not see a key."""
+    """Scores [Hq, T, K] in float64, -inf where a query does not see a key."""
     assert causal
-    assert rows["cu_seqlens_q"] is rows["cu_seqlens_k"]
-    borders = rows["cu_seqlens_q"].tolist()
-    lengths = [b - a for a, b in pairwise(borders)]
-    assert rows["max_seqlen_q"] == rows["max_seqlen_k"] == max(*lengths, flash4.TILE + 1)
-    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    position = torch.arange(len(q))
-    behind = position[:, None] - position
-    seen = (sequence[:, None] == sequence) & (behind >= 0)
+    queries, lengths = (
+        torch.tensor([b - a for a, b in pairwise(rows[f"cu_seqlens_{x}"].tolist())]) for x in "qk"
+    )
+    longest = max(*lengths.tolist(), flash4.TILE + 1)
+    assert rows["max_seqlen_q"] == rows["max_seqlen_k"] == longest
+    of_query, of_key = (torch.arange(len(n)).repeat_interleave(n) for n in (queries, lengths))
+    ends = lengths.cumsum(0)
+    position = torch.cat(
+        [torch.arange(e - n, e) for e, n in zip(ends.tolist(), queries.tolist(), strict=True)]
+    )
+    behind = position[:, None] - torch.arange(len(k))
+    seen = (of_query[:, None] == of_key) & (behind >= 0)
     if window_size_left is not None:
         seen &= behind <= window_size_left
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -95,7 +99,7 @@ def test_the_operator_is_sound():
     borders = PackedContext.from_lengths(LENGTHS).cu_seqlens
     torch.library.opcheck(
         torch.ops.hone.flash4.default,
-        (*inputs, borders, flash4.TILE + 1, SCALE, None),
+        (*inputs, borders, borders, flash4.TILE + 1, SCALE, None),
         test_utils=("test_schema", "test_autograd_registration"),
     )
 

@@ -36,8 +36,8 @@ from hone.attention.context_parallel import padded_tokens, token_ranges
 from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import hidden_states
+from hone.trainer.collating import collate
 from hone.trainer.context import gather, split
-from hone.trainer.packing import collate
 from hone.types import MicroBatch, Row
 from tests.gpu.models import build
 from tests.gpu.sections import Run

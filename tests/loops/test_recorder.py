@@ -35,6 +35,7 @@ LIMITS = Limits(
     bytes_per_value=2,
     kv_bytes_per_value=2,
     packs_rows=False,
+    shares_prefixes=True,
     max_num_seqs=8,
     passes=3.0,
 )
@@ -84,6 +85,17 @@ def test_measured_times_are_compared_with_the_limits() -> None:
         "perf/R_train": pytest.approx(train_s / 2.0),
         "perf/R_step": pytest.approx(max(generate_s, train_s) / 6.0),
     }
+
+
+def test_a_prompt_that_rows_share_counts_once_in_the_limit_of_training() -> None:
+    rows = [replace(row, group_id="g", id=f"r{n}") for n, row in enumerate(ROWS)]
+    whole, prompts = (
+        training_time_s(SHAPE, GPUS[0], lengths, passes=3.0, num_head_tokens=head) / 2
+        for lengths, head in (([8] * 4, 20), ([3] * 3, 0))
+    )
+    for shares, expected in ((True, whole - prompts), (False, whole)):
+        found = replace(LIMITS, shares_prefixes=shares).ratios(GROUPS, rows, SECONDS)
+        assert found["perf/R_train"] == pytest.approx(expected / 2.0)
 
 
 def test_nothing_is_compared_with_a_limit_that_is_not_known() -> None:

@@ -324,7 +324,7 @@ class Recorded:
 
 
 def test_launches_are_inspected_once_for_each_kind_of_argument():
-    from hone.models.kernel_launch import launch
+    from hone.attention.kernel_launch import launch
 
     kernel, x = Recorded(), torch.zeros(64)
 

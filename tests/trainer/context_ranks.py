@@ -33,9 +33,9 @@ from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import hidden_states
 from hone.trainer import context as trainer_context
+from hone.trainer.collating import collate
 from hone.trainer.context import gather, split
 from hone.trainer.logprobs import token_logprobs
-from hone.trainer.packing import collate
 from hone.types import Row
 from tests.trainer.examples import VOCAB, random_rows, tiny_model
 

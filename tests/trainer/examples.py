@@ -64,14 +64,26 @@ def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def random_rows(
-    num_rows: int, *, seed: int = 0, max_completion: int = 24, group_size: int = 4
+    num_rows: int,
+    *,
+    seed: int = 0,
+    max_completion: int = 24,
+    group_size: int = 4,
+    shared_prompt: int = 0,
 ) -> list[Row]:
-    """Uneven rows with environment tokens in the middle and all log-probs set."""
+    """Uneven rows with environment tokens in the middle and all log-probs set. The prompts of a
+    group differ, or are all the same, of up to `shared_prompt` tokens."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
+    prompts: dict[int, list[int]] = {}
     rows: list[Row] = []
     for index in range(num_rows):
         num_prompt, num_completion = rng.randint(1, 9), rng.randint(1, max_completion)
+        group = index // group_size
+        if shared_prompt and group not in prompts:
+            prompts[group] = rng.choices(range(VOCAB), k=rng.randint(1, shared_prompt))
+        prompt = prompts.get(group, [])
+        num_prompt = len(prompt) or num_prompt
         mask = [False] * num_prompt + [rng.random() < 0.8 for _ in range(num_completion)]
         mask[rng.randrange(num_prompt, len(mask))] = True
         num_trained = sum(mask)
@@ -79,8 +91,8 @@ def random_rows(
         rows.append(
             Row(
                 id=f"r{index}",
-                group_id=f"g{index // group_size}",
-                token_ids=[rng.randrange(VOCAB) for _ in mask],
+                group_id=f"g{group}",
+                token_ids=prompt + [rng.randrange(VOCAB) for _ in mask[len(prompt) :]],
                 loss_mask=mask,
                 columns={
                     "logprobs/engine": Column(

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Axis, Mesh
+from hone.trainer.collating import collate
 from hone.trainer.context import gather, split
-from hone.trainer.packing import collate
 from tests.ranks import run_ranks
 from tests.trainer.context_ranks import MESHES, RINGS, WORLD, bare, uneven_rows
 

@@ -144,10 +144,12 @@ def check_gradient(
         assert error <= 1e-5, f"{name}: {error:.2e}"
 
 
-def case(objective: str) -> tuple[Any, AlgorithmConfig, list[Row]]:
-    model = tiny_model()
+def case(
+    objective: str, *, shared_prompt: int = 0, **fields: Any
+) -> tuple[Any, AlgorithmConfig, list[Row]]:
+    model = tiny_model(**fields)
     cfg = AlgorithmConfig.model_validate(OBJECTIVES[objective])
-    rows = random_rows(32, seed=5, max_completion=MAX_COMPLETION)
+    rows = random_rows(32, seed=5, max_completion=MAX_COMPLETION, shared_prompt=shared_prompt)
     near_policy(rows, make_trainer(model, cfg))
     return model, cfg, rows
 
@@ -159,6 +161,31 @@ def test_R1_gradient_is_that_of_the_set_for_every_objective(objective: str):
     for number, cut in enumerate(CUTS[list(OBJECTIVES).index(objective) % 2 :: 2]):
         shuffled = random.Random(number).sample(rows, len(rows))
         check_gradient(make_trainer(model, cfg, **cut), shuffled, expected)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"family": "mistral", "sliding_window": 13}],
+    ids=["full", "sliding window"],
+)
+def test_R1_rows_that_share_a_prompt_have_the_gradient_of_rows_with_one_each(
+    fields: dict[str, Any],
+):
+    model, cfg, rows = case("k3, icepop, entropy", shared_prompt=40, **fields)
+    expected = slow_gradient(model, rows, cfg)
+    num_tokens: list[int] = []
+    cuts = [cut for cut in CUTS if cut.get("max_tokens_per_microbatch") != 33]
+    for number, cut in enumerate(cuts):
+        trainer = make_trainer(model, cfg, **cut)
+        batches = trainer.batcher.micro_batches
+        passes = trainer.batcher.passes(rows, "backward", trainer.mesh)
+        num_tokens.append(
+            sum(b.num_tokens for b in batches(rows, [0.0] * 32, passes[0], trainer.mesh))
+        )
+        shuffled = random.Random(number).sample(rows, len(rows))
+        check_gradient(trainer, shuffled, expected)
+    total = sum(row.num_tokens for row in rows)
+    assert min(num_tokens) < 0.7 * total
 
 
 def with_weights(of: Callable[[MicroBatch, int], Tensor]) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.trainer.packing import AttentionCost, collate, digest, empty_batch, plan
+from hone.trainer.collating import collate, empty_batch
+from hone.trainer.packing import AttentionCost, digest, plan
 from hone.types import Column, Row
 from tests.trainer.examples import random_rows
 
@@ -129,8 +130,8 @@ def share_of_work(passes: list[list[list[int]]], lengths: list[int]) -> float:
 def test_ranks_do_not_wait_for_each_other():
     rng = random.Random(0)
     lengths = [min(int(rng.lognormvariate(6, 1)), 8000) + 100 for _ in range(1024)]
-    rows, options = rows_of(lengths), {"max_tokens": 16384, "num_ranks": 8, "cost": COST}
-    assert share_of_work(plan(rows, **options), lengths) > 0.98
+    passes = plan(rows_of(lengths), max_tokens=16384, num_ranks=8, cost=COST)
+    assert share_of_work(passes, lengths) > 0.98
 
 
 def test_digests_tell_rows_and_plans_apart():

@@ -15,6 +15,7 @@ from torch import Tensor
 from hone.attention import blocks, flash, flash4, reference
 from hone.attention.blocks import AttentionBlock
 from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext
+from hone.attention.packed_keys import gather_keys
 
 __all__ = [
     "attend_block",
@@ -68,12 +69,21 @@ def packed_attention(
 
     Serves whole sequences on one process; `context_parallel` has the one for split rows.
     """
-    backend = _packed_backend(q, softcap)
+    backend, keys = _packed_backend(q, softcap), context.keys
+    if keys is not None:
+        k, v = gather_keys(k, v, keys)
     if backend != "reference":
         attend = (flash4 if backend == "flash4" else flash).packed_attention
         return attend(q, k, v, context, scale=scale, window=window)
     return reference.packed_attention(
-        q, k, v, context.lengths, scale=scale, window=window, softcap=softcap
+        q,
+        k,
+        v,
+        context.lengths,
+        None if keys is None else keys.lengths,
+        scale=scale,
+        window=window,
+        softcap=softcap,
     )
 
 

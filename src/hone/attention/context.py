@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hone.distributed.mesh import Axis
+from hone.types import PackedKeys
 
 __all__ = [
     "FP8_DTYPE",
@@ -59,12 +60,14 @@ class PackedContext:
     """Training: sequences laid end to end, causal attention within each.
 
     With `parallel` the forward has this process's tokens of the row alone, and borders and lengths
-    are those of the whole row.
+    are those of the whole row. With `keys` sequences may begin with tokens of another one: borders
+    and lengths are those of queries, which are the last tokens of their sequence.
     """
 
     cu_seqlens: Tensor  # [S + 1] int32, borders, first 0 and last T
     max_seqlen: int
     lengths: tuple[int, ...]  # [S], the differences of cu_seqlens
+    keys: PackedKeys | None = None
     parallel: ContextParallel | None = None
     routes: Tensor | None = (
         None  # [T, L, K] experts that each token passes again, `models/routes.py`

@@ -37,17 +37,18 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each packed sequence, differentiable.
 
-    q is [T, Hq, D], k and v [T, Hkv, D], float16 or bfloat16. Returns [T, Hq, D].
+    q is [T, Hq, D], k and v [K, Hkv, D], of the context's keys where it has some, else of the T
+    tokens; float16 or bfloat16. Returns [T, Hq, D].
     """
-    borders, longest = context.cu_seqlens, context.max_seqlen
+    keys = context.keys or context
     return _varlen(
         q,
         k,
         v,
-        borders_q=borders,
-        borders_k=borders,
-        max_q=longest,
-        max_k=longest,
+        borders_q=context.cu_seqlens,
+        borders_k=keys.cu_seqlens,
+        max_q=context.max_seqlen,
+        max_k=keys.max_seqlen,
         scale=scale,
         window=window,
     )

@@ -47,45 +47,55 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each packed sequence, differentiable.
 
-    q is [T, Hq, D], k and v [T, Hkv, D], float16 or bfloat16. Returns [T, Hq, D]. Gradients are
-    bit-equal between runs only under `torch.use_deterministic_algorithms`. Raises UserError where
-    the library is installed but broken.
+    q is [T, Hq, D], k and v [K, Hkv, D], of the context's keys where it has some, else of the T
+    tokens; float16 or bfloat16. Returns [T, Hq, D]. Gradients are bit-equal between runs only under
+    `torch.use_deterministic_algorithms`. Raises UserError where the library is installed but
+    broken.
     """
+    keys = context.keys or context
     # The token itself is not counted.
-    left = None if window is None or window >= context.max_seqlen else window - 1
-    longest = max(context.max_seqlen, TILE + 1)
-    output, _ = _attend(q, k, v, context.cu_seqlens, longest, scale, left)
+    left = None if window is None or window >= keys.max_seqlen else window - 1
+    longest = max(keys.max_seqlen, TILE + 1)
+    output, _ = _attend(q, k, v, context.cu_seqlens, keys.cu_seqlens, longest, scale, left)
     return output
 
 
 @torch.library.custom_op(
     "hone::flash4",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor borders, int longest, float scale, int? left)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor borders_q, Tensor borders_k, int longest, "
+    "float scale, int? left) -> (Tensor, Tensor)",
 )
 def _attend(  # noqa: PLR0917  # an operator takes its arguments by position
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, left: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    borders_q: Tensor,
+    borders_k: Tensor,
+    longest: int,
+    scale: float,
+    left: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] and log-sum-exp of the scores [Hq, T] float32."""
+    rows = _rows(borders_q, borders_k, longest)
     output, lse, *_ = _kernels()._flash_attn_fwd(
-        q, k, v, **_rows(borders, longest), softmax_scale=scale, **_mask(left), return_lse=True
+        q, k, v, **rows, softmax_scale=scale, **_mask(left), return_lse=True
     )
     return output, lse
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, borders, longest, scale, left = inputs
+    q, k, v, borders_q, borders_k, longest, scale, left = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, borders, *output)
+    ctx.save_for_backward(q, k, v, borders_q, borders_k, *output)
     ctx.longest, ctx.scale, ctx.left = longest, scale, left
 
 
 def _differentiate(
     ctx: Any, grad: Tensor, grad_lse: None
-) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
+) -> tuple[Tensor, Tensor, Tensor, None, None, None, None, None]:
     assert grad_lse is None  # nobody is given the log-sum-exp
-    q, k, v, borders, output, lse = ctx.saved_tensors
+    q, k, v, borders_q, borders_k, output, lse = ctx.saved_tensors
     grad_q, grad_k, grad_v = _kernels()._flash_attn_bwd(
         q,
         k,
@@ -93,22 +103,22 @@ def _differentiate(
         output,
         grad,
         lse,
-        **_rows(borders, ctx.longest),
+        **_rows(borders_q, borders_k, ctx.longest),
         softmax_scale=ctx.scale,
         **_mask(ctx.left),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return grad_q, grad_k, grad_v, None, None, None, None
+    return grad_q, grad_k, grad_v, None, None, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
 
 
-def _rows(borders: Tensor, longest: int) -> dict[str, Any]:
-    """Queries and keys are the same packed tokens."""
+def _rows(borders_q: Tensor, borders_k: Tensor, longest: int) -> dict[str, Any]:
+    """No sequence has more queries or keys than `longest`."""
     return {
-        "cu_seqlens_q": borders,
-        "cu_seqlens_k": borders,
+        "cu_seqlens_q": borders_q,
+        "cu_seqlens_k": borders_k,
         "max_seqlen_q": longest,
         "max_seqlen_k": longest,
     }

@@ -32,6 +32,7 @@ def packed_attention(
     k: Tensor,
     v: Tensor,
     lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...] | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -39,14 +40,16 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each packed sequence, differentiable.
 
-    q is [T, Hq, D], k and v are [T, Hkv, D], `lengths` sums to T. With `window` w a token sees
+    q is [T, Hq, D], `lengths` sums to T, k and v are [K, Hkv, D] of `key_lengths`; None: of the
+    same tokens. The queries of a sequence are its last tokens. With `window` w a token sees
     itself and the w - 1 before it; with `softcap` c a score s becomes c * tanh(s / c). Returns
     [T, Hq, D].
     """
-    rows, groups = _padded_layout(lengths, q.device)
+    query_rows, key_rows, groups = _padded_layout(lengths, key_lengths or lengths, q.device)
     sizes = [count * length for count, length in groups]
     q_rows, k_rows, v_rows = (
-        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, rows, x).split(sizes) for x in (q, k, v)
+        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, rows, x).split(sizes)
+        for x, rows in ((q, query_rows), (k, key_rows), (v, key_rows))
     )
     outputs: list[Tensor] = []
     for group, *qkv in zip(groups, q_rows, k_rows, v_rows, strict=True):
@@ -57,7 +60,7 @@ def packed_attention(
             bias = _bias(positions, positions, window, q.dtype)
         output = _attend(q_g, k_g, v_g, bias, scale=scale, softcap=softcap)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, rows)
+    return torch.cat(outputs).index_select(0, query_rows)
 
 
 def paged_attention(
@@ -144,10 +147,11 @@ def _quantise(x: Tensor, scales: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _padded_layout(
-    lengths: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Sequences laid out in batches (count, length), each padded to its longest, and the row [T] at
-    which each packed token lies. The same for all layers of a forward, hence the cache."""
+    query_lengths: tuple[int, ...], lengths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """Sequences laid out in batches (count, length), each padded to its longest, and the rows [T]
+    and [K] at which each packed query and key lies. The same for all layers of a forward, hence the
+    cache."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches: list[list[int]] = []
     for i in order:
@@ -161,7 +165,14 @@ def _padded_layout(
             first_row[i] = num_rows
             num_rows += lengths[batch[0]]
     groups = [(len(batch), lengths[batch[0]]) for batch in batches]
-    return _ranges(first_row, lengths, device), groups
+    keys = _ranges(first_row, lengths, device)
+    if query_lengths == lengths:
+        return keys, keys, groups
+    first_query = [
+        row + length - queries
+        for row, length, queries in zip(first_row, lengths, query_lengths, strict=True)
+    ]
+    return _ranges(first_query, query_lengths, device), keys, groups
 
 
 @lru_cache(maxsize=16)

@@ -33,6 +33,7 @@ from hone.observe.metrics_server import MetricsServer
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.rewards.scorer import FailureRateError
+from hone.trainer.prefixes import left_out, shared_prefixes
 from hone.types import Group, Row, Sample
 
 __all__ = ["Limits", "Recorder", "recording"]
@@ -61,6 +62,8 @@ class Limits:
     kv_bytes_per_value: int
     packs_rows: bool
     """Whether engines keep matrices of layers as 8-bit codes."""
+    shares_prefixes: bool
+    """Whether rows of a group are trained with their prompt once."""
     max_num_seqs: int
     passes: float
     """Forward passes' worth of FLOPs in a training step: 3 an epoch (2 where only adapters are
@@ -96,6 +99,14 @@ class Limits:
             passes=self.passes,
             num_head_tokens=sum(row.num_trained for row in rows),
         )
+        if self.shares_prefixes:
+            of_one_device_s -= training_time_s(
+                self.shape,
+                self.peaks,
+                left_out(rows, shared_prefixes(rows)),
+                passes=self.passes,
+                num_head_tokens=0,
+            )
         train_s = of_one_device_s / self.num_devices
         measured_train_s = seconds.get("train", 0.0) + seconds.get("experience", 0.0)
         ratios = {"perf/R_train": train_s / max(measured_train_s, 1e-9)}

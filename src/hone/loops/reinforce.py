@@ -622,6 +622,7 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
         bytes_per_value=plan.num_bytes,
         kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
         packs_rows=plan.packs_rows,
+        shares_prefixes=mesh.context.size == 1 and not cfg.model.exact,
         max_num_seqs=cfg.engine.max_num_seqs,
         # Frozen weights, beside which adapters are trained, get no gradients. Passes of a teacher
         # are not counted, which may be of any size.

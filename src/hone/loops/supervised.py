@@ -33,9 +33,9 @@ from hone.models.load import load_value_model
 from hone.models.tokenizer import load_tokenizer, require_padding
 from hone.observe.metrics import Mean, Metrics
 from hone.planner.rungs import Rungs
+from hone.trainer.collating import collate
 from hone.trainer.kept_scores import KeptScores
 from hone.trainer.models import Models
-from hone.trainer.packing import collate
 from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
 from hone.trainer.trainer import Trainer
 from hone.types import Row

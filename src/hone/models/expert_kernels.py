@@ -36,11 +36,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hone.attention.kernel_launch import fitting_stages, launch, next_power_of_2, shared_bytes
 from hone.models.experts import Experts, Record
 from hone.models.int8_expert_kernels import int8_down, int8_gate_up
 from hone.models.int8_kernels import split_rows
 from hone.models.int8_rows import is_packed
-from hone.models.kernel_launch import fitting_stages, launch, next_power_of_2, shared_bytes
 
 __all__ = ["MAX_TOKENS", "Tile", "choose_tiles", "is_served", "sum_parts"]
 

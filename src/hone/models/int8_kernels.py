@@ -32,14 +32,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hone.families.shape import ROW_TAIL_BYTES as TAIL
-from hone.models.kernel_launch import (
+from hone.attention.kernel_launch import (
     SHARED_BYTES,
     fitting_stages,
     launch,
     next_power_of_2,
     shared_bytes,
 )
+from hone.families.shape import ROW_TAIL_BYTES as TAIL
 from hone.models.product_kernels import MULTIPROCESSORS, Tile
 
 __all__ = ["MAX_ROWS", "choose_tile", "int8_product", "split_rows", "unpack_rows"]

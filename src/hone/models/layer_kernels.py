@@ -30,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hone.attention.kernel_launch import launch, next_power_of_2
 from hone.models import expert_kernels, experts
 from hone.models.int8_kernels import int8_product, unpack_rows
 from hone.models.int8_rows import is_packed
-from hone.models.kernel_launch import launch, next_power_of_2
 from hone.models.product_kernels import small_product
 
 __all__ = [

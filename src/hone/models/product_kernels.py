@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hone.models.kernel_launch import launch, next_power_of_2
+from hone.attention.kernel_launch import launch, next_power_of_2
 
 __all__ = ["Tile", "choose_tile", "small_product"]
 

@@ -11,6 +11,8 @@ On top of them come, by count and with the rates of benchmarks/memory.md:
 * offloaded gradients: every micro-batch brings their sums to the device and back, beside backward.
   Nothing is left to hide those of the embedding, which backward brings last;
 * offloaded activations: the inputs of recomputed layers come back in every micro-batch;
+* rows of a group share their prompt in a pass, where one device has whole rows: they are taken to
+  share it once;
 * gradients of a micro-batch are added up in the device's memory, whole ones below stage 2;
 * weights of four bits: every pass of a micro-batch writes them in the format that computes;
 * collectives: a micro-batch reduces its gradients, and gathers weights twice with stage 3; below
@@ -42,6 +44,7 @@ from numpy.typing import NDArray
 from hone.config.cluster import ScorerName
 from hone.config.plan import Role, RunPlan
 from hone.config.planning import PlanningConfig
+from hone.config.prefixes import COPIED, saves_enough
 from hone.config.stages import layer_costs, stage_layers
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
@@ -54,7 +57,8 @@ from hone.planner.simulator import NO_SCORING, Scoring
 
 __all__ = ["TrainingTime"]
 
-Lengths: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+Integers: TypeAlias = NDArray[np.integer[Any]]
+Lengths: TypeAlias = Sequence[int] | Integers
 
 _RECOMPUTED = {"off": 0.0, "selective": 0.8, "full": 1.0}
 """Share of a layer's forward pass: measured 18 and 22 % of a step of 1.7B, 22 and 27 % of 4B."""
@@ -90,14 +94,15 @@ class TrainingTime:
         assert shape is not None
         assert batch is not None
         epochs, lengths = trainer.num_epochs, np.asarray(lengths)
-        num_tokens = int(lengths.sum())
-        forward_s = partial(self._compute.forward_s, lengths=lengths)
+        repeated = self._repeated(lengths, num_trained)
+        num_tokens = int(lengths.sum()) - int((1 - COPIED) * repeated.sum())
+        forward_s = partial(self._forward_s, lengths=lengths, repeated=repeated)
         forward = forward_s(shape, num_head_tokens=num_trained)
         body = forward_s(shape, num_head_tokens=0)
         # Of one device, until it is shared out.
         again = self._recomputed_share(trainer, shape, plan.policy)
         pace = self._pace(trainer, shape, plan.policy, head=(forward - body) / body)
-        work = pace * epochs * (self._training_s(lengths, num_trained) + again * body)
+        work = pace * epochs * (self._training_s(lengths, repeated, num_trained) + again * body)
         update, values_s, critic_s = work, 0.0, 0.0
         if (role := plan.roles.get("critic")) is not None:
             # Its values, and its update; it has no words to tell apart.
@@ -137,13 +142,17 @@ class TrainingTime:
     def scoring(self, lengths: Lengths, num_trained: int) -> Scoring:
         """What models with devices of their own take for such rows."""
         lengths = np.asarray(lengths)
+        repeated = self._repeated(lengths, num_trained)
         run, seconds = self._run, dict[ScorerName, float]()
         for name in get_args(ScorerName):
             if run.is_own_device(name):
-                head = 0 if name == "reward_model" else num_trained
-                pass_s = self._compute.forward_s(
-                    run.scorer_shape(name), lengths, num_head_tokens=head
-                )
+                shape = run.scorer_shape(name)
+                if name == "reward_model":
+                    pass_s = self._compute.forward_s(shape, lengths, num_head_tokens=0)
+                else:
+                    pass_s = self._forward_s(
+                        shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
+                    )
                 seconds[name] = pass_s / self.plan.roles[name].num_workers
         if not seconds:
             return NO_SCORING
@@ -153,7 +162,9 @@ class TrainingTime:
             last = self._config.reward.model.max_tokens_per_forward
             last *= self.plan.roles["reward_model"].num_workers
             left_s = min(last / max(int(lengths.sum()), 1), 1.0) * seconds["reward_model"]
-        own = self._compute.forward_s(shape, lengths, num_head_tokens=num_trained)
+        own = self._forward_s(
+            shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
+        )
         beside_s = self._scores_itself * own / self._speed
         return Scoring(seconds=seconds, beside_s=beside_s, left_s=left_s)
 
@@ -180,15 +191,36 @@ class TrainingTime:
         shape = self._run.reward_model_shape
         return self._compute.forward_s(shape, lengths, num_head_tokens=0) / number
 
-    def _training_s(self, lengths: NDArray[np.integer[Any]], num_trained: int) -> float:
+    def _training_s(self, lengths: Integers, repeated: Integers, num_trained: int) -> float:
         """Forward and backward of one device."""
         shape = self.plan.shape
         assert shape is not None
-        adapters = adapter_params(shape, self._config.model.lora)
-        flops = training_flops(
-            shape, lengths, num_head_tokens=num_trained, num_adapter_params=adapters or None
-        )
-        return self._compute.passes_s(shape, lengths, flops, num_attention=3)
+        adapters = adapter_params(shape, self._config.model.lora) or None
+
+        def passes_s(lengths: Integers, num_head_tokens: int) -> float:
+            flops = training_flops(
+                shape, lengths, num_head_tokens=num_head_tokens, num_adapter_params=adapters
+            )
+            return self._compute.passes_s(shape, lengths, flops, num_attention=3)
+
+        return passes_s(lengths, num_trained) - passes_s(repeated, 0)
+
+    def _forward_s(
+        self, shape: ModelShape, *, lengths: Integers, repeated: Integers, num_head_tokens: int
+    ) -> float:
+        """A forward pass of one device over rows of these lengths, without what is `repeated`."""
+        whole_s = self._compute.forward_s(shape, lengths, num_head_tokens=num_head_tokens)
+        return whole_s - self._compute.forward_s(shape, repeated, num_head_tokens=0)
+
+    def _repeated(self, lengths: Integers, num_trained: int) -> Integers:
+        """Lengths of prompts that rows of a group leave to another one: all of the mean length."""
+        group = self._config.rollout.n_samples_per_prompt
+        num_tokens = int(lengths.sum())
+        prompt = round((num_tokens - num_trained) / max(len(lengths), 1))
+        is_whole = self.plan.policy.axes.context == 1 and not self._config.model.exact
+        if not is_whole or not saves_enough(prompt, group, num_tokens * group / len(lengths)):
+            return np.zeros(0, dtype=np.int64)
+        return np.full(round(len(lengths) * (1 - 1 / group)), prompt)
 
     @property
     def _config(self) -> RLConfig:

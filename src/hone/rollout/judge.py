@@ -35,7 +35,7 @@ from hone.data.columns import Example
 from hone.distributed.mesh import Mesh
 from hone.rewards.scorer import Scorer, ScorerStats
 from hone.rollout.scorer_pool import ScorerPool
-from hone.trainer.packing import collate
+from hone.trainer.collating import collate
 from hone.trainer.parallel_model import ParallelModel
 from hone.types import FailureKind, Prompt, Reward, Row, Sample
 

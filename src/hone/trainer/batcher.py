@@ -6,8 +6,9 @@ Pure: a function of rows and configuration, so every rank that holds all rows co
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import ceil
 from typing import Literal
 
@@ -15,7 +16,9 @@ from transformers import PreTrainedModel
 
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.trainer.packing import AttentionCost, Cost, Plan, collate, empty_batch, plan, units_of
+from hone.trainer.collating import collate, empty_batch
+from hone.trainer.packing import AttentionCost, Cost, Plan, plan, units_of
+from hone.trainer.prefixes import pass_tokens, shared_prefixes
 from hone.types import LossExtent, MicroBatch, Row
 
 __all__ = ["Batcher", "PassKind"]
@@ -35,6 +38,9 @@ class Batcher:
     micro_batch_size: int | None
     """Rows of a pass with gradient, in place of a number of tokens."""
     cost: Cost
+    shares_prefixes: bool = True
+    """Whether rows of a group bring their prompt into a pass once, where one device has whole
+    rows."""
     shuffle: bool = False
     """Whether groups are drawn in a new order in each epoch; else one optimizer step has all rows,
     in their order."""
@@ -48,8 +54,16 @@ class Batcher:
     pass."""
 
     @classmethod
-    def of(cls, cfg: SFTTrainerConfig, model: PreTrainedModel, *, seed: int = 0) -> Batcher:
-        """As configured, for `model` before anything has been done to it."""
+    def of(
+        cls,
+        cfg: SFTTrainerConfig,
+        model: PreTrainedModel,
+        *,
+        seed: int = 0,
+        exact: bool = False,
+    ) -> Batcher:
+        """As configured, for `model` before anything has been done to it. In `exact` mode each row
+        is computed as the engine does, with its own prompt."""
         is_rollout = isinstance(cfg, TrainerConfig)
         usual = 2 * cfg.max_tokens_per_microbatch if cfg.micro_batch_size is None else None
         return cls(
@@ -57,6 +71,7 @@ class Batcher:
             max_tokens_forward=cfg.max_tokens_per_forward or usual,
             micro_batch_size=cfg.micro_batch_size,
             cost=_attention_cost(model),
+            shares_prefixes=not exact,
             shuffle=is_rollout,
             num_epochs=cfg.num_epochs if is_rollout else 1,
             groups_per_step=cfg.prompts_per_minibatch if is_rollout else None,
@@ -106,7 +121,7 @@ class Batcher:
         None where the fullest has no more than that."""
         sharers = mesh.context.size
         of_ranks = self.passes(rows, kind, mesh)
-        fullest = max(self._size(rows, own, kind, sharers) for passes in of_ranks for own in passes)
+        fullest = max(self._sizes(rows, chain(*of_ranks), kind, sharers))
         largest = self._largest_unit(rows, kind, sharers)
         if fullest <= largest:
             return None
@@ -135,27 +150,43 @@ class Batcher:
         context axis. `weights` and `per` as in `packing.collate`. Those without `ids` hold no
         rows: they run what other ranks run."""
         device = mesh.device if mesh.context.size == 1 else "cpu"
+        prefixes = self._prefixes(rows, mesh.context.size)
         for indices in passes:
             if indices:
-                own = [weights[i] for i in indices]
-                yield collate([rows[i] for i in indices], own, device, per=per)
+                yield collate(
+                    [rows[i] for i in indices],
+                    [weights[i] for i in indices],
+                    device,
+                    per=per,
+                    prefixes=[prefixes[i] for i in indices],
+                )
             else:
                 yield empty_batch(device)
 
     def _groups_per_step(self, num_groups: int) -> int:
         return self.groups_per_step or max(num_groups, 1)
 
-    def _size(
-        self, rows: Sequence[Row], indices: Sequence[int], kind: PassKind, sharers: int
-    ) -> int:
-        """Of a pass, in what the cap counts."""
+    def _prefixes(self, rows: Sequence[Row], sharers: int) -> list[int]:
+        """`shared_prefixes` where they are shared."""
+        if self.shares_prefixes and sharers == 1:
+            return shared_prefixes(rows)
+        return [0] * len(rows)
+
+    def _sizes(
+        self, rows: Sequence[Row], passes: Iterable[Sequence[int]], kind: PassKind, sharers: int
+    ) -> list[int]:
+        """Of passes, in what the cap counts."""
         if self.counts_rows(kind):
-            return len(indices)
-        return ceil(sum(rows[i].num_tokens for i in indices) / sharers)
+            return [len(own) for own in passes]
+        prefixes = self._prefixes(rows, sharers)
+        return [
+            ceil(pass_tokens([rows[i] for i in own], [prefixes[i] for i in own]) / sharers)
+            for own in passes
+        ]
 
     def _largest_unit(self, rows: Sequence[Row], kind: PassKind, sharers: int) -> int:
-        units = (unit for unit in units_of(rows) if any(rows[i].num_trained for i in unit))
-        return max((self._size(rows, unit, kind, sharers) for unit in units), default=1)
+        units = [unit for unit in units_of(rows) if any(rows[i].num_trained for i in unit)]
+        return max(self._sizes(rows, units, kind, sharers), default=1)
 
     def _cut(
         self, rows: Sequence[Row], kind: PassKind, num_ranks: int, *, sharers: int = 1
@@ -164,6 +195,7 @@ class Batcher:
         one."""
         units = units_of(rows)
         trained = [i for unit in units if any(rows[i].num_trained for i in unit) for i in unit]
+        prefixes = self._prefixes(rows, sharers)
         cap = self.configured(kind)
         if kind in self.lowered:
             cap = min(cap, max(self.lowered[kind], self._largest_unit(rows, kind, sharers)))
@@ -173,6 +205,7 @@ class Batcher:
             num_ranks=num_ranks,
             micro_batch_size=cap if self.counts_rows(kind) else None,
             cost=self.cost,
+            prefixes=[prefixes[i] for i in trained],
         )
         return [[[trained[m] for m in members] for members in own] for own in passes]
 

@@ -23,7 +23,7 @@ from hone.attention import ContextParallel, PackedContext
 from hone.attention.context_parallel import padded_tokens, token_ranges
 from hone.distributed.mesh import Axis, Mesh
 from hone.models.routes import unrecorded
-from hone.trainer.packing import to_device
+from hone.trainer.collating import to_device
 from hone.types import MicroBatch
 
 __all__ = ["Share", "gather", "own_part", "share_of_layers", "split"]
@@ -83,6 +83,7 @@ def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Sha
                 cu_seqlens=move(batch.cu_seqlens),
                 max_seqlen=batch.max_seqlen,
                 lengths=batch.lengths,
+                keys=batch.keys,
                 routes=None if routes is None else move(routes),
             ),
             predict_index=move(batch.predict_index),

@@ -1,4 +1,4 @@
-"""Rows to micro-batches: which sequences share a forward pass where, and the tensors of that pass.
+"""Rows to micro-batches: which sequences share a forward pass where.
 
     for indices in plan(rows, num_ranks=4, max_tokens=16384)[rank]:
         batch = collate([rows[i] for i in indices], [weights[i] for i in indices], device)
@@ -14,35 +14,29 @@ it and needs no message; `digest` is what ranks compare before they rely on that
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from operator import itemgetter
+from statistics import fmean
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from hone.types import Extent, LossExtent, MicroBatch, Row
+from hone.config.prefixes import COPIED
+from hone.types import Row
 
-__all__ = [
-    "AttentionCost",
-    "Plan",
-    "check_rows",
-    "collate",
-    "digest",
-    "empty_batch",
-    "on_device",
-    "plan",
-    "to_device",
-    "units_of",
-]
+__all__ = ["AttentionCost", "Cost", "Plan", "digest", "plan", "units_of"]
 
 Cost = Callable[[int], float]
 """Relative time of a forward pass over one sequence of so many tokens; must not decrease."""
 
 Plan = list[list[list[int]]]
 """Row indices of each pass of each rank; all ranks have the same number of passes."""
+
+_HALVINGS = 12
+"""Of the range in which the cost of the fullest pass is sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +56,20 @@ class AttentionCost:
         return self.per_token * num_tokens + self.per_token_squared * num_tokens**2
 
 
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Rows that share a pass whatever happens: those of a unit."""
+
+    rows: list[int]
+    group: str
+    size: int
+    """In what the cap counts, where its group's prefix is there already."""
+    cost: float
+    prefix_size: int = 0
+    """What the prefix takes more where it is not."""
+    prefix_cost: float = 0.0
+
+
 def plan(
     rows: Sequence[Row],
     *,
@@ -69,6 +77,7 @@ def plan(
     num_ranks: int = 1,
     micro_batch_size: int | None = None,
     cost: Cost | None = None,
+    prefixes: Sequence[int] | None = None,
 ) -> Plan:
     """Cut rows into passes, equally many for each of `num_ranks`; deterministic.
 
@@ -79,17 +88,61 @@ def plan(
     are of like cost; the sums over a rank's passes are balanced after that. Passes without rows
     come last.
 
+    With `prefixes`, of `shared_prefixes`, another plan is made, whose passes are filled group by
+    group until each has its share of the cost; the one that takes less time is returned.
+
     Raises ValueError for a unit above the cap.
     """
-    units = units_of(rows)
-    lengths = [[rows[i].num_tokens for i in unit] for unit in units]
-    capacity = max_tokens if micro_batch_size is None else micro_batch_size
-    sizes = [sum(own) if micro_batch_size is None else len(own) for own in lengths]
-    for unit, size in zip(units, sizes, strict=True):
-        if size > capacity:
-            raise ValueError(_too_large([rows[i] for i in unit], size, micro_batch_size, capacity))
+    counts_rows = micro_batch_size is not None
+    capacity = micro_batch_size if micro_batch_size is not None else max_tokens
     cost = cost or float
-    costs = [sum(map(cost, own)) for own in lengths]
+    apart = _items(rows, [0] * len(rows), cost, counts_rows=counts_rows)
+    if prefixes is None or not any(prefixes):
+        _require_fitting(rows, apart, micro_batch_size, capacity)
+        return _balanced(apart, capacity, num_ranks)[1]
+    together = _items(rows, prefixes, cost, counts_rows=counts_rows)
+    _require_fitting(rows, together, micro_batch_size, capacity)
+    found = [_filled(together, capacity, num_ranks)]
+    if all(item.size <= capacity for item in apart):
+        found.append(_balanced(apart, capacity, num_ranks))
+    return min(found, key=itemgetter(0))[1]
+
+
+def _items(
+    rows: Sequence[Row], prefixes: Sequence[int], cost: Cost, *, counts_rows: bool
+) -> list[_Item]:
+    items: list[_Item] = []
+    for unit in units_of(rows):
+        first, prefix = rows[unit[0]], prefixes[unit[0]]
+        left_out = prefix - ceil(COPIED * prefix)
+        saved = (1 - COPIED) * cost(prefix) if prefix else 0.0
+        tokens = sum(rows[i].num_tokens for i in unit) - len(unit) * left_out
+        items.append(
+            _Item(
+                unit,
+                first.group_id or first.unit if prefix else "",
+                len(unit) if counts_rows else tokens,
+                sum(cost(rows[i].num_tokens) for i in unit) - len(unit) * saved,
+                0 if counts_rows else left_out,
+                saved,
+            )
+        )
+    return items
+
+
+def _require_fitting(
+    rows: Sequence[Row], items: Sequence[_Item], micro_batch_size: int | None, capacity: int
+) -> None:
+    for item in items:
+        size = item.size + item.prefix_size
+        if size > capacity:
+            own = [rows[i] for i in item.rows]
+            raise ValueError(_too_large(own, size, micro_batch_size, capacity))
+
+
+def _balanced(items: Sequence[_Item], capacity: int, num_ranks: int) -> tuple[float, Plan]:
+    """The time and the plan of items whose rows share nothing."""
+    sizes, costs = [item.size for item in items], [item.cost for item in items]
     num_passes = ceil(_fewest_bins(sizes, capacity) / num_ranks)
     while True:
         bins = _place(sizes, costs, capacity, num_passes * num_ranks)
@@ -97,8 +150,60 @@ def plan(
         if needed == num_passes:
             break
         num_passes = needed
-    ranks = _assign_to_ranks(bins, costs, num_ranks)
-    return [[sorted(i for unit in own for i in units[unit]) for own in passes] for passes in ranks]
+    loads = [sum(costs[i] for i in members) for members in bins]
+    return _assign_to_ranks(
+        [sorted(row for i in members for row in items[i].rows) for members in bins],
+        loads,
+        num_ranks,
+    )
+
+
+def _filled(items: Sequence[_Item], capacity: int, num_ranks: int) -> tuple[float, Plan]:
+    """The time and the plan of items whose rows share the prefix of their group: passes are filled
+    one after the other, so that few groups lie in two, up to the least cost with which they are as
+    few as the cap allows."""
+    groups: defaultdict[str | int, list[_Item]] = defaultdict(list)
+    for number, item in enumerate(items):
+        groups[item.group or number].append(item)
+    in_order = [
+        item
+        for own in sorted(
+            groups.values(), key=lambda own: (-fmean(i.cost for i in own), own[0].rows)
+        )
+        for item in sorted(own, key=lambda i: (-i.cost, i.rows))
+    ]
+    bins, loads = _fill(in_order, capacity, math.inf)
+    most = ceil(len(bins) / num_ranks) * num_ranks
+    low, high = sum(loads) / most if most else 0.0, max(loads, default=0.0)
+    for _ in range(_HALVINGS):
+        limit = (low + high) / 2
+        found = _fill(in_order, capacity, limit)
+        if len(found[0]) <= most:
+            (bins, loads), high = found, limit
+        else:
+            low = limit
+    return _assign_to_ranks(bins, loads, num_ranks)
+
+
+def _fill(
+    items: Sequence[_Item], capacity: int, limit: float
+) -> tuple[list[list[int]], list[float]]:
+    """Rows and cost of each bin. A bin ends where the next item is beyond the cap or `limit`."""
+    bins: list[list[int]] = []
+    loads: list[float] = []
+    room, group = 0, ""
+    for item in items:
+        is_there = bool(item.group) and item.group == group
+        size = item.size + (0 if is_there else item.prefix_size)
+        cost = item.cost + (0.0 if is_there else item.prefix_cost)
+        if not bins or size > room or loads[-1] + cost > limit:
+            bins.append([])
+            loads.append(0.0)
+            room, size, cost = capacity, item.size + item.prefix_size, item.cost + item.prefix_cost
+        bins[-1] += item.rows
+        loads[-1] += cost
+        room, group = room - size, item.group
+    return [sorted(own) for own in bins], loads
 
 
 def units_of(rows: Sequence[Row]) -> list[list[int]]:
@@ -155,134 +260,19 @@ def _place(
     return bins
 
 
-def _assign_to_ranks(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> Plan:
+def _assign_to_ranks(
+    bins: Sequence[list[int]], loads: Sequence[float], num_ranks: int
+) -> tuple[float, Plan]:
     """Bins to the passes of ranks: neighbours in cost run together, the most expensive of them on
-    the rank that has least so far."""
-    bins = bins + [[]] * (-len(bins) % num_ranks)
-    loads = [sum(costs[i] for i in members) for members in bins]
+    the rank that has least so far. And how long that takes, in what costs are."""
+    padding = -len(bins) % num_ranks
+    bins, loads = [*bins, *([] for _ in range(padding))], [*loads, *[0.0] * padding]
     order = sorted(range(len(bins)), key=lambda b: (-loads[b], bins[b]))
     passes: Plan = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
     for start in range(0, len(order), num_ranks):
         ranks = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
         for rank, b in zip(ranks, order[start : start + num_ranks], strict=True):
-            passes[rank].append(sorted(bins[b]))
+            passes[rank].append(bins[b])
             totals[rank] += loads[b]
-    return passes
-
-
-def empty_batch(device: torch.device | str) -> MicroBatch:
-    """What a rank without rows runs, so that it takes part in every collective of a pass: a
-    sequence that belongs to no row, with weights of zero. It has no `ids`."""
-    row = Row(id="", token_ids=[0] * 4, loss_mask=[False, True, True, True])
-    return replace(collate([row], [0.0], device), ids=())
-
-
-def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ValueError, naming the row, where one trains its first token, which nothing predicts,
-    or where a column is not there on all rows or none, alike, with a value for all that it is
-    per."""
-    for row in rows:
-        if row.loss_mask and row.loss_mask[0]:
-            raise ValueError(f"sequence {row.id!r} trains its first token: nothing predicts it")
-    counts: list[dict[Extent, int]] = [
-        {"trained": row.num_trained, "token": row.num_tokens, "row": 1} for row in rows
-    ]
-    for name in sorted({name for row in rows for name in row.columns}):
-        having = [row for row in rows if name in row.columns]
-        if len(having) < len(rows):
-            raise ValueError(f"{name} is set on {len(having)} of {len(rows)} rows; set all or none")
-        first = rows[0].columns[name]
-        for row, expected in zip(rows, counts, strict=True):
-            column = row.columns[name]
-            if column.per != first.per or column.values.shape[1:] != first.values.shape[1:]:
-                raise ValueError(
-                    f"{name} of sequence {row.id!r} is per {column.per}, of shape "
-                    f"{tuple(column.values.shape)}; that of {rows[0].id!r} is per {first.per}, of "
-                    f"shape {tuple(first.values.shape)}"
-                )
-            if column.values.shape[:1] != (expected[column.per],):
-                raise ValueError(
-                    f"{name} of sequence {row.id!r} has shape {tuple(column.values.shape)}; "
-                    f"{_expected(expected, column.per)}"
-                )
-
-
-def _expected(counts: Mapping[Extent, int], per: Extent) -> str:
-    match per:
-        case "trained":
-            return f"its loss mask trains {counts[per]} tokens"
-        case "token":
-            return f"it has {counts[per]} tokens"
-        case "row":
-            return "a column per row has one value"
-
-
-def collate(
-    rows: Sequence[Row],
-    weights: Sequence[float],
-    device: torch.device | str,
-    *,
-    per: LossExtent = "trained",
-) -> MicroBatch:
-    """Lay rows end to end. `weights` holds one weight a row, carried by each of its trained tokens,
-    by the row, or, that of its first row, by its unit, as `per` says.
-
-    Raises as `check_rows`.
-    """
-    check_rows(rows)
-    device = torch.device(device)
-    lengths = [row.num_tokens for row in rows]
-    borders = np.concatenate([[0], np.cumsum(lengths)])
-    token_ids = np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows])
-    positions = np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)
-    mask = np.concatenate([np.asarray(row.loss_mask, dtype=bool) for row in rows])
-    assert len(mask) == len(token_ids), f"{len(mask)=} {len(token_ids)=}"
-    trained = np.flatnonzero(mask)
-    num_trained = np.add.reduceat(mask.astype(np.int64), borders[:-1])
-    units = units_of(rows)
-    unit_index = np.empty(len(rows), dtype=np.int64)
-    for number, members in enumerate(units):
-        unit_index[members] = number
-    weights_S = np.asarray(weights, dtype=np.float32)
-    carried = {"trained": np.repeat(weights_S, num_trained), "row": weights_S}
-    carried["unit"] = weights_S[[members[0] for members in units]]
-
-    def send(array: np.ndarray[Any, Any] | Tensor) -> Tensor:
-        return to_device(torch.as_tensor(array), device)
-
-    return MicroBatch(
-        input_ids=send(token_ids),
-        position_ids=send(positions),
-        cu_seqlens=send(borders.astype(np.int32)),
-        max_seqlen=max(lengths),
-        predict_index=send(trained - 1),
-        labels=send(token_ids[trained]),
-        sequence_index=send(np.repeat(np.arange(len(rows)), num_trained)),
-        unit_index=send(unit_index),
-        num_units=len(units),
-        weights=send(carried[per]),
-        columns={
-            name: send(torch.cat([row.columns[name].values for row in rows]))
-            for name in rows[0].columns
-        },
-        ids=tuple(row.id for row in rows),
-        lengths=tuple(lengths),
-    )
-
-
-def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The batch with its tensors on `device`, copied without waiting for it."""
-    tensors = {f.name: v for f in fields(batch) if isinstance(v := getattr(batch, f.name), Tensor)}
-    return replace(
-        batch,
-        **{name: to_device(tensor, device) for name, tensor in tensors.items()},
-        columns={name: to_device(tensor, device) for name, tensor in batch.columns.items()},
-    )
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there; from host memory by way of pinned pages, so that nothing waits."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return sum(loads[b] for b in order[::num_ranks]), passes

@@ -35,10 +35,10 @@ from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.heads import token_values
 from hone.models.routes import follow_routes
 from hone.observe.metrics import Mean, Metrics, Sum, merge, on_host
+from hone.trainer.collating import on_device
 from hone.trainer.context import Share, gather, own_part, split
 from hone.trainer.experts import divide_experts
 from hone.trainer.logprobs import token_scores
-from hone.trainer.packing import on_device
 from hone.trainer.pipeline import Pipeline, add_tied_gradients, cut_stage
 from hone.trainer.policy import BasePolicy, Policy
 from hone.trainer.precision import apply_matmul_precision

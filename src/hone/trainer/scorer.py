@@ -23,8 +23,9 @@ from hone.models.adapters import adapters_off
 from hone.models.routes import unrecorded
 from hone.planner.rungs import Rungs
 from hone.trainer.batcher import Batcher, PassKind
+from hone.trainer.collating import check_rows
 from hone.trainer.out_of_memory import Repair
-from hone.trainer.packing import Plan, check_rows, digest
+from hone.trainer.packing import Plan, digest
 from hone.trainer.parallel_model import ParallelModel
 from hone.types import Column, MicroBatch, Row
 
@@ -137,7 +138,7 @@ class FrozenScorer:
     ) -> None:
         """`cfg` is the trainer's, `top_k` as of `ParallelModel`, other arguments as of
         `Trainer`."""
-        self._batcher = Batcher.of(cfg, model)
+        self._batcher = Batcher.of(cfg, model, exact=exact)
         mesh = Mesh.alone(model.device) if mesh is None else mesh
         self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, rungs=rungs)
         self.repair.adopt(self._batcher)

@@ -79,7 +79,7 @@ class Trainer:
         self.role = role
         self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, rungs=rungs)
         cfg = self.repair.cfg
-        self.batcher = Batcher.of(cfg, model, seed=seed)
+        self.batcher = Batcher.of(cfg, model, seed=seed, exact=exact)
         self.model, self.policy = ParallelModel.trained(
             model,
             cfg,

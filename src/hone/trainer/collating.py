@@ -1,0 +1,182 @@
+"""Rows to the tensors of a forward pass.
+
+batch = collate([rows[i] for i in indices], [weights[i] for i in indices], device)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.trainer.packing import units_of
+from hone.trainer.prefixes import left_out
+from hone.types import Extent, LossExtent, MicroBatch, PackedKeys, Row
+
+__all__ = ["check_rows", "collate", "empty_batch", "on_device", "to_device"]
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+
+def empty_batch(device: torch.device | str) -> MicroBatch:
+    """What a rank without rows runs, so that it takes part in every collective of a pass: a
+    sequence that belongs to no row, with weights of zero. It has no `ids`."""
+    row = Row(id="", token_ids=[0] * 4, loss_mask=[False, True, True, True])
+    return replace(collate([row], [0.0], device), ids=())
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise ValueError, naming the row, where one trains its first token, which nothing predicts,
+    or where a column is not there on all rows or none, alike, with a value for all that it is
+    per."""
+    for row in rows:
+        if row.loss_mask and row.loss_mask[0]:
+            raise ValueError(f"sequence {row.id!r} trains its first token: nothing predicts it")
+    counts: list[dict[Extent, int]] = [
+        {"trained": row.num_trained, "token": row.num_tokens, "row": 1} for row in rows
+    ]
+    for name in sorted({name for row in rows for name in row.columns}):
+        having = [row for row in rows if name in row.columns]
+        if len(having) < len(rows):
+            raise ValueError(f"{name} is set on {len(having)} of {len(rows)} rows; set all or none")
+        first = rows[0].columns[name]
+        for row, expected in zip(rows, counts, strict=True):
+            column = row.columns[name]
+            if column.per != first.per or column.values.shape[1:] != first.values.shape[1:]:
+                raise ValueError(
+                    f"{name} of sequence {row.id!r} is per {column.per}, of shape "
+                    f"{tuple(column.values.shape)}; that of {rows[0].id!r} is per {first.per}, of "
+                    f"shape {tuple(first.values.shape)}"
+                )
+            if column.values.shape[:1] != (expected[column.per],):
+                raise ValueError(
+                    f"{name} of sequence {row.id!r} has shape {tuple(column.values.shape)}; "
+                    f"{_expected(expected, column.per)}"
+                )
+
+
+def _expected(counts: Mapping[Extent, int], per: Extent) -> str:
+    match per:
+        case "trained":
+            return f"its loss mask trains {counts[per]} tokens"
+        case "token":
+            return f"it has {counts[per]} tokens"
+        case "row":
+            return "a column per row has one value"
+
+
+def collate(
+    rows: Sequence[Row],
+    weights: Sequence[float],
+    device: torch.device | str,
+    *,
+    per: LossExtent = "trained",
+    prefixes: Sequence[int] | None = None,
+) -> MicroBatch:
+    """Lay rows end to end. `weights` holds one weight a row, carried by each of its trained tokens,
+    by the row, or, that of its first row, by its unit, as `per` says. With `prefixes`, of
+    `shared_prefixes`, the first row of a group has its prefix for all.
+
+    Raises as `check_rows`.
+    """
+    check_rows(rows)
+    device = torch.device(device)
+    absent = [0] * len(rows) if prefixes is None else left_out(rows, prefixes)
+    lengths = [row.num_tokens for row in rows]
+    borders = np.concatenate([[0], np.cumsum(lengths)])
+    token_ids = np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows])
+    positions = np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)
+    mask = np.concatenate([np.asarray(row.loss_mask, dtype=bool) for row in rows])
+    assert len(mask) == len(token_ids), f"{len(mask)=} {len(token_ids)=}"
+    trained = np.flatnonzero(mask)
+    num_trained = np.add.reduceat(mask.astype(np.int64), borders[:-1])
+    units = units_of(rows)
+    unit_index = np.empty(len(rows), dtype=np.int64)
+    for number, members in enumerate(units):
+        unit_index[members] = number
+    weights_S = np.asarray(weights, dtype=np.float32)
+    carried = {"trained": np.repeat(weights_S, num_trained), "row": weights_S}
+    carried["unit"] = weights_S[[members[0] for members in units]]
+
+    def send(array: np.ndarray[Any, Any] | Tensor) -> Tensor:
+        return to_device(torch.as_tensor(array), device)
+
+    packed, places = _packed(rows, absent, borders)
+    own_lengths = [length - less for length, less in zip(lengths, absent, strict=True)]
+    own_borders = np.concatenate([[0], np.cumsum(own_lengths)])
+    return MicroBatch(
+        input_ids=send(token_ids[packed]),
+        position_ids=send(positions[packed]),
+        cu_seqlens=send(own_borders.astype(np.int32)),
+        max_seqlen=max(own_lengths),
+        keys=_keys(places, borders, lengths, send) if any(absent) else None,
+        predict_index=send(places[trained - 1]),
+        labels=send(token_ids[trained]),
+        sequence_index=send(np.repeat(np.arange(len(rows)), num_trained)),
+        unit_index=send(unit_index),
+        num_units=len(units),
+        weights=send(carried[per]),
+        columns={
+            name: send(torch.cat([*_own_values(rows, name, absent)])) for name in rows[0].columns
+        },
+        ids=tuple(row.id for row in rows),
+        lengths=tuple(own_lengths),
+    )
+
+
+def _packed(rows: Sequence[Row], absent: Sequence[int], borders: Ints) -> tuple[Ints, Ints]:
+    """Which of all K tokens of the rows are packed, [T], and the place [K] of each token, or of its
+    like in the first row of the group, among those."""
+    is_packed = np.ones(borders[-1], dtype=bool)
+    for start, less in zip(borders[:-1], absent, strict=True):
+        is_packed[start : start + less] = False
+    places = np.cumsum(is_packed) - 1
+    first: dict[str, int] = {}
+    for row, start, less in zip(rows, borders[:-1], absent, strict=True):
+        begins = first.setdefault(row.group_id or row.unit, start)
+        places[start : start + less] = places[begins : begins + less]
+    return np.flatnonzero(is_packed), places
+
+
+def _keys(
+    places: Ints,
+    borders: Ints,
+    lengths: Sequence[int],
+    send: Callable[[np.ndarray[Any, Any]], Tensor],
+) -> PackedKeys:
+    counts = np.bincount(places)
+    return PackedKeys(
+        index=send(places),
+        cu_seqlens=send(borders.astype(np.int32)),
+        max_seqlen=max(lengths),
+        lengths=tuple(lengths),
+        uses=send(np.argsort(places, kind="stable").astype(np.int32)),
+        uses_starts=send(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+    )
+
+
+def _own_values(rows: Sequence[Row], name: str, absent: Sequence[int]) -> Iterator[Tensor]:
+    for row, less in zip(rows, absent, strict=True):
+        column = row.columns[name]
+        yield column.values[less:] if column.per == "token" else column.values
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The batch with its tensors on `device`, copied without waiting for it."""
+    tensors = {f.name: v for f in fields(batch) if isinstance(v := getattr(batch, f.name), Tensor)}
+    return replace(
+        batch,
+        **{name: to_device(tensor, device) for name, tensor in tensors.items()},
+        columns={name: to_device(tensor, device) for name, tensor in batch.columns.items()},
+    )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor there; from host memory by way of pinned pages, so that nothing waits."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
