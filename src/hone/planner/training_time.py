@@ -215,10 +215,10 @@ class TrainingTime:
     def _repeated(self, lengths: Integers, num_trained: int) -> Integers:
         """Lengths of prompts that rows of a group leave to another one: all of the mean length."""
         group = self._config.rollout.n_samples_per_prompt
-        num_tokens = int(lengths.sum())
-        prompt = round((num_tokens - num_trained) / max(len(lengths), 1))
+        mean = float(lengths.mean())
+        prompt = round(mean - num_trained / len(lengths))
         is_whole = self.plan.policy.axes.context == 1 and not self._config.model.exact
-        if not is_whole or not saves_enough(prompt, group, num_tokens * group / len(lengths)):
+        if not is_whole or not saves_enough(prompt, group, group * mean):
             return np.zeros(0, dtype=np.int64)
         return np.full(round(len(lengths) * (1 - 1 / group)), prompt)
 

@@ -147,7 +147,7 @@ class Batcher:
         per: LossExtent = "trained",
     ) -> Iterator[MicroBatch]:
         """Each pass of a rank when it is asked for; in host memory where it will be split over the
-        context axis. `weights` and `per` as in `packing.collate`. Those without `ids` hold no
+        context axis. `weights` and `per` as in `collating.collate`. Those without `ids` hold no
         rows: they run what other ranks run."""
         device = mesh.device if mesh.context.size == 1 else "cpu"
         prefixes = self._prefixes(rows, mesh.context.size)

@@ -1,7 +1,4 @@
-"""Rows to the tensors of a forward pass.
-
-batch = collate([rows[i] for i in indices], [weights[i] for i in indices], device)
-"""
+"""Rows to the tensors of a forward pass, laid end to end without padding."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.trainer.packing import units_of
-from hone.trainer.prefixes import left_out
+from hone.trainer.prefixes import left_out, sharers_of
 from hone.types import Extent, LossExtent, MicroBatch, PackedKeys, Row
 
 __all__ = ["check_rows", "collate", "empty_batch", "on_device", "to_device"]
@@ -137,7 +134,7 @@ def _packed(rows: Sequence[Row], absent: Sequence[int], borders: Ints) -> tuple[
     places = np.cumsum(is_packed) - 1
     first: dict[str, int] = {}
     for row, start, less in zip(rows, borders[:-1], absent, strict=True):
-        begins = first.setdefault(row.group_id or row.unit, start)
+        begins = first.setdefault(sharers_of(row), start)
         places[start : start + less] = places[begins : begins + less]
     return np.flatnonzero(is_packed), places
 

@@ -24,7 +24,8 @@ from statistics import fmean
 
 import numpy as np
 
-from hone.config.prefixes import COPIED
+from hone.config.prefixes import COPIED, saved_tokens
+from hone.trainer.prefixes import sharers_of
 from hone.types import Row
 
 __all__ = ["AttentionCost", "Cost", "Plan", "digest", "plan", "units_of"]
@@ -114,17 +115,16 @@ def _items(
     items: list[_Item] = []
     for unit in units_of(rows):
         first, prefix = rows[unit[0]], prefixes[unit[0]]
-        left_out = prefix - ceil(COPIED * prefix)
-        saved = (1 - COPIED) * cost(prefix) if prefix else 0.0
-        tokens = sum(rows[i].num_tokens for i in unit) - len(unit) * left_out
+        saved, saved_cost = saved_tokens(prefix), (1 - COPIED) * cost(prefix) if prefix else 0.0
+        tokens = sum(rows[i].num_tokens for i in unit) - len(unit) * saved
         items.append(
             _Item(
                 unit,
-                first.group_id or first.unit if prefix else "",
+                sharers_of(first) if prefix else "",
                 len(unit) if counts_rows else tokens,
-                sum(cost(rows[i].num_tokens) for i in unit) - len(unit) * saved,
-                0 if counts_rows else left_out,
-                saved,
+                sum(cost(rows[i].num_tokens) for i in unit) - len(unit) * saved_cost,
+                0 if counts_rows else saved,
+                saved_cost,
             )
         )
     return items

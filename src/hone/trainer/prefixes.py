@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import ceil
 
-from hone.config.prefixes import COPIED, saves_enough
+from hone.config.prefixes import saved_tokens, saves_enough
 from hone.types import Row
 
-__all__ = ["left_out", "pass_tokens", "shared_prefixes"]
+__all__ = ["left_out", "pass_tokens", "shared_prefixes", "sharers_of"]
 
 
 def shared_prefixes(rows: Sequence[Row]) -> list[int]:
@@ -27,7 +26,7 @@ def shared_prefixes(rows: Sequence[Row]) -> list[int]:
     its group begin; 0 where leaving them out would save too little."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        groups[row.group_id or row.unit].append(index)
+        groups[sharers_of(row)].append(index)
     prefixes = [0] * len(rows)
     for name, members in groups.items():
         if name and len(members) > 1:
@@ -37,6 +36,11 @@ def shared_prefixes(rows: Sequence[Row]) -> list[int]:
                 for index in members:
                     prefixes[index] = prefix
     return prefixes
+
+
+def sharers_of(row: Row) -> str:
+    """Name of the rows that may share a prefix with this one; empty where there are none."""
+    return row.group_id or row.unit
 
 
 def _common_prefix(rows: Sequence[Row]) -> int:
@@ -49,9 +53,7 @@ def _common_prefix(rows: Sequence[Row]) -> int:
 
 def pass_tokens(rows: Sequence[Row], prefixes: Sequence[int]) -> int:
     """Tokens that rows with these `shared_prefixes` take of a pass's cap."""
-    return sum(row.num_tokens for row in rows) - sum(
-        prefix - ceil(COPIED * prefix) for prefix in left_out(rows, prefixes)
-    )
+    return sum(row.num_tokens for row in rows) - sum(map(saved_tokens, left_out(rows, prefixes)))
 
 
 def left_out(rows: Sequence[Row], prefixes: Sequence[int]) -> list[int]:
@@ -59,7 +61,7 @@ def left_out(rows: Sequence[Row], prefixes: Sequence[int]) -> list[int]:
     seen: set[str] = set()
     numbers: list[int] = []
     for row, prefix in zip(rows, prefixes, strict=True):
-        group = row.group_id or row.unit
+        group = sharers_of(row)
         numbers.append(prefix if group in seen else 0)
         seen.add(group)
     return numbers

@@ -147,8 +147,9 @@ def _curves(runs: Sequence[RunFolder]) -> tuple[list[dict[str, Any]], list[str]]
         if len(runs) > 1:
             charts = tuple(single for chart in charts for single in _one_metric_each(chart))
         held = [chart for chart in charts if chart.lines.keys() & names]
-        drawn = [_chart_of(runs, chart) for chart in held if not _is_zero(runs, chart)]
-        zero += [chart.title for chart in held if _is_zero(runs, chart)]
+        empty = [chart for chart in held if _is_zero(runs, chart)]
+        drawn = [_chart_of(runs, chart) for chart in held if chart not in empty]
+        zero += [chart.title for chart in empty]
         if drawn:
             sections.append({"title": title, "charts": drawn})
     return sections, zero
