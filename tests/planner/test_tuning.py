@@ -19,7 +19,8 @@ from hone.planner.fitting import changed, errors
 from hone.planner.gain import Measured, simulated
 from hone.planner.tuning import fit, modes, search_budget, variants
 
-LENGTHS, PROMPT_TOKENS = [[20 + 10 * n, 100] for n in range(12)], 64
+LENGTHS, PROMPT_TOKENS = [[40 + 20 * n, 200] for n in range(12)], 64
+"""Long enough for products of matrices to decide about a step."""
 
 
 def planned(*, on_cpu: bool = True, **sections: dict[str, Any]) -> RunPlan:
@@ -29,7 +30,7 @@ def planned(*, on_cpu: bool = True, **sections: dict[str, Any]) -> RunPlan:
         "rollout": {
             "prompts_per_step": 8,
             "n_samples_per_prompt": 4,
-            "max_completion_tokens": 128,
+            "max_completion_tokens": 512,
         },
         "reward": {"functions": [{"fn": "exact_match"}]},
     }

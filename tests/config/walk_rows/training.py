@@ -119,6 +119,10 @@ def dpo_sources(section: str) -> dict[str, Row]:
 
 
 KTO = ("--algorithm.loss=kto",)
+MORE_PAIRS = (  # more than one pass has room for
+    "--data.examples_per_step=8",
+    "--data.eval=[{path: pairs/train.jsonl}]",
+)
 KEEP_BEST = SFT["checkpoint.keep_best"]
 DPO: dict[str, Row] = {
     **{
@@ -129,13 +133,12 @@ DPO: dict[str, Row] = {
     **dpo_sources("train"),
     **dpo_sources("eval"),
     **{
-        f"trainer.{key}": replace(SFT[f"trainer.{key}"], value=value)
-        for key, value in (
-            ("max_tokens_per_microbatch", "48"),
-            ("max_tokens_per_forward", "50"),
-            ("micro_batch_size", "2"),
+        f"trainer.max_tokens_per_{key}": replace(
+            SFT[f"trainer.max_tokens_per_{key}"], value=value, given=MORE_PAIRS
         )
+        for key, value in (("microbatch", "48"), ("forward", "50"))
     },
+    "trainer.micro_batch_size": replace(SFT["trainer.micro_batch_size"], value="2"),
     **{
         f"trainer.parallel.reference_{name}_size": Row("3", "findings", EIGHT, command="check dpo")
         for name in ("ring", "ulysses")
@@ -170,7 +173,7 @@ REWARD_MODEL: dict[str, Row] = {
     **scorer_sources("train"),
     **scorer_sources("eval"),
     "trainer.max_tokens_per_microbatch": replace(
-        SFT["trainer.max_tokens_per_microbatch"], value="50"
+        DPO["trainer.max_tokens_per_microbatch"], value="50"
     ),
     "trainer.logits_chunk_tokens": not_used("trainer.logits_chunk_tokens", "64"),
     "checkpoint.keep_best": KEEP_BEST,
