@@ -27,7 +27,11 @@ def main() -> None:
         v = torch.randn(context.num_tokens, heads, width)
         found = gather(k, v, keys.index)
         copied.append(all(map(torch.equal, found, (k[keys.index], v[keys.index]))))
-        grads = [torch.randn(len(keys.index), heads, width) for _ in range(2)]
+        num_keys = len(keys.index)
+        grads = [
+            torch.randn(heads, num_keys, width).transpose(0, 1),  # as flash4 has them
+            torch.randn(num_keys, heads, width),
+        ]
         sums = sum_uses(*grads, keys.uses, keys.uses_starts)
         for total, grad in zip(sums, grads, strict=True):
             exact = torch.zeros(context.num_tokens, heads, width, dtype=torch.float64)

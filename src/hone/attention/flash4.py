@@ -107,11 +107,21 @@ def _differentiate(
         softmax_scale=ctx.scale,
         **_mask(ctx.left),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        dq=_empty_by_heads(q),
+        dk=_empty_by_heads(k),
+        dv=_empty_by_heads(v),
     )
     return grad_q, grad_k, grad_v, None, None, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
+
+
+def _empty_by_heads(x: Tensor) -> Tensor:
+    """For a gradient of x [T, H, D]: heads of all tokens one after the other, as compiled layers
+    take them, which would copy any other order of memory."""
+    num_tokens, num_heads, head_dim = x.shape
+    return x.new_empty(num_heads, num_tokens, head_dim).transpose(0, 1)
 
 
 def _rows(borders_q: Tensor, borders_k: Tensor, longest: int) -> dict[str, Any]:

@@ -44,21 +44,22 @@ def _has_whole_heads(x: Tensor) -> bool:
 
 
 def sum_uses(grad_k: Tensor, grad_v: Tensor, uses: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of T tokens the sums of both gradients [K, H, D] over the keys
-    `uses[starts[t]:starts[t + 1]]`, added up in float32: [T, H, D] in their format."""
-    grad_k, grad_v = grad_k.contiguous(), grad_v.contiguous()
+    """For each of T tokens the sums of both gradients [K, H, D], in any order of memory with
+    contiguous heads, over the keys `uses[starts[t]:starts[t + 1]]`, added up in float32: [T, H, D]
+    in their format. Heads of all tokens lie one after the other, as compiled layers take them."""
+    grad_k, grad_v = (x if _has_whole_heads(x) else x.contiguous() for x in (grad_k, grad_v))
     num_tokens, (num_heads, head_dim) = len(starts) - 1, grad_k.shape[1:]
-    width = num_heads * head_dim
-    k_total, v_total = (x.new_empty(num_tokens, num_heads, head_dim) for x in (grad_k, grad_v))
+    k_total, v_total = (x.new_empty(num_heads, num_tokens, head_dim) for x in (grad_k, grad_v))
+    width = next_power_of_2(num_heads * head_dim)
     launch(
         _sum_kernel,
         (num_tokens, 1, 1),
         (k_total, v_total, grad_k, grad_v, uses, starts),
-        (),
-        (width, next_power_of_2(width)),
-        num_warps=min(max(next_power_of_2(width) // 256, 1), 8),
+        (num_tokens, *(stride // head_dim for x in (grad_k, grad_v) for stride in x.stride()[:2])),
+        (num_heads, head_dim, width),
+        num_warps=min(max(width // 256, 1), 8),
     )
-    return k_total, v_total
+    return k_total.transpose(0, 1), v_total.transpose(0, 1)
 
 
 @triton.jit(do_not_specialize=["num_keys", "k_stride", "k_head", "v_stride", "v_head"])
@@ -99,7 +100,7 @@ def _gather_kernel(
     tl.store(v_keys_ptr + place, v, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "k_stride", "k_head", "v_stride", "v_head"])
 def _sum_kernel(
     k_total_ptr: tl.tensor,
     v_total_ptr: tl.tensor,
@@ -107,21 +108,33 @@ def _sum_kernel(
     v_grad_ptr: tl.tensor,
     uses_ptr: tl.tensor,
     starts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    k_stride: tl.tensor,
+    k_head: tl.tensor,
+    v_stride: tl.tensor,
+    v_head: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    k_total = tl.zeros([BLOCK], tl.float32)
-    v_total = tl.zeros([BLOCK], tl.float32)
-    for place in range(tl.load(starts_ptr + token), tl.load(starts_ptr + token + 1)):
-        at = tl.load(uses_ptr + place).to(tl.int64) * WIDTH + column
-        k_total += tl.load(k_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        v_total += tl.load(v_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(k_total_ptr + token * WIDTH + column, k_total, mask=mask)
-    tl.store(v_total_ptr + token * WIDTH + column, v_total, mask=mask)
+    column = tl.arange(0, WIDTH)
+    mask = column < HEADS * HEAD_DIM
+    head = (column // HEAD_DIM).to(tl.int64)
+    in_head = column % HEAD_DIM
+    k_total = tl.zeros([WIDTH], tl.float32)
+    v_total = tl.zeros([WIDTH], tl.float32)
+    for number in range(tl.load(starts_ptr + token), tl.load(starts_ptr + token + 1)):
+        use = tl.load(uses_ptr + number).to(tl.int64)
+        # Strides count heads, so that the compiler knows how far addresses are aligned.
+        k_place = (use * k_stride + head * k_head) * HEAD_DIM + in_head
+        v_place = (use * v_stride + head * v_head) * HEAD_DIM + in_head
+        k_total += tl.load(k_grad_ptr + k_place, mask=mask, other=0.0).to(tl.float32)
+        v_total += tl.load(v_grad_ptr + v_place, mask=mask, other=0.0).to(tl.float32)
+    place = (head * num_tokens + token) * HEAD_DIM + in_head
+    tl.store(k_total_ptr + place, k_total, mask=mask)
+    tl.store(v_total_ptr + place, v_total, mask=mask)
