@@ -672,6 +672,18 @@ def test_check_says_where_sizes_are_not_known(
         assert (f"`hf download {path} config.json`" in told) == is_told
 
 
+def test_check_says_which_file_lacks_sizes(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+    (workspace / "model" / "config.json").write_text(json.dumps(config))
+    flags = ("--model.path=model", "--data.train.0.path=train.jsonl", "--gpu", "h100")
+    main(["check", *flags])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "The configuration of the gpt2 model lacks 'hidden_size'. So memory was not" in told
+    assert "checked for model.path 'model'" in told
+
+
 def test_check_tells_whose_recipe_it_is_and_what_it_chose(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,10 +102,14 @@ def _findings(plan: RunPlan) -> list[Finding]:
 
 
 def _unknown_sizes(plan: RunPlan) -> Iterator[str]:
-    """That memory was not checked, where nothing here tells the sizes of a model of the hub."""
+    """That memory was not checked, where nothing here tells the sizes of the model."""
     path = plan.config.model.path
-    is_of_hub = path and not (Path(path).exists() or must_be_local(path))
-    if path and is_of_hub and ModelFacts.known(path) is None:
+    if path is None:
+        return
+    facts = ModelFacts.known(path)
+    if facts is not None and facts.lacks is not None:
+        yield f"{facts.lacks} So memory was not checked for model.path '{path}'."
+    elif facts is None and not (Path(path).exists() or must_be_local(path)):
         yield (
             f"The sizes of model.path '{path}' are not known here, so memory was not checked: run "
             f"`hf download {path} config.json`, or name a folder with that file."

@@ -60,7 +60,9 @@ class ModelFacts:
     num_labels: int | None = None
     """Of one that does; two where the file has none."""
     shape: ModelShape | None = None
-    """All sizes; None for families that hone does not support and for incomplete files."""
+    """All sizes; None where the file lacks some."""
+    lacks: str | None = None
+    """Which, as a sentence."""
 
     @classmethod
     def read(cls, model_path: str | Path) -> Self | None:
@@ -78,10 +80,11 @@ class ModelFacts:
         """The facts of a parsed `config.json`."""
         text = config.get("text_config", config)
         kinds = config.get("architectures")
+        shape = lacks = None
         try:
             shape = ModelShape.from_config(config)
-        except ValueError:
-            shape = None
+        except ValueError as error:
+            lacks = str(error)
         return cls(
             family=config.get("model_type"),
             context_length=text.get("max_position_embeddings"),
@@ -93,6 +96,7 @@ class ModelFacts:
             classifies=any("SequenceClassification" in x for x in kinds) if kinds else None,
             num_labels=config.get("num_labels") or len(config.get("id2label") or (0, 1)),
             shape=shape,
+            lacks=lacks,
         )
 
     @classmethod
