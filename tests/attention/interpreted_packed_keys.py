@@ -17,7 +17,7 @@ from tests.attention.keys import branching
 def main() -> None:
     copied: list[bool] = []
     errors: list[float] = []
-    planted = 0.0
+    planted, by_heads = 0.0, True
     for heads, width in ((2, 8), (3, 8), (1, 24), (40, 128)):
         context = branching(num_branches=5)
         keys = context.keys
@@ -33,6 +33,7 @@ def main() -> None:
             torch.randn(num_keys, heads, width),
         ]
         sums = sum_uses(*grads, keys.uses, keys.uses_starts)
+        by_heads = by_heads and all(x.transpose(0, 1).is_contiguous() for x in sums)
         for total, grad in zip(sums, grads, strict=True):
             exact = torch.zeros(context.num_tokens, heads, width, dtype=torch.float64)
             exact.index_add_(0, keys.index, grad.double())
@@ -40,8 +41,13 @@ def main() -> None:
             wrong = exact.clone()
             wrong[0] -= grad[0]  # a use is left out
             planted = max(planted, float((total - wrong).abs().max()))
-    cases = len(copied)
-    found = {"cases": cases, "copied": copied, "errors": errors, "planted": planted}
+    found = {
+        "cases": len(copied),
+        "copied": copied,
+        "errors": errors,
+        "planted": planted,
+        "by_heads": by_heads,
+    }
     json.dump(found, sys.stdout)
 
 

@@ -49,9 +49,24 @@ def forward_twin(q, k, v, *, return_lse, softmax_scale, causal, window_size_left
 
 
 def backward_twin(  # noqa: PLR0917  # the kernel's own signature
-    q, k, v, out, dout, lse, *, softmax_scale, causal, window_size_left, deterministic, **rows
+    q,
+    k,
+    v,
+    out,
+    dout,
+    lse,
+    *,
+    softmax_scale,
+    causal,
+    window_size_left,
+    deterministic,
+    dq,
+    dk,
+    dv,
+    **rows,
 ):
-    """From the log-sum-exp and the output it is given, as the kernel does."""
+    """From the log-sum-exp and the output it is given into the gradients that it is given, as the
+    kernel does."""
     assert deterministic == torch.are_deterministic_algorithms_enabled()
     mask = {"causal": causal, "window_size_left": window_size_left}
     group = q.shape[1] // k.shape[1]
@@ -62,11 +77,10 @@ def backward_twin(  # noqa: PLR0917  # the kernel's own signature
     mean = (dout * out).sum(-1).T.unsqueeze(-1)
     grad_scores = weights * (grad_weights - mean) * softmax_scale
     shared = (len(k), k.shape[1], group, -1)
-    return (
-        torch.einsum("hqk,khd->qhd", grad_scores, keys),
-        torch.einsum("hqk,qhd->khd", grad_scores, q).view(shared).sum(2),
-        torch.einsum("hqk,qhd->khd", weights, dout).view(shared).sum(2),
-    )
+    dq.copy_(torch.einsum("hqk,khd->qhd", grad_scores, keys))
+    dk.copy_(torch.einsum("hqk,qhd->khd", grad_scores, q).view(shared).sum(2))
+    dv.copy_(torch.einsum("hqk,qhd->khd", weights, dout).view(shared).sum(2))
+    return dq, dk, dv
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +106,7 @@ def test_output_and_gradients(window):
     pairs = zip(*(torch.autograd.grad(x, inputs, grad) for x in (actual, expected)), strict=True)
     for ours, exact in pairs:
         torch.testing.assert_close(ours, exact)
+        assert ours.transpose(0, 1).is_contiguous(), "compiled layers copy any other order"
 
 
 def test_the_operator_is_sound():

@@ -76,3 +76,4 @@ def test_kernels_copy_and_add_up():
     assert results["copied"] == [True] * results["cases"]
     assert max(results["errors"]) < 1e-5
     assert results["planted"] > 1e-2
+    assert results["by_heads"], "compiled layers copy any other order"

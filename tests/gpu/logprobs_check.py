@@ -172,6 +172,7 @@ VARIANTS: dict[str, tuple[int, bool, Callable[[], AbstractContextManager[Any]]]]
     "chunk / 2": (CHUNK // 2, False, nullcontext),
     "chunk * 3 / 2": (CHUNK * 3 // 2, False, nullcontext),
     "chunk * 2": (CHUNK * 2, False, nullcontext),
+    "one chunk": (NUM_TOKENS, False, nullcontext),
 }
 
 

@@ -106,6 +106,15 @@ GAINS: dict[str, tuple[dict[str, Any], Scalars, dict[str, Any]]] = {
 }
 
 
+def test_memory_to_spare_goes_to_logits_where_nothing_else_is_computed_again() -> None:
+    idle = {"perf/gpu_utilization": 0.5}
+    small = "qwen3-0.6b"
+    found = raised_in(plan_of(shape=small), idle)["low_gpu_utilization"]
+    assert found.change == {"trainer.logits_chunk_tokens": 16384}
+    found = raised_in(plan_of(shape=small, trainer={"logits_chunk_tokens": 16384}), idle)
+    assert "trainer.logits_chunk_tokens" not in found["low_gpu_utilization"].change
+
+
 @pytest.mark.parametrize("name", GAINS)
 def test_advice_names_a_setting_a_value_and_what_it_brings(name: str) -> None:
     sections, metrics, change = GAINS[name]

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.planner import run_memory
-from hone.planner.fitting import check_gpu_memory
+from hone.planner.fitting import changed, check_gpu_memory, kept_logits, memory_changes
 from hone.planner.host_memory import host_roles
 from hone.planner.lines import plan_lines
 from hone.planner.memory import training_memory
@@ -560,6 +561,37 @@ LLAMA_70B = ModelShape(
     vocab_size=128_256,
     tied=False,
 )
+
+
+def test_logits_of_a_micro_batch_are_the_longest_rows_that_it_has() -> None:
+    for flags, tokens in (
+        ((), 16384),
+        (("--trainer.micro_batch_size=4",), 4 * 1288),
+        (("--rollout.prompts_per_step=1", "--rollout.n_samples_per_prompt=2"), 2 * 1288),
+    ):
+        plan = planned(configured(*flags), shape_of("qwen3-0.6b"))
+        assert kept_logits(plan) == {"trainer.logits_chunk_tokens": tokens}
+        assert kept_logits(changed(plan, kept_logits(plan))) == {}
+
+
+def test_a_large_chunk_of_logits_is_given_up_after_half_a_budget() -> None:
+    """And no smaller one than the default."""
+    plan = planned(configured("--trainer.logits_chunk_tokens=4096"), shape_of("qwen3-0.6b"))
+    found = [*memory_changes(plan)]
+    chunks = [x for x in found if "trainer.logits_chunk_tokens" in x]
+    assert [*chain(*(x.values() for x in chunks))] == [2048, 1024]
+    budget, offload = "trainer.max_tokens_per_microbatch", {"trainer.offload": "optimizer"}
+    first = next(index for index, change in enumerate(found) if budget in change)
+    assert first < found.index(chunks[0]) < found.index(offload)
+
+
+def test_a_teacher_has_no_more_logits_than_tokens() -> None:
+    flags = ("--teacher.path=Qwen/Qwen3-8B", "--teacher.max_tokens_per_forward=32768")
+    parts = [
+        phases(*flags, f"--trainer.logits_chunk_tokens={chunk}")["train"].parts["teacher's pass"]
+        for chunk in (32768, 10**6)
+    ]
+    assert parts[0] == parts[1]
 
 
 def test_what_no_setting_can_fit_needs_more_devices() -> None:

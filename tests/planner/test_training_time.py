@@ -23,6 +23,8 @@ ROWS = [2048] * 128
 def plan_of(shape: str, *, world_size: int = 1, gpu: Peaks = GPUS[0], **trainer: Any) -> RunPlan:
     found = public_shape(shape)
     assert found is not None
+    # What is measured is from before the last chunk's logits stayed.
+    trainer = {"logits_chunk_tokens": 1, **trainer}
     cfg = PlanConfig.model_validate({"model": {"shape": shape}, "trainer": trainer})
     devices = Devices(kind="cuda", gpu=gpu, per_node=8)
     return resolve(cfg, ModelFacts.of_shape(found), devices, world_size=world_size)
@@ -127,6 +129,19 @@ def test_layers_computed_again_cost_what_they_are_of_all() -> None:
     assert seconds(plan_of("qwen3-4b", recompute="uniform:5")) == pytest.approx(full)
     nine = seconds(plan_of("qwen3-4b", recompute="block:9"))
     assert nine - off == pytest.approx((full - off) / 4)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b"])
+def test_logits_that_stay_are_not_computed_again(shape: str) -> None:
+    """Up to all of a micro-batch's 16,384 tokens."""
+    found = public_shape(shape)
+    assert found is not None
+    compute = Compute(GPUS[0], PlanningConfig())
+    head_s = compute.forward_s(found, ROWS) - compute.forward_s(found, ROWS, num_head_tokens=0)
+    none_s = seconds(plan_of(shape))
+    for chunk, share in ((4096, 0.25), (16384, 1), (99999, 1)):
+        saved_s = none_s - seconds(plan_of(shape, logits_chunk_tokens=chunk))
+        assert saved_s == pytest.approx(share * head_s, rel=0.01)
 
 
 def test_stages_go_at_the_pace_of_the_slowest() -> None:

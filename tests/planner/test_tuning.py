@@ -16,7 +16,7 @@ from hone.config.planning import PlanningConfig
 from hone.config.tree import PlanConfig
 from hone.families.shape import public_shape
 from hone.planner.fitting import changed, errors
-from hone.planner.gain import Measured, simulated
+from hone.planner.gain import Measured, Pricing, simulated
 from hone.planner.tuning import fit, modes, search_budget, variants
 
 LENGTHS, PROMPT_TOKENS = [[40 + 20 * n, 200] for n in range(12)], 64
@@ -132,6 +132,10 @@ def test_variants_change_time_or_memory_only(on_cpu: bool) -> None:
     assert {"trainer.recompute": "off"} in found
     assert {"trainer.recompute": "full"} not in found, "it is"
     assert ({"trainer.offload": "optimizer"} in found) is not on_cpu
+    whole = {"trainer.logits_chunk_tokens": 16384}
+    assert whole in found, "what a micro-batch has"
+    assert Pricing.knows(whole)
+    assert whole not in [*variants(changed(plan, whole))]
     keys = {key for change in found for key in change}
     assert all(key.startswith(("engine.", "trainer.")) for key in keys)
 

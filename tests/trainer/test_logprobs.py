@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hone.models.decoder import head_weight
+from hone.models.decoder import head_product, head_weight
+from hone.trainer import logprobs as logprobs_module
 from hone.trainer.logprobs import token_logprobs, token_scores
 from tests.trainer.examples import VOCAB, tiny_model
 
@@ -108,6 +110,9 @@ def test_other_words_than_the_label_equal_the_definition(family: str, chunk: int
     for number in (5, VOCAB + 1):
         with torch.no_grad():
             found = token_scores(model, hidden, labels, **options, top_k=number)
+        with_gradient = token_scores(model, hidden, labels, **options, top_k=number)
+        assert torch.equal(with_gradient["top_ids"], found["top_ids"])
+        assert not with_gradient["top_logprobs"].requires_grad
         top = whole.topk(min(number, whole.shape[-1]))
         assert torch.equal(found["top_ids"], top.indices.int())
         torch.testing.assert_close(found["top_logprobs"], top.values.detach())
@@ -125,6 +130,64 @@ def test_entropy_or_logprobs_alone_have_the_right_gradient():
             )
             results.append(torch.autograd.grad((factors[used] * values[used]).sum(), hidden)[0])
         torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+
+
+class Products:
+    """Logits that were computed, of which no more than one chunk may exist when the next is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[ref[Tensor]] = []
+        monkeypatch.setattr(logprobs_module, "head_product", self._product)
+
+    def _product(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert not self.alive(), "two chunks of logits at a time"
+        logits = head_product(*args, **kwargs)
+        self.made.append(ref(logits))
+        return logits
+
+    def alive(self) -> list[int]:
+        """Tokens of each chunk that exists."""
+        return [len(logits) for x in self.made if (logits := x()) is not None]
+
+
+@pytest.mark.parametrize("chunk", [8, 36, 37, 100])
+def test_the_last_chunk_is_computed_once_and_freed_by_backward(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+):
+    products, number = Products(monkeypatch), -(-37 // chunk)
+    model = tiny_model(dtype=torch.float64)
+    hidden, labels, factors = inputs(37, torch.float64)
+    hidden.requires_grad_()
+
+    def forward() -> Tensor:
+        options: Any = {"temperature": 0.7, "chunk_tokens": chunk}
+        logprobs, _ = token_logprobs(model, hidden, labels, **options)
+        return (factors[0] * logprobs).sum()
+
+    loss = forward()
+    assert products.alive() == [min(chunk, 37)]
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    assert len(products.made) == 2 * number - 1
+    assert products.alive() == []
+    (second,) = torch.autograd.grad(loss, hidden)  # computes all of them
+    assert torch.equal(first, second)
+    # Of passes whose backward is still to come only the newest keeps logits.
+    earlier, later = forward(), forward()
+    products.made.clear()
+    for loss, computed in ((later, number - 1), (earlier, 2 * number - 1)):
+        assert torch.equal(torch.autograd.grad(loss, hidden)[0], first)
+        assert len(products.made) == computed
+
+
+def test_without_tokens_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
+    products = Products(monkeypatch)
+    model = tiny_model(dtype=torch.float64)
+    hidden, labels, _ = inputs(0, torch.float64)
+    hidden.requires_grad_()
+    logprobs, _ = token_logprobs(model, hidden, labels, temperature=1.0, chunk_tokens=8)
+    gradients = torch.autograd.grad(logprobs.sum(), [hidden, head_weight(model)])
+    assert products.alive() == []
+    assert not any(x.any() for x in gradients)
 
 
 def test_no_entropy_is_none_in_every_path():

@@ -39,7 +39,7 @@ from hone.planner.comparison import (
     planned_config,
     recipe_of,
 )
-from hone.planner.fitting import Change, changed, does_fit, rl_config
+from hone.planner.fitting import Change, changed, does_fit, kept_logits, rl_config
 from hone.planner.gain import Measured, simulated
 from hone.planner.host_memory import host_roles
 from hone.planner.lengths import draw_lengths
@@ -199,8 +199,13 @@ class Search:
             return best
         found: dict[int, Candidate] = {}
 
+        keeps_logits = not kept_logits(best.plan)
+
         def seconds(budget: int) -> float | None:
             larger = _changed(best.cfg, best.nproc, {_BUDGET: budget})
+            if keeps_logits:
+                chunk = kept_logits(self._candidate(larger, best.nproc).plan)
+                larger = _changed(larger, best.nproc, chunk)
             found[budget] = self._candidate(larger, best.nproc)
             larger_step = self._take(found[budget], _refusal(found[budget])).step
             return None if larger_step is None else larger_step.step_s

@@ -9,7 +9,7 @@ device. Costs are FLOPs a token of a forward pass, of which backward takes twice
 the embedding looks up rows and counts nothing. What takes longer than its FLOPs say counts so many
 more (`hone.planner.compute_time`): attention, and products of experts. All tokens count as if they
 went through the head. Those of prompts do not, but the others' logits are computed again in
-backward.
+backward, but for a chunk of them (`trainer.logits_chunk_tokens`).
 """
 
 from __future__ import annotations

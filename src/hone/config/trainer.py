@@ -122,7 +122,9 @@ class SFTTrainerConfig(Section):
     by 0.19 where bfloat16's are by 0.015 (0.6B)."""
 
     logits_chunk_tokens: int = Field(default=1024, ge=1)
-    """Tokens whose logits exist at a time; bounds memory at this many times the vocabulary."""
+    """Tokens whose logits exist at a time; bounds memory at this many times the vocabulary. A
+    micro-batch's last chunk stays until backward, which computes the logits of the others again:
+    with all tokens in one chunk the head takes about 30 % less time."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and schedule."""

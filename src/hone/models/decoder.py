@@ -69,7 +69,7 @@ def head_logits(model: PreTrainedModel, hidden: Tensor, *, exact: bool = False) 
     """Logits [N, V] of hidden states [N, D], final soft cap included.
 
     Of the format of `head_product`. Training takes `hone.trainer.logprobs`, which has a gradient
-    everywhere and never holds them all.
+    everywhere and holds a chunk of them at a time.
     """
     logits = head_product(hidden, head_weight(model), exact=exact)
     cap = logit_softcap(model)

@@ -21,7 +21,14 @@ from hone.config.engine import CPU_CACHE_GIB
 from hone.config.plan import RunPlan
 from hone.config.tree import RLConfig
 from hone.observe.symptoms import History
-from hone.planner.fitting import Change, changed, does_fit, errors, memory_changes
+from hone.planner.fitting import (
+    Change,
+    changed,
+    does_fit,
+    errors,
+    kept_logits,
+    memory_changes,
+)
 from hone.planner.gain import Measured, Pricing
 from hone.planner.rungs import cap_key
 from hone.planner.search import peak_bytes
@@ -233,6 +240,8 @@ def faster_training(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Chan
     """What trades memory for time, as far as there is memory to spare."""
     yield {"trainer.recompute": "off"}
     yield {"trainer.offload": "none"}
+    if chunk := kept_logits(plan):
+        yield chunk
     yield from faster_generation(plan, cfg, now)
     if plan.max_accumulation > 1:
         size = "micro_batch_size" if cfg.trainer.micro_batch_size else "max_tokens_per_microbatch"

@@ -10,7 +10,7 @@ from hone.config.base import Section
 from hone.config.plan import RunPlan, resolve
 from hone.config.rules import Finding, findings
 from hone.config.rules.facts import LONG_ROW
-from hone.config.trainer import OffloadLevel
+from hone.config.trainer import OffloadLevel, SFTTrainerConfig
 from hone.config.tree import PlanConfig, RLConfig, SFTConfig
 from hone.planner.host_memory import (
     LEAST_LENGTH_SHARE,
@@ -33,6 +33,7 @@ __all__ = [
     "errors",
     "gpu_host_roles",
     "has_room_for_two_rows",
+    "kept_logits",
     "memory_changes",
     "remedies",
     "rl_config",
@@ -46,6 +47,8 @@ GPUS_OF_A_NODE = 8
 Change: TypeAlias = Mapping[str, Any]
 """Settings by key."""
 _GIB = 1 << 30
+_CHUNK_TOKENS = SFTTrainerConfig().logits_chunk_tokens
+"""The default: smaller chunks save little for the time that they take."""
 _LAST_RESORT = ("trainer.parallel.zero_stage", "model.lora.rank", "model.path")
 S = TypeVar("S", bound=Section)
 
@@ -128,6 +131,17 @@ def has_room_for_two_rows(plan: RunPlan) -> bool:
         return True
     larger = changed(plan, change)
     return does_fit(larger) and does_fit_host(larger)
+
+
+def kept_logits(plan: RunPlan) -> Change:
+    """The setting with which all logits of a micro-batch are one chunk, so that none is computed
+    twice; nothing where they are."""
+    trainer = plan.trainer
+    if trainer is None or plan.batch is None or plan.max_sequence_tokens is None:
+        return {}
+    num_tokens, _ = RunMemory(plan).micro_batches(trainer, plan.policy)
+    is_less = trainer.logits_chunk_tokens < num_tokens
+    return {"trainer.logits_chunk_tokens": num_tokens} if is_less else {}
 
 
 def gpu_host_roles(plan: RunPlan) -> list[HostRole]:
@@ -255,6 +269,10 @@ def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:
     yield {"trainer.optimizer.state_dtype": "bfloat16"}
     yield {"trainer.parallel.zero_stage": 3}
     yield from _smaller_budgets(plan)
+    chunk = trainer.logits_chunk_tokens // 2
+    while chunk >= _CHUNK_TOKENS:
+        yield {"trainer.logits_chunk_tokens": chunk}
+        chunk //= 2
     if plan.engine is not None:
         yield {"trainer.enable_sleep": True}
     yield {"trainer.offload": "optimizer"}

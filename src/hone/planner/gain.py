@@ -40,6 +40,7 @@ _PRICED = (
     "reward.num_workers",
     "rollout.oversample_prompts",
     "trainer.enable_sleep",
+    "trainer.logits_chunk_tokens",
     "trainer.offload",
     "trainer.parallel.zero_stage",
     "trainer.recompute",

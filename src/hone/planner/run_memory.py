@@ -117,7 +117,7 @@ class RunMemory:
         """An optimizer step with the largest micro-batches that the run's rows can make."""
         plan = self.plan
         assert plan.trainer is not None
-        num_tokens, num_micro_batches = self._micro_batches(plan.trainer, plan.policy)
+        num_tokens, num_micro_batches = self.micro_batches(plan.trainer, plan.policy)
         return planned_step(plan, num_tokens=num_tokens, num_micro_batches=num_micro_batches)
 
     @cached_property
@@ -150,7 +150,7 @@ class RunMemory:
         if "critic" not in plan.roles or not isinstance(cfg, RLConfig):
             return None
         trainer, role = cfg.critic_trainer, plan.roles["critic"]
-        num_tokens, num_micro_batches = self._micro_batches(trainer, role)
+        num_tokens, num_micro_batches = self.micro_batches(trainer, role)
         return training_memory(
             self.critic_shape,
             trainer,
@@ -162,7 +162,7 @@ class RunMemory:
             sizes=role.axes,
         )
 
-    def _micro_batches(self, trainer: SFTTrainerConfig, role: Role) -> tuple[int, int]:
+    def micro_batches(self, trainer: SFTTrainerConfig, role: Role) -> tuple[int, int]:
         """Tokens that a device has of the largest micro-batch of an optimizer step, and whether
         there are several, as 1 or 2."""
         plan, sizes, micro = self.plan, role.axes, trainer.micro_batch_size
@@ -244,12 +244,14 @@ class RunMemory:
             num_tokens = trainer.max_tokens_per_forward or 2 * trainer.max_tokens_per_microbatch
             if trainer.micro_batch_size is not None and trainer.max_tokens_per_forward is None:
                 num_tokens = trainer.micro_batch_size * self.longest
+        num_tokens = min(num_tokens, whole or num_tokens)
         shape = self.scorer_shape(name)
-        hidden, layer = self._pass_bytes(shape, min(num_tokens, whole or num_tokens))
+        hidden, layer = self._pass_bytes(shape, num_tokens)
         if name == "reward_model" or trainer is None:
             return 2 * hidden + layer
         # As they come, and in float32 twice.
-        logits = trainer.logits_chunk_tokens * shape.vocab_size * (self.num_bytes + 2 * 4)
+        chunk = min(trainer.logits_chunk_tokens, num_tokens)
+        logits = chunk * shape.vocab_size * (self.num_bytes + 2 * 4)
         return 2 * hidden + max(layer, hidden + logits)
 
     def _pass_bytes(self, shape: ModelShape, num_tokens: int) -> tuple[int, int]:

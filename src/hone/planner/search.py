@@ -36,6 +36,7 @@ from hone.planner.fitting import (
     does_fit_host,
     errors,
     has_room_for_two_rows,
+    kept_logits,
     remedies,
     setting,
     two_rows,
@@ -135,6 +136,7 @@ def search(
             fitted = larger if errors(larger) <= errors(fitted) else fitted
         if fitted is not None and cfg.plan.goal != "memory":
             fitted = _with_more_cache(fitted, _num_keys(cfg, placement))
+            fitted = _with_kept_logits(fitted)
         if fitted is None:
             what = "colocated" if placement.colocated else "separate"
             reason = f"a step needs more than the {gpu.memory_gib} GiB of a GPU"
@@ -414,6 +416,13 @@ def _with_more_cache(plan: RunPlan, num_keys: int) -> RunPlan:
         return awake
     asleep = largest({"engine.enable_sleep": True})
     return asleep if _cache_keys(asleep) > 1.5 * _cache_keys(awake) else awake
+
+
+def _with_kept_logits(plan: RunPlan) -> RunPlan:
+    """The plan with all logits of a micro-batch in one chunk, where that fits beside the rest."""
+    kept = changed(plan, kept_logits(plan))
+    is_served = does_fit_host(kept) and does_fit(kept) and errors(kept) <= errors(plan)
+    return kept if is_served else plan
 
 
 def _cache_keys(plan: RunPlan) -> int:

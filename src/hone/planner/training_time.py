@@ -6,6 +6,8 @@ Products and attention are those of `Compute`, at the share of the matrix rate t
 On top of them come, by count and with the rates of benchmarks/memory.md:
 
 * recomputed layers: their forward pass once more; keeping the results of attention saves a fifth;
+* logits, whose product runs once more in backward: that is part of the rate assumed. What the last
+  chunk of a micro-batch keeps of them is taken off;
 * offloaded states: every optimizer step brings them to the device and back, gradients one way,
   parameters twice a micro-batch;
 * offloaded gradients: every micro-batch brings their sums to the device and back, beside backward.
@@ -101,8 +103,12 @@ class TrainingTime:
         body = forward_s(shape, num_head_tokens=0)
         # Of one device, until it is shared out.
         again = self._recomputed_share(trainer, shape, plan.policy)
-        pace = self._pace(trainer, shape, plan.policy, head=(forward - body) / body)
-        work = pace * epochs * (self._training_s(lengths, repeated, num_trained) + again * body)
+        kept = self._kept_logits_share(len(lengths), num_tokens, num_trained)
+        head = (1 - kept / 3) * (forward - body) / body
+        pace = self._pace(trainer, shape, plan.policy, head=head)
+        training = self._training_s(lengths, repeated, num_trained) + again * body
+        training -= kept * (forward - body)
+        work = pace * epochs * training
         update, values_s, critic_s = work, 0.0, 0.0
         if (role := plan.roles.get("critic")) is not None:
             # Its values, and its update; it has no words to tell apart.
@@ -284,6 +290,15 @@ class TrainingTime:
         """Of each device, in an epoch."""
         each = num_tokens / (role.axes.data * role.axes.context)
         return math.ceil(each / trainer.max_tokens_per_microbatch)
+
+    def _kept_logits_share(self, num_rows: int, num_tokens: int, num_trained: int) -> float:
+        """Share of a micro-batch's logits that the last chunk keeps until backward."""
+        trainer, axes = self._config.trainer, self.plan.policy.axes
+        number = float(self._num_micro_batches(trainer, self.plan.policy, num_tokens))
+        if trainer.micro_batch_size is not None:
+            number = num_rows / (axes.data * trainer.micro_batch_size)
+        own = num_trained / (axes.data * axes.context * max(number, self._num_steps))
+        return min(trainer.logits_chunk_tokens / max(own, 1), 1.0)
 
     def _stages_wait(
         self, trainer: SFTTrainerConfig, role: Role, num_tokens: int, pace: float

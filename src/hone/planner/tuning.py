@@ -15,7 +15,7 @@ from statistics import median
 from hone.config.plan import RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
-from hone.planner.fitting import Change
+from hone.planner.fitting import Change, kept_logits
 from hone.planner.gain import ASSUMED, Measured, Pricing
 from hone.planner.search import memory_settings
 
@@ -47,6 +47,8 @@ def variants(plan: RunPlan) -> Iterator[Change]:
     assert batch is not None
     if cfg.engine.max_num_seqs < batch.samples_per_step:
         yield {"engine.max_num_seqs": batch.samples_per_step}
+    if chunk := kept_logits(plan):
+        yield chunk
     for _, *others in memory_settings(plan):
         for change in others:
             if not (plan.is_on_cpu and any(key in _OF_GPUS for key in change)):

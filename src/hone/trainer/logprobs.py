@@ -1,7 +1,9 @@
-"""Log-probability and entropy of trained tokens without ever holding their logits.
+"""Log-probability and entropy of trained tokens without holding the logits of all of them.
 
 Logits of 32k tokens over 152k words are 20 GB in float32. Here the head runs over a chunk of tokens
-at a time, forward and again in backward, so that memory is `chunk_tokens x V` whatever N is.
+at a time, forward and again in backward, so that memory is `chunk_tokens x V` whatever N is. The
+logits of the last chunk stay until backward, which begins with them: only the others are computed
+again. A pass drops those of one before it whose backward is still to come.
 
 Letters: N trained tokens, C of them in a chunk, D model width, V vocabulary or a rank's part of it,
 R ranks, S statistics. With `l = logits / temperature` and `p = softmax(l)`:
@@ -19,6 +21,7 @@ from those. Ranks that share the vocabulary gather them once for all N tokens.
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -168,21 +171,32 @@ class _Head:
     """Number of the first row of `weight_VD`, from which labels and ids count; those of other ranks
     lie outside."""
 
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """Tokens of each chunk, in order. The first may be smaller, so that the last, whose logits
+        are kept, is full. Without tokens there is one, which is empty."""
+        ends = [*range(num_tokens, 0, -self.chunk_tokens)][::-1] or [0]
+        return [slice(max(end - self.chunk_tokens, 0), end) for end in ends]
+
     def score(
-        self, hidden_ND: Tensor, labels_N: Tensor, at_ids_NK: Tensor | None, weight_VD: Tensor
+        self,
+        hidden_ND: Tensor,
+        labels_N: Tensor,
+        at_ids_NK: Tensor | None,
+        weight_VD: Tensor,
+        kept: list[Tensor] | None = None,
     ) -> _Scores:
+        """What is asked for of all tokens. `kept` receives the logits of the last chunk."""
         statistics: list[Tensor] = []
         exact_logprobs: list[Tensor] = []
         top: list[tuple[Tensor, Tensor]] = []
         mean_row_D = self._mean_row(weight_VD)
-        for start in range(0, max(len(hidden_ND), 1), self.chunk_tokens):
-            rows = slice(start, start + self.chunk_tokens)
+        for rows in self.chunks(len(hidden_ND)):
             labels_C = labels_N[rows]
             logits_CV = head_product(hidden_ND[rows], weight_VD, exact=self.exact)
             if self.exact:
                 exact_logprobs.append(_exact_logprobs(logits_CV, labels_C, self.temperature))
             summed_KC = logits_CV.new_empty(0, len(labels_C), dtype=torch.float32)
-            if at_ids_NK is not None:  # before the logits are overwritten
+            if at_ids_NK is not None:
                 summed_KC = self._scaled_at(logits_CV, at_ids_NK[rows]).T
             if self.with_mean:
                 mean_C = self._mean_logits(hidden_ND[rows], mean_row_D, logits_CV)
@@ -197,6 +211,8 @@ class _Head:
                 with_entropy=self.with_entropy,
             )
             statistics.append(torch.cat([part_SC, summed_KC]))
+            if kept is not None and rows.stop == len(hidden_ND):
+                kept.append(logits_CV)
             del logits_CV  # before the next chunk's
         statistics_RSN = torch.cat(statistics, 1)[None]
         if self.ranks.group is not None:
@@ -219,18 +235,18 @@ class _Head:
 
     def chunk_gradient(
         self,
-        hidden_CD: Tensor,
+        logits_CV: Tensor,
         labels_C: Tensor,
-        weight_VD: Tensor,
         at: tuple[Tensor, Tensor] | None,
+        *,
+        dtype: torch.dtype,
         **per_token: Tensor | None,
     ) -> Tensor:
-        """Gradient with respect to a chunk's logits [C, V], in the format of the hidden states.
+        """Gradient with respect to a chunk's logits, [C, V] in `dtype`.
 
         `at` are ids and gradients [C, K] of `logprobs_at`; `per_token` are those arguments [C] of
         `logits_gradient`.
         """
-        logits_CV = head_product(hidden_CD, weight_VD, exact=self.exact)
         scattered: list[tuple[Tensor, Tensor]] = []
         if at is not None:
             # Each word's own part is scattered by itself; what all words get is of the sum.
@@ -249,7 +265,7 @@ class _Head:
             **per_token,
             temperature=self.temperature,
             softcap=self.softcap,
-            dtype=hidden_CD.dtype,
+            dtype=dtype,
         )
         for place, grad in scattered:
             grad_CV.scatter_add_(-1, place, grad.to(grad_CV.dtype))
@@ -332,8 +348,18 @@ def _combine(statistics_RSN: Tensor) -> _Scores:
     return _Scores(logprobs_N, entropy_N, None, maximum_N + log_mass_N)
 
 
+class _Newest(threading.local):
+    """What a thread's newest pass has kept for its backward."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+_newest = _Newest()
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
-    """`_Head.score`; backward computes each chunk's logits a second time."""
+    """`_Head.score`; backward computes the logits of all chunks but the last a second time."""
 
     @staticmethod
     def forward(
@@ -345,13 +371,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """`ids` are the labels [N] and other words [N, K]."""
         labels_N, at_ids_NK = ids
-        scores = head.score(hidden_ND, labels_N, at_ids_NK, weight_VD)
+        _newest.kept.clear()  # so that there is one chunk however many passes are under way
+        ctx.kept = _newest.kept = list[Tensor]()  # a saved tensor could not be freed halfway
+        scores = head.score(hidden_ND, labels_N, at_ids_NK, weight_VD, ctx.kept)
         ctx.head = head
         ctx.save_for_backward(
             labels_N, at_ids_NK, hidden_ND, weight_VD, scores.entropy, scores.normaliser
         )
         ctx.set_materialize_grads(False)
-        constant = (scores.normaliser, scores.mean_logits)
+        constant = (scores.normaliser, scores.mean_logits, scores.top_ids, scores.top_logprobs)
         ctx.mark_non_differentiable(*(x for x in constant if x is not None))
         return (scores.logprobs, scores.entropy, scores.logprobs_at, *constant)
 
@@ -373,21 +401,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
             "grad_logprobs_C": grad_logprobs_N,
             "grad_entropy_C": grad_entropy_N,
         }
-        for start in range(0, hidden_ND.shape[0], head.chunk_tokens):
-            rows = slice(start, start + head.chunk_tokens)
+        for rows in reversed(head.chunks(len(hidden_ND))):
             hidden_CD = hidden_ND[rows]
+            if ctx.kept:
+                logits_CV = ctx.kept.pop()
+            else:
+                logits_CV = head_product(hidden_CD, weight_VD, exact=head.exact)
             grad_logits_CV = head.chunk_gradient(
-                hidden_CD,
+                logits_CV,
                 labels_N[rows],
-                weight_VD,
                 None if grad_at_NK is None else (at_ids_NK[rows], grad_at_NK[rows]),
+                dtype=hidden_CD.dtype,
                 **{name: x if x is None else x[rows] for name, x in per_token.items()},
             )
+            del logits_CV  # before the next chunk's
             if grad_hidden_ND is not None:
                 torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_ND[rows])
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
-            del grad_logits_CV  # before the next chunk's logits
+            del grad_logits_CV  # likewise
         if grad_hidden_ND is not None and head.ranks.size > 1:
             dist.all_reduce(grad_hidden_ND, group=head.ranks.group)
         return None, None, grad_hidden_ND, grad_weight_VD
@@ -414,7 +446,7 @@ def part_statistics(
 ) -> Tensor:
     """Maximum, mass, label's logit and, with entropy, moment of each row, [S, C].
 
-    A label outside the V columns has a logit of 0. May overwrite the logits.
+    A label outside the V columns has a logit of 0.
     """
     scaled_CV = _capped(logits_CV, softcap) / temperature
     maximum_C = scaled_CV.amax(-1)
@@ -441,7 +473,7 @@ def logits_gradient(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient with respect to the logits, [C, V] in `dtype`; may overwrite the logits.
+    """Gradient with respect to the logits, [C, V] in `dtype`.
 
     Of the entropy none where `grad_entropy_C` is None.
     """

@@ -57,6 +57,7 @@ SIMULATE: dict[str, Row] = {
         f"trainer.{name}": Row(value, "numbers", LARGE)
         for name, value in (
             ("max_tokens_per_microbatch", "2048"),
+            ("logits_chunk_tokens", "16384"),
             ("micro_batch_size", "1"),
             ("offload", "optimizer"),
             ("optimizer.name", "muon"),
@@ -141,7 +142,7 @@ NOT_OF_TIME = (
     *(f"algorithm.correction.{name}" for name in ("low", "high")),
     *(f"trainer.{name}" for name in ("max_tokens_per_forward", "recompute_every_n_layers")),
     *(f"trainer.{name}" for name in ("offload_activations", "compile", "matmul_precision")),
-    *(f"trainer.{name}" for name in ("logits_chunk_tokens", "parity")),
+    "trainer.parity",
     *(f"trainer.optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay", "muon_")),
     *(f"trainer.optimizer.{name}" for name in ("max_grad_norm", "schedule", "warmup", "min_lr")),
     *(f"trainer.parallel.{name}" for name in ("reference_", "timeout_s")),
