@@ -542,6 +542,16 @@ def check_plans(cfg: PlanConfig, shape: ModelShape) -> int:
     return len(outcomes)
 
 
+def test_packages_that_are_not_installed_here_rule_nothing_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines apart need Ray there, not where they are planned."""
+    monkeypatch.setattr("hone.config.extras.is_installed", lambda package: False)
+    model, gpu, flags = CASES["8B on 4 + 4 A10"]
+    placements = [x.run.placement for x in compare(planned(model, gpu, flags)).outcomes]
+    assert any(not placement.colocated for placement in placements)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_plan_passes_the_check(name: str) -> None:
     model, gpu, flags = CASES[name]

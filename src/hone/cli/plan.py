@@ -203,7 +203,7 @@ def _host_lines(result: Comparison) -> list[str]:
     needed = sum(role.num_bytes for role in roles) / 2**30
     if needed < 0.05:  # nothing that shows
         return []
-    has = "whether it has that is not known: plan.host_gib" if limit is None else f"of {limit:.0f}"
+    has = "of how many plan.host_gib would say" if limit is None else f"of {limit:.0f}"
     parts = "; ".join(role.in_words() for role in roles)
     return [f"a host, for what is offloaded and copied: {needed:.1f} GiB, {has} ({parts})"]
 

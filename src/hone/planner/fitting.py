@@ -364,14 +364,15 @@ def _without_needless(plan: RunPlan, change: Change, is_served: Callable[[Change
 
 
 def errors(plan: RunPlan) -> set[Finding]:
-    """What stands against a run of this plan; of `hone plan` against the `hone rl` that it is
-    for."""
+    """What stands against a run of this plan, but for packages that are not installed here; of
+    `hone plan` against the `hone rl` that it is for."""
     if isinstance(plan.config, PlanConfig):
         cfg = rl_config(plan.config)
         plan = resolve(
             cfg, plan.model, plan.devices, world_size=plan.world_size, teacher=plan.teacher
         )
-    return {finding for finding in findings(plan) if finding.level == "error"}
+    found = findings(plan, can_install=True)
+    return {finding for finding in found if finding.level == "error"}
 
 
 def rl_config(cfg: PlanConfig) -> RLConfig:

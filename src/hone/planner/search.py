@@ -138,11 +138,10 @@ def search(
             fitted = _with_more_cache(fitted, _num_keys(cfg, placement))
             fitted = _with_kept_logits(fitted)
         if fitted is None:
-            what = "colocated" if placement.colocated else "separate"
-            reason = f"a step needs more than the {gpu.memory_gib} GiB of a GPU"
+            what = "share GPUs with engines" if placement.colocated else "have GPUs of their own"
+            reason = f"where they {what}, a step needs more than the {gpu.memory_gib} GiB of a GPU"
             if cfg.plan.host_gib is not None:
                 reason += f" beside {cfg.plan.host_gib:g} GiB of a host"
-            reason += f", {what}"
             refused.setdefault(what, (reason, []))[1].append(placement.num_trainers)
         else:
             found[placement] = fitted

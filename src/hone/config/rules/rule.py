@@ -281,9 +281,12 @@ def excludes(feature: str, off: str, others: Mapping[str, tuple[str, str]]) -> t
 
 
 def needs(package: str, *when: str, by: str, instead: str = "", only: tuple[str, ...] = ()) -> Rule:
-    """An error where a package is not installed; `by` is what needs it."""
+    """An error where a package is not installed; `by` is what needs it. None where packages are
+    known to be installed later (`can_install`): a plan is for another machine."""
 
     def missing(view: View) -> Iterator[Mapping[str, object]]:
+        if view.known.get("can_install", False):
+            return
         on_cpu = view["run.device"] == "cpu"
         text = missing_extra(package, needed_by=_filled(by, view), on_cpu=on_cpu)
         yield from [] if text is None else [{"missing": text}]
