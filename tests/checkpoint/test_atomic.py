@@ -27,6 +27,7 @@ from hone.checkpoint.atomic import (
     publish_folder,
     read_manifest,
     record_file,
+    write_tensors,
 )
 from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import in_memory, split_tree, write_tree
@@ -54,6 +55,21 @@ def assert_loads(store: CheckpointStore, step: int) -> None:
     assert all(torch.equal(model[name], wanted["model"][name]) for name in wanted["model"])
     assert optimizer["step"] == step
     assert torch.equal(optimizer["moments"][0], wanted["optimizer"]["moments"][0])
+
+
+def test_whoever_may_read_a_folder_can_read_its_weights(tmp_path: Path) -> None:
+    """The library that writes them lets their owner alone."""
+    for umask in (0o022, 0o077):
+        before = os.umask(umask)
+        try:
+            (tmp_path / "config.json").write_text("{}")
+            write_tensors(tmp_path / "model.safetensors", {"a": torch.zeros(2)}, {})
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+        assert modes["model.safetensors"] == modes["config.json"] == 0o666 & ~umask
+        for path in [*tmp_path.iterdir()]:
+            path.unlink()
 
 
 def no_leftovers(folder: Path) -> bool:

@@ -221,6 +221,8 @@ def locked(folder: Path) -> Iterator[None]:
         (20, ("error", 1), True, "running"),  # it is going on
         (0, ("error", 1), False, "failed"),
         (0, None, False, "empty"),
+        (0, ("interrupted", 1), False, "stopped"),
+        (0, ("interrupted", 1), True, "empty"),  # it is being started again
     ],
 )
 def test_status(
@@ -236,6 +238,15 @@ def test_status(
     (tmp_path / ".lock").touch()  # what earlier runs leave
     with locked(tmp_path) if is_locked else nullcontext():
         assert RunFolder.read(tmp_path).status == status
+
+
+def test_what_ended_a_run_before_its_first_step_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {steps: 200}")
+    told = " ".join(render(tmp_path)[1].text.split())
+    assert "No step has been recorded in this folder yet. The" in told
+    append_event(tmp_path, "interrupted", message="Ctrl-C ended the run at once")
+    told = "recorded in this folder yet: Ctrl-C ended the run at once. The"
+    assert told in " ".join(render(tmp_path)[1].text.split())
 
 
 def test_the_error_stands_on_top(tmp_path: Path) -> None:
@@ -328,7 +339,7 @@ def test_charts_of_zeros_are_named_in_one_line(tmp_path: Path) -> None:
     spread = [{"step": step, "split": "train", **held} for step in (1, 2)]
     (tmp_path / "histograms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spread))
     html, page = render(tmp_path)
-    assert charts_of(html).keys() == {"Policy", "Importance ratio", "Lengths"}
+    assert charts_of(html).keys() == {"Movement of the policy", "Importance ratio", "Lengths"}
     assert "Always 0: Loss, Staleness" in page.text
 
 

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.distributed.mesh import Mesh
+from hone.models.weight_files import save_tensors
 from hone.observe.disk import sizes
 from hone.observe.run_folder import MANIFEST_NAME
 
@@ -153,7 +153,7 @@ def write_tensors(
     """Write a safetensors file and flush it. Raises CheckpointError where that fails."""
     dense = {name: _dense(tensor) for name, tensor in tensors.items()}
     try:
-        save_file(dense, path, dict(metadata))
+        save_tensors(path, dense, metadata)
         return record_file(path)
     except (OSError, SafetensorError) as error:  # a full disk may be either
         raise CheckpointError(str(error)) from error

@@ -131,7 +131,8 @@ def known_gpu(name: str, *, key: str = "--gpu") -> Peaks:
     found = gpu_peaks(full) or gpu_peaks(f"RTX {full}")
     if found is None:
         known = ", ".join(peaks.name for peaks in GPUS)
-        raise UserError(f"{key} is {name!r}, which hone's table lacks; it has {known}")
+        what = f"is {name!r}, which hone's table lacks; it has" if name else "needs a name:"
+        raise UserError(f"{key} {what} {known}")
     return found
 
 

@@ -234,7 +234,7 @@ class _RowReader:
             value,
             row,
             must="a demonstration must be non-empty text, or one assistant message with text at "
-            "the end of the dialogue",
+            "the end of the dialogue; remove the row",
         )
         if not prompt:
             raise UserError(f"{row.location}: no message stands before the demonstration")

@@ -200,15 +200,14 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
         if found is not None:
             for line in announce(found, cfg, everyone.sizes):
                 _log.info("%s", line)
-        elif everyone.is_first:
-            for line in announce_restart(cfg):
-                _log.warning("warning: %s", line)
         ending = Ending(run.dir, watch, is_first=everyone.is_first)
         stack.enter_context(ending.report())
         if everyone.is_first:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_run_dir(run.dir))
+            for line in announce_restart(cfg) if found is None else ():
+                _log.warning("warning: %s", line)
         stack.enter_context(ending.cause())
         metrics_server = None
         if everyone.is_first and (port := cfg.log.metrics_port):

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,6 +30,7 @@ from hone.families.registry import SPECS
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head, value_head
+from hone.models.weight_files import save_tensors
 
 __all__ = [
     "LoraLinear",
@@ -305,7 +305,7 @@ def save_adapter(
             targets.add(path.rpartition(".")[2])
         elif is_scorer and path == "score":
             tensors[f"base_model.model.{name}"] = tensor.detach().cpu().contiguous()
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
     document = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_scorer else "CAUSAL_LM",

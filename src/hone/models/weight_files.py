@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder or repository, read by region.
+"""The safetensors files of a Hugging Face folder or repository: written, and read by region.
 
 Only files that hold a model's tensors under the names and in the shapes of its modules are read
 here. Everything else that transformers loads (`.bin` files, formats that it converts) it has to
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import (
@@ -27,7 +28,7 @@ from transformers.utils import (
 from hone.config.errors import UserError
 from hone.models.deferred import Weight
 
-__all__ = ["FileWeights", "OtherFormatError", "damaged", "find_weights", "lacking"]
+__all__ = ["FileWeights", "OtherFormatError", "damaged", "find_weights", "lacking", "save_tensors"]
 
 _FORMATS = ("F64", "F32", "F16", "BF16")
 _ROWS = 4096
@@ -35,6 +36,15 @@ _ROWS = 4096
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+_proj)\.weight")
 _EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What a module holds of all experts of a layer, by what files hold of each."""
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file that whoever may read the folder's other files can read; the library
+    lets its owner alone. Raises OSError or SafetensorError where that fails."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, dict(metadata))
+    path.chmod(mode)
 
 
 class OtherFormatError(Exception):

@@ -366,8 +366,8 @@ _SAMPLING = (
         "zero_spread",
         above("rollout/zero_spread_share", 0.95, steps=2),
         "Nearly all groups earn one and the same reward, so there is nothing to learn from: the "
-        "task is too hard, too easy, or the reward does not read the answers. A function that "
-        "compares the completions of a prompt with each other sees one at a time here.",
+        "task is too hard, too easy, or the reward does not read the answers. A reward "
+        "function gets one completion a call and cannot rank those of a prompt.",
     ),
     Rule(
         "truncated",

@@ -183,7 +183,10 @@ class RunFolder:
         if self.error is not None:
             return "failed"
         if not self.rows:
-            return "finished" if self.evaluation else "empty"
+            if self.evaluation:
+                return "finished"
+            end = None if self.is_running else self.end
+            return "stopped" if end is not None and end["kind"] == "interrupted" else "empty"
         num_steps = self.setting("run.steps")
         is_done = num_steps is not None and self.rows[-1]["step"] >= num_steps
         return "finished" if is_done else "stopped"

@@ -8,6 +8,8 @@ ROWS: list[Row] = [
     # lengths
     ("rl", "rollout.max_completion_tokens=3073", "error",
      "rollout.max_completion_tokens data.max_prompt_tokens model.path"),
+    ("rl", "rollout.max_completion_tokens=4096", "error",
+     "rollout.max_completion_tokens model.path"),
     ("rl", "data.max_prompt_tokens=4096", "error", "data.max_prompt_tokens model.path"),
     ("rl", "eval.at_start=true data.eval_fraction=0.1 eval.max_completion_tokens=3500", "error",
      "eval.max_completion_tokens data.max_prompt_tokens model.path"),

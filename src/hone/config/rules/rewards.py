@@ -191,7 +191,8 @@ def _problem(fn: str) -> str | None:
 
 def _problem_in_file(path: Path, name: str) -> str | None:
     if not path.is_file():
-        return f"there is no file '{path}'."
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        return f"there is no file '{path}'{where}."
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except SyntaxError as problem:

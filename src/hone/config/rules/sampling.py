@@ -17,6 +17,13 @@ def empty_range(view: View) -> bool:
     return given is not None and given[0] >= given[1]
 
 
+@fact
+def completion_alone_is_too_long(view: View) -> bool:
+    """Whether a length that somebody set leaves no room for a prompt, whatever that has."""
+    is_too_long = view["sampling.max_completion_tokens"] >= view.number("context_length")
+    return view.is_set("sampling.max_completion_tokens") and is_too_long
+
+
 _PROMPT, _COMPLETION = "data.max_prompt_tokens", "sampling.max_completion_tokens"
 
 
@@ -33,10 +40,13 @@ def _bad_stop_ids(view: View) -> Iterator[Mapping[str, object]]:
 
 RULES = (
     # Lengths.
-    error(f"{_PROMPT} >= @context_length",
+    error(f"{_COMPLETION} >= @context_length", given=("@completion_alone_is_too_long",),
+          why="that holds prompt and completion", fix=f"lower {_COMPLETION}"),
+    error(f"{_PROMPT} >= @context_length", given=("not @completion_alone_is_too_long",),
           only=("rl", "eval", "generate"), why="that holds prompt and completion",
           fix=f"lower {_PROMPT}, and {_COMPLETION} where the two are more together"),
-    error("@longest_sample > @context_length", given=(f"{_PROMPT} < @context_length",),
+    error("@longest_sample > @context_length",
+          given=(f"{_PROMPT} < @context_length", "not @completion_alone_is_too_long"),
           fix=f"{_COMPLETION} = {{completion_limit}} | lower {_PROMPT}"),
     error("data.max_tokens > @context_length", fix="data.max_tokens = {context_length}"),
     warning("eval.max_completion_tokens < rollout.max_completion_tokens", given=("@evaluates",),

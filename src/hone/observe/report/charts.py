@@ -73,7 +73,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
               {"off_policy/mismatch_kl": "mismatch", "off_policy/kl": "with staleness"}, "log"),
         Chart("Importance ratio", "trainer / engine", {"off_policy/ratio/mean": "mean"}, "linear",
               band=("off_policy/ratio/p05", "off_policy/ratio/p95")),
-        Chart("Policy", "KL, nats per token",
+        Chart("Movement of the policy", "KL, nats per token",
               {"policy/approx_kl": "one update", "policy/ref_kl": "from the reference"}),
         Chart("Clipped tokens", "share", {"policy/clip_fraction": "clipped"}, "share"),
         Chart("Masked tokens", "share of those with an advantage of this sign",

@@ -80,6 +80,8 @@ class RunSummary:
     status: str
     facts: Sequence[tuple[str, str]]
     error: Mapping[str, Any] | None
+    ending: str
+    """What ended a run before its first step."""
     alarms: Sequence[AlarmLine]
     has_steps: bool
     events: Sequence[tuple[str, Mapping[str, Any]]]
@@ -138,6 +140,7 @@ def _summary(run: RunFolder) -> RunSummary:
         status=run.status,
         facts=_facts(run),
         error=_error(run.error),
+        ending=run.end["message"] if run.end is not None and not run.rows else "",
         alarms=_alarms(run.events),
         has_steps=bool(run.rows),
         events=[_event(event) for event in run.events if event.get("kind") != "alarm"],
