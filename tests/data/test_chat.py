@@ -1,5 +1,6 @@
 """R6, data part: text becomes ids once, and those ids are measured, stored and sent."""
 
+import logging
 import random
 from collections.abc import Callable
 
@@ -267,6 +268,16 @@ def test_train_on_prompt_covers_all_but_the_first_token(tmp_path):
     rows = [{"prompt": "what is 1", "completion": "23 aab"}]
     (row,) = load_rows(tmp_path, bpe_tokenizer(CHATML), rows, train_on_prompt=True)
     assert row.loss_mask == [False] + [True] * (row.num_tokens - 1)
+
+
+@pytest.mark.parametrize("chat", ["auto", "always", "never"])
+def test_demonstrations_in_a_template_that_nobody_asked_for_are_told_once(tmp_path, caplog, chat):
+    rows = [{"prompt": "1 + 1 =", "completion": "2"}, {"prompt": "1 + 2 =", "completion": "3"}]
+    with caplog.at_level(logging.INFO):
+        load_rows(tmp_path, bpe_tokenizer(CHATML), rows, chat=chat)
+    told = "demonstrations are put into the tokenizer's chat template (data.chat never leaves them"
+    assert caplog.text.count(told) == (chat == "auto")
+    assert ("the first one: '<|im_start|>user" in caplog.text) == (chat == "auto")
 
 
 # --------------------------------------------------------------------------- modes and mistakes

@@ -17,7 +17,15 @@ from hone.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptData", "PromptStream", "load_prompts", "make_prompt", "show_first"]
+__all__ = [
+    "PromptData",
+    "PromptStream",
+    "is_put_into_template",
+    "load_prompts",
+    "make_prompt",
+    "show_first",
+    "show_template",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -57,14 +65,25 @@ def load_prompts(
 
 
 def show_first(first: Prompt, renderer: Renderer, cfg: DataConfig) -> None:
-    """Log a prompt whose template nobody has asked for: models that were never trained on it, such
-    as base models, fail with it."""
-    if renderer.uses_chat and cfg.chat == "auto" and isinstance(first.unrendered, str):
-        _log.info(
-            "prompts are put into the tokenizer's chat template (data.chat never leaves them as "
-            "they are); the first one: %s",
-            shorten(repr(first.text)),
-        )
+    """Log a prompt whose template nobody has asked for."""
+    if is_put_into_template(first.unrendered, renderer, cfg):
+        show_template("prompts", first.text)
+
+
+def is_put_into_template(prompt: object, renderer: Renderer, cfg: DataConfig) -> bool:
+    """Whether a text gets a chat template that nobody has asked for: models that were never trained
+    on it, such as base models, fail with it."""
+    return renderer.uses_chat and cfg.chat == "auto" and isinstance(prompt, str)
+
+
+def show_template(what: str, first: str) -> None:
+    """Log the first of the texts that were put into one."""
+    _log.info(
+        "%s are put into the tokenizer's chat template (data.chat never leaves them as they are); "
+        "the first one: %s",
+        what,
+        shorten(repr(first)),
+    )
 
 
 def _num_tokens(rendered: Rendered) -> int:

@@ -9,6 +9,7 @@ from hone.config.tree import SFTDataConfig
 from hone.data.chat import Demonstration, Renderer
 from hone.data.columns import Example, read_examples
 from hone.data.filters import LengthLimit
+from hone.data.prompts import is_put_into_template, show_template
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
 from hone.types import Row
@@ -30,8 +31,12 @@ def load_sft(cfg: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: in
     with the data.
     """
     renderer = Renderer(tokenizer, cfg)
+    shown: list[str] = []
 
     def make(example: Example, row: Demonstration) -> Row:
+        if not shown and is_put_into_template(example.prompt, renderer, cfg):
+            shown.append(str(tokenizer.decode([*row.token_ids])))
+            show_template("demonstrations", shown[0])
         # The first token has no predecessor to be predicted from.
         first_trained = 1 if cfg.train_on_prompt else row.num_prompt_tokens
         return Row(
