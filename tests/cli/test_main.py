@@ -655,6 +655,19 @@ def test_check_says_for_what_hardware_it_plans(
     assert told in " ".join(capsys.readouterr().out.split())
 
 
+def test_check_refuses_more_processes_than_this_host_has_cores_for(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `hone rl` would; of GPUs, and of a device that is not named, others may have more."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for device, is_refused in (("cpu", True), ("auto", False)):
+        main(["check", *BASE["rl"], f"--run.device={device}", "--nproc=3"])
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("--nproc is 3, and run.device is cpu: this host has 2 CPU cores" in told) == (
+            is_refused
+        )
+
+
 @pytest.mark.parametrize(
     ("path", "is_told"),
     [("someone/else-7b", True), ("Qwen/Qwen3-0.6B", False), ("model", False), ("./none", False)],

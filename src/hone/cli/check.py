@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +19,7 @@ from hone.cli.command import (
     load_arguments,
     plan_here,
     split,
+    started_here,
     take_nproc,
     take_word,
 )
@@ -64,12 +66,14 @@ def run(argv: Sequence[str]) -> int:
     words = [word for word in words if word != "--json"]
     command = command or _command_of(words)
     cfg, notes = load_arguments(RECIPE_TREES[command], words)
+    # A run that is for a CPU is for this one.
+    known = started_here(nproc) if nproc is not None and cfg.run.device == "cpu" else {}
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_processes
     assert isinstance(cfg, Command)
     gpu = None if name is None else known_gpu(name)
     plan = plan_here(cfg, nproc, gpu=gpu)
-    findings = _findings(plan)
+    findings = _findings(plan, known)
     notes = [*notes, *_unknown_sizes(plan)]
     if as_json:
         _print_json(plan, findings, notes)
@@ -87,10 +91,10 @@ def _command_of(words: Sequence[str]) -> str:
     return command_of([*key_paths(values), *in_flags])
 
 
-def _findings(plan: RunPlan) -> list[Finding]:
-    """What is wrong; that this host's memory is too small is a warning where the run could be
-    elsewhere."""
-    found = check_plan(plan)
+def _findings(plan: RunPlan, known: Mapping[str, Any]) -> list[Finding]:
+    """What is wrong, by the plan and what else is `known`; that this host's memory is too small is
+    a warning where the run could be elsewhere."""
+    found = check_plan(plan, **known)
     if plan.config.run.device != "auto" or not plan.is_on_cpu:
         return found
     here = "without a GPU here, run.device auto is a run on this host's CPU, and "

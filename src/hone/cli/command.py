@@ -62,6 +62,7 @@ __all__ = [
     "require_no_error",
     "run_in_processes",
     "split",
+    "started_here",
     "take_nproc",
     "take_word",
 ]
@@ -196,8 +197,7 @@ def run_in_processes(
             "has started. Leave out --nproc, or torchrun."
         )
     cfg, _ = load_arguments(tree, argv, starts=True)
-    here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
-    require_no_error(check(cfg, nproc, num_started=nproc, started_by=asked_by, **here))
+    require_no_error(check(cfg, nproc, **started_here(nproc, asked_by)))
     if isinstance(cfg, RLConfig | SFTConfig) and has_nothing_left(cfg):
         return 0
     _set_up_openmp(cfg, nproc)
@@ -304,6 +304,12 @@ def check_host(plan: RunPlan) -> list[Finding]:
     if not plan.is_on_cpu:
         num_local = min(num_local, plan.devices.per_node or num_local)
     return [*check_host_memory(plan, num_local=num_local)]
+
+
+def started_here(num_processes: int, asked_by: str = "--nproc") -> dict[str, Any]:
+    """What rules know of so many processes that are started on this host, beside the plan."""
+    here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
+    return {"num_started": num_processes, "started_by": asked_by, **here}
 
 
 def check_here(cfg: Command, world_size: int | None, **known: Any) -> list[Finding]:
