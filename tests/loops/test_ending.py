@@ -161,7 +161,7 @@ def test_every_error_is_an_event(
     told = {key: event[key] for key in ("kind", "message", "step", "phase")}
     assert told == {"kind": kind, "message": message, "step": step, "phase": phase}
     assert ("traceback" in event) == (kind == "error")
-    expected = "failed" if kind == "error" else {0: "empty", 1: "empty", 3: "finished"}[step]
+    expected = "failed" if kind == "error" else {0: "stopped", 1: "stopped", 3: "finished"}[step]
     assert RunFolder.read(cfg.run.dir).status == expected
     assert message in (cfg.run.dir / "report.html").read_text()
     assert bool(lines(cfg.run.dir / "samples.jsonl")) == (step > 0), "of the failed step too"

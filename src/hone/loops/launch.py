@@ -206,9 +206,10 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_run_dir(run.dir))
-            for line in announce_restart(cfg) if found is None else ():
-                _log.warning("warning: %s", line)
         stack.enter_context(ending.cause())
+        if everyone.is_first and found is None:
+            for line in announce_restart(cfg):
+                _log.warning("warning: %s", line)
         metrics_server = None
         if everyone.is_first and (port := cfg.log.metrics_port):
             metrics_server = MetricsServer(port, run.dir.resolve().name)

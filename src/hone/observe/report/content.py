@@ -140,7 +140,7 @@ def _summary(run: RunFolder) -> RunSummary:
         status=run.status,
         facts=_facts(run),
         error=_error(run.error),
-        ending=run.end["message"] if run.end is not None and not run.rows else "",
+        ending=(run.end or {}).get("message", "") if run.status == "stopped" else "",
         alarms=_alarms(run.events),
         has_steps=bool(run.rows),
         events=[_event(event) for event in run.events if event.get("kind") != "alarm"],
