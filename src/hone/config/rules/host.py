@@ -1,6 +1,6 @@
 """Rules on what only the host knows where a command starts processes: its cores and its GPUs.
 
-`hone check` plans for other hosts too and does not know these facts.
+`hone check` plans for other hosts too; it knows these facts of a run on a CPU, which is this one's.
 """
 
 from __future__ import annotations
