@@ -23,7 +23,7 @@ def gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """k[index] and v[index], [K, H, D] and contiguous; k and v [T, H, D] in any order of memory
     with contiguous heads."""
     num_keys, (num_heads, head_dim) = len(index), k.shape[1:]
-    k, v = (x if _has_whole_heads(x) else x.contiguous() for x in (k, v))
+    k, v, strides = _by_heads(k, v)
     k_keys, v_keys = (x.new_empty(num_keys, num_heads, head_dim) for x in (k, v))
     width = next_power_of_2(num_heads * head_dim)
     keys = max(TILE // width, 1)
@@ -31,11 +31,18 @@ def gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         _gather_kernel,
         (-(-num_keys // keys), 1, 1),
         (k_keys, v_keys, k, v, index),
-        (num_keys, *(stride // head_dim for x in (k, v) for stride in x.stride()[:2])),
+        (num_keys, *strides),
         (num_heads, head_dim, keys, width),
         num_warps=4,
     )
     return k_keys, v_keys
+
+
+def _by_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Both [T, H, D] with whole heads, copied where they have none, and the distances of tokens and
+    of heads of each, in heads."""
+    k, v = (x if _has_whole_heads(x) else x.contiguous() for x in (k, v))
+    return k, v, tuple(stride // x.shape[2] for x in (k, v) for stride in x.stride()[:2])
 
 
 def _has_whole_heads(x: Tensor) -> bool:
@@ -47,7 +54,7 @@ def sum_uses(grad_k: Tensor, grad_v: Tensor, uses: Tensor, starts: Tensor) -> tu
     """For each of T tokens the sums of both gradients [K, H, D], in any order of memory with
     contiguous heads, over the keys `uses[starts[t]:starts[t + 1]]`, added up in float32: [T, H, D]
     in their format. Heads of all tokens lie one after the other, as compiled layers take them."""
-    grad_k, grad_v = (x if _has_whole_heads(x) else x.contiguous() for x in (grad_k, grad_v))
+    grad_k, grad_v, strides = _by_heads(grad_k, grad_v)
     num_tokens, (num_heads, head_dim) = len(starts) - 1, grad_k.shape[1:]
     k_total, v_total = (x.new_empty(num_heads, num_tokens, head_dim) for x in (grad_k, grad_v))
     width = next_power_of_2(num_heads * head_dim)
@@ -55,7 +62,7 @@ def sum_uses(grad_k: Tensor, grad_v: Tensor, uses: Tensor, starts: Tensor) -> tu
         _sum_kernel,
         (num_tokens, 1, 1),
         (k_total, v_total, grad_k, grad_v, uses, starts),
-        (num_tokens, *(stride // head_dim for x in (grad_k, grad_v) for stride in x.stride()[:2])),
+        (num_tokens, *strides),
         (num_heads, head_dim, width),
         num_warps=min(max(width // 256, 1), 8),
     )

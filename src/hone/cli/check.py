@@ -25,7 +25,6 @@ from hone.cli.command import (
 )
 from hone.cli.help import is_help, print_help
 from hone.config.hardware import known_gpu
-from hone.config.model_facts import ModelFacts
 from hone.config.paths import must_be_local
 from hone.config.plan import RECIPE_TREES, Command, RunPlan
 from hone.config.printable import printable
@@ -107,10 +106,9 @@ def _findings(plan: RunPlan, known: Mapping[str, Any]) -> list[Finding]:
 
 def _unknown_sizes(plan: RunPlan) -> Iterator[str]:
     """That memory was not checked, where nothing here tells the sizes of the model."""
-    path = plan.config.model.path
+    path, facts = plan.config.model.path, plan.model
     if path is None:
         return
-    facts = ModelFacts.known(path)
     if facts is not None and facts.lacks is not None:
         yield f"{facts.lacks} So memory was not checked for model.path '{path}'."
     elif facts is None and not (Path(path).exists() or must_be_local(path)):

@@ -35,7 +35,6 @@ from hone.planner.fitting import (
     does_fit,
     does_fit_host,
     errors,
-    has_room_for_two_rows,
     kept_logits,
     remedies,
     setting,
@@ -131,12 +130,11 @@ def search(
     found: dict[Placement, RunPlan] = {}
     for placement in kept:
         fitted = _fastest_that_fits(laid_out[placement], _cost(cfg), trainers)
-        if fitted is not None and has_room_for_two_rows(fitted):
-            larger = changed(fitted, two_rows(fitted))
-            fitted = larger if errors(larger) <= errors(fitted) else fitted
+        if fitted is not None:
+            fitted = _where_it_fits(fitted, two_rows(fitted))
         if fitted is not None and cfg.plan.goal != "memory":
             fitted = _with_more_cache(fitted, _num_keys(cfg, placement))
-            fitted = _with_kept_logits(fitted)
+            fitted = _where_it_fits(fitted, kept_logits(fitted))
         if fitted is None:
             what = "share GPUs with engines" if placement.colocated else "have GPUs of their own"
             reason = f"where they {what}, a step needs more than the {gpu.memory_gib} GiB of a GPU"
@@ -417,11 +415,13 @@ def _with_more_cache(plan: RunPlan, num_keys: int) -> RunPlan:
     return asleep if _cache_keys(asleep) > 1.5 * _cache_keys(awake) else awake
 
 
-def _with_kept_logits(plan: RunPlan) -> RunPlan:
-    """The plan with all logits of a micro-batch in one chunk, where that fits beside the rest."""
-    kept = changed(plan, kept_logits(plan))
-    is_served = does_fit_host(kept) and does_fit(kept) and errors(kept) <= errors(plan)
-    return kept if is_served else plan
+def _where_it_fits(plan: RunPlan, change: Change) -> RunPlan:
+    """The plan with a change, where GPUs and host hold it and no rule is against it."""
+    if not change:
+        return plan
+    after = changed(plan, change)
+    is_served = does_fit_host(after) and does_fit(after) and errors(after) <= errors(plan)
+    return after if is_served else plan
 
 
 def _cache_keys(plan: RunPlan) -> int:
