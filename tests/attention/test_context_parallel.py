@@ -176,7 +176,7 @@ def test_merging_halves_gives_the_whole(distance):
 
 
 def test_flash_operators_take_these_arguments():
-    """Shapes and types only: the kernels themselves need a GPU (tests/gpu/context_check.py)."""
+    """Shapes and types only: benchmarks/gpu/context_check.py runs the kernels themselves."""
     block = AttentionBlock.of(range(6), range(4), window=(-1, -1), device=torch.device("meta"))
     q, k, v = (
         torch.empty(n, h, 8, dtype=torch.bfloat16, device="meta")

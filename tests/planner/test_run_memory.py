@@ -110,7 +110,8 @@ def test_R15_a_sleeping_cache_leaves_generation_as_the_peak() -> None:
 def test_steps_of_two_processes_are_planned_as_measured(
     num_layers: int, stage: Any, gib: float
 ) -> None:
-    """tests/gpu/parallel_check.py: 8B, or some of its layers, two passes of 16,384 tokens a GPU."""
+    """Measured by benchmarks/gpu/parallel_check.py: 8B or some of its layers, two passes of 16,384
+    tokens a GPU."""
     plan = training_memory(
         replace(shape_of("qwen3-8b"), num_layers=num_layers),
         TrainerConfig.model_validate({"recompute": "full", "parallel": {"zero_stage": stage}}),

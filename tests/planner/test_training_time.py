@@ -60,7 +60,7 @@ def test_what_saves_memory_costs_what_was_measured(
 @pytest.mark.parametrize(
     ("shape", "rows", "num_scored", "measured_s", "passes", "recomputed"),
     [
-        # hone bench train and tests.gpu.train_speed, rows of 2,048
+        # hone bench train and benchmarks.gpu.train_speed, rows of 2,048
         ("qwen3-0.6b", [2048] * 16, 16 * 2048, 0.395, 3, 0),
         ("qwen3-1.7b", [2048] * 16, 16 * 2048, 0.764, 3, 0),
         ("qwen3-4b", [2048] * 16, 16 * 2048, 2.110, 3, 1),

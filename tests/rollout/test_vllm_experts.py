@@ -1,5 +1,5 @@
 """What vLLM tells of experts, against stand-ins for its parts: on a CPU it packs their weights and
-records no routes. `tests/gpu/vllm_check.py` and `routes_check.py --backend vllm` are about vLLM."""
+records no routes. `benchmarks/gpu/vllm_check.py` and `routes_check.py --backend vllm` test vLLM."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ the keys lie (cf. https://thinkingmachines.ai/blog/defeating-nondeterminism-in-l
   in one kernel and not in another, the code says which it is (`fma`).
 
 What remains is that the matrix unit adds 16 products at a time in the same way in every tile shape;
-`tests/gpu/exact_check.py` proves it on a device.
+`benchmarks/gpu/exact_check.py` proves it on a device.
 
 Letters: T packed query tokens, S sequences. This module imports triton; import it only where it is
 used.

@@ -87,7 +87,7 @@ class DecodeTuning:
 
 
 def choose_tuning(num_rows: int, head_dim: int, *, is_fp8: bool, batch: int = 1) -> DecodeTuning:
-    """The fastest of those measured on an H200 by `tests/gpu/decode_sweep.py`.
+    """The fastest of those measured on an H200 by `benchmarks/gpu/decode_sweep.py`.
 
     `num_rows` are the rows of the largest tile of queries, `batch` the sequences. As many programs
     are launched as are resident at a time, else the last ones would run alone. More than 32 rows

@@ -12,8 +12,8 @@ every sum is a function of K alone:
   its own, and they are added up afterwards; many rows run a tile's parts one after the other in one
   program. The additions are the same.
 
-`tests/gpu/exact_check.py` proves this on a device for every tile in use. Operands arrive through
-tensor descriptors (TMA on Hopper), which fill what lies outside with zeros. Letters: T rows
+`benchmarks/gpu/exact_check.py` proves this on a device for every tile in use. Operands arrive
+through tensor descriptors (TMA on Hopper), which fill what lies outside with zeros. Letters: T rows
 (tokens), N outputs, K inputs.
 
 This module imports triton; `hone.models.exact` imports it only where it is used.

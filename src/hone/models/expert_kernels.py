@@ -73,8 +73,8 @@ def is_served(x: Tensor, experts: Experts) -> bool:
 def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
     """Those of both products, or None where none divides the weights.
 
-    The fastest of those that `tests/gpu/experts_check.py` has measured on an H100; few differ by
-    more than a tenth. A tile of tokens has room for what an expert gets on average and a half
+    The fastest of those that `benchmarks/gpu/experts_check.py` has measured on an H100; few differ
+    by more than a tenth. A tile of tokens has room for what an expert gets on average and a half
     more, so that most weights are read once.
     """
     width, inner = experts.down.shape[1], experts.gate_up.shape[1] // 2

@@ -112,8 +112,8 @@ def choose_tile(
 ) -> Tile | None:
     """The tile of a product, None where none divides the weight.
 
-    The fastest of those that `tests/gpu/int8_check.py` has measured on an H200, with fewer stages
-    where a GPU has less `memory` for them than Hopper.
+    The fastest of those that `benchmarks/gpu/int8_check.py` has measured on an H200, with fewer
+    stages where a GPU has less `memory` for them than Hopper.
     """
     outputs = num_outputs // 2 if gated else num_outputs
     rows = max(next_power_of_2(num_rows), 16)

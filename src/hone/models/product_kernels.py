@@ -123,8 +123,9 @@ def choose_tile(
 ) -> Tile | None:
     """The tile of a product, None where none divides the weight or where cuBLAS is faster.
 
-    The fastest of those that `tests/gpu/layers_check.py` has measured on an H200. A weight that is
-    not small is bound by bandwidth in any tile, and by cuBLAS's better ones as rows get many.
+    The fastest of those that `benchmarks/gpu/layers_check.py` has measured on an H200. A weight
+    that is not small is bound by bandwidth in any tile, and by cuBLAS's better ones as rows get
+    many.
     """
     is_small = num_outputs * num_inputs <= SMALL_WEIGHT
     outputs = num_outputs // 2 if gated else num_outputs
