@@ -4,7 +4,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all test-failed test-vllm mutants size lint docs install clean
+.PHONY: help quickstart test test-all test-failed test-vllm plan costs mutants requirements size \
+  lint docs install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,18 +15,26 @@ INSTALL := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt
 CPU_INDEX := --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# Minutes for costly tests: near the change and in all, of these further off, and by turn.
+BUDGET := 1,0.7,0.3
+export BASE
+
 # vLLM pins what it needs, other versions than ours: it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
 help:
 	@echo "make quickstart   train a tiny model on this machine and draw its report"
-	@echo "make test         run the tests, without the slow ones"
-	@echo "make test-slow    run the slow tests alone (MINUTES=30: begin none later)"
-	@echo "make test-all     run the tests, then the slow ones"
+	@echo "make test         run all cheap tests, and the costly ones that your change touches most"
+	@echo "                  (BASE=commit: what the change is compared with; BUDGET=minutes for"
+	@echo "                  costly tests near the change and in all, of these further off, by turn)"
+	@echo "make test-all     run every test"
 	@echo "make test-failed  run those that failed last, one after the other"
+	@echo "make plan         list the costly tests, and which of them make test would run, and why"
+	@echo "make costs        measure what tests cost (TESTS=files; all by default)"
 	@echo "make test-vllm    run the tests that need vLLM, on a CPU, in $(VLLM_VENV)"
 	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2)"
+	@echo "make requirements say which tests and planted mistakes hold up each requirement"
 	@echo "make size         count files, lines by kind and keys"
 	@echo "make lint         run the linters and the type checker"
 	@echo "make docs         build the documentation in build/docs"
@@ -36,12 +45,16 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/hone quickstart
 
 test: $(VENV)/.installed-dev
-	@$(PYTEST) -n 2 -m "not slow"
+	@$(PYTEST) -n 2 --budget $(BUDGET)
 
-test-slow: $(VENV)/.installed-dev
-	@$(PYTEST) -n 2 -m slow $(if $(MINUTES),--minutes $(MINUTES))
+test-all: $(VENV)/.installed-dev
+	@$(PYTEST) -n 2
 
-test-all: test test-slow
+plan: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.selection show --budget $(BUDGET)
+
+costs: $(VENV)/.installed-dev
+	@$(PYTEST) -n 2 --measure-costs tests/selection/costs.json $(TESTS)
 
 test-failed: $(VENV)/.installed-dev
 	@$(PYTEST) --last-failed --last-failed-no-failures none
@@ -51,6 +64,9 @@ test-vllm: $(VLLM_VENV)/.installed
 
 mutants: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.mutants.run --only "$(ONLY)" --area "$(AREA)" --jobs $(or $(JOBS),1)
+
+requirements: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.mutants.requirements
 
 size: $(VENV)/.installed-dev
 	@$(BIN)/python benchmarks/size.py

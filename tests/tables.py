@@ -16,6 +16,15 @@ MOST_SHOWN = 20
 """Wrong rows that a report shows in full; it counts the others."""
 
 
+class _Rows:
+    checked = 0
+
+
+def rows_checked() -> int:
+    """Rows that this process has checked so far."""
+    return _Rows.checked
+
+
 def check_rows(
     rows: Mapping[str, Any] | Iterable[Any],
     check: Callable[..., object],
@@ -29,6 +38,7 @@ def check_rows(
     empty table proves nothing.
     """
     named = rows.items() if isinstance(rows, Mapping) else [(_name(row), row) for row in rows]
+    _Rows.checked += len(named)
     errors: list[str] = []
     for name, row in named:
         try:

@@ -1,0 +1,74 @@
+"""The plan of a run of the suite, without running it, and what CI keeps of its runs.
+
+python -m tests.selection show                          # the plan of `make test`, a line a unit
+python -m tests.selection show --budget 25,10,5         # that of `.ci/run`
+python -m tests.selection includes FILE ...             # exit status 1 where one is left out
+python -m tests.selection passed                        # note that CI passed on this commit
+python -m tests.selection unsteady FIRST AGAIN          # what failed first and passed alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tests.selection.change import read_change, read_record, state_file, write_record
+from tests.selection.choose import Minutes
+from tests.selection.plan import QUICK, RAN, ROOT, Plan, file_of
+
+
+def show(plan: Plan) -> str:
+    """A line for each costly unit, and one for the whole."""
+    units = sorted(plan.costs.costly, key=lambda unit: (plan.reason(unit), unit.name))
+    lines = [f"{unit.seconds:7.1f} s  {unit.name:90}  {plan.reason(unit)}" for unit in units]
+    return "".join(f"{line}\n" for line in [*lines, plan.line])
+
+
+def includes(plan: Plan, files: list[Path]) -> bool:
+    """Whether units of all these files are chosen."""
+    return {file_of(name) for name in plan.choice.names} >= {file.as_posix() for file in files}
+
+
+def passed() -> None:
+    """Add the run that has just passed to CI's record."""
+    change = read_change(ROOT, read_record(state_file()))
+    if change.head is not None:
+        units = json.loads(RAN.read_text(encoding="utf-8"))
+        write_record(state_file(), change.head, change.number, units)
+
+
+def unsteady(first: Path, again: Path) -> str:
+    """What two of pytest's lists of failed tests say: of a run, and of these tests run alone."""
+    failed = set(json.loads(first.read_text(encoding="utf-8")))
+    broken = set(json.loads(again.read_text(encoding="utf-8"))) if again.exists() else set()
+    steady = sorted(failed - broken)
+    lines = [f"{len(steady)} of {len(failed)} tests failed once and passed alone.", *steady]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.selection",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=["show", "includes", "passed", "unsteady"])
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--budget", type=Minutes.parse, default=QUICK, metavar="NEAR,FAR,TURN")
+    options = parser.parse_args()
+    match options.command:
+        case "show":
+            sys.stdout.write(show(Plan.make(options.budget)))
+        case "includes":
+            return 0 if includes(Plan.make(options.budget), options.files) else 1
+        case "passed":
+            passed()
+        case "unsteady":
+            sys.stdout.write(unsteady(*options.files))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""pytest runs what was chosen, says so, and measures what it costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.selection import plan, plugin
+from tests.selection.change import STATE_VARIABLE
+from tests.selection.graph import Graph
+from tests.selection.plan import Costs, file_of, unit_of
+
+FILES = {
+    "test_cheap": "def test_a(): pass\ndef test_b(): pass\n",
+    "test_costly": "def test_c(): pass\ndef test_d(): pass\n",
+    "test_shared": """
+import pytest
+@pytest.fixture(scope="module")
+def ranks(): return 1
+def test_e(ranks): pass
+@pytest.mark.slow
+def test_f(ranks): pass
+""",
+}
+COSTS = {
+    "test_costly.py::test_c": 50.0,
+    "test_costly.py::test_d": 2.0,
+    "test_shared.py": 20.0,
+    "test_shared.py slow": 90.0,
+}
+
+
+@pytest.fixture
+def suite(
+    pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.Pytester]:
+    """A suite of three files, with costs, that is no git repository."""
+    pytester.makepyfile(**FILES)
+    pytester.makeini("[pytest]\nmarkers = slow: slow\ntestpaths = .\n")
+    costs = tmp_path / "costs.json"
+    Costs(COSTS, 4.0).write(costs)
+    for module in (plan, plugin):
+        monkeypatch.setattr(module, "ROOT", pytester.path, raising=False)
+    monkeypatch.setattr(plugin, "RAN", tmp_path / "ran.json")
+    monkeypatch.setattr(plugin, "FLOORS", {True: 1, False: 1})
+    monkeypatch.setattr(Costs.read.__func__, "__defaults__", (costs,))
+    monkeypatch.setattr(Graph, "read", lambda _: Graph(frozenset(), {}))
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "state.json"))
+    yield pytester
+    plugin.shares_fixtures.cache_clear()
+
+
+def run(suite: pytest.Pytester, *options: str) -> tuple[set[str], pytest.RunResult]:
+    """The names of the tests that ran."""
+    result = suite.runpytest_inprocess(
+        "-p", "tests.selection.plugin", "-p", "no:cacheprovider", "-v", *options
+    )
+    passed = {line.split("::")[1].split()[0] for line in result.outlines if " PASSED" in line}
+    return passed, result
+
+
+def test_everything_runs_without_a_budget(suite: pytest.Pytester) -> None:
+    ran, result = run(suite)
+    assert ran == {f"test_{letter}" for letter in "abcdef"}
+    result.stdout.fnmatch_lines(["Chosen: all 3 costly units in about 3 minutes and all cheap*"])
+
+
+def test_a_budget_leaves_out_costly_units(suite: pytest.Pytester, tmp_path: Path) -> None:
+    ran, result = run(suite, "--budget", "0,0,0")
+    assert ran == {"test_a", "test_b", "test_d"}
+    result.stdout.fnmatch_lines(["Chosen: 0 of 3 costly units*no base: this is no git*"])
+    ran, _ = run(suite, "--budget", "1,1,1")
+    assert len(ran) > 3
+    assert set(json.loads((tmp_path / "ran.json").read_text())) <= COSTS.keys()
+
+
+def test_costliest_units_begin_first(suite: pytest.Pytester) -> None:
+    _, result = run(suite)
+    order = [line.split("::")[1].split()[0] for line in result.outlines if " PASSED" in line]
+    assert order[:4] == ["test_f", "test_c", "test_e", "test_d"]
+
+
+def test_a_random_order_keeps_units_together(suite: pytest.Pytester) -> None:
+    orders = set()
+    for seed in range(8):
+        _, result = run(suite, "--shuffle", str(seed))
+        orders.add(tuple(line for line in result.outlines if " PASSED" in line))
+    assert len(orders) > 1
+
+
+def test_costs_are_measured_by_units(suite: pytest.Pytester, tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    run(suite, "--measure-costs", str(file))
+    measured = Costs.read(file)
+    assert measured.units == {"test_shared.py slow": pytest.approx(0, abs=5)}
+    Costs({"test_gone.py::test_x": 9.0, "test_costly.py::test_c": 9.0}, 3.0).write(file)
+    run(suite, "test_costly.py", "--measure-costs", str(file))
+    assert Costs.read(file).units == {"test_gone.py::test_x": 9.0}  # others keep their costs
+
+
+def test_a_file_that_dropped_out_is_noticed(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "FLOORS", {True: 4, False: 7})
+    _, result = run(suite)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["6 rows and tests were checked, fewer than 7 *"])
+    assert run(suite, "test_cheap.py")[1].ret == pytest.ExitCode.OK
+    assert run(suite, "--budget", "0,0,0")[1].ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_names_of_units() -> None:
+    name = "tests/a/test_b.py::test_c[1-2]"
+    assert unit_of(name, shares_fixtures=False) == "tests/a/test_b.py::test_c"
+    assert unit_of(name, shares_fixtures=True, mark="slow") == "tests/a/test_b.py slow"
+    for shares_fixtures in (True, False):
+        unit = unit_of(name, shares_fixtures=shares_fixtures, mark="slow")
+        assert file_of(unit) == "tests/a/test_b.py"
+
+
+def test_costs_name_files_that_exist() -> None:
+    """A unit that was renamed would be cheap until it is measured again."""
+    gone = [name for name in Costs.read().units if not (plan.ROOT / file_of(name)).is_file()]
+    assert gone == []
