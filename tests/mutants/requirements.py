@@ -2,8 +2,9 @@
 
     python -m tests.mutants.requirements
 
-A test names its requirements (`test_R8_...`, `R8` in the docstring of its file or its own, or a
-file's `REQUIREMENTS`). The exit status is 1 where a requirement has no test or no mutant.
+A test names its requirements: `test_R8_...`, or `R8` in its docstring or its file's. The exit
+status is 1 where a requirement has no test, or no mistake is planted for it: neither in the
+catalogue nor by a test that plants its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.mutants.run import CATALOGUE, ROOT, load
 
 NUMBERS = range(1, 26)
 _NAMED = re.compile(r"\bR(\d+)\b")
+_PLANTED = re.compile(r"planted|_catches")
 _IN_A_NAME = re.compile(r"_R(\d+)(?=_)")
 
 
@@ -68,10 +70,14 @@ def main() -> int:
     status = 0
     for number in NUMBERS:
         tests = sorted(name for name, own in requirements.items() if number in own)
-        sys.stdout.write(f"R{number}: {len(tests)} tests, {len(mutants[number])} mutants\n")
+        planted = [name for name in tests if _PLANTED.search(name)]
+        sys.stdout.write(
+            f"R{number}: {len(tests)} tests, {len(mutants[number])} mutants, "
+            f"{len(planted)} tests that plant mistakes themselves\n"
+        )
         sys.stdout.write("".join(f"    {test}\n" for test in tests))
         sys.stdout.write("".join(f"    kills {mutant}\n" for mutant in mutants[number]))
-        status |= not (tests and mutants[number])
+        status |= not (tests and (mutants[number] or planted))
     return status
 
 
