@@ -286,7 +286,7 @@ def test_two_processes_that_share_experts_are_one_engine(folder: Path, weight_dt
         bos_token_id=None,
     )
     config.save_pretrained(folder / "experts")
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     flags = ("--model.path=experts", "--workload=requests.jsonl", "--output=out/r.json")
     own = ("--engine.tensor_parallel_size=2", f"--engine.weight_dtype={weight_dtype}")
     command = (*launcher, "-m", "hone", *BASE, *flags, *own)

@@ -152,7 +152,7 @@ def test_supervised_steps_and_adapters() -> None:
 
 @pytest.mark.slow
 def test_tokens_and_rates_of_all_processes_count(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     flags = (*SMALL, "--rows.tokens=16", "--rows.per_step=8", "--trainer.parallel.zero_stage=3")
     outcome = subprocess.run(
         [*command, "-m", "hone", *BASE, *flags],
