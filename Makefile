@@ -33,7 +33,8 @@ help:
 	@echo "make plan         list the costly tests, and which of them make test would run, and why"
 	@echo "make costs        measure what tests cost (TESTS=files; all by default)"
 	@echo "make test-vllm    run the tests that need vLLM, on a CPU, in $(VLLM_VENV)"
-	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2)"
+	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2;"
+	@echo "                  SLICE=1/6: every sixth, which takes about an hour)"
 	@echo "make requirements say which tests and planted mistakes hold up each requirement"
 	@echo "make size         count files, lines by kind and keys"
 	@echo "make lint         run the linters and the type checker"
@@ -63,7 +64,8 @@ test-vllm: $(VLLM_VENV)/.installed
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/rollout/test_vllm.py tests/rollout/test_vllm_experts.py
 
 mutants: $(VENV)/.installed-dev
-	@$(BIN)/python -m tests.mutants.run --only "$(ONLY)" --area "$(AREA)" --jobs $(or $(JOBS),1)
+	@$(BIN)/python -m tests.mutants.run --only "$(ONLY)" --area "$(AREA)" --jobs $(or $(JOBS),1) \
+	  --slice $(or $(SLICE),1/1)
 
 requirements: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.mutants.requirements

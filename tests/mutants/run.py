@@ -277,6 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", metavar="PATTERN", help="ids that hold this text")
     parser.add_argument("--area", default="", metavar="FILE", help="one file of the catalogue")
+    parser.add_argument(
+        "--slice", default="1/1", metavar="K/N", help="every Nth mutant, from the Kth"
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time")
     options = parser.parse_args(arguments)
     say = partial(print, end="", flush=True)
@@ -287,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     area = Path(options.area).stem
     mutants = [m for m in mutants if options.only in m.id and area in ("", m.area)]
+    first, step = map(int, options.slice.split("/"))
+    mutants = mutants[first - 1 :: step]
     errors = problems(mutants, ROOT) or ["no mutant fits"] * (not mutants)
     if errors:
         say("".join(f"error: {line}\n" for line in errors))
