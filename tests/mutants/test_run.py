@@ -127,6 +127,8 @@ def test_of_two_mistakes_one_is_killed_and_one_survives(tree, monkeypatch, capsy
     assert printed.endswith("2 mutants: 1 SURVIVED, 1 killed\n")
     assert (tree / "src/shapes.py").read_text() == SOURCE
     assert run.main(["--only", "not-held", "--area", "tests/mutants/shapes.yaml"]) == 1
+    assert run.main(["--only", "held", "--slice", "2/2"]) == 1
+    assert "1 mutants: " in capsys.readouterr().out
     assert run.main(["--only", "held", "--area", "other"]) == 2
     assert capsys.readouterr().out.endswith("error: no mutant fits\n")
 

@@ -180,11 +180,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.workeroutput["costs"] = dict(config.stash[_COSTS])
         config.workeroutput["rows"] = config.stash[_ROWS]
         return
-    if session.exitstatus != pytest.ExitCode.OK or config.option.collectonly:
-        return
-    if config.option.measure_costs:
+    ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if config.option.measure_costs and session.exitstatus in ended:
         write_costs(config)
-    if not runs_all(config):
+    if session.exitstatus != pytest.ExitCode.OK or not runs_all(config):
+        return
+    if config.option.collectonly:
         return
     floor = FLOORS[config.option.budget is not None]
     if (rows := config.stash[_ROWS]) < floor:
