@@ -181,12 +181,12 @@ def test_a_key_that_nobody_reads_is_named(walk: Walks, monkeypatch: pytest.Monke
 
 def test_a_note_that_a_key_is_unread_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = "trainer.parallel.reference_ring_size"
-    every = {key: {"hone.loops.run:Run"} for key in ROWS["sft"]}
-    wrong = unread("sft", every)
+    every = {key: {"hone.loops.run:Run"} for key in ROWS["dpo"]}
+    wrong = unread("dpo", every)
     assert f"{ring} is said to be unread, and is read by ['hone.loops.run:Run']" in wrong
     gone = recorded_runs.Unread("no more", "src/hone/loops/run.py", "reference_ring_size")
-    monkeypatch.setitem(recorded_runs.UNREAD, "sft", {ring: gone, "no.such": gone})
-    wrong = unread("sft", {key: every[key] for key in every if key != ring})
+    monkeypatch.setitem(recorded_runs.UNREAD, "dpo", {ring: gone, "no.such": gone})
+    wrong = unread("dpo", {key: every[key] for key in every if key != ring})
     assert wrong == [
         f"{ring} is said to be read in src/hone/loops/run.py, which names no such attribute",
         "no.such is said to be unread, and is no key",
