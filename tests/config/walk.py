@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,16 @@ class Row:
     """The flag of the second run, where the key cannot be set alone."""
     command: str | None = None
     """Another command to show the effect with: `check`, for what takes several GPUs."""
+    files: tuple[str, ...] = field(compare=False, default=())
+    """Which of `walk_rows` have made it, from the root of the repository: one may replace parts of
+    a row of another."""
+
+    def __post_init__(self) -> None:
+        frame = sys._getframe(1)
+        while "walk_rows" not in frame.f_code.co_filename and frame.f_back is not None:
+            frame = frame.f_back
+        own = f"tests/config/walk_rows/{Path(frame.f_code.co_filename).name}"
+        object.__setattr__(self, "files", (*self.files, own))
 
 
 SUPERVISED = (
