@@ -17,6 +17,8 @@ COSTS = Path(__file__).with_name("costs.json")
 SHARES_FIXTURES = 'fixture(scope="module"'
 MARKS = ("slow", "vllm")
 """Marks whose tests are a unit of their own."""
+ALWAYS = ("tests/config/test_key_walk.py",)
+"""Units that always run, whatever they cost: every change may leave a key that nobody reads."""
 QUICK = Minutes(near=1.0, far=0.7, turn=0.3)
 """Minutes of `make test` for costly units: what its five minutes leave."""
 RAN = ROOT / ".pytest_cache" / "hone-ran.json"
@@ -68,6 +70,9 @@ class Costs:
 
 
 def is_costly(name: str, seconds: float) -> bool:
+    """Whether a unit runs only where it is chosen."""
+    if name in ALWAYS:
+        return False
     return seconds > COSTLY_S or name.endswith(tuple(f" {mark}" for mark in MARKS))
 
 
