@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.loops.forked_hone import Copy
 from tests.tiny_runs import tiny_config, write_inputs
 
 from hone.config.load import dump_config
@@ -92,9 +93,9 @@ def start_hone(cfg: RLConfig, folder: Path, *flags: str) -> subprocess.Popen[byt
     )
 
 
-def wait_for_row(process: subprocess.Popen[bytes], cfg: RLConfig, number: int = 1) -> None:
+def wait_for_row(process: subprocess.Popen[bytes] | Copy, cfg: RLConfig, number: int = 1) -> None:
     """Until so many rows are whole: the last may be half written."""
-    file, deadline = cfg.run.dir / "metrics.jsonl", time.monotonic() + 150
+    file, deadline = cfg.run.dir / "metrics.jsonl", time.monotonic() + 600
     while not file.exists() or file.read_text().count("\n") < number:
         assert process.poll() is None, process.communicate()[0].decode()
         assert time.monotonic() < deadline, "no step in time"

@@ -133,7 +133,7 @@ def untrained_config(make_config: MakeConfig, folder: Path, reward: str) -> RLCo
     functions = [{"fn": f"{folder / 'untrained.py'}:{reward}"}]
     return make_config(
         run={"steps": 12},
-        rollout={"dynamic_sampling": reward == "same"},
+        rollout={"dynamic_sampling": reward == "same", "max_completion_tokens": 2},
         reward={"functions": functions, "max_failure_rate": 1.0},
     )
 
