@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
+def reserved_port() -> Generator[int]:
     """A port of this host that no other program is given meanwhile.
 
     Linux lets a server listen there that sets SO_REUSEADDR, as torch's stores and Python's HTTP

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from select import select
@@ -54,7 +54,7 @@ class Copy:
 
 
 @contextmanager
-def parent_of_copies() -> Iterator[subprocess.Popen[bytes]]:
+def parent_of_copies() -> Generator[subprocess.Popen[bytes]]:
     """The process that is copied."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.loops.forked_hone"],

@@ -300,9 +300,9 @@ def test_wider_buffers_wait_less_often_for_a_slow_network(
 def test_an_engine_less_is_not_missed_where_engines_wait(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The optimizer takes as long as the engines sample ahead, and half a second in which they do
-    nothing. What the change's second trainer brings needs a device of its own, and is not measured
-    here."""
+    """The optimizer takes four times as long as two engines need to sample ahead, however busy the
+    machine is. What the change's second trainer brings needs a device of its own, and is not
+    measured here."""
     update, sample, num_sampled = Optimizer.step, EmbeddedEngine.step, [0]
 
     def counted(self: EmbeddedEngine) -> Any:
@@ -310,10 +310,11 @@ def test_an_engine_less_is_not_missed_where_engines_wait(
         return sample(self)
 
     def slow(self: Optimizer, *args: Any, **fields: Any) -> Any:
-        before = None
+        begun_s, before = time.monotonic(), None
         while before != num_sampled[0]:
             before = num_sampled[0]
-            time.sleep(0.5)
+            time.sleep(0.1)
+        time.sleep(3 * (time.monotonic() - begun_s))
         return update(self, *args, **fields)
 
     monkeypatch.setattr(EmbeddedEngine, "step", counted)
