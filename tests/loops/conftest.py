@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,18 +11,28 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.loops.forked_hone import Copy
 from tests.tiny_runs import tiny_config, write_inputs
 
 from hone.config.load import dump_config
 from hone.config.tree import RLConfig, SFTConfig
 from hone.data.arithmetic import generate, write_jsonl
+from hone.loops import loop
 from hone.loops.launch import launch
 from hone.loops.reinforce import RLRun, build_run
 from hone.loops.workers import thread_pools
 
 MakeConfig = Callable[..., RLConfig]
+
+
+@pytest.fixture(autouse=True)
+def no_whole_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run collects all garbage once before its first step. The process of the tests has a million
+    objects, so that it would take longer than three steps of a tiny run."""
+    monkeypatch.setattr(loop, "gc", SimpleNamespace(**vars(gc) | {"collect": lambda: 0}))
 
 
 @pytest.fixture(scope="session")
@@ -82,9 +93,9 @@ def start_hone(cfg: RLConfig, folder: Path, *flags: str) -> subprocess.Popen[byt
     )
 
 
-def wait_for_row(process: subprocess.Popen[bytes], cfg: RLConfig, number: int = 1) -> None:
+def wait_for_row(process: subprocess.Popen[bytes] | Copy, cfg: RLConfig, number: int = 1) -> None:
     """Until so many rows are whole: the last may be half written."""
-    file, deadline = cfg.run.dir / "metrics.jsonl", time.monotonic() + 150
+    file, deadline = cfg.run.dir / "metrics.jsonl", time.monotonic() + 600
     while not file.exists() or file.read_text().count("\n") < number:
         assert process.poll() is None, process.communicate()[0].decode()
         assert time.monotonic() < deadline, "no step in time"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from time import monotonic
 
 import pytest
 from tests.loops.conftest import MakeConfig
+from tests.ports import reserved_port
 from tests.tiny_runs import lines
 
 from hone.cli.main import main
@@ -46,15 +45,17 @@ def generate(folder, world_size, *flags):
     return texts, lines(folder / "completions.jsonl")
 
 
-def run_processes(folder, world_size, *arguments):
+def run_processes(folder, world_size, *arguments, deadline_s=600):
     """What each process says, and its exit code."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    with reserved_port() as port:
+        return run_with_port(folder, world_size, port, arguments, deadline_s)
+
+
+def run_with_port(folder, world_size, port, arguments, deadline_s):
     plain = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     plain |= {"OMP_NUM_THREADS": "1"}
     if world_size > 1:
-        plain |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        plain |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = []
     for rank in range(world_size):
         numbers = map(str, (rank, rank, world_size, world_size))
@@ -70,7 +71,7 @@ def run_processes(folder, world_size, *arguments):
             )
         )
     try:
-        texts = [process.communicate(timeout=600)[0] for process in processes]
+        texts = [process.communicate(timeout=deadline_s)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -122,7 +123,8 @@ def test_an_engine_of_two_devices_scores_what_one_does(tmp_path, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["all", "the first"])
 def test_processes_that_nobody_watches_end_where_the_first_refuses(tmp_path, who):
-    """Started by hand: the store over which they meet ends with the first process."""
+    """Started by hand: the store over which they meet ends with the first process, and nobody
+    waits until an operation on it has timed out, which takes 300 s or more."""
     make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     if who == "all":
@@ -132,9 +134,7 @@ def test_processes_that_nobody_watches_end_where_the_first_refuses(tmp_path, who
         (tmp_path / "r.py").write_text("def f(completion, level): return 1.0")
         data = ("--data.eval.0.path=prompts.jsonl", "--reward.functions.0.fn=r.py:f")
         arguments = ("eval", *FLAGS[:2], *data, "--eval.max_completion_tokens=6")
-    begun_s = monotonic()
-    (first, second), codes = run_processes(tmp_path, 2, *arguments)
-    assert monotonic() - begun_s < 50
+    (first, second), codes = run_processes(tmp_path, 2, *arguments, deadline_s=250)
     if who == "all":  # whichever comes first says so
         assert ["exists" in first, "exists" in second].count(True) == 1, (first, second)
         assert sorted(codes) == [1, 2]

@@ -1,14 +1,23 @@
 """Reinforcement learning of whole weights and of adapters under every memory option of one process,
-and under their pairs, against the run without: what is sampled, trained, kept and resumed.
+and under their pairs, against the run without: what is sampled, trained, saved and resumed.
 
 An option either changes no bit of a run, or rounds elsewhere. One that rounds elsewhere is compared
 with the plain run within a tolerance, and is the plain run of its pairs, which have its bits.
+
+One run under an option shows that it changes no bit and that a run goes on under it. The run is
+stopped after its first step and launched again for the other two: the third follows the second
+without a checkpoint in between. What it saved after every step, the first included, has the bits of
+what the plain run saved, so each of the two goes on from a checkpoint of the other.
+
+The quick suite computes in bfloat16. There masters are other memory than weights, and adapters, of
+which masters are the weights, stay in float32: it has both cases. Float32 is in the whole suite.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -20,7 +29,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.loops.conftest import built_run
-from tests.loops.test_sync import assert_same, metrics
+from tests.loops.test_sync import assert_same, metrics, state_of
 from tests.ranks import run_ranks
 from tests.tiny_runs import tiny_config, write_inputs
 from torch import Tensor, nn
@@ -35,16 +44,19 @@ from hone.engine.base import EngineState
 from hone.engine.engine import EmbeddedEngine
 from hone.families.registry import FUSED_FAMILIES
 from hone.loops import loop
+from hone.loops.reinforce import RLRun
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.observe.metrics import Metrics
 from hone.trainer import parallel_model
 from hone.trainer.host_gradients import Piece
 from hone.trainer.policy import Policy, StaleWeightsError
+from hone.types import Group
 
 Sections = dict[str, dict[str, Any]]
 Moved = Sequence[tuple[Piece, Tensor]]
 
 STEPS = 3
+DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
 
 FIELDS = {
     "llama": {"attention_bias": True},
@@ -174,6 +186,7 @@ def config(
         | {"optimizer": optimizer | trainer.get("optimizer", {})},
         algorithm={"correction": {"kind": "tis"}},
         eval={"max_completion_tokens": 8},
+        checkpoint={"every_n_steps": 1, "keep_last": STEPS},
     )
 
 
@@ -182,53 +195,59 @@ class Course:
     """What a run has come to, and how."""
 
     rows: list[dict[str, Any]]
-    state: dict[str, Tensor]
-    """Masters and moments."""
+    saved: list[dict[str, Any]]
+    """The checkpoint of every step."""
     sampled: dict[str, Tensor]
     """The engine's weights."""
 
 
-def course(cfg: RLConfig) -> Course:
-    """Run it, and hold what trained, what sampled and what was kept against each other."""
+def course(cfg: RLConfig, *, interrupted: bool = False) -> Course:
+    """Run it to its end or, `interrupted`, for one step, and hold what trained, what sampled and
+    what was saved against each other."""
     with built_run(cfg) as run:
         policy = run.trainer.policy
         assert isinstance(policy, Policy)
         with run.phase("train", 1):
             before = {name: master.detach().clone() for name, master in policy.masters.items()}
-        loop.train(run)
+        with _asked_to_stop(run) if interrupted else nullcontext():
+            done = loop.train(run).steps
         assert run.sampling.engine is not None
-        with run.phase("push", STEPS):  # an engine of its own weights has slept without them
-            run.push(STEPS)
+        with run.phase("push", done):  # an engine of its own weights has slept without them
+            run.push(done)
         sampled = {n: t.clone() for n, t in run.sampling.engine.named_weights()}
         with run.phase("train", 1):
-            state = {name: t.clone() for name, t in run.trainer.state_dict()[0].items()}
             own = dict(policy.named_weights())
             for name, master in policy.masters.items():
                 assert torch.equal(own[name], master.to(own[name].dtype)), f"{name} is stale"
                 moved = (own[name] != before[name].to(own[name].dtype)).float().mean()
                 assert moved > 0, f"{name} has not moved"
+            state = {name: t.clone() for name, t in run.trainer.state_dict()[0].items()}
             exported = dict(run.trainer.named_weights())
         assert exported.keys() == sampled.keys()
         assert [n for n, tensor in exported.items() if not torch.equal(sampled[n], tensor)] == []
-    return Course(metrics(cfg.run.dir), state, sampled)
+    saved = [state_of(cfg.run.dir, step) for step in range(1, done + 1)]
+    assert_same(saved[-1]["trainer"], state, "saved")
+    return Course(metrics(cfg.run.dir), saved, sampled)
+
+
+@contextmanager
+def _asked_to_stop(run: RLRun) -> Generator[None]:
+    """Inside, a step that begins is the last one, as after a signal."""
+    collect = run.collect
+
+    def interrupt(step: int) -> list[Group]:
+        run.interrupt.number = signal.SIGTERM
+        return collect(step)
+
+    with patch.object(run, "collect", interrupt):
+        yield
 
 
 @cache
-def plain(base: tuple[str, ...], dtype: str, adapted: bool, family: str = "qwen3") -> Course:
+def plain(base: tuple[str, ...], dtype: str, adapted: bool) -> Course:
     """The run with no option but those of `base`, which round or learn in another way."""
     with TemporaryDirectory() as folder:
-        return course(config(sections_of(base, adapted), dtype, folder=Path(folder), family=family))
-
-
-@cache
-def begun(
-    base: tuple[str, ...], dtype: str, adapted: bool
-) -> tuple[TemporaryDirectory[str], Course]:
-    """The folder of such a run that has ended after its first update, and what it came to."""
-    holder = TemporaryDirectory(prefix="hone-begun-")
-    return holder, course(
-        config(sections_of(base, adapted), dtype, folder=Path(holder.name), steps=1)
-    )
+        return course(config(sections_of(base, adapted), dtype, folder=Path(folder)))
 
 
 OPTIONS: Mapping[str, Sections] = {**SAME_BITS, **ROUNDS, **MUON, **FOUR_BITS}
@@ -261,58 +280,69 @@ def _pairs() -> list[tuple[tuple[str, str], bool]]:
     return [(pair, with_adapters) for pair, with_adapters in whole + adapted if agree(pair)]
 
 
-def assert_same_course(found: Course, expected: Course, *, first_step: int = 1) -> None:
-    assert found.rows == [row for row in expected.rows if row["step"] >= first_step]
-    assert_same(found.state, expected.state, "state")
+def assert_same_course(found: Course, expected: Course) -> None:
+    assert found.rows == expected.rows
+    assert_same(found.saved, expected.saved, "saved")
     assert_same(found.sampled, expected.sampled, "sampled")
 
 
 def distance(found: Course, expected: Course) -> float:
     """Of the first update's gradients, relative to them, where they differ most: of first moments,
     which are gradients times one factor."""
-    moments = {n: t for n, t in expected.state.items() if n.startswith("optimizer/exp_avg/")}
-    assert len(moments) == sum(name.startswith("weights/") for name in expected.state)
+    first, other = (run.saved[0]["trainer"] for run in (expected, found))
+    moments = {n: t for n, t in first.items() if n.startswith("optimizer/exp_avg/")}
+    assert len(moments) == sum(name.startswith("weights/") for name in first)
     return max(
-        float((found.state[name].float() - moment).norm() / moment.norm())
+        float((other[name].float() - moment).norm() / moment.norm())
         for name, moment in moments.items()
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "adapted"), _singles())
 def test_an_option_changes_the_numbers_no_more_than_it_must(
     name: str, adapted: bool, dtype: str, tmp_path: Path
 ) -> None:
-    if name in BASES:
-        found, expected = (begun(base, dtype, adapted)[1] for base in ((name,), ()))
-        if name in ROUNDS:
-            limit = TOLERANCE["state_dtype" if name == "state_dtype" else dtype]
-            assert 0 < distance(found, expected) < limit
-    else:
-        found = course(config(sections_of((name,), adapted), dtype, folder=tmp_path))
-        assert_same_course(found, plain((), dtype, adapted))
+    """From the start, through an interruption, to the end."""
+    cfg = config(sections_of((name,), adapted), dtype, folder=tmp_path)
+    course(cfg, interrupted=True)
+    found = course(cfg)
+    assert_same_course(found, plain(base_of((name,)), dtype, adapted))
+    if name in ROUNDS:
+        limit = TOLERANCE["state_dtype" if name == "state_dtype" else dtype]
+        assert 0 < distance(found, plain((), dtype, adapted)) < limit
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("name", "adapted"), _singles())
-def test_a_run_goes_on_under_an_option(
-    name: str, adapted: bool, dtype: str, tmp_path: Path
-) -> None:
-    """From a checkpoint of the plain run, in the middle, to the end of the plain run."""
-    base = base_of((name,))
-    sections = sections_of((name,), adapted)
-    shutil.copytree(begun(base, dtype, adapted)[0].name, tmp_path / "run")
-    found = course(config(sections, dtype, folder=tmp_path / "run"))
-    assert_same_course(found, plain(base, dtype, adapted))
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_run_may_change_its_options_from_launch_to_launch(adapted: bool, tmp_path: Path) -> None:
+    launches = (
+        (),
+        ("offload_gradients", "offload_activations", "engine.enable_sleep"),
+        ("offload_optimizer", "recompute selectively", "trainer.enable_sleep"),
+    )
+    assert len(launches) == STEPS
+    for names in launches:
+        sections = sections_of(names, adapted)
+        found = course(
+            config(sections, "bfloat16", folder=tmp_path), interrupted=names != launches[-1]
+        )
+    assert_same_course(found, plain((), "bfloat16", adapted))
 
 
-@pytest.mark.parametrize("name", ["offload_optimizer", "offload_gradients"])
+@pytest.mark.parametrize(
+    "name", ["offload_gradients", pytest.param("offload_optimizer", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("family", [family for family in FUSED_FAMILIES if family != "qwen3"])
 def test_every_family_whose_weights_an_engine_merges(
     family: str, name: str, tmp_path: Path
 ) -> None:
-    cfg = config(OPTIONS[name], "bfloat16", folder=tmp_path, family=family)
-    assert_same_course(course(cfg), plain((), "bfloat16", False, family))
+    """In two steps: the second samples with what the first has written. Gradients on the host take
+    masters and moments there with them."""
+    courses = [
+        course(config(sections, "bfloat16", folder=tmp_path / folder, steps=2, family=family))
+        for folder, sections in (("plain", {}), ("option", OPTIONS[name]))
+    ]
+    assert_same_course(*courses)
 
 
 class DeadMemory(Policy):
@@ -369,10 +399,10 @@ def test_a_sync_refuses_weights_that_training_did_not_make(
 ) -> None:
     """At the first sync behind the bug; manifests of trainer and engine agree in each of these."""
     sections, planted = PLANTED[bug]
+    cfg = config(sections, "bfloat16", folder=tmp_path)
     if bug == "restored":
-        shutil.copytree(begun((), "bfloat16", adapted=False)[0].name, tmp_path / "run")
+        course(cfg, interrupted=True)
     monkeypatch.setattr(parallel_model, "Policy", planted)
-    cfg = config(sections, "bfloat16", folder=tmp_path / "run")
     with (
         built_run(cfg) as run,
         pytest.raises(StaleWeightsError, match=r"trained weights, the first .* are not what"),

@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 from tests.loops.conftest import MakeConfig, built_run
+from tests.ports import reserved_port
 from tests.tiny_runs import lines
 
 from hone.config.errors import UserError
@@ -23,12 +24,6 @@ OF_OTHER_RUNS = {"hone_mem_critic_gib", "hone_mem_teacher_gib"}
 OF_OTHER_RUNS |= {"hone_eval_reward_mean", "hone_eval_loss"}
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def get(port: int, path: str) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as reply:
         return reply.read().decode()
@@ -36,7 +31,11 @@ def get(port: int, path: str) -> str:
 
 @pytest.mark.slow
 def test_a_run_serves_what_the_dashboard_asks_for(make_config: MakeConfig) -> None:
-    port = free_port()
+    with reserved_port() as port:
+        check_what_is_served(make_config, port)
+
+
+def check_what_is_served(make_config: MakeConfig, port: int) -> None:
     cfg = make_config(
         pipeline={"max_staleness": 1},
         cluster={"num_engines": 1},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.loops.test_processes import assert_same_run, run_hone
+from tests.tables import check_rows
 from tests.tiny_runs import right_and_backwards
 
 from hone.config.errors import UserError
@@ -133,24 +134,24 @@ class TestReferenceCache:
         assert file.exists()
         assert same_weights(whole, parted)
 
-    @pytest.mark.parametrize(
-        "changed",
-        [
-            {"model": {"init": "random"}},
-            {"model": {"dtype": "bfloat16"}},
-            {"data": {"max_tokens": 15}},
-            {"data": {"prompt_template": "{prompt}0"}},
-            {"model": {"lora": {"rank": 2}}},
-        ],
-    )
-    def test_anything_else_has_a_file_of_its_own(
-        self, changed: dict[str, Any], make_dpo: Any, tmp_path: Path
-    ) -> None:
+    def test_anything_else_has_a_file_of_its_own(self, make_dpo: Any, tmp_path: Path) -> None:
         kept = {"algorithm": {"reference_cache": tmp_path / "kept"}, "run": {"steps": 1}}
         supervised.run(make_dpo("one", **kept))
-        supervised.run(make_dpo("two", **kept, **changed))
-        is_other = changed != {"data": {"max_tokens": 15}}  # which leaves no row out
-        assert len([*(tmp_path / "kept").iterdir()]) == 1 + is_other
+        changes = {
+            "other weights": {"model": {"init": "random"}},
+            "another format": {"model": {"dtype": "bfloat16"}},
+            "other rows": {"data": {"prompt_template": "{prompt}0"}},
+            "adapters": {"model": {"lora": {"rank": 2}}},
+            "the same rows": {"data": {"max_tokens": 15}},  # leaves none out
+        }
+
+        def check(changed: dict[str, Any]) -> None:
+            before = {*(tmp_path / "kept").iterdir()}
+            supervised.run(make_dpo(f"run {len(before)}", **kept, **changed))
+            added = {*(tmp_path / "kept").iterdir()} - before
+            assert len(added) == (changed != changes["the same rows"])
+
+        check_rows(changes, check)
 
     def test_no_model_is_held(self, make_dpo: Any, tmp_path: Path) -> None:
         assert make_dpo("live").has_frozen_reference

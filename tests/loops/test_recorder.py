@@ -157,7 +157,7 @@ def test_use_of_a_gpu_is_read_until_it_is_asked_for() -> None:
             return None
 
     use = GPUUse(read, interval_s=0.001)
-    assert done.wait(30)
+    assert done.wait(120)
     use.close()
     assert (use.take(), use.take()) == ([0.5, 1.0], [])
     assert GPUUse.of(torch.device("cpu")) is None

@@ -45,7 +45,7 @@ class Peer:
         if self.is_first:
             self.said.put(value)
             return value
-        return self.said.get(timeout=20)
+        return self.said.get(timeout=120)
 
 
 def test_who_does_not_drive_references_hears_what_they_found(
@@ -69,7 +69,7 @@ def test_who_does_not_drive_references_hears_what_they_found(
         "reference",
         [ThreadWorker("reference 0", Scorer())],
         restart=lambda index: pytest.fail(f"{index} was lost"),
-        timeout_s=20.0,
+        timeout_s=120.0,
         max_restarts=0,
     )
     said: Queue[Any] = Queue()
@@ -97,7 +97,11 @@ def test_what_was_begun_ahead_is_not_scored_again() -> None:
             return torch.cat([torch.zeros(0), *values])[None].numpy()
 
     pool = ScorerPool(
-        "teacher", [ThreadWorker("teacher 0", Scorer())], restart=None, timeout_s=20, max_restarts=0
+        "teacher",
+        [ThreadWorker("teacher 0", Scorer())],
+        restart=None,
+        timeout_s=120,
+        max_restarts=0,
     )
     peer = Peer(Queue(), is_first=True)
     scorer = rank0.Rank0Scorer(cast(Any, peer), pool, lambda rows: [[i] for i in range(len(rows))])

@@ -32,7 +32,7 @@ def test_a_run_does_not_load_a_model_without_its_service(
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr(reinforce, "load_for_training", load)
-    reward = {"functions": [{"fn": f"{server.url}/missing_page"}], "timeout_s": 1}
+    reward = {"functions": [{"fn": f"{server.url}/missing_page"}], "timeout_s": 60}
     with pytest.raises(UserError, match=r"missing_page: HTTP status 404 \(Not Found\)"):
         reinforce.run(make_config(reward=reward))
 

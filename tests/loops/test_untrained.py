@@ -133,7 +133,8 @@ def untrained_config(make_config: MakeConfig, folder: Path, reward: str) -> RLCo
     functions = [{"fn": f"{folder / 'untrained.py'}:{reward}"}]
     return make_config(
         run={"steps": 12},
-        rollout={"dynamic_sampling": reward == "same"},
+        rollout={"max_completion_tokens": 2}
+        | ({"dynamic_sampling": True, "prompts_per_step": 1} if reward == "same" else {}),
         reward={"functions": functions, "max_failure_rate": 1.0},
     )
 
@@ -144,7 +145,7 @@ AHEAD: dict[str, Any] = {"cluster": {"num_engines": 1}, "pipeline": {"max_stalen
 @pytest.mark.parametrize(
     ("reward", "sections", "said"),
     [
-        ("same", {}, "rollout.dynamic_sampling dropped all 40 groups of 10 rounds"),
+        ("same", {}, "rollout.dynamic_sampling dropped all 10 groups of 10 rounds"),
         ("same", AHEAD, "rollout.dynamic_sampling dropped all "),
         ("broken", {}, "None of 16 samples has a reward: 16 x exception"),
         ("broken", AHEAD, "None of 16 samples has a reward: 16 x exception"),
