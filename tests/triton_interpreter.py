@@ -6,12 +6,15 @@ float16 only: the interpreter has no working bfloat16.
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import triton.language as tl
 from triton.runtime import interpreter
+
+gc.disable()  # it would walk over millions of small objects, of which few are in cycles
 
 _patch_tensor = interpreter._patch_lang_tensor
 _patch_language = interpreter._patch_lang

@@ -5,7 +5,8 @@ from __future__ import annotations
 HEADS_2 = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16}
 HEADS_1 = {"num_heads": 6, "num_kv_heads": 1, "head_dim": 16, "block_size": 32}
 HEADS_3 = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "block_size": 32}
-HEADS_8 = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+HEADS_WIDE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "block_size": 16}
+HEADS_MERGED = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block_size": 16}
 HEADS_20 = {"num_heads": 20, "num_kv_heads": 1, "head_dim": 24, "block_size": 16}
 
 DTYPES = {"float32": 2e-6, "float16": 2e-3}
@@ -41,7 +42,7 @@ DECODE_CASES = {
         "window": 33,
         "splits": 3,
     },
-    "wide heads": {"keys": [90], "heads": HEADS_8, "splits": 2},
+    "wide heads": {"keys": [90], "heads": HEADS_WIDE, "splits": 2},
     "group of 20, head of 24": {"keys": [90], "heads": HEADS_20, "splits": 2},
     "shared": {
         "keys": [100, 70, 65, 9, 80],
@@ -89,6 +90,7 @@ DECODE_CASES = {
     "shared and a window": {
         "keys": [100, 70, 65],
         "heads": HEADS_2,
+        "splits": 4,
         "window": 50,
         "groups": [((0, 1, 2), 64)],
         "members": 4,
@@ -96,6 +98,7 @@ DECODE_CASES = {
     "shared and a long window": {
         "keys": [100, 70, 65],
         "heads": HEADS_2,
+        "splits": 4,
         "window": 100,
         "groups": [((0, 1, 2), 64)],
         "members": 4,
@@ -129,8 +132,8 @@ FP8_CASES = (
 
 MERGE_CASE = {
     "keys": [100, 230, 90, 101, 9, 80, 140, 66],
-    "heads": HEADS_2,
-    "splits": 6,
+    "heads": HEADS_MERGED,
+    "splits": 4,
     "groups": [((3, 0, 5), 64), ((6, 1, 7), 48)],
     "members": 4,
 }

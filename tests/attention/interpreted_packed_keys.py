@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 
+from tests import stand_in_for_transformers  # noqa: F401  # isort: skip
 from tests.triton_interpreter import interpreter  # isort: skip  # noqa: F401
 
 import torch

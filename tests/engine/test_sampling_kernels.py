@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 DRAWS = [
-    *(f"float32 {size}" for size in (1, 7, 127, 1037, 151_939)),
+    *(f"float32 {size}" for size in (1, 7, 127, 1037, 20_011, 151_939)),
     *(f"float16 {size}" for size in (256, 1037)),
 ]
 LEVEL_TOLERANCE = 1e-6

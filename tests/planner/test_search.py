@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -24,7 +26,7 @@ from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.rules import findings
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape, public_shape
-from hone.planner.comparison import compare, planned_config
+from hone.planner.comparison import Outcome, compare, planned_config
 from hone.planner.fitting import changed, does_fit, does_fit_host, errors, gpu_host_roles, rl_config
 from hone.planner.run_memory import RunMemory
 from hone.planner.search import peak_bytes, plan_of, search
@@ -104,6 +106,12 @@ CASES = {
 def planned(model: Model, gpu: GPU, flags: tuple[str, ...]) -> PlanConfig:
     given = (f"--model.shape={model.name}", f"--plan.gpu={gpu.name}", "--plan.steps=4", *flags)
     return load_config(PlanConfig, None, given)
+
+
+@cache
+def outcomes_of(name: str) -> tuple[Outcome, ...]:
+    """All ways to run a case. The search takes seconds, and several tests look at what it found."""
+    return tuple(compare(planned(*CASES[name])).outcomes)
 
 
 def trainer_bytes(model: Model, plan: RunPlan) -> float:
@@ -208,7 +216,7 @@ def test_arithmetic_confirms_what_is_planned(name: str) -> None:
     """Every split: trainers within a fifth by memory and 15 % by time, and all of it on its GPU."""
     model, gpu, flags = CASES[name]
     cfg = planned(model, gpu, flags)
-    found = {x.run.placement: x for x in compare(cfg).outcomes}
+    found = {x.run.placement: x for x in outcomes_of(name)}
     assert found
     for placement, outcome in found.items():
         plan, told = outcome.plan, outcome.name
@@ -526,9 +534,8 @@ def test_two_trainers_of_a_host_share_its_memory() -> None:
     assert max(needs) > 60, "the limit decides something"
 
 
-def check_plans(cfg: PlanConfig, shape: ModelShape) -> int:
+def check_plans(cfg: PlanConfig, shape: ModelShape, outcomes: Sequence[Outcome]) -> int:
     """Every way to run passes `hone check` for its GPUs, and fits device and host; how many."""
-    outcomes = compare(cfg).outcomes
     for outcome in outcomes:
         run = rl_config(planned_config(cfg, outcome))
         given = outcome.plan.devices  # not those of this host
@@ -557,7 +564,7 @@ def test_every_plan_passes_the_check(name: str) -> None:
     model, gpu, flags = CASES[name]
     shape = public_shape(model.name)
     assert shape is not None
-    assert check_plans(planned(model, gpu, flags), shape)
+    assert check_plans(planned(model, gpu, flags), shape, outcomes_of(name))
 
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))]
@@ -588,4 +595,4 @@ def test_no_plan_for_any_hardware_is_one_that_cannot_start(seed: int) -> None:
     }
     cfg = load_config(PlanConfig, None, [f"--{key}={value}" for key, value in flags.items()])
     with suppress(UserError):  # which is for what is impossible alone
-        assert check_plans(cfg, shape), flags
+        assert check_plans(cfg, shape, compare(cfg).outcomes), flags
