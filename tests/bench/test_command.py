@@ -290,7 +290,7 @@ def test_two_processes_that_share_experts_are_one_engine(folder: Path, weight_dt
     flags = ("--model.path=experts", "--workload=requests.jsonl", "--output=out/r.json")
     own = ("--engine.tensor_parallel_size=2", f"--engine.weight_dtype={weight_dtype}")
     command = (*launcher, "-m", "hone", *BASE, *flags, *own)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((folder / "out/r.json").read_text())
     steps = found["engines"]["hone"]["steps"]["num_tokens"]

@@ -611,12 +611,12 @@ def test_an_error_of_the_thread_reaches_the_caller() -> None:
     collect(collector, 0)
     collector.engine.step = fails  # type: ignore[method-assign]
     with pytest.raises(Broken), collector.background():
-        assert failed.wait(10)
+        assert failed.wait(60)
     failed.clear()
 
     def trains() -> None:
         with collector.background():
-            assert failed.wait(10)
+            assert failed.wait(60)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as caught:
