@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from hone.doctor import links
-from hone.doctor.machine import Device, Machine, TorchBuild
+from hone.doctor import machine as module
+from hone.doctor.machine import Device, Machine, ReadingError, TorchBuild
 
 ERROR = "NCCL error: unhandled system error"
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
+    try:
+        get_context("spawn").Lock()
+    except OSError as error:
+        pytest.skip(f"processes cannot have semaphores here (/dev/shm): {error}")
     with Machine(tmp_path) as machine:
         machine.torch = TorchBuild("2.13.0", None, 0, "")
         yield machine
@@ -117,6 +124,19 @@ def test_what_is_said_of_pairs_of_gpus(
 def test_one_gpu_has_no_link(machine: Machine) -> None:
     machine.torch = TorchBuild("2.13.0", "12.8", 1, "")
     assert links.links(machine) is None
+
+
+def test_a_host_without_room_for_semaphores_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses them where /dev/shm is full, which the doctor says of itself then."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", full)
+    with Machine(tmp_path) as machine, pytest.raises(ReadingError, match=r"No space.*/dev/shm"):
+        machine.ask([0], no_torch, 1.0)
 
 
 def no_torch(index: int) -> None:

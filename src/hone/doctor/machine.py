@@ -180,7 +180,7 @@ class Machine:
         """
         for index in indices:
             if index not in self._workers:
-                self._workers[index] = Worker(self.folder)
+                self._workers[index] = self._start_worker()
         calls = {index: self._workers[index].call(function, index) for index in indices}
         meanwhile()
         wait(calls.values(), timeout_s, return_when=FIRST_EXCEPTION)
@@ -192,6 +192,12 @@ class Machine:
         except ReadingError:
             self._end_workers(indices)
             raise
+
+    def _start_worker(self) -> Worker:
+        try:
+            return Worker(self.folder)
+        except OSError as error:  # queues between processes need semaphores, which are files there
+            raise ReadingError(f"no process can be started: {error} (is /dev/shm full?)") from None
 
     def _end_workers(self, indices: Sequence[int]) -> None:
         for index in indices:
