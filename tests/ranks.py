@@ -52,22 +52,57 @@ def run_ranks(module: str, world_size: int, *arguments: object, timeout_s: float
 
 
 def fork_ranks(world_size: int, function: Callable[[], object]) -> int:
-    """Call it in so many copies of this process. The exit status of the first that failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    """Call it in so many copies of this process. The exit status of the first that failed.
+
+    This process serves the store in which they meet, as torchrun does. Its port is taken before
+    they start, so that no other program can have it meanwhile.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks = _started(world_size, function, server)
+        # A thread serves the store: it must not run while this process is copied.
+        store = _served(server)
+        status = _first_failure(ranks)
+        del store
+    return status
+
+
+def _started(world_size: int, function: Callable[[], object], server: socket.socket) -> set[int]:
+    """Start the ranks; the ids of their processes."""
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.getsockname()[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     ranks: set[int] = set()
     for rank in range(world_size):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
         pid = os.fork()
         if pid == 0:
+            server.close()
             os.environ.update(common | own | sizes)
             if rank:
                 os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
             _run(function)
         ranks.add(pid)
+    return ranks
+
+
+def _served(server: socket.socket) -> object:
+    """A store that listens there for as long as it is held."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        "127.0.0.1",
+        server.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(server.fileno()),
+    )
+
+
+def _first_failure(ranks: set[int]) -> int:
+    """Wait for all of them; the status of the first that fails, which ends the others."""
     while ranks:
         pid, status = os.wait()
         ranks.remove(pid)

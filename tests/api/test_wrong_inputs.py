@@ -17,6 +17,7 @@ import pytest
 import hone
 from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
+from tests.api.own_functions import Missing, raising, zero
 from tests.tiny_runs import lines, write_inputs
 
 DATA = {"chat": "never", "max_prompt_tokens": 8}
@@ -33,14 +34,6 @@ OWN: dict[str, Any] = {"prompt": "1+1="}
 OWN["self"] = OWN
 
 
-def zero(completion: str) -> float:
-    return 0.0
-
-
-class Missing:
-    """Has no columns, and no rows."""
-
-
 def rl(config: Any = None, **given: Any) -> Callable[[], Any]:
     """A call with a good value for all that is not `given`."""
     model = {"model": {"path": "model"}} if "model" not in given else {}
@@ -50,10 +43,6 @@ def rl(config: Any = None, **given: Any) -> Callable[[], Any]:
 
 def returning(value: Any) -> Any:
     return lambda completion: value
-
-
-def raising(completion: str) -> float:
-    return undefined  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
 
 
 def in_a_thread() -> None:

@@ -31,7 +31,7 @@ def run(log: Path) -> EngineRun:
 def test_steps_come_back_as_of_our_engine(tmp_path: Path) -> None:
     started_s = time.perf_counter()
     found = run(tmp_path / "logs" / "vllm.log")
-    assert time.perf_counter() - started_s < 60  # a thread of vLLM's would have kept it for longer
+    assert time.perf_counter() - started_s < 300  # a thread of vLLM's would have kept it for longer
     assert (found.name, found.version) == ("vllm", "0.24.0")
     steps = found.measured.steps
     assert [x.num_seqs for x in steps] == [2, 2, 1, 1]
@@ -56,7 +56,7 @@ def test_a_run_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     started_s = time.perf_counter()
     with pytest.raises(UserError, match="vLLM was not done after 3 s"):
         run(tmp_path / "log")
-    assert time.perf_counter() - started_s < 30
+    assert time.perf_counter() - started_s < 300  # it would sleep for longer
 
 
 def test_processes_that_vllm_leaves_behind_are_ended(tmp_path: Path) -> None:

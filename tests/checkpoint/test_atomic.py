@@ -1,5 +1,6 @@
 """Folders that exist whole or not at all, under every crash and damage that can be staged."""
 
+import ast
 import builtins
 import errno
 import os
@@ -10,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.checkpoint.saving_child import parts_of
 
 from hone.checkpoint import atomic
 from hone.checkpoint import store as store_module
@@ -32,18 +34,13 @@ from hone.checkpoint.atomic import (
 from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import in_memory, split_tree, write_tree
 
+ROOT = Path(__file__).parents[2]
+
 PARTS = ("model", "optimizer")
 METADATA = {"order": 3, "metric": None, "saved_at": 0.0, "mesh": {}}
 """Of a checkpoint, beside its step and its parts."""
 NUM_BYTES = 64 * 4 + 5 * 8 + 64 * 4
 """Of the tensors of `parts_of`."""
-
-
-def parts_of(step: int) -> dict[str, Any]:
-    return {
-        "model": {"weight": torch.full((64,), float(step)), "bias": torch.arange(5) + step},
-        "optimizer": {"step": step, "moments": [torch.full((64,), -float(step))]},
-    }
 
 
 def assert_loads(store: CheckpointStore, step: int) -> None:
@@ -299,60 +296,44 @@ def test_R18_planted_crash_bugs_turn_red(
         check_every_crash_point(tmp_path, step, after=True)
 
 
-KILLED_CHILD = """
-import os, sys
-sys.path.insert(0, {tests!r})
-import torch
-torch.set_num_threads(1)
-from test_atomic import CheckpointStore, parts_of
-
-for _ in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        store = CheckpointStore({folder!r}, keep_last=2)
-        step = max(store.steps(), default=0) + 1
-        print(os.getpid(), flush=True)
-        while True:
-            store.save(step, parts_of(step))
-            print(step, flush=True)
-            step += 1
-    os.waitpid(pid, 0)
-    print("dead", flush=True)
-"""
-
-
-def test_R18_kill_9_at_random_points(tmp_path: Path) -> None:
-    """A process saves in a loop; it is killed 40 times, in the middle of one of the first saves
-    of each life, and each time what is there loads, and is no older than what it said was saved."""
-    kills, seen, save_s = 40, list[int](), 0.02
-    script = KILLED_CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
-    command = [sys.executable, "-c", script]
+@pytest.fixture(scope="module")
+def child() -> Iterator[subprocess.Popen[str]]:
+    """Forks processes that save; it has imported torch, which takes longer than all they do."""
+    command = [sys.executable, "-m", "tests.checkpoint.saving_child"]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as parent:
+        yield parent
         assert parent.stdin
-        assert parent.stdout
-        for _ in range(kills):
-            parent.stdin.write("go\n")
-            pid = int(parent.stdout.readline())
-            said = seen[-1:]
-            for _ in range(random.randint(0, 3)):
-                start = time.monotonic()
-                said.append(int(parent.stdout.readline()))
-                save_s = time.monotonic() - start
-            time.sleep(random.uniform(0, save_s))
-            os.kill(pid, signal.SIGKILL)
-            while (line := parent.stdout.readline()) != "dead\n":
-                said.append(int(line))
-            store = CheckpointStore(tmp_path, keep_last=2)
-            latest = max(store.steps(), default=0)
-            if latest:
-                assert_loads(store, latest)
-                seen.append(latest)
-            assert latest >= max(said, default=0)
         parent.stdin.close()
     assert parent.returncode == 0
-    assert len(set(seen)) > 5
+
+
+def test_R18_kill_9_at_random_points(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    """A process saves in a loop; it is killed 40 times, in the middle of one of the first saves
+    of each life, and each time what is there loads, and is no older than what it said was saved."""
+    kills, seen, save_s, rng = 40, list[int](), 0.02, random.Random(18)
+    assert child.stdin
+    assert child.stdout
+    for _ in range(kills):
+        child.stdin.write(f"loop {tmp_path}\n")
+        pid = int(child.stdout.readline())
+        said = seen[-1:]
+        for _ in range(rng.randint(0, 3)):
+            start = time.monotonic()
+            said.append(int(child.stdout.readline()))
+            save_s = time.monotonic() - start
+        time.sleep(rng.uniform(0, save_s))  # any moment will do, early and late ones
+        os.kill(pid, signal.SIGKILL)
+        while (line := child.stdout.readline()) != "dead\n":
+            said.append(int(line))
+        store = CheckpointStore(tmp_path, keep_last=2)
+        latest = max(store.steps(), default=0)
+        if latest:
+            assert_loads(store, latest)
+            seen.append(latest)
+        assert latest >= max(said, default=0)
+    assert len(set(seen)) > 5  # the lives wait for 61 saves
     store.save(seen[-1] + 1, parts_of(seen[-1] + 1))
     assert no_leftovers(tmp_path)
 
@@ -398,29 +379,16 @@ def test_R18_disk_error_at_any_call_leaves_the_last_good_one(
     assert_loads(store, latest)
 
 
-FULL_CHILD = """
-import resource, signal, sys
-sys.path.insert(0, {tests!r})
-import torch
-from test_atomic import CheckpointStore, parts_of
-store = CheckpointStore({folder!r})
-store.save(1, parts_of(1))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    store.save(2, {{"model": {{"weight": torch.zeros(100_000)}}}})
-except OSError as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_R18_the_real_write_fails_in_the_middle(tmp_path: Path) -> None:
-    script = FULL_CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600
-    )
-    assert done.stdout.startswith(f"CheckpointError Could not write {tmp_path / 'step_2'}")
-    assert "File too large" in done.stdout
+def test_R18_the_real_write_fails_in_the_middle(
+    tmp_path: Path, child: subprocess.Popen[str]
+) -> None:
+    assert child.stdin
+    assert child.stdout
+    child.stdin.write(f"full {tmp_path}\n")
+    said = ast.literal_eval(child.stdout.readline())
+    assert child.stdout.readline() == "dead\n"
+    assert said.startswith(f"CheckpointError Could not write {tmp_path / 'step_2'}")
+    assert "File too large" in said
     assert no_leftovers(tmp_path)
     assert_loads(CheckpointStore(tmp_path), 1)
 

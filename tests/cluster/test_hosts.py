@@ -172,7 +172,7 @@ def test_a_dead_node_of_trainers_is_named(tmp_path: Path, monkeypatch: pytest.Mo
             stderr=subprocess.STDOUT,
             text=True,
         )
-        rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+        rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 600
         while not rows.exists():
             assert run.poll() is None, run.communicate()[0]
             assert time.monotonic() < deadline
@@ -213,7 +213,7 @@ def test_a_run_goes_on_where_a_node_is_spare(
                 stdout=written,
                 stderr=subprocess.STDOUT,
             )
-        rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 200
+        rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 600
 
         def await_(what: Callable[[], bool]) -> None:
             while not what():

@@ -20,7 +20,7 @@ from tests.tiny_runs import lines, make_classifier, tiny_config, write_inputs
 pytest.importorskip("ray")
 
 PROMPTS, SAMPLES = 4, 4
-LIMIT_S = 240.0
+LIMIT_S = 800.0
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_R11_a_dead_ray_node_ends_the_run_and_is_named(
     events = lines(folder / "dead-run" / "events.jsonl")
     lost = [event for event in events if event["kind"] == "engine_lost"]
     assert [(event["name"], event["restart"]) for event in lost] == [("engine 0", 1)]
-    assert not psutil.wait_procs(processes, timeout=10.0)[1]
+    assert not psutil.wait_procs(processes, timeout=120.0)[1]
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
     assert run.returncode == 130, output
     assert "(restart 1 of at most 3)" in output, output
     assert "stopped and saved after step" in output, output
-    assert not psutil.wait_procs(processes, timeout=30.0)[1]
+    assert not psutil.wait_procs(processes, timeout=120.0)[1]
     check_trained_once(rows.parent, len(lines(rows)))
 
 

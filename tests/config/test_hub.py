@@ -33,9 +33,9 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None]:
     """An endpoint that refuses connections, an empty cache, no proxies."""
     hub.unreachable.cache_clear()
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+    unused = socket.socket()  # bound, so that nobody else can listen there
+    unused.bind(("127.0.0.1", 0))
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     for name in PROXIES:
@@ -44,6 +44,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None]:
     # Whoever waits before another try, as the libraries do, has not been spared it.
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
     yield
+    unused.close()
     hub.unreachable.cache_clear()
 
 
@@ -183,14 +184,14 @@ def test_a_name_that_is_not_resolved_holds_nobody_up(monkeypatch: pytest.MonkeyP
     over = threading.Event()
 
     def connect(*_: object) -> socket.socket:
-        over.wait(30)
+        over.wait(600)
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_connection", connect)
     monkeypatch.setattr(hub, "_CONNECT_S", 0.05)
     begin = time.monotonic()
     assert "no answer in 0.05 s" in (hub.unreachable() or "")
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 300
     over.set()
 
 

@@ -1,7 +1,7 @@
 """One of several processes that work in phases as a run does, without a model; rank 1 falls ill.
 
-`python -m tests.distributed.watched_rank PHASE FAULT TIMEOUT_S`, as `hone.distributed.spawn` starts
-it. The fault comes in step 2.
+The fault comes in step 2. Until then nothing is late, however long a busy machine takes: the
+deadline of the watch is long, and becomes short when the other process knows that rank 1 is ill.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from hone.cli.main import main
+from hone.cli import main as cli
 from hone.config.errors import UserError
 from hone.config.parallel import ParallelConfig
+from hone.distributed import watch as watching
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
-from hone.distributed.watch import Watch
+from hone.distributed.watch import Watch, connect, read_progress
 
 PHASES = ("generate", "score", "train", "sync", "checkpoint")
+SHORT_S, LONG_S = 3.0, 60.0
+"""Deadlines of the watch once rank 1 is ill, where it must strike, and before."""
+NUM_LOOKS = 5
+"""How often the watch looks while rank 1 is late."""
 
 
 def fall_ill(fault: str) -> None:
@@ -41,9 +46,30 @@ def fall_ill(fault: str) -> None:
         case "quit":
             os._exit(3)
         case "late":
-            time.sleep(1.5)
+            _let_rank_0_look()
         case _:
             raise AssertionError(fault)
+
+
+def _let_rank_0_look() -> None:
+    """Come only after the watch of rank 0 has looked several times who is behind."""
+    store = connect(processes())
+    while (first := read_progress(store, 0)) is None or not first.collectives:
+        time.sleep(0.01)
+    while (now := read_progress(store, 0)) is None or now.updates < first.updates + NUM_LOOKS:
+        time.sleep(0.01)
+
+
+def await_illness(phase: str, fault: str, watch: Watch) -> None:
+    """Return once rank 1 has fallen ill in this phase, and has said so as far as it can."""
+    store = connect(processes())
+    while True:
+        other = read_progress(store, 1)
+        is_there = other is not None and (other.step, other.phase) == (2, phase)
+        if is_there and (fault != "hang" or "in fall_ill" in other.where):
+            break
+        time.sleep(0.01)
+    watch._timeout_s = SHORT_S
 
 
 def work(phase: str, mesh: Mesh) -> None:
@@ -56,15 +82,17 @@ def work(phase: str, mesh: Mesh) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    ill_phase, fault, timeout_s = argv[:3]  # the fourth marks whose processes these are
-    own, parallel = processes(), ParallelConfig(timeout_s=float(timeout_s))
+    ill_phase, fault = argv
+    own = processes()
     if fault == "both wrong":
         raise UserError("the planted mistake")
     if ill_phase == "start" and own.rank == 1:
         fall_ill(fault)
-    with Watch(own, parallel.timeout_s) as watch:
+    with Watch(own, SHORT_S) as watch:
+        if ill_phase != "start":
+            watch._timeout_s = LONG_S
         watch.join()
-        mesh = Mesh.join(parallel, own, torch.device("cpu"))
+        mesh = Mesh.join(ParallelConfig(timeout_s=LONG_S), own, torch.device("cpu"))
         assert mesh.control is not None
         assert mesh.data.group is not None
         watch.follow([mesh.control, mesh.data.group])
@@ -72,15 +100,22 @@ def run(argv: Sequence[str]) -> int:
             watch.begin_step(step)
             for phase in PHASES:
                 watch.enter(phase)
-                if (step, phase, own.rank) == (2, ill_phase, 1):
-                    fall_ill(fault)
+                if (step, phase) == (2, ill_phase):
+                    if own.rank == 1:
+                        fall_ill(fault)
+                    elif fault in ("hang", "stop"):
+                        await_illness(phase, fault, watch)
                 work(phase, mesh)
         dist.destroy_process_group()
     return 0
 
 
-if __name__ == "__main__":
+def main(phase: str, fault: str) -> None:
+    """As the program of a run: it ends with the exit code of the command line."""
+    if fault in ("kill", "quit") and os.environ.get("HONE_LAUNCHER"):
+        # The launcher knows how rank 1 ended; rank 0 waits for it to say so, however late it is.
+        watching._ERROR_REPORT_TIMEOUT_S = LONG_S
     module = ModuleType("hone.cli.rl")
     module.run = run  # type: ignore[attr-defined]
     sys.modules["hone.cli.rl"] = module
-    sys.exit(main(["rl", *sys.argv[1:]]))
+    sys.exit(cli.main(["rl", phase, fault]))

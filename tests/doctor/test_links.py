@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from hone.doctor import links
-from hone.doctor.machine import Device, Machine, TorchBuild
+from hone.doctor import machine as module
+from hone.doctor.machine import Device, Machine, ReadingError, TorchBuild
+
+ERROR = "NCCL error: unhandled system error"
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
+    try:
+        get_context("spawn").Lock()
+    except OSError as error:
+        pytest.skip(f"processes cannot have semaphores here (/dev/shm): {error}")
     with Machine(tmp_path) as machine:
         machine.torch = TorchBuild("2.13.0", None, 0, "")
         yield machine
@@ -24,20 +33,20 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def hang(bad: list[links.Pair], meeting: str, pair: links.Pair, index: int) -> float:
     if pair in bad:
-        time.sleep(60)
+        time.sleep(600)
     return 3e9 + index * 1e9
 
 
 def die(meeting: str, pair: links.Pair, index: int) -> float:
     if index == 1:
         os.kill(os.getpid(), signal.SIGBUS)
-    time.sleep(60)
+    time.sleep(600)
     return 0.0
 
 
 def fail(bad: int, meeting: str, pair: links.Pair, index: int) -> float:
     if bad in pair:
-        raise RuntimeError("NCCL error: unhandled system error\nlong trace")
+        raise RuntimeError(f"{ERROR}\nlong trace")
     return 1e9
 
 
@@ -51,11 +60,11 @@ def test_two_processes_send_through_gloo(machine: Machine) -> None:
 def test_a_pair_that_hangs_is_named_and_the_others_are_measured(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "PAIR_S", 1.0)
+    monkeypatch.setattr(links, "PAIR_S", 5.0)
     monkeypatch.setattr(links, "_load_torch", no_torch)
     rates, failed = links.measure_pairs(machine, 3, partial(hang, [(0, 2)]))
     assert rates == {(0, 1): 3.0, (1, 2): 4.0}
-    assert failed == {(0, 2): "process 0 gave no answer within 1 s"}
+    assert failed == {(0, 2): "process 0 gave no answer within 5 s"}
 
 
 def test_a_gpu_whose_pairs_fail_is_left_out_and_the_others_are_measured(
@@ -64,17 +73,21 @@ def test_a_gpu_whose_pairs_fail_is_left_out_and_the_others_are_measured(
     monkeypatch.setattr(links, "_load_torch", no_torch)
     rates, failed = links.measure_pairs(machine, 4, partial(fail, 0))
     assert set(rates) == {(1, 2), (1, 3), (2, 3)}
-    said = "process 0 ended with RuntimeError: NCCL error: unhandled system error"
-    assert failed == {(0, 1): said, (0, 2): said, (0, 3): "not tried"}
+    assert failed.pop((0, 3)) == "not tried"
+    assert failed.keys() == {(0, 1), (0, 2)}
+    for pair, said in failed.items():  # both fail; either may be the first
+        names = [f"process {index} ended with RuntimeError: {ERROR}" for index in pair]
+        assert said in names
 
 
 def test_a_process_that_dies_is_told_at_once(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "_load_torch", no_torch)
-    monkeypatch.setattr(links, "PAIR_S", 8.0)
+    monkeypatch.setattr(links, "PAIR_S", 600.0)
     _, failed = links.measure_pairs(machine, 2, die)
-    assert set(failed) == {(0, 1)}
+    assert failed.keys() == {(0, 1)}
+    assert failed[0, 1].startswith("process 1 ended with BrokenProcessPool")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +124,19 @@ def test_what_is_said_of_pairs_of_gpus(
 def test_one_gpu_has_no_link(machine: Machine) -> None:
     machine.torch = TorchBuild("2.13.0", "12.8", 1, "")
     assert links.links(machine) is None
+
+
+def test_a_host_without_room_for_semaphores_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses them where /dev/shm is full, which the doctor says of itself then."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", full)
+    with Machine(tmp_path) as machine, pytest.raises(ReadingError, match=r"No space.*/dev/shm"):
+        machine.ask([0], no_torch, 1.0)
 
 
 def no_torch(index: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hone.config.errors import UserError
+from hone.observe import local_server
 from hone.observe.metrics_server import MetricsServer, exposition
 
 
@@ -104,8 +105,16 @@ def test_other_paths_and_names_are_refused(server: MetricsServer) -> None:
     assert get(server, "/metrics", Host=f"localhost:{server.port}")[0] == 200
 
 
-def test_nobody_elses_slowness_holds_up_a_step(server: MetricsServer) -> None:
+def test_nobody_elses_slowness_holds_up_a_step(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     """Readers that take nothing of a reply larger than what the system buffers."""
+    monkeypatch.setattr(local_server, "_TIMEOUT_S", 600.0)
+    with closing(MetricsServer(0, "gsm8k", clock=clock)) as server:
+        check_slow_readers(server)
+
+
+def check_slow_readers(server: MetricsServer) -> None:
     large = {f"metric/{number}": 1 / 3 for number in range(200_000)}
     server.publish(1, large)
     readers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
@@ -115,7 +124,7 @@ def test_nobody_elses_slowness_holds_up_a_step(server: MetricsServer) -> None:
     server.publish(2, {"reward/mean": 0.5})
     assert get(server, "/health")[0] == 200
     assert "hone_reward_mean" in get(server, "/metrics")[1]
-    assert time.monotonic() - begin_s < 5, "less than the time that a reader is given"
+    assert time.monotonic() - begin_s < 300, "less than the time that a reader is given"
     for reader in readers:
         reader.close()
 

@@ -2,10 +2,11 @@
 
 import time
 
-import pytest
 import torch
 
 from hone.observe.peaks import device_peaks, measure_peaks
+
+PATIENCE_S = 60.0
 
 
 def test_cpu_peaks_are_plausible_and_quick() -> None:
@@ -18,11 +19,13 @@ def test_cpu_peaks_are_plausible_and_quick() -> None:
 
 
 def test_the_probe_measures_real_products() -> None:
-    """Within a factor of four of a plain timing, on a machine that others use as well."""
+    """At most four times what a plain timing finds once others leave the core to it."""
     peaks = measure_peaks(torch.device("cpu"), torch.float32, budget_s=0.1)
     left = torch.ones(384, 384)
-    best = min(_timed(left) for _ in range(20))
-    assert peaks.flops_per_s == pytest.approx(2 * 384**3 / best, rel=3.0)
+    best, deadline = _timed(left), time.monotonic() + PATIENCE_S
+    while peaks.flops_per_s > 4 * 2 * 384**3 / best and time.monotonic() < deadline:
+        best = min(best, _timed(left))
+    assert 0 < peaks.flops_per_s <= 4 * 2 * 384**3 / best
 
 
 def _timed(left: torch.Tensor) -> float:

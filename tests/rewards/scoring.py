@@ -14,7 +14,7 @@ from hone.types import Prompt, Sample, StopReason
 
 MISBEHAVING = str(Path(__file__).with_name("misbehaving.py"))
 LIMIT_S = 1.0
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """For what should have happened long before; a test that passes does not use it up."""
 
 

@@ -2,13 +2,14 @@
 
 import json
 import threading
-import time
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 """How long a slow answer takes where nobody ends the server before."""
+AT_A_TIME = 16
+"""Calls that come before any of them is answered, of a path whose answers wait."""
 
 
 class Server(ThreadingHTTPServer):
@@ -25,6 +26,8 @@ class Server(ThreadingHTTPServer):
         self.ended = threading.Event()
         self.at_a_time = self.most_at_a_time = 0
         self.lock = threading.Lock()
+        self.are_enough = threading.Event()
+        """Set once that many calls have come."""
 
     def handle_error(self, request, client_address):
         """Nothing: clients are killed in the midst of their requests."""
@@ -50,6 +53,8 @@ class _Handler(BaseHTTPRequestHandler):
             number = server.counts[path]
             server.at_a_time += 1
             server.most_at_a_time = max(server.most_at_a_time, server.at_a_time)
+            if server.at_a_time >= AT_A_TIME:
+                server.are_enough.set()
         try:
             self.answer(path, number, content)
         finally:
@@ -84,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "moved":
                 self.give(302, "", Location="/get_reward")
             case "latency":
-                time.sleep(0.2)
+                self.server.are_enough.wait(LIMIT_S)
                 self.give(200, json.dumps({"rewards": [1.0]}))
             case _ if path.endswith("chat/completions"):
                 self.give(*self.judged(path, content))

@@ -6,12 +6,14 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
 import pytest
 
+from hone.rewards import code
 from hone.rewards.builtin import CodeTests, build
 from hone.rewards.code import Example, count_passed, program_in, read_tests
 
@@ -79,12 +81,24 @@ def test_what_a_program_does_to_its_folder_is_no_error_of_ours() -> None:
     ["while True: pass", "import time\ntime.sleep(99)", "import os\nos.fork()\nwhile 1: 0"],
 )
 def test_what_never_ends_fails_at_the_deadline(endless: str) -> None:
-    started = monotonic()
     for answer in (json.dumps(ASSERTS), SUMS):
         assert score(endless, answer, timeout_s=0.5) == 0.0
-    assert monotonic() - started < 10
-    late = json.dumps([*ASSERTS, "while True: pass"])
-    assert score(ADD, late, timeout_s=2.0, partial_credit=True) == pytest.approx(2 / 3)
+
+
+def test_what_has_passed_before_the_deadline_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline comes when the third test has begun, which never ends."""
+    began = tmp_path / "began"
+
+    def deadline_has_come() -> float:
+        while not began.exists():
+            time.sleep(0.01)
+        return 60.0
+
+    endless = f"open({str(began)!r}, 'w').close()\nwhile True: pass"
+    monkeypatch.setattr(code, "monotonic", deadline_has_come)
+    assert count_passed(ADD, [*ASSERTS, endless], deadline=60.0) == 2
 
 
 @pytest.mark.parametrize(
@@ -128,7 +142,7 @@ def test_a_program_has_no_network_no_environment_and_a_folder_of_its_own(
         f"    try: socket.create_connection(('127.0.0.1', {listening}), 1); return True\n"
         "    except OSError: return False\n"
     )
-    deadline = monotonic() + 20
+    deadline = monotonic() + 60
     if count_passed("", [_NAMESPACES], deadline):  # not in every container
         assert count_passed(program, ["assert not connects()"], deadline) == 1
     here = ["assert 'SECRET_KEY' not in os.environ", f"assert os.getcwd() != {os.getcwd()!r}"]
@@ -143,7 +157,7 @@ assert os.readlink("/proc/self/ns/net") != "%s"
 
 def test_files_are_bounded(tmp_path: Path) -> None:
     large = f"open({str(tmp_path / 'x')!r}, 'wb').write(bytes(1 << 27))"
-    assert count_passed("", [large], monotonic() + 20) == 0
+    assert count_passed("", [large], monotonic() + 60) == 0
     assert (tmp_path / "x").stat().st_size <= 1 << 26
 
 

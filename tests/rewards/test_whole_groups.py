@@ -57,7 +57,7 @@ def scorer(folder: Path, *, whole: str = "rank", **settings: Any) -> Scorer:
         RewardFunctionConfig(fn=f"{file}:{whole}", whole_groups=True, weight=2.0),
         RewardFunctionConfig(fn=f"{file}:right"),
     )
-    settings = {"timeout_s": 1.0, "num_workers": 2} | settings
+    settings = {"timeout_s": 60.0, "num_workers": 2} | settings
     return Scorer(RewardConfig(functions=functions, **settings), max_completion_tokens=8)
 
 
@@ -103,7 +103,8 @@ def test_a_call_that_fails_costs_all_samples_of_the_group(
     tmp_path: Path, text: str, failure: FailureKind
 ) -> None:
     bad, good = group("four", text, "no"), group("four", "no")
-    with scorer(tmp_path) as scorer_:
+    limit_s = 2.0 if failure is FailureKind.TIMEOUT else 60.0
+    with scorer(tmp_path, timeout_s=limit_s) as scorer_:
         scorer_.submit(*bad)
         scorer_.submit(*good)
         assert scorer_.pending == 5

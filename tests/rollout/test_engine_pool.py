@@ -155,7 +155,7 @@ def local():
         return hosts[-1]
 
     def make(engines, *, spare=Toy, wrap=lambda handle, index: handle, **options):
-        options = {"timeout_s": 5.0, "max_restarts": 3, **options}
+        options = {"timeout_s": DEADLINE_S, "max_restarts": 3, **options}
         handles = [
             wrap(handle(engine, index, engine.receive), index)
             for index, engine in enumerate(engines)
@@ -205,9 +205,8 @@ def test_the_pool_knows_when_each_engine_was_at_work(local):
     busy = group.take_busy()
     assert busy.keys() == {"engine 0", "engine 1"}
     spans = sorted(span for spans in busy.values() for span in spans)
-    assert sum(stop - start for start, stop in spans) == pytest.approx(
-        sum(engine.busy_s for engine in engines), rel=0.05
-    )
+    total, worked = sum(stop - start for start, stop in spans), sum(x.busy_s for x in engines)
+    assert 0.95 * worked <= total < end - begin - 0.25, "neither less, nor the pause with it"
     assert begin <= spans[0][0]
     assert spans[-1][1] <= end
     pauses = [later[0] - earlier[1] for earlier, later in pairwise(spans)]
@@ -316,7 +315,7 @@ def test_R2_takes_weights_from_a_trainer_and_again_after_a_loss(models, local, c
 
     group = local(engines[:2], spare=spare)
     weights = BroadcastSync(
-        trainer, Mesh.alone(torch.device("cpu")), group, bucket_bytes=1 << 12, timeout_s=10.0
+        trainer, Mesh.alone(torch.device("cpu")), group, bucket_bytes=1 << 12, timeout_s=DEADLINE_S
     )
     requests = in_groups(make_requests())
     for version in range(1, 4):
@@ -434,8 +433,10 @@ def test_abort_returns_partial_rollouts_that_go_on_elsewhere(local):
     check(done | drain(group), requests)
 
 
-def test_requests_wait_for_weights_and_can_be_withdrawn_meanwhile(local):
-    group = local([Toy()], timeout_s=0.4)
+def test_requests_wait_for_weights_and_can_be_withdrawn_meanwhile(local, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(engine_pool, "monotonic", clock.monotonic)
+    group = local([Toy()])
     first = make_group(0)
     partial = Completion(
         request_id="step-1/0",
@@ -452,8 +453,8 @@ def test_requests_wait_for_weights_and_can_be_withdrawn_meanwhile(local):
         replace(partial, request_id=first[0].id),
         partial,
     ]
-    patience = time.monotonic() + 0.5  # who could deliver may be about other things for long
-    while time.monotonic() < patience:
+    for _ in range(10):  # who could deliver may be about other things for long
+        clock.sleep(DEADLINE_S)
         assert group.step() == []
     sync(group, 1)
     check(drain(group), first[1:])
@@ -559,7 +560,7 @@ def test_R11_an_engine_fails_in_a_phase(local, caplog, phase, kind):
         return faulty[0]
 
     engines = [Toy(step_s=0.001) for _ in range(3)]
-    timeout_s = 0.6 if kind == "hang" else 5.0
+    timeout_s = 2.0 if kind == "hang" else DEADLINE_S
     group = local(engines, wrap=wrap, timeout_s=timeout_s, max_restarts=9)
     (fault,) = faulty
     started = time.monotonic()
@@ -575,7 +576,7 @@ def test_R11_an_engine_fails_in_a_phase(local, caplog, phase, kind):
             done |= {c.request_id: c for c in group.step()}
         fault.is_armed.set()
         if phase == "receive":
-            refusals += sync(group, 2, timeout_s=0.5)
+            refusals += sync(group, 2, timeout_s=timeout_s)
         aborted = {}
         if phase == "abort":
             left = [r for r in requests if r.id not in done]

@@ -28,7 +28,7 @@ from tests.rollout.fakes import (
 )
 
 NUM_STEPS = 5
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @dataclass

@@ -189,7 +189,8 @@ def test_R16_host_memory_is_flat_over_200_sleeps():
         addresses.add(parking._hosts[0].data_ptr())
         rss.append(process.memory_info().rss)
     assert len(addresses) == 1
-    assert rss[-1] - rss[50] < 1.5 * 2**20
+    # The state has 230 kB. One huge page, which the system may make at any time, has 2 MiB.
+    assert min(rss[-20:]) - min(rss[30:50]) < 4 * 2**20
 
 
 def test_a_failed_wake_stays_asleep_and_succeeds_later(monkeypatch: pytest.MonkeyPatch):

@@ -218,7 +218,6 @@ def test_passes_of_S_micro_batches_are_in_flight_as_in_the_paper():
 
 
 def test_planted_gradients_that_are_asked_for_a_pass_ahead_are_seen(monkeypatch):
-    monkeypatch.setattr("tests.trainer.test_pipeline_order.PATIENCE_S", STUCK_S)
     exchange, num_batches = Pipeline._exchange, 3
 
     def exchange_ahead(self, now, leaving, batches):
@@ -238,6 +237,7 @@ def test_planted_gradients_that_are_asked_for_a_pass_ahead_are_seen(monkeypatch)
 
     monkeypatch.setattr(Pipeline, "_exchange", exchange_ahead)
     run_step(1, num_batches)
+    monkeypatch.setattr("tests.trainer.test_pipeline_order.PATIENCE_S", STUCK_S)
     for virtual_stages in (1, 2):
         with pytest.raises(TimeoutError):
             run_step(2, num_batches, virtual_stages)
@@ -245,7 +245,6 @@ def test_planted_gradients_that_are_asked_for_a_pass_ahead_are_seen(monkeypatch)
 
 def test_planted_one_group_for_both_ways_round_is_seen(monkeypatch):
     """Of two processes that both send hidden states to each other."""
-    monkeypatch.setattr("tests.trainer.test_pipeline_order.PATIENCE_S", STUCK_S)
     link = Pipeline._link
 
     def one_group(self, done, other):
@@ -254,6 +253,7 @@ def test_planted_one_group_for_both_ways_round_is_seen(monkeypatch):
 
     monkeypatch.setattr(Pipeline, "_link", one_group)
     run_step(2, 6)
+    monkeypatch.setattr("tests.trainer.test_pipeline_order.PATIENCE_S", STUCK_S)
     with pytest.raises(TimeoutError):
         run_step(2, 6, 2)
 

@@ -112,9 +112,9 @@ def test_R11_a_sender_that_is_gone_is_named() -> None:
 def test_R11_nobody_answers() -> None:
     with closing(socket()) as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(LinkError, match=f"does not answer at 127.0.0.1:{port} within 1 s"):
-        join_store("127.0.0.1", port, timeout_s=1.0)
+        port = free.getsockname()[1]  # taken, so that nobody else can listen there
+        with pytest.raises(LinkError, match=f"does not answer at 127.0.0.1:{port} within 1 s"):
+            join_store("127.0.0.1", port, timeout_s=1.0)
 
 
 def meet_all(store: dist.TCPStore, devices: list[str]) -> list[Link | Exception]:

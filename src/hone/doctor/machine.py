@@ -14,13 +14,13 @@ import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hone.config.hardware import Peaks, max_gpus
 
@@ -180,14 +180,24 @@ class Machine:
         """
         for index in indices:
             if index not in self._workers:
-                self._workers[index] = Worker(self.folder)
+                self._workers[index] = self._start_worker()
         calls = {index: self._workers[index].call(function, index) for index in indices}
         meanwhile()
+        wait(calls.values(), timeout_s, return_when=FIRST_EXCEPTION)
         try:
-            return [_answer(call, index, timeout_s) for index, call in calls.items()]
+            # One that has failed is why others may not answer: its reason comes first.
+            for index, call in sorted(calls.items(), key=lambda item: not item[1].done()):
+                _check_answer(call, index, timeout_s)
+            return [call.result() for call in calls.values()]
         except ReadingError:
             self._end_workers(indices)
             raise
+
+    def _start_worker(self) -> Worker:
+        try:
+            return Worker(self.folder)
+        except OSError as error:  # queues between processes need semaphores, which are files there
+            raise ReadingError(f"no process can be started: {error} (is /dev/shm full?)") from None
 
     def _end_workers(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -219,15 +229,14 @@ class Machine:
         return self.ask(range(len(self.devices)), _measure, START_S, meanwhile=read), told
 
 
-def _answer(call: Future[R], index: int, timeout_s: float) -> R:
-    try:
-        error = call.exception(timeout_s)
-    except TimeoutError:
-        raise ReadingError(f"process {index} gave no answer within {timeout_s:.0f} s") from None
+def _check_answer(call: Future[Any], index: int, timeout_s: float) -> None:
+    """Raise ReadingError where there is no answer, or an error in its place."""
+    if not call.done():
+        raise ReadingError(f"process {index} gave no answer within {timeout_s:.0f} s")
+    error = call.exception()
     if error is not None:
         said = f"{error}".strip().partition("\n")[0]
         raise ReadingError(f"process {index} ended with {type(error).__name__}: {said}")
-    return call.result()
 
 
 def _read_driver() -> Driver:
