@@ -22,6 +22,7 @@ from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight, r
 from hone.distributed.mesh import Axis
 from hone.trainer import pipeline
 from hone.trainer.pipeline import Pass, Pipeline, timetable
+from tests.tables import table
 
 WIDTH = 2
 PATIENCE_S = 60.0
@@ -157,15 +158,15 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("num_batches", range(1, 10))
-@pytest.mark.parametrize(("num_stages", "virtual_stages"), SIZES)
+@table("num_batches", range(1, 10))
+@table("num_stages, virtual_stages", SIZES)
 def test_no_stage_waits_for_what_waits_for_it(num_stages, virtual_stages, num_batches):
     inputs = sum(range(num_batches)) * WIDTH
     for gradient in run_step(num_stages, num_batches, virtual_stages):
         assert float(gradient) == inputs * 2.0 ** (num_stages * virtual_stages - 1)
 
 
-@pytest.mark.parametrize(("num_stages", "virtual_stages"), SIZES)
+@table("num_stages, virtual_stages", SIZES)
 def test_scores_come_from_the_last_stage_in_order(num_stages, virtual_stages):
     def score(stage, run, _):
         found, batches = [], numbered(9)
@@ -181,8 +182,8 @@ def test_scores_come_from_the_last_stage_in_order(num_stages, virtual_stages):
     assert [float(found[0, 0, 0]) for found in last] == [factor * number for number in range(9)]
 
 
-@pytest.mark.parametrize("num_batches", [*range(1, 14), 40])
-@pytest.mark.parametrize(("num_stages", "virtual_stages"), SIZES)
+@table("num_batches", [*range(1, 14), 40])
+@table("num_stages, virtual_stages", SIZES)
 def test_a_timetable_has_every_pass_after_what_it_needs(num_stages, virtual_stages, num_batches):
     """With as many micro-batches as stages no time is lost but that of the first and the last."""
     times = timetable(num_stages, virtual_stages, num_batches)
@@ -218,7 +219,6 @@ def test_passes_of_S_micro_batches_are_in_flight_as_in_the_paper():
 
 
 def test_planted_gradients_that_are_asked_for_a_pass_ahead_are_seen(monkeypatch):
-    monkeypatch.setattr("tests.trainer.test_pipeline_order.PATIENCE_S", STUCK_S)
     exchange, num_batches = Pipeline._exchange, 3
 
     def exchange_ahead(self, now, leaving, batches):
@@ -238,6 +238,7 @@ def test_planted_gradients_that_are_asked_for_a_pass_ahead_are_seen(monkeypatch)
 
     monkeypatch.setattr(Pipeline, "_exchange", exchange_ahead)
     run_step(1, num_batches)
+    monkeypatch.setattr("tests.trainer.test_pipeline_order.PATIENCE_S", STUCK_S)
     for virtual_stages in (1, 2):
         with pytest.raises(TimeoutError):
             run_step(2, num_batches, virtual_stages)
@@ -245,7 +246,6 @@ def test_planted_gradients_that_are_asked_for_a_pass_ahead_are_seen(monkeypatch)
 
 def test_planted_one_group_for_both_ways_round_is_seen(monkeypatch):
     """Of two processes that both send hidden states to each other."""
-    monkeypatch.setattr("tests.trainer.test_pipeline_order.PATIENCE_S", STUCK_S)
     link = Pipeline._link
 
     def one_group(self, done, other):
@@ -254,6 +254,7 @@ def test_planted_one_group_for_both_ways_round_is_seen(monkeypatch):
 
     monkeypatch.setattr(Pipeline, "_link", one_group)
     run_step(2, 6)
+    monkeypatch.setattr("tests.trainer.test_pipeline_order.PATIENCE_S", STUCK_S)
     with pytest.raises(TimeoutError):
         run_step(2, 6, 2)
 
