@@ -19,8 +19,14 @@ import pytest
 MOST_SHOWN = 20
 """Wrong rows that a report shows in full; it counts the others."""
 
-rows_checked = 0
-"""Rows that this process has checked."""
+
+class _Rows:
+    checked = 0
+
+
+def rows_checked() -> int:
+    """Rows that this process has checked so far."""
+    return _Rows.checked
 
 
 def check_rows(
@@ -35,16 +41,15 @@ def check_rows(
     rows; other rows are named by what they hold. Fewer rows than `minimum` are a failure too: an
     empty table proves nothing. A row that skips is wrong: nobody would see that it was not checked.
     """
-    global rows_checked
     named = list(rows.items()) if isinstance(rows, Mapping) else [(_name(row), row) for row in rows]
     errors: list[str] = []
     for name, row in named:
-        before = rows_checked
+        before = _Rows.checked
         try:
             check(*row) if isinstance(row, tuple) else check(row)
         except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001
             errors.append(f"{name}\n{_described(error)}")
-        rows_checked = max(rows_checked, before + 1)  # a row that is a table counts its own
+        _Rows.checked = max(_Rows.checked, before + 1)  # a row that is a table counts its own
     if len(named) < minimum:
         errors.append(f"The table has {len(named)} rows, fewer than {minimum}.")
     if errors:
