@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+_TESTS = str(Path(__file__).parent)
 MOST_SHOWN = 20
 """Wrong rows that a report shows in full; it counts the others."""
 
@@ -121,7 +122,8 @@ def _name(row: Any) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """The error and the line of the test in which it was raised, indented."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    """The error and the line of the tests that led to it, indented."""
+    places = traceback.extract_tb(error.__traceback__)
+    place = [place for place in places if place.filename.startswith(_TESTS)][-1]
     text = f"{type(error).__name__}: {error}\nat {place.filename}:{place.lineno}: {place.line}"
     return "".join(f"    {line}\n" for line in text.splitlines())

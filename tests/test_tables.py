@@ -31,7 +31,7 @@ def test_all_wrong_rows_are_reported_with_their_names_and_places():
 
 
 def test_a_row_may_fail_by_pytest_too():
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)1 of 1 rows.*no good"):
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)1 of 1 rows.*no good.*test_tables\.py"):
         check_rows(["x"], lambda _: pytest.fail("no good"))
 
 
