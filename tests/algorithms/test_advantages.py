@@ -12,6 +12,7 @@ import torch
 
 from hone.algorithms.advantage import ScoredSample, has_spread
 from hone.algorithms.advantages import ADVANTAGES
+from tests.tables import table
 
 Case = list[list[tuple[float, list[float]]]]
 """Groups of (reward, penalty of each token)."""
@@ -106,8 +107,8 @@ def spreads(case: Case) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.parametrize("with_penalties", [False, True])
+@table("name", ADVANTAGES)
+@table("with_penalties", [False, True])
 def test_R21_equals_brute_force(name: str, with_penalties: bool) -> None:
     checked = 0
     for seed in range(60):
@@ -118,7 +119,7 @@ def test_R21_equals_brute_force(name: str, with_penalties: bool) -> None:
     assert checked > 10
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
+@table("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
 def test_R21_planted_baseline_over_the_wrong_set_is_caught(name: str) -> None:
     """A failed sample that stays in the baseline as reward 0 must change the advantages."""
     case = [[(1.0, [0.0, 0.0]), (0.5, [0.0]), (2.0, [0.0])], [(0.0, [0.0]), (1.0, [0.0])]]
@@ -129,7 +130,7 @@ def test_R21_planted_baseline_over_the_wrong_set_is_caught(name: str) -> None:
         check(name, case, wrong)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@table("name", ADVANTAGES)
 def test_constant_rewards_give_exactly_zero(name: str) -> None:
     """0.1 summed in another order differs by rounding; that is not a signal (R23)."""
     noisy = [0.1 * 3, 0.1 + 0.1 + 0.1, 0.3, 0.30000000000000004, 0.3, 0.3, 0.3, 0.3]
@@ -137,7 +138,7 @@ def test_constant_rewards_give_exactly_zero(name: str) -> None:
     assert all(x == 0.0 for group in run(name, case) for tokens in group for x in tokens)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+@table("name", ["grpo", "dr_grpo", "rloo"])
 def test_order_of_samples_does_not_matter(name: str) -> None:
     case = random_case(3, with_penalties=True)
     shuffled = [list(reversed(group)) for group in case]

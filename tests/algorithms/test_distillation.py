@@ -13,6 +13,7 @@ from hone.config.algorithm import AlgorithmConfig, TeacherConfig
 from hone.observe.metrics import to_scalars
 from hone.types import Column, Row, StopReason
 from tests.algorithms.test_ppo import group_of
+from tests.tables import table
 
 MASK = [True, False, True]
 POLICY = [[-0.5, -0.2], [-1.0, -2.5], [-0.1, -0.3]]
@@ -34,8 +35,8 @@ def completed(
     return rows, to_scalars(algorithm_.targets(rows, batch))
 
 
-@pytest.mark.parametrize("reward_coef", [0.0, 0.5])
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp"])
+@table("reward_coef", [0.0, 0.5])
+@table("advantage", ["grpo", "rloo", "reinforce_pp"])
 def test_advantages_are_their_definition(reward_coef: float, advantage: str) -> None:
     rewards = [1.0, 0.0, 0.25]
     rows, metrics = completed(reward_coef, rewards, advantage=advantage)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.divergences import DIVERGENCES
+from tests.tables import table
 
 VOCABULARY = 9
 
@@ -30,8 +31,8 @@ def by_hand(name: str, p: list[float], q: list[float]) -> float:
     return kl(p, q) if name == "reverse_kl" else kl(q, p)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("num_words", [1, 3, VOCABULARY])
+@table("name", DIVERGENCES)
+@table("num_words", [1, 3, VOCABULARY])
 def test_they_are_those_of_the_likeliest_words_and_the_rest(name: str, num_words: int) -> None:
     policy, teacher = (logits(seed).log_softmax(-1) for seed in (0, 1))
     top = teacher.topk(num_words)
@@ -43,7 +44,7 @@ def test_they_are_those_of_the_likeliest_words_and_the_rest(name: str, num_words
         assert float(value) == pytest.approx(by_hand(name, p, q), abs=1e-9)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@table("name", DIVERGENCES)
 def test_fewer_words_tell_less_apart(name: str) -> None:
     policy, teacher = (logits(seed).log_softmax(-1) for seed in (2, 3))
     found = []
@@ -54,8 +55,8 @@ def test_fewer_words_tell_less_apart(name: str) -> None:
         assert bool((fewer <= more + 1e-9).all())
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("num_words", [2, VOCABULARY])
+@table("name", DIVERGENCES)
+@table("num_words", [2, VOCABULARY])
 def test_their_gradients_are_those_of_finite_differences(name: str, num_words: int) -> None:
     teacher = logits(4).log_softmax(-1).topk(num_words)
 
@@ -65,7 +66,7 @@ def test_their_gradients_are_those_of_finite_differences(name: str, num_words: i
     assert torch.autograd.gradcheck(loss, logits(5).requires_grad_())
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@table("name", DIVERGENCES)
 def test_equal_distributions_and_certainty_are_no_trouble(name: str) -> None:
     """Where the words' mass is 1 as far as float32 can tell, and where it is not of the other."""
     sure = torch.tensor([[60.0, 0.0, 0.0], [0.0, 60.0, 0.0]]).log_softmax(-1)

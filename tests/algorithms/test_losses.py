@@ -12,6 +12,7 @@ from hone.algorithms.corrections import CORRECTIONS
 from hone.algorithms.losses import LOSSES
 from hone.algorithms.policy_loss import LossInputs
 from hone.config.algorithm import AlgorithmConfig
+from tests.tables import table
 
 LENGTHS = [1, 5, 2, 9]
 
@@ -68,11 +69,10 @@ def by_hand(name: str, inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[list[f
     return values, grads
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
+@table("name", LOSSES)
+@table(
     "options",
     [{}, {"clip_low": 0.1, "clip_high": 0.3}, {"dual_clip": 1.5}, {"clip_low": 3e-2}],
-    ids=str,
 )
 def test_loss_equals_its_equation(name: str, options: dict[str, float]) -> None:
     cfg = AlgorithmConfig.model_validate({"loss": name, **options})
@@ -85,7 +85,7 @@ def test_loss_equals_its_equation(name: str, options: dict[str, float]) -> None:
         assert grad.tolist() == pytest.approx(grads, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@table("name", LOSSES)
 def test_on_policy_gradient_is_reinforce(name: str) -> None:
     inputs = random_inputs(1, spread=0.0)
     terms = LOSSES[name](inputs, AlgorithmConfig())
@@ -98,7 +98,7 @@ def test_on_policy_gradient_is_reinforce(name: str) -> None:
     assert not terms.clipped.any()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@table("name", LOSSES)
 def test_huge_log_ratio_stays_finite(name: str) -> None:
     inputs = random_inputs(2, spread=1e4)
     values = LOSSES[name](inputs, AlgorithmConfig()).values
@@ -126,7 +126,7 @@ def correction_by_hand(kind: str, log_ratio: list[float], low: float, high: floa
     return out
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@table("kind", CORRECTIONS)
 def test_correction_equals_its_equation(kind: str) -> None:
     for seed in range(10):
         inputs = random_inputs(seed, spread=0.8)
@@ -136,8 +136,8 @@ def test_correction_equals_its_equation(kind: str) -> None:
         assert factors.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["icepop", "sequence_mask"])
-@pytest.mark.parametrize(("low", "high"), [(1.0, 1.4), (0.7, 1.0)])
+@table("kind", ["icepop", "sequence_mask"])
+@table("low, high", [(1.0, 1.4), (0.7, 1.0)])
 def test_tokens_at_a_bound_are_kept(kind: str, low: float, high: float) -> None:
     """As all are where engine and trainer agree to the bit."""
     index = torch.tensor([0, 0, 1])
@@ -158,7 +158,7 @@ def test_R1_closed_forms() -> None:
     assert aggregate("constant", losses, limit=10) == pytest.approx(10 / 20)
 
 
-@pytest.mark.parametrize("name", AGGREGATIONS)
+@table("name", AGGREGATIONS)
 def test_sequences_without_trained_tokens_count_for_nothing(name: str) -> None:
     assert aggregate(name, [[1.0], [], [9.0, 0.0, 0.0], []]) == pytest.approx(
         aggregate(name, [[1.0], [9.0, 0.0, 0.0]])

@@ -13,6 +13,7 @@ from hone.algorithms.objective import PolicyObjective, policy_objective
 from hone.config.algorithm import AlgorithmConfig
 from hone.observe.metrics import to_scalars
 from hone.types import MicroBatch
+from tests.tables import table
 
 ENGINE, OLD, NOW, REF = -1.2, -1.0, -0.7, -1.9
 """Log-probabilities of one token under the engine, and under the policies before the update, now
@@ -87,8 +88,8 @@ MASKS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("cfg", "is_masked"), MASKS, ids=str)
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@table("cfg, is_masked", MASKS)
+@table("advantage", [2.0, -2.0])
 def test_tokens_are_masked_by_clipping_and_correction(
     monkeypatch: pytest.MonkeyPatch, cfg: dict[str, Any], is_masked: bool, advantage: float
 ) -> None:
@@ -122,7 +123,7 @@ VALUES: list[tuple[dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("cfg", "expected"), VALUES, ids=str)
+@table("cfg, expected", VALUES)
 def test_the_objective_adds_up(cfg: dict[str, Any], expected: float) -> None:
     value, _ = objective(WIDE | cfg)
     assert value == pytest.approx(expected)

@@ -15,6 +15,7 @@ from hone.config.algorithm import AlgorithmConfig, CriticConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.collating import collate
 from hone.types import Column, Group, Prompt, Reward, Row, Sample, StopReason
+from tests.tables import table
 
 NUMBERS = st.floats(-3, 3)
 
@@ -85,10 +86,8 @@ def group_of(rewards: list[float], mask: list[bool], stop: StopReason) -> Group:
     return Group(id="p", prompt=prompt, samples=samples)
 
 
-@pytest.mark.parametrize("stop", [StopReason.EOS, StopReason.LENGTH])
-@pytest.mark.parametrize(
-    "kl", [{}, {"kl": {"coef": 0.5, "placement": "reward", "estimator": "k1"}}]
-)
+@table("stop", [StopReason.EOS, StopReason.LENGTH])
+@table("kl", [{}, {"kl": {"coef": 0.5, "placement": "reward", "estimator": "k1"}}])
 def test_targets_are_advantages_and_what_the_critic_learns(
     stop: StopReason, kl: dict[str, Any]
 ) -> None:

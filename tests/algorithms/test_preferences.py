@@ -23,6 +23,7 @@ from hone.trainer.models import Models
 from hone.trainer.scorer import FrozenScorer
 from hone.trainer.trainer import Trainer
 from hone.types import Preference, Row
+from tests.tables import table
 from tests.trainer.examples import eager_twin, gradients, random_rows, tiny_model
 
 CUTS: list[dict[str, Any]] = [
@@ -100,7 +101,7 @@ def random_pairs(number: int, seed: int) -> Pairs:
     return Pairs(values(), values(), values(), values(), *lengths)
 
 
-@pytest.mark.parametrize("name", get_args(PairLossName))
+@table("name", get_args(PairLossName))
 def test_R21_each_loss_equals_its_formula(name: str) -> None:
     cfg = PreferenceConfig(beta=0.3, label_smoothing=0.1)
     pairs = random_pairs(40, seed=len(name))
@@ -113,7 +114,7 @@ def test_R21_each_loss_equals_its_formula(name: str) -> None:
         assert value == pytest.approx(by_hand(name, (float(c), float(r)), lengths, cfg), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(set(get_args(PairLossName)) - WITH_A_TARGET))
+@table("name", sorted(set(get_args(PairLossName)) - WITH_A_TARGET))
 def test_a_likelier_chosen_one_lowers_the_loss(name: str) -> None:
     """The planted mistake is the swap, which raises it. Of apo_down,
     which lowers the chosen one too, and losses with a target it does not hold."""
@@ -199,9 +200,7 @@ def assert_close(trainer: Trainer, expected: Any) -> None:
         assert float((got - expected[name]).abs().max()) / largest < 1e-5, name
 
 
-@pytest.mark.parametrize(
-    "loss", ["sigmoid", "ipo", "orpo", {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}]
-)
+@table("loss", ["sigmoid", "ipo", "orpo", {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}])
 def test_R1_the_gradient_of_pairs_does_not_depend_on_micro_batches(loss: Any) -> None:
     cfg, items = PreferenceConfig(loss=loss), preferences(8)
     value, expected = expected_gradient(cfg, items)
@@ -343,7 +342,7 @@ def test_a_pair_that_a_step_has_twice_is_two_units() -> None:
     assert len({row.unit for row in rows}) == 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@table("seed", range(3))
 def test_smoothing_is_a_mixture_of_both_orders(seed: int) -> None:
     pairs = random_pairs(10, seed)
     swapped = Pairs(

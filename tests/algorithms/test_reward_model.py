@@ -31,6 +31,7 @@ from hone.trainer.models import Models
 from hone.trainer.trainer import Trainer
 from hone.types import Preference, Row
 from tests.algorithms.test_preferences import CUTS
+from tests.tables import table
 from tests.trainer.examples import VOCAB, gradients, random_rows, tiny_model
 
 PAD = 0
@@ -139,7 +140,7 @@ def test_R1_loss_and_gradient_are_those_of_trl_however_rows_are_cut(center: floa
         assert_close(trainer, wanted)
 
 
-@pytest.mark.parametrize(
+@table(
     "mistake",
     ["swapped", "the token before the last", "padding is read", "mean of micro-batches", "margin"],
 )
@@ -167,7 +168,7 @@ def test_R1_planted_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPa
         assert_close(trainer, wanted)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@table("cut", CUTS)
 def test_metrics_have_the_names_and_values_of_trl(cut: dict[str, Any]) -> None:
     items = pairs(6)
     algorithm = RewardModeling(BradleyTerryConfig(), pad_id=PAD)

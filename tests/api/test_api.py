@@ -26,6 +26,7 @@ from hone.data.given import given_rows
 from hone.loops.launch import lock_run_dir
 from hone.notebook import following, is_notebook
 from hone.results import curves
+from tests.tables import table
 from tests.tiny_runs import lines, write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -272,7 +273,7 @@ def test_preferences_and_a_reward_model() -> None:
     assert "SequenceClassification" in (result.model_dir / "config.json").read_text()
 
 
-@pytest.mark.parametrize("kind", ["list", "generator", "DataFrame", "Dataset", "texts"])
+@table("kind", ["list", "generator", "DataFrame", "Dataset", "texts"])
 def test_kinds_of_rows(kind: str) -> None:
     held = [{"prompt": "a", "n": 1, "tags": ["x"]}, {"prompt": "b", "n": None, "tags": []}]
     given: Any = {

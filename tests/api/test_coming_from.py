@@ -16,6 +16,7 @@ import hone
 from hone.cli.quickstart import make_inputs
 from hone.config.aliases import alias_hint
 from hone.config.schema import nearest
+from tests.tables import table
 from tests.tiny_runs import lines
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def count(text: str) -> int:
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.split("\n"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@table("script", SCRIPTS)
 def test_rewards_and_data_are_those_of_the_original(script: Path) -> None:
     program, shell = ORIGINALS[script.stem]
     assert functions(program) == functions(script.read_text())
@@ -56,7 +57,7 @@ def keys() -> Iterator[tuple[str, str]]:
             yield from ((key, ours) for cell in theirs for key in re.findall(r"`([\w.]+)`", cell))
 
 
-@pytest.mark.parametrize(("theirs", "ours"), list(keys()))
+@table("theirs, ours", list(keys()))
 def test_keys_of_others_are_answered_with_ours(theirs: str, ours: str) -> None:
     path = theirs.split(".")
     told = alias_hint(hone.RLConfig, path) or f"{nearest(hone.RLConfig, path)}"

@@ -18,6 +18,7 @@ import hone
 from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
 from tests.api.own_functions import Missing, raising, zero
+from tests.tables import table
 from tests.tiny_runs import lines, write_inputs
 
 DATA = {"chat": "never", "max_prompt_tokens": 8}
@@ -216,7 +217,7 @@ def test_they_are_fifty() -> None:
     assert len(WRONG) >= 50
 
 
-@pytest.mark.parametrize("case", WRONG)
+@table("case", WRONG)
 def test_cause_and_remedy_and_no_foreign_traceback(
     case: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,12 +20,13 @@ from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, resolve
 from hone.config.rules import Finding, findings
 from hone.config.tree import SFTConfig
+from tests.tables import table
 
 CPU = torch.device("cpu")
 SIZES = [(ring, ulysses) for ring in (1, 2, 3, 4, 8) for ulysses in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), SIZES)
+@table("ring, ulysses", SIZES)
 def test_ranks_have_equal_parts_in_ascending_order(ring, ulysses):
     for num_tokens in (1, 2, 7, 24, 97, 1000):
         total = padded_tokens(num_tokens, ring=ring, ulysses=ulysses)
@@ -94,8 +95,8 @@ def computed(lengths, ring, window):
     return counts, work
 
 
-@pytest.mark.parametrize("ring", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(12))
+@table("ring", [2, 3, 4])
+@table("seed", range(12))
 def test_R7_every_score_is_computed_once_and_no_other(ring, seed):
     rng = random.Random(seed)
     lengths = [rng.choice((1, 2, 9, 25)) + rng.randrange(4) for _ in range(rng.randint(1, 6))]
@@ -136,8 +137,8 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("softcap", [None, 0.8])
-@pytest.mark.parametrize("name", BLOCKS)
+@table("softcap", [None, 0.8])
+@table("name", BLOCKS)
 def test_block_equals_the_definition(name, softcap):
     block = BLOCKS[name]
     options = {"scale": 0.7, "softcap": softcap}
@@ -159,7 +160,7 @@ def test_block_equals_the_definition(name, softcap):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("distance", [0.0, 30.0, -30.0, 200.0])
+@table("distance", [0.0, 30.0, -30.0, 200.0])
 def test_merging_halves_gives_the_whole(distance):
     """Also where one half outweighs the other beyond what exp can hold."""
     draw = torch.Generator().manual_seed(1)
@@ -188,8 +189,8 @@ def test_flash_operators_take_these_arguments():
     assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize(
-    ("size", "heads", "key_heads"),
+@table(
+    "size, heads, key_heads",
     [(1, 5, 5), (4, 8, 4), (4, 8, 2), (4, 8, 1), (8, 32, 8), (16, 32, 8)],
 )
 def test_heads_that_can_be_shared(size, heads, key_heads):
@@ -212,8 +213,8 @@ def told_of(
     return [x for x in findings(resolve(cfg, facts, Devices())) if x.keys[0] == key]
 
 
-@pytest.mark.parametrize(
-    ("size", "heads", "tensor", "allowed"),
+@table(
+    "size, heads, tensor, allowed",
     [(3, (8, 4), 1, "1, 2, 4, 8"), (4, (12, 6), 1, "1, 2, 3, 6, 12"), (8, (16, 8), 4, "1, 2, 4")],
 )
 def test_heads_that_cannot_be_shared_are_an_error(tmp_path, size, heads, tensor, allowed):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.attention.hopper import products
 from tests.interpreted import run_interpreted
+from tests.tables import table
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 
@@ -25,7 +26,7 @@ def test_packed_equals_twin(results, case):
     assert results[case]["error"] < MAX_ERROR
 
 
-@pytest.mark.parametrize("case", CASES)
+@table("case", CASES)
 def test_bits_depend_on_a_query_and_its_keys_alone(results, case):
     unequal = {name: count for name, count in results[case].items() if name != "error"}
     assert len(unequal) >= 15

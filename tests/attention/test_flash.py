@@ -7,6 +7,7 @@ import torch
 
 from hone.attention import PackedContext, flash, reference
 from tests.attention.twin import Pages, attend_one, attend_packed
+from tests.tables import table
 
 SCALE = 0.3
 
@@ -47,7 +48,7 @@ def _kernel_twin(request, monkeypatch):
     monkeypatch.setattr(flash, "_ASKS_FOR_SHARED_HEADS", request.param)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@table("window", [None, 1, 3, 100])
 def test_packed(window):
     lengths = [4, 1, 6]
     q, k, v = (torch.randn(sum(lengths), h, 8, dtype=torch.float64) for h in (4, 2, 2))
@@ -57,10 +58,8 @@ def test_packed(window):
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize(
-    ("query_lens", "key_lens"), [([4, 7], [4, 7]), ([3, 1, 5], [11, 6, 5])], ids=["whole", "prefix"]
-)
+@table("window", [None, 3])
+@table("query_lens, key_lens", [([4, 7], [4, 7]), ([3, 1, 5], [11, 6, 5])])
 def test_prefill(query_lens, key_lens, window):
     pages = Pages(query_lens, key_lens, dtype=torch.float64)
     context = pages.context

@@ -12,6 +12,7 @@ import torch
 from hone.attention import PackedContext, backends, flash4
 from hone.config.errors import UserError
 from tests.attention.twin import attend_packed
+from tests.tables import table
 
 SCALE = 0.3
 LENGTHS = [4, 1, 6]
@@ -96,7 +97,7 @@ def draw():
     return inputs, torch.randn(shapes[0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@table("window", [None, 1, 3, 100])
 def test_output_and_gradients(window):
     inputs, grad = draw()
     context = PackedContext.from_lengths(LENGTHS)
@@ -131,8 +132,8 @@ def test_gradients_are_reproducible_on_request():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(
-    ("major", "head_dim", "softcap", "expected"),
+@table(
+    "major, head_dim, softcap, expected",
     [
         (9, 128, None, "flash4"),
         (10, 64, None, "flash4"),

@@ -15,6 +15,7 @@ from hone.attention import ATTENTION_NAME, PackedContext
 from hone.attention.backends import choose_packed_backend, choose_paged_backend
 from hone.attention.interface import attend_paged, attention
 from tests.attention.twin import Pages, attend_packed
+from tests.tables import table
 
 LENGTHS = (3, 4)
 TOTAL = 7
@@ -77,7 +78,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@table("case", REFUSED)
 def test_refuses(case):
     arguments, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
@@ -128,7 +129,7 @@ def test_chunks_of_one_token_are_a_prefill_too():
     torch.testing.assert_close(attend(pages, pages.context), pages.expected(scale=0.5))
 
 
-@pytest.mark.parametrize("spread", [1e-3, 1.0, 300.0])
+@table("spread", [1e-3, 1.0, 300.0])
 def test_calibration_leaves_room_and_keeps_precision(spread):
     pages = Pages([6, 3], [6, 3], fp8=True)
     pages.k, pages.v = pages.k * spread, pages.v * spread * 7

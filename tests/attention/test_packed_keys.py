@@ -14,6 +14,7 @@ from tests.attention import test_flash, test_flash4
 from tests.attention.keys import branching
 from tests.attention.twin import attend_packed
 from tests.interpreted import run_interpreted
+from tests.tables import table
 
 SCALE = 0.3
 
@@ -34,8 +35,8 @@ def expected(context: PackedContext, inputs: list[torch.Tensor], window: int | N
     return torch.cat([x[-n:] for x, n in zip(pieces, context.lengths, strict=True)])
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("backend", ["reference", "flash", "flash4"])
+@table("window", [None, 1, 3, 100])
+@table("backend", ["reference", "flash", "flash4"])
 def test_output_and_gradients(backend: str, window: int | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backends, "_packed_backend", lambda q, softcap: backend)
     monkeypatch.setattr(flash, "varlen_attn", test_flash.varlen_twin)

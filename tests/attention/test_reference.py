@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from hone.attention import reference
 from tests.attention.twin import Pages, attend_packed
+from tests.tables import table
 
 SCALE = 0.3
 OPTIONS = [
-    pytest.param({}, id="causal"),
-    pytest.param({"window": 3}, id="window"),
-    pytest.param({"window": 100}, id="window-longer-than-all"),
-    pytest.param({"softcap": 0.7}, id="softcap"),
-    pytest.param({"softcap": 0.7, "window": 4}, id="softcap-window"),
+    {},
+    {"window": 3},
+    {"window": 100},  # longer than all
+    {"softcap": 0.7},
+    {"softcap": 0.7, "window": 4},
 ]
 HEADS = [(4, 2), (6, 1), (3, 3)]
 
@@ -46,8 +47,8 @@ def check_packed(lengths, heads, options, attend=reference.packed_attention, see
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("options", OPTIONS)
+@table("heads", HEADS)
+@table("options", OPTIONS)
 def test_packed_equals_twin(heads, options):
     check_packed([5, 1, 9, 1, 6, 9, 2], heads, options)
 
@@ -55,7 +56,7 @@ def test_packed_equals_twin(heads, options):
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.sampled_from(OPTIONS))
 def test_packed_equals_twin_for_any_lengths(lengths, options):
-    check_packed(lengths, (2, 1), options.values[0], seed=sum(lengths))
+    check_packed(lengths, (2, 1), options, seed=sum(lengths))
 
 
 WRONG_PACKED = {
@@ -74,7 +75,7 @@ WRONG_PACKED = {
 }
 
 
-@pytest.mark.parametrize("bug", WRONG_PACKED)
+@table("bug", WRONG_PACKED)
 def test_R7_packed_check_catches(bug):
     with pytest.raises(AssertionError):
         check_packed([6, 4, 7], (4, 2), {"window": 3}, attend=WRONG_PACKED[bug])
@@ -99,21 +100,21 @@ def check_paged(query_lens, key_lens, options, *, mutate=lambda context: context
 
 
 PAGED = [
-    pytest.param([1, 1, 1, 1], [1, 9, 4, 17], id="decode"),
-    pytest.param([4, 7, 4], [4, 7, 4], id="whole-prompts"),
-    pytest.param([3, 5, 1, 3, 1], [10, 5, 8, 3, 1], id="chunks-and-decode"),
-    pytest.param([4, 1], [8, 5], id="chunk-on-a-block-border"),
+    ([1, 1, 1, 1], [1, 9, 4, 17]),  # decode
+    ([4, 7, 4], [4, 7, 4]),  # whole prompts
+    ([3, 5, 1, 3, 1], [10, 5, 8, 3, 1]),  # chunks and decode
+    ([4, 1], [8, 5]),  # a chunk ends on a block's border
 ]
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize(("query_lens", "key_lens"), PAGED)
-@pytest.mark.parametrize("options", OPTIONS)
+@table("block_size", [1, 4, 16])
+@table("query_lens, key_lens", PAGED)
+@table("options", OPTIONS)
 def test_paged_equals_twin(query_lens, key_lens, options, block_size):
     check_paged(query_lens, key_lens, options, block_size=block_size)
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@table("heads", HEADS)
 def test_paged_head_groups(heads):
     check_paged([2, 1], [6, 9], {}, num_heads=heads[0], num_kv_heads=heads[1])
 
@@ -133,8 +134,8 @@ WRONG_CONTEXT = {
 }
 
 
-@pytest.mark.parametrize("bug", WRONG_CONTEXT)
-@pytest.mark.parametrize("query_lens", [[1, 1], [3, 2]], ids=["decode", "prefill"])
+@table("bug", WRONG_CONTEXT)
+@table("query_lens", [[1, 1], [3, 2]])
 def test_paged_check_catches(bug, query_lens):
     with pytest.raises(AssertionError):
         check_paged(query_lens, [14, 9], {}, mutate=WRONG_CONTEXT[bug])
@@ -151,8 +152,8 @@ def test_slot_minus_one_stores_nothing():
         assert row.count_nonzero() == 2 * 8
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("options", OPTIONS)
+@table("fp8", [False, True])
+@table("options", OPTIONS)
 def test_decode_equals_twin(options, fp8):
     pages = Pages([1] * 4, [3, 9, 4, 17], groups=[((1, 3), 8)], dtype=torch.float64, fp8=fp8)
     context = pages.decode_context(num_groups=1, members=2)

@@ -20,6 +20,7 @@ from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine
 from hone.models.tiny import SHAPES, make_tiny_model
 from tests.bench.test_vllm_runner import FAKE
+from tests.tables import table
 
 
 @pytest.fixture
@@ -150,8 +151,8 @@ def test_what_does_not_fit_is_told_before_vllm_runs(
 
 
 @pytest.mark.usefixtures("folder", "nothing_runs")
-@pytest.mark.parametrize(
-    ("world_size", "size", "text"),
+@table(
+    "world_size, size, text",
     [
         ("2", 1, "tensor_parallel_size is 1, and not the number of processes (2)"),
         ("4", 2, "is 2, and not the number of processes (4)"),
@@ -199,8 +200,8 @@ def test_exact_mode_reaches_model_and_engine(
 
 
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize(
-    ("flags", "texts"),
+@table(
+    "flags, texts",
     [
         (["--workload=unifrom"], ["'unifrom'", "Did you mean 'uniform'?"]),
         (["--workload=nothing.jsonl"], ["a file of requests, or one of decode, uniform"]),
@@ -236,7 +237,7 @@ def test_mistakes(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (folder / "folder.json").mkdir()
+    (folder / "folder.json").mkdir(exist_ok=True)
     (folder / "bad.jsonl").write_text('{"prompt_tokens": 1, "max_tokens": 1}\n{"max_token": 1}\n')
     text = output(capsys, *BASE, *flags, code=2) + caplog.text
     assert "Traceback" not in text

@@ -17,6 +17,7 @@ from hone.engine.scheduler import Plan
 from hone.families.shape import ModelShape
 from tests.bench.fakes import SHAPE, FakeEngine, limits, request
 from tests.models.test_generation_model import make_model
+from tests.tables import table
 
 REQUESTS = (request("a", 3, 2), request("b", 5, 4), request("c", 2, 1))
 
@@ -65,8 +66,8 @@ def test_steps_with_a_preempted_or_a_prefilling_sequence_are_no_decode_steps() -
         assert 10 not in [x.num_keys for x in left]
 
 
-@pytest.mark.parametrize("max_in_flight", [0, 1])
-@pytest.mark.parametrize("max_num_batched_tokens", [8, 64])
+@table("max_in_flight", [0, 1])
+@table("max_num_batched_tokens", [8, 64])
 def test_a_step_that_recomputes_a_preempted_sequence_is_no_decode_step(
     max_num_batched_tokens: int, max_in_flight: int
 ) -> None:

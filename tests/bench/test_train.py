@@ -23,6 +23,7 @@ from hone.config.tree import BenchTrainConfig
 from hone.models.tiny import make_tiny_model
 from hone.trainer.optimizer import Optimizer
 from tests.bench.test_command import output
+from tests.tables import table
 
 BASE = ("bench", "train", "--model.path=model", "--model.init=random", "--run.device=cpu")
 SMALL = ("--steps=2", "--warmup_steps=1", "--trainer.max_tokens_per_microbatch=40")
@@ -197,8 +198,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize(
-    ("flags", "texts"),
+@table(
+    "flags, texts",
     [
         (
             ["--rows.tokens=400", "--trainer.max_tokens_per_microbatch=300"],

@@ -13,6 +13,7 @@ from hone.bench.workloads import decode, groups, make_workload, read_requests, u
 from hone.config import UserError
 from hone.config.bench import BenchModelConfig, DecodeConfig
 from hone.config.tree import BenchEngineConfig
+from tests.tables import table
 
 VOCAB = 1000
 
@@ -117,8 +118,8 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
     assert [x.id for x in workload.requests] == ["1/0", "1/1", "3/0"]
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
+@table(
+    "line, text",
     [
         ('{"prompt_tokens": 3', "no JSON object"),
         ("[1]", "no JSON object"),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.tables import table
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
 from hone.checkpoint.store import CheckpointStore
@@ -38,7 +39,7 @@ def test_R17_random_state_resumes(tmp_path: Path) -> None:
     check_resumes(tmp_path)
 
 
-@pytest.mark.parametrize("lose", ["python", "numpy", "torch"])
+@table("lose", ["python", "numpy", "torch"])
 def test_R17_a_generator_left_out_turns_red(lose: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         check_resumes(tmp_path, lose)

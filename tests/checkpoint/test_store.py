@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tables import table
 
 from hone.checkpoint import atomic
 from hone.checkpoint import tree as tree_module
@@ -74,7 +75,7 @@ def test_R17_state_comes_back_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Mon
         assert file.read_bytes() == (again.folder / "step_7" / file.name).read_bytes()
 
 
-@pytest.mark.parametrize("planted", ["float32 only", "rounded numbers", "ties cut"])
+@table("planted", ["float32 only", "rounded numbers", "ties cut"])
 def test_R17_lossy_storage_turns_red(
     tmp_path: Path, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +124,7 @@ def test_any_plain_tree_round_trips(tree: Any, tmp_path_factory: pytest.TempPath
     assert_same(in_memory(read_tree(folder, "x")), tree)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@table("dtype", DTYPES)
 def test_tensors_of_any_shape_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
     base = torch.randn(4, 6).mul(50).to(dtype)
     tree = {
@@ -138,8 +139,8 @@ def test_tensors_of_any_shape_round_trip(dtype: torch.dtype, tmp_path: Path) -> 
     assert_same(in_memory(read_tree(tmp_path, "x")), tree)
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
+@table(
+    "part, message",
     [
         ({"a": [{"b": object()}]}, r"optimizer\.a\.0\.b is a object"),
         ({"state": {0: 1}}, r"optimizer\.state has the key 0"),
@@ -155,8 +156,8 @@ def test_what_cannot_be_stored_is_refused_before_writing(
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("name", ["model", "optimizer", "data", "samples"])
-@pytest.mark.parametrize("how", ["never saved", "deleted"])
+@table("name", ["model", "optimizer", "data", "samples"])
+@table("how", ["never saved", "deleted"])
 def test_R17_any_missing_component_is_refused_by_name(name: str, how: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     parts = state(1)
@@ -209,8 +210,8 @@ def test_a_skipped_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
         store.load()
 
 
-@pytest.mark.parametrize(
-    ("keep_last", "keep_best", "kept"),
+@table(
+    "keep_last, keep_best, kept",
     [(2, True, [2, 5, 6]), (2, False, [5, 6]), (1, True, [2, 6]), (9, True, [1, 2, 3, 4, 5, 6])],
 )
 def test_pruning(keep_last: int, keep_best: bool, kept: list[int], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from hone.cli.completion import SHELLS
 from hone.cli.main import COMMANDS, main
+from tests.tables import table
 
 CASES: list[tuple[str, set[str], set[str]]] = [
     ("hone ", set(COMMANDS), {"gsm8k", "--run.steps"}),
@@ -106,7 +107,7 @@ def in_fish(line: str, folder: Path) -> set[str]:
         for name in SHELLS
     ],
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+@table("case", CASES)
 def test_what_is_offered(shell: str, case: tuple[str, set[str], set[str]], tmp_path: Path) -> None:
     line, offered, not_offered = case
     (tmp_path / "mine.yaml").write_text("")
@@ -115,7 +116,7 @@ def test_what_is_offered(shell: str, case: tuple[str, set[str], set[str]], tmp_p
     assert not not_offered & found
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@table("shell", SHELLS)
 def test_a_script_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out

@@ -18,6 +18,7 @@ from hone.families.shape import public_configs
 from hone.planner.fitting import check_gpu_memory
 from tests.cli.planned_figures import PLAN, planned_comment
 from tests.config import workspace as files
+from tests.tables import table
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml"))
@@ -81,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@table("recipe", RECIPES)
 def test_R22_every_example_passes_its_check_and_fits(recipe: str, folder: Path) -> None:
     shipped = load_config(RLConfig, EXAMPLES / recipe, [])
     cfg = with_local_model(recipe, folder)
@@ -96,7 +97,7 @@ def test_R22_every_example_passes_its_check_and_fits(recipe: str, folder: Path) 
     assert [int(n) for n in gpus.split("+")] == [nproc, *apart]
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if PLAN.search((EXAMPLES / r).read_text())])
+@table("recipe", [r for r in RECIPES if PLAN.search((EXAMPLES / r).read_text())])
 def test_the_plan_in_a_comment_is_what_the_planner_says(recipe: str) -> None:
     """After a change: `python -m tests.cli.planned_figures`."""
     found = PLAN.search((EXAMPLES / recipe).read_text())

@@ -33,7 +33,7 @@ from hone.observe.resumed_run import save_config
 from tests.config import workspace as files
 from tests.config.rule_rows import ROWS
 from tests.config.workspace import BASE
-from tests.tables import check_rows
+from tests.tables import check_rows, table
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def raising(error: BaseException) -> ModuleType:
 # -- help ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+@table("argv", [[], ["--help"], ["-h"], ["help"]])
 def test_hone_alone_teaches(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *argv)
     for command in COMMANDS:
@@ -83,7 +83,7 @@ def check_help(command: str, text: str) -> None:
             assert f"--{field.key} {field.allowed}" in flat, field.key
 
 
-@pytest.mark.parametrize("command", RECIPE_TREES)
+@table("command", RECIPE_TREES)
 def test_R22_help_explains_every_key(
     command: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +116,7 @@ def test_help_of_one_section(workspace: Path, capsys: pytest.CaptureFixture[str]
     assert text.startswith("  --trainer.recompute\n      one of off, selective, full, or uniform:N")
 
 
-@pytest.mark.parametrize("command", _FIRST_PAGES)
+@table("command", _FIRST_PAGES)
 def test_the_first_page_of_a_command(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,8 +218,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # -- exit codes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
+@table(
+    "error, text",
     [
         (UserError("too bad"), "error: too bad\n"),
         (ValueError("odd"), "error: odd\n(HONE_TRACEBACK=1 shows where)\n"),
@@ -269,7 +269,7 @@ def test_each_of_several_errors_says_so(
     assert sum(line.startswith("error: ") for line in lines) == 2
 
 
-@pytest.mark.parametrize("name", ["LostPeerError", "WorkersLostError", "StaleWeightsError"])
+@table("name", ["LostPeerError", "WorkersLostError", "StaleWeightsError"])
 def test_errors_that_explain_themselves_exit_with_1_and_no_traceback(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,8 +295,8 @@ def test_ctrl_c_exits_with_130(
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("launcher", ["hone", "torchrun", None])
+@table("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@table("launcher", ["hone", "torchrun", None])
 def test_the_exit_code_names_the_signal_that_stopped_a_run(
     number: signal.Signals, launcher: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,8 +427,8 @@ def test_nproc_is_given_once_and_not_to_benchmarks(
         assert f"torchrun --nproc-per-node N -m hone bench {name}" in told
 
 
-@pytest.mark.parametrize(
-    ("host", "said"),
+@table(
+    "host, said",
     [
         (("cpu", 3, 0), None),
         (
@@ -479,7 +479,7 @@ def test_R22_more_processes_than_the_host_can_serve_are_refused(
     assert f"errors: {is_refused:d}" in told
 
 
-@pytest.mark.parametrize("command", RECIPE_TREES)
+@table("command", RECIPE_TREES)
 def test_check_as_json(command: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = json.loads(output(capsys, "check", command, *BASE[command], "--json"))
     assert outcome["findings"] == []
@@ -497,8 +497,8 @@ def test_check_reads_recipes_and_usage(workspace: Path, capsys: pytest.CaptureFi
     assert "model: got 3 (flag --model=3)" in text
 
 
-@pytest.mark.parametrize(
-    ("command", "flag", "said"),
+@table(
+    "command, flag, said",
     [
         ("rl", "--reward.functions=[{fn: exact_match, args: {patern: x}}]", "no setting 'patern'"),
         ("eval", "--reward.functions=[{fn: overlong, args: {buffer_tokens: 9999}}]", "9999, more"),
@@ -660,7 +660,7 @@ def test_a_run_that_is_over_says_so_without_torch(workspace: Path) -> None:
     check_rows(dict(zip(OVER, rows, strict=True)), check)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@table("name", recipe_names())
 def test_shipped_recipes_load(name: str) -> None:
     """Every recipe in the package fills the tree of at least one command."""
     from hone.config.load import load_config, resolve_recipe
@@ -677,8 +677,8 @@ def test_shipped_recipes_load(name: str) -> None:
     assert loaded, "\n".join(problems)
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "flag", "told"),
+@table(
+    "num_gpus, flag, told",
     [
         (
             0,
@@ -716,8 +716,8 @@ def test_check_refuses_more_processes_than_this_host_has_cores_for(
         )
 
 
-@pytest.mark.parametrize(
-    ("path", "is_told"),
+@table(
+    "path, is_told",
     [("someone/else-7b", True), ("Qwen/Qwen3-0.6B", False), ("model", False), ("./none", False)],
 )
 def test_check_says_where_sizes_are_not_known(

@@ -13,6 +13,7 @@ import pytest
 from hone.cli import openmp
 from hone.cli.openmp import num_threads_for, set_up_openmp
 from hone.families.shape import ModelShape
+from tests.tables import table
 from tests.tiny_runs import tiny_config, write_inputs
 
 QUICKSTART = ModelShape(
@@ -40,8 +41,8 @@ SMALL = ModelShape(
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "given", "made"),
+@table(
+    "asked, given, made",
     [
         (("cpu", QUICKSTART, 1), {}, PASSIVE | {"OMP_NUM_THREADS": "1"}),
         (("auto", QUICKSTART, 1), {}, PASSIVE | {"OMP_NUM_THREADS": "1"}),

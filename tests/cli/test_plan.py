@@ -23,6 +23,7 @@ from hone.planner.fitting import does_fit
 from hone.planner.simulator import Placement
 from tests.config import workspace
 from tests.config.workspace import BASE
+from tests.tables import table
 
 SMALL = (
     "--model.shape=qwen3-0.6b",
@@ -50,7 +51,7 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str
     return captured.out + captured.err
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+@table("argv", [[], ["--help"], ["-h"]])
 def test_help_teaches(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *argv)
     assert "hone plan gsm8k --plan.gpus 8" in text

@@ -21,6 +21,7 @@ from hone.models.tiny import make_bpe_tokenizer, make_tiny_model
 from hone.planner.fitting import check_gpu_memory
 from hone.recipes.instructions import follows
 from tests.config import workspace as files
+from tests.tables import table
 from tests.tiny_runs import lines
 
 TRAINED = ("code", "dapo-maths", "gsm8k", "instructions")
@@ -121,7 +122,7 @@ def test_copies_are_the_users_and_overwrite_nothing(
     assert "there is no folder 'no'" in output(capsys, "recipes", "copy", "code", "no/x", code=2)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@table("name", TRAINED)
 def test_R22_every_recipe_passes_its_check_and_fits_its_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,8 +196,8 @@ def test_every_recipe_runs_with_a_tiny_model(
     assert Path("runs", name, "model", "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("completion", "checks", "share"),
+@table(
+    "completion, checks, share",
     [
         ("<answer>loire, ebro</answer>", {"lowercase": True, "max_words": 2}, 1.0),
         ("<think>LONG</think><answer>Loire</answer>", {"lowercase": True, "max_words": 2}, 0.5),

@@ -19,6 +19,7 @@ from hone.config.hardware import known_gpu
 from hone.config.load import load_config
 from hone.config.tree import PlanConfig, RLConfig
 from hone.planner.gain import Measured, simulated
+from tests.tables import table
 from tests.tiny_runs import write_inputs
 
 FLAGS = (
@@ -206,8 +207,8 @@ def test_the_recipe_passes_the_check_and_is_the_fastest(
     assert written.rollout == winner.cfg.rollout
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
+@table(
+    "words, said",
     [
         (["--candidates=0"], "--candidates takes a whole number above 0, got '0'"),
         (["--steps-each=1.5"], "--steps-each takes a whole number"),
@@ -230,8 +231,8 @@ def test_help_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("log", "code", "said"),
+@table(
+    "log, code, said",
     [
         ("", -signal.SIGKILL, OUT_OF_MEMORY),
         ("x\nerror: a.b is 1\nmore\n", 2, "a.b is 1 (log.txt)"),

@@ -10,6 +10,7 @@ import pytest
 
 from hone.cli.main import main
 from tests.config import workspace as files
+from tests.tables import table
 
 GOOD = "model: {path: model}\ndata: {train: [{path: train.jsonl}]}\n"
 FILES: dict[str, str | bytes] = {
@@ -174,7 +175,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("line", "told"), ROWS)
+@table("line, told", ROWS)
 def test_it_is_refused_with_cause_and_remedy(
     line: str, told: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hone.config.address import address_problem, name_of_address, names_code
 from hone.config.reward import RewardConfig
+from tests.tables import table
 
 NAMES = {
     "http://localhost:5000/get_reward": "localhost_get_reward",
@@ -28,14 +27,14 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("address", NAMES)
+@table("address", NAMES)
 def test_a_good_address_has_a_name(address: str) -> None:
     assert address_problem(address) is None
     assert name_of_address(address) == NAMES[address]
     assert not names_code(address)
 
 
-@pytest.mark.parametrize("address", PROBLEMS)
+@table("address", PROBLEMS)
 def test_what_is_wrong_with_an_address(address: str) -> None:
     problem = address_problem(address)
     assert problem is not None

@@ -20,6 +20,7 @@ from hone.config.tree import (
     RLConfig,
     SFTConfig,
 )
+from tests.tables import table
 
 NEEDED = ["--model.path=m", "--data.train=[{path: d.jsonl}]"]
 NOT_YET = "not served yet"
@@ -186,7 +187,7 @@ def hint(tree: type, flags: list[str], recipe: Path | None = None) -> str:
     return str(caught.value).partition("unknown key (")[2].partition("); ")[2]
 
 
-@pytest.mark.parametrize(("name", "parts"), [(name, parts) for name, *parts in ROWS])
+@table("name, parts", [(name, parts) for name, *parts in ROWS])
 def test_R22_names_of_other_frameworks(name: str, parts: list[str], tmp_path: Path) -> None:
     """The first key that the message names is the right one, by flag and in a recipe."""
     is_key = parts[0] not in (NOT_YET, ALWAYS)
@@ -208,7 +209,7 @@ def test_R22_names_of_other_frameworks(name: str, parts: list[str], tmp_path: Pa
     assert in_recipe.startswith(f"did you mean {parts[0]}" if is_key else parts[0]), in_recipe
 
 
-@pytest.mark.parametrize("section", ["reward_model", "actor_rollout_ref", "vllm", "ds"])
+@table("section", ["reward_model", "actor_rollout_ref", "vllm", "ds"])
 def test_a_section_of_another_framework_in_a_recipe(section: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(to_yaml({section: {"lr": 1}}))
@@ -243,8 +244,8 @@ def test_every_alias_names_keys_that_exist() -> None:
             assert any(schema.locate(tree, path) for tree in TREES.values()), f"{row.names=} {key=}"
 
 
-@pytest.mark.parametrize(
-    ("tree", "key", "told"),
+@table(
+    "tree, key, told",
     [
         (RLConfig, "plan.gpus", "it is a key of `hone plan`, not of this command"),
         (RLConfig, "model.shape", "it is a key of `hone plan`, `hone bench engine`"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from hone.config.fit import fit_to_context
 from hone.config.load import load_config
 from hone.config.tree import TREES
+from tests.tables import table
 
 NEEDED = ["--model.path=m", "--data.train=[{path: t.jsonl}]", "--data.eval=[{path: e.jsonl}]"]
 P, R, E, G = (
@@ -19,8 +18,8 @@ P, R, E, G = (
 )
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "context", "chosen"),
+@table(
+    "command, flags, context, chosen",
     [
         ("rl", "", 4096, {}),
         ("rl", "", 2048, {}),

@@ -10,6 +10,7 @@ import pytest
 
 from hone.config.function_code import code_digest
 from hone.config.inherited import inheriting
+from tests.tables import table
 
 FIRST = "def f(completion, scale=1):\n    return [len(x) * scale for x in completion]\n"
 SAME = {
@@ -59,12 +60,12 @@ def test_the_same_code_has_the_same_digest(change: str) -> None:
     assert digest(SAME[change]) == digest(FIRST)
 
 
-@pytest.mark.parametrize("change", OTHER)
+@table("change", OTHER)
 def test_other_code_has_another(change: str) -> None:
     assert digest(OTHER[change]) != digest(FIRST)
 
 
-@pytest.mark.parametrize(("program", "old", "new"), USES)
+@table("program, old, new", USES)
 def test_what_it_uses_of_its_module_belongs_to_it(program: str, old: str, new: str) -> None:
     changed = program.replace(old, new, 1)
     assert digest(changed) != digest(program) == digest(f"unused = 1\n{program}")

@@ -23,6 +23,7 @@ from hone.config.model import ModelConfig
 from hone.data.sources import read_source
 from hone.models.load import load_deferred, load_model
 from hone.models.tokenizer import load_tokenizer
+from tests.tables import table
 from tests.tiny_runs import write_inputs
 
 NAME = "no-one/nothing"
@@ -145,8 +146,8 @@ def test_a_cached_data_set_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not constants.HF_HUB_OFFLINE
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "environment", "connected"),
+@table(
+    "endpoint, environment, connected",
     [
         ("https://huggingface.co", {}, ("huggingface.co", 443)),
         ("http://mirror.example", {}, ("mirror.example", 80)),
@@ -165,6 +166,7 @@ def test_whom_the_hub_is_reached_through(
     connected: tuple[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    hub.unreachable.cache_clear()
     asked: list[tuple[str, int]] = []
 
     def connect(address: tuple[str, int], timeout: float) -> socket.socket:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hone.config import schema
 from hone.config.base import Section
 from hone.config.tree import TREES, RLConfig
+from tests.tables import table
 
 
-@pytest.mark.parametrize("tree", TREES.values())
+@table("tree", TREES.values())
 def test_every_key_has_help_and_allowed_values(tree: type[Section]) -> None:
     for field in schema.fields(tree):
         assert len(field.help) >= 12, f"{field.key} has no docstring"

@@ -18,6 +18,7 @@ from hone.config.base import Section
 from hone.config.load import dump_config, load_config, resolve_recipe
 from hone.config.recipe import to_yaml
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from tests.tables import table
 
 TREES = [RLConfig, SFTConfig, EvaluateConfig, GenerateConfig]
 NEEDED = ["--model.path=m", "--data.train=[{path: t.jsonl}]"]
@@ -40,7 +41,7 @@ def message(*flags: str, text: str | None = None, folder: Path | None = None) ->
 # -- spellings ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@table(
     "flags",
     [
         ["--rollout.n_samples_per_prompt", "3"],
@@ -56,8 +57,8 @@ def test_spellings_of_a_value(flags: list[str]) -> None:
     assert load(*flags).rollout.n_samples_per_prompt == 3
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
+@table(
+    "flags, expected",
     [
         (["--trainer.offload_activations"], True),
         (["--trainer.offload_activations", "true"], True),
@@ -161,8 +162,8 @@ def test_missing_keys_are_named_with_their_help() -> None:
     assert "data.train.0.path: required" not in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "part"),
+@table(
+    "flags, part",
     [
         (["--run.steps"], "--run.steps needs a value; allowed: whole number >= 1"),
         (["--run.steps=true"], "run.steps: got True"),
@@ -200,8 +201,8 @@ def test_mistakes_in_flags(flags: list[str], part: str) -> None:
     assert part in message(*flags)
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
+@table(
+    "text, part",
     [
         ("- 1", "must be a mapping"),
         ("run: {seed: 1\n", "not valid YAML: line"),
@@ -228,8 +229,8 @@ def test_recipes_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             resolve_recipe(name)
 
 
-@pytest.mark.parametrize(
-    ("tree", "recipe_name", "text", "folder"),
+@table(
+    "tree, recipe_name, text, folder",
     [
         (RLConfig, "my.yaml", "", "runs/my"),
         (RLConfig, "my.v2.yml", "run:", "runs/my.v2"),
@@ -301,7 +302,7 @@ def _same_section_only(tree: type[Section], path: Any) -> list[str]:
     return [path[0]]
 
 
-@pytest.mark.parametrize("bug", [_first_key, _same_section_only, lambda tree, path: []])
+@table("bug", [_first_key, _same_section_only, lambda tree, path: []])
 def test_R22_suggestions_planted(bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hone.config.flags.nearest", bug)
     with pytest.raises(AssertionError):

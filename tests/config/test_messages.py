@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.config.test_rules import findings
+from tests.tables import table
 
 LONG = (
     "model.path=Qwen/Qwen3-0.6B data.max_prompt_tokens=1024 rollout.max_completion_tokens=130000 "
@@ -85,7 +84,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("command", "flags", "said", "unsaid"), ROWS)
+@table("command, flags, said, unsaid", ROWS)
 def test_R22_messages_advise_what_serves(
     command: str, flags: str, said: list[str], unsaid: list[str], workspace: Path
 ) -> None:

@@ -15,6 +15,7 @@ from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.families.shape import ModelShape
 from hone.planner.lines import plan_lines
 from tests.config.workspace import BASE, CONTEXT
+from tests.tables import table
 
 # Columns: prompts, n, prompts a mini-batch, epochs, run steps, prompt tokens, completion tokens ->
 # samples a step, optimizer steps a rollout, samples an optimizer step, optimizer steps, tokens.
@@ -136,12 +137,12 @@ def check_golden() -> None:
         check_local(case)
 
 
-@pytest.mark.parametrize("case", GLOBAL)
+@table("case", GLOBAL)
 def test_R22_golden_global_counts(case: tuple[Any, Any]) -> None:
     check_global(case)
 
 
-@pytest.mark.parametrize("case", LOCAL)
+@table("case", LOCAL)
 def test_R22_golden_micro_batches(case: tuple[Any, Any]) -> None:
     check_local(case)
 
@@ -162,8 +163,8 @@ def _rounded_down(plan: RunPlan) -> int:
     return plan.rows_per_data_rank // plan.min_micro_batch
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "bug"),
+@table(
+    "owner, name, bug",
     [
         (BatchArithmetic, "optimizer_steps_per_rollout", _epochs_forgotten),
         (BatchArithmetic, "optimizer_steps_per_rollout", _mini_batch_in_samples),
@@ -181,8 +182,8 @@ def test_R22_planted_batch_words(
 NAMES = ("weights_gib", "masters_gib", "gradients_gib", "optimizer_gib", "total_gib", "host_gib")
 
 
-@pytest.mark.parametrize(
-    ("flags", "num_bytes"),
+@table(
+    "flags, num_bytes",
     [
         (("--run.device=cuda",), (2, 4, 4, 8, 18, 0)),
         (("--run.device=cpu",), (4, 0, 4, 8, 16, 0)),

@@ -6,8 +6,9 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +27,9 @@ from hone.config.rules import Finding, facts
 from hone.config.rules.view import Fact
 from hone.config.tree import TREES, RLConfig
 from hone.families.spec import PROJECTIONS
-from tests.config import rule_rows
-from tests.config.rule_rows import ROWS, Row
+from tests.config.rule_rows import BY_TOPIC, ROWS, Row
 from tests.config.workspace import BASE
+from tests.tables import check_rows, table
 
 HERE: list[tuple[Row, dict[str, Any]]] = [
     (("rl", "run.device=cuda", "error", "run.device"),
@@ -79,18 +80,16 @@ def findings(command: str, flags: str, **known: Any) -> list[Finding]:
     return rules.findings(planned(command, flags), **known)
 
 
-def assert_found(row: Row, **known: Any) -> None:
+def assert_found(row: Row, **known: Any) -> Finding:
     """The row's problem is reported once, at its level, and its text names all its keys."""
     command, flags, level, keys = row
-    found = [
-        x
-        for x in findings(command, flags, **known)
-        if x.level == level and set(keys.split()) <= set(x.keys)
-    ]
+    all_found = findings(command, flags, **known)
+    found = [x for x in all_found if x.level == level and set(keys.split()) <= set(x.keys)]
     assert len(found) == 1, f"{flags=} {found=}"
     for key in found[0].keys:
         assert key in found[0].message, f"{key=} {found[0].message=}"
     assert len(found[0].message) > len(keys) + 20
+    return found[0]
 
 
 def test_a_model_that_is_not_there_is_told_from_one_on_the_hub(workspace: Path) -> None:
@@ -109,17 +108,119 @@ def assert_table(rows: Iterable[Row]) -> None:
         assert_found(row, **known)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
-def test_R22_bad_combinations_are_found(row: Row, read_workspace: Path) -> None:
-    assert_found(row)
+def check_topic(topic: ModuleType) -> None:
+    """Its rows are found, what their messages advise serves, and each of its rules has a row."""
+    found: set[rules.Rule] = set()
+
+    def check(row: Row) -> None:
+        with noting_rules(found):
+            finding = assert_found(row)
+        assert_advice_serves(row, finding)
+
+    check_rows([(row,) for row in BY_TOPIC[_name(topic)]], check)
+    lacking = [rule for rule in topic.RULES if rule not in found | _found_elsewhere()]
+    assert not lacking, "\n".join(f"{rule.when} {rule.says} {rule.only}" for rule in lacking)
 
 
-@pytest.mark.parametrize("command", TREES)
+@contextmanager
+def noting_rules(found: set[rules.Rule]) -> Iterator[None]:
+    """Every rule that applies meanwhile is in `found`."""
+    real = rules.matches
+
+    def matches(plan: RunPlan, **known: Any) -> Iterator[tuple[rules.Rule, Finding]]:
+        for rule, finding in real(plan, **known):
+            found.add(rule)
+            yield rule, finding
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "matches", matches)
+        yield
+
+
+@cache
+def _found_elsewhere() -> set[rules.Rule]:
+    """Rules on the host and on packages, which have tables of their own."""
+    found: set[rules.Rule] = set()
+    with noting_rules(found), pytest.MonkeyPatch.context() as patch:
+        for (command, flags, *_), known in HERE:
+            findings(command, flags, **known)
+        patch.setattr(extras, "is_installed", lambda name: False)
+        for command, flags, *_ in NEEDS:
+            findings(command, flags)
+        patch.setattr(facts, "installed_version", lambda name: "0.99.1")
+        patch.setattr("hone.config.vllm.cpu_head_dims", lambda: [8])
+        findings("rl", "engine.backend=vllm run.device=cpu")
+    return found
+
+
+def _name(topic: ModuleType) -> str:
+    return topic.__name__.rpartition(".")[2]
+
+
+def assert_advice_serves(row: Row, finding: Finding) -> None:
+    """Set the key to the value that is named, or remove it, and the finding is gone."""
+    command, flags, level, _ = row
+    for changed in _advised(flags, finding.message):
+        left = [(x.level, x.keys) for x in findings(command, changed)]
+        assert (level, finding.keys) not in left, finding.message
+
+
+def test_R22_bad_combinations_of_files(read_workspace: Path) -> None:
+    check_topic(rules.files)
+
+
+def test_R22_bad_combinations_of_rewards(read_workspace: Path) -> None:
+    check_topic(rules.rewards)
+
+
+def test_R22_bad_combinations_of_sampling(read_workspace: Path) -> None:
+    check_topic(rules.sampling)
+
+
+def test_R22_bad_combinations_of_engines(read_workspace: Path) -> None:
+    check_topic(rules.engine)
+
+
+def test_R22_bad_combinations_of_trainers(read_workspace: Path) -> None:
+    check_topic(rules.trainer)
+
+
+def test_R22_bad_combinations_of_algorithms(read_workspace: Path) -> None:
+    check_topic(rules.algorithm)
+
+
+def test_R22_bad_combinations_of_critics(read_workspace: Path) -> None:
+    check_topic(rules.critic)
+
+
+def test_R22_bad_combinations_of_clusters(read_workspace: Path) -> None:
+    check_topic(rules.cluster)
+
+
+def test_R22_bad_combinations_of_runs(read_workspace: Path) -> None:
+    check_topic(rules.run)
+
+
+def test_R22_bad_combinations_of_profiles(read_workspace: Path) -> None:
+    check_topic(rules.profile)
+
+
+def test_R22_bad_combinations_of_benchmarks(read_workspace: Path) -> None:
+    check_topic(rules.bench)
+
+
+def test_R22_every_topic_has_its_table(read_workspace: Path) -> None:
+    """That of the host is `HERE`."""
+    assert [*BY_TOPIC, "host"] == [_name(topic) for topic in rules.TOPICS]
+    assert set(rules.host.RULES) <= _found_elsewhere()
+
+
+@table("command", TREES)
 def test_a_sound_configuration_has_no_finding(command: str, read_workspace: Path) -> None:
     assert findings(command, "") == []
 
 
-@pytest.mark.parametrize(
+@table(
     "flags",
     [
         "trainer.max_tokens_per_microbatch=4096",
@@ -207,35 +308,12 @@ def test_the_table_is_long_enough() -> None:
     assert len({row[:2] for row in ROWS}) >= 100
 
 
-@pytest.mark.parametrize(("row", "known"), HERE)
+@table("row, known", HERE)
 def test_R22_what_only_the_host_knows(
     row: Row, known: dict[str, Any], read_workspace: Path
 ) -> None:
     assert_found(row, **known)
     assert findings(row[0], row[1]) == []
-
-
-def test_R22_every_rule_is_found_by_a_row(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _found_by((command, flags, {}) for command, flags, *_ in ROWS)
-    found |= _found_by((command, flags, known) for (command, flags, *_), known in HERE)
-    monkeypatch.setattr(extras, "is_installed", lambda name: False)
-    found |= _found_by((command, flags, {}) for command, flags, *_ in NEEDS)
-    monkeypatch.setattr(facts, "installed_version", lambda name: "0.99.1")
-    monkeypatch.setattr("hone.config.vllm.cpu_head_dims", lambda: [8])
-    found |= _found_by([("rl", "engine.backend=vllm run.device=cpu", {})])
-    lacking = [rule for rule in rules.RULES if rule not in found]
-    assert not lacking, "\n".join(f"{rule.when} {rule.says} {rule.only}" for rule in lacking)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
-def test_R22_each_change_that_a_message_advises_serves(row: Row, read_workspace: Path) -> None:
-    """Set the key to the value that is named, or remove it, and the finding is gone."""
-    command, flags, level, keys = row
-    for finding in findings(command, flags):
-        if finding.level == level and set(keys.split()) <= set(finding.keys):
-            for changed in _advised(flags, finding.message):
-                left = [(x.level, x.keys) for x in findings(command, changed)]
-                assert (level, finding.keys) not in left, finding.message
 
 
 def _advised(flags: str, message: str) -> Iterator[str]:
@@ -250,19 +328,13 @@ def _advised(flags: str, message: str) -> Iterator[str]:
             yield " ".join(kept)
 
 
-def _found_by(rows: Iterable[tuple[str, str, dict[str, Any]]]) -> set[rules.Rule]:
-    plans = ((planned(command, flags), known) for command, flags, known in rows)
-    return {rule for plan, known in plans for rule, _ in rules.matches(plan, **known)}
-
-
-@pytest.mark.parametrize("topic", rules.TOPICS, ids=lambda topic: topic.__name__)
+@table("topic", rules.TOPICS)
 def test_R22_planted_rules_that_find_nothing(
     topic: ModuleType, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "RULES", [x for x in rules.RULES if x not in topic.RULES])
-    own = getattr(rule_rows, topic.__name__.rpartition(".")[2], None)  # `host` has them in HERE
     with pytest.raises(AssertionError):
-        assert_table(own.ROWS if own else [])
+        assert_table(BY_TOPIC.get(_name(topic), []))  # `host` has them in HERE
 
 
 def test_R22_planted_a_message_without_its_keys(
@@ -341,7 +413,7 @@ NEEDS: list[tuple[str, str, str, str, str]] = [
 told to install."""
 
 
-@pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need[0]} {need[1]}")
+@table("need", NEEDS)
 def test_R25_a_missing_package_is_told_before_the_run(
     need: tuple[str, str, str, str, str], workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,8 +436,8 @@ def test_R25_a_missing_package_is_told_before_the_run(
         extras.import_extra(package, needed_by="this", on_cpu="run.device=cpu" in flags)
 
 
-@pytest.mark.parametrize(
-    ("version", "is_served"),
+@table(
+    "version, is_served",
     [("0.23.1", False), ("0.24.0", True), ("0.32.1+cpu", True), ("0.33.0", False), ("1.0", False),
      ("dev", False)],
 )  # fmt: skip
@@ -451,9 +523,7 @@ def test_a_run_folder_that_cannot_be_written(
     assert {path.name for path in workspace.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("command", "key"), [("rl", "run.dir"), ("eval", "run.dir"), ("generate", "output")]
-)
+@table("command, key", [("rl", "run.dir"), ("eval", "run.dir"), ("generate", "output")])
 def test_an_empty_path_is_none(command: str, key: str) -> None:
     tree = TREES[command]
     with pytest.raises(UserError, match=rf"^{re.escape(key)}: is empty \(.*{re.escape(key)}.*\)"):

@@ -14,6 +14,7 @@ from hone.config.load import dump_config, load_config, load_noted
 from hone.config.recipe import to_yaml
 from hone.config.sharing import command_of, key_paths
 from hone.config.tree import SUPERVISED, TREES, GenerateConfig, RLConfig, SFTConfig
+from tests.tables import table
 
 NEEDED = ["--model.path=m", "--data.train=[{path: t.jsonl}]"]
 OTHERS = [name for name in TREES if name not in ("rl", *SUPERVISED)]
@@ -50,8 +51,8 @@ def test_demonstrations_take_a_recipe_of_reinforcement_learning(tmp_path: Path) 
     assert notes == ["`hone rl` leaves out of mine.yaml: data.max_tokens, data.examples_per_step"]
 
 
-@pytest.mark.parametrize("trained", [RLConfig, SFTConfig])
-@pytest.mark.parametrize("command", OTHERS)
+@table("trained", [RLConfig, SFTConfig])
+@table("command", OTHERS)
 def test_every_command_takes_a_whole_recipe_of_training(
     command: str, trained: type[Section], tmp_path: Path
 ) -> None:
@@ -80,8 +81,8 @@ def test_a_misspelt_key_of_training_is_a_mistake_in_every_command(tmp_path: Path
         assert f"{'.'.join(wrong)}: unknown key ({tmp_path / 'mine.yaml'}, line " in told
 
 
-@pytest.mark.parametrize(
-    ("command", "values", "told"),
+@table(
+    "command, values, told",
     [
         (
             "rl",
@@ -130,8 +131,8 @@ NO_TRAINING = {"model": {"path": "m"}}
 EVAL, GENERATE = ("eval", "run.dir"), ("generate", "output")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "command", "trained", "flags", "expected"),
+@table(
+    "recipe, command, trained, flags, expected",
     [
         (TRAINS, EVAL, "r", "", ("r/model", "r/eval")),
         (TRAINS, EVAL, "", "", ("m", "r/eval-start")),
@@ -202,8 +203,8 @@ def test_generation_samples_as_the_run_does_and_leaves_evaluation_out(tmp_path: 
     assert (cfg.generation.max_completion_tokens, cfg.generation.temperature) == (7, 1)
 
 
-@pytest.mark.parametrize(
-    ("keys", "command"),
+@table(
+    "keys, command",
     [
         ("", "rl"),
         ("model.path data.train", "rl"),

@@ -16,6 +16,7 @@ from hone.config.parallel import rounds
 from hone.config.stages import head_cost, layer_costs, stage_layers
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
+from tests.tables import table
 
 COSTS = st.integers(1, 12)
 
@@ -137,7 +138,7 @@ def test_layers_with_experts_cost_what_a_token_passes() -> None:
     assert sparse == pytest.approx(2 * (attention + experts) / 0.63 + scores, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", sorted(public_configs()))
+@table("name", sorted(public_configs()))
 def test_trainer_and_plan_read_the_same_cut(name: str) -> None:
     """One has the file, or its public numbers, the other the object that transformers makes of
     it."""

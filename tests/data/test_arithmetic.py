@@ -11,6 +11,7 @@ from hone.config.data import SourceConfig
 from hone.config.errors import UserError
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
 from hone.data.sources import read_source
+from tests.tables import table
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,8 +53,8 @@ def test_all_problems_can_be_asked_for_but_no_more():
         generate(101, 0, low=0, high=9)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@table(
+    "settings, message",
     [
         ({"ops": "/"}, r"one or more of '\+-\*', got '/'"),
         ({"ops": ""}, "ops must be"),

@@ -26,6 +26,7 @@ from tests.data.support import (
     char_tokenizer,
     write_rows,
 )
+from tests.tables import table
 
 TEMPLATES = {
     "chatml": CHATML,
@@ -105,8 +106,8 @@ def check_stored_ids(folder, tokenizer) -> None:
     assert measured == too_long
 
 
-@pytest.mark.parametrize("template", ["chatml", "spells bos", "strips thinking"])
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@table("template", ["chatml", "spells bos", "strips thinking"])
+@table("kind", TOKENIZERS)
 def test_R6_stored_ids_are_the_rendered_ids(tmp_path, kind, template):
     check_stored_ids(tmp_path, TOKENIZERS[kind](TEMPLATES[template]))
 
@@ -139,7 +140,7 @@ def measures_the_content(self, examples, **_):
 prompts_of = Renderer.prompts
 
 
-@pytest.mark.parametrize("bug", [tokenises_twice, drops_the_header, measures_the_content])
+@table("bug", [tokenises_twice, drops_the_header, measures_the_content])
 def test_R6_planted_bugs_turn_the_ids_red(tmp_path, monkeypatch, bug):
     monkeypatch.setattr(Renderer, "prompts", bug)
     with pytest.raises(AssertionError):
@@ -179,8 +180,8 @@ def check_demonstrations(tokenizer) -> None:
         assert tokenizer.decode(learnt[:-1]) == completion
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@table("template", TEMPLATES)
+@table("kind", TOKENIZERS)
 def test_R6_demonstrations_go_on_from_the_prompt_as_asked(kind, template):
     check_demonstrations(TOKENIZERS[kind](TEMPLATES[template]))
 
@@ -206,8 +207,8 @@ def keeps_the_tail(self, example, prompt, whole, end):
 demonstration_of = Renderer._demonstration
 
 
-@pytest.mark.parametrize(
-    ("bug", "template"),
+@table(
+    "bug, template",
     [
         (trusts_the_whole, REWRITES_HISTORY),
         (trusts_the_whole, None),
@@ -254,7 +255,7 @@ def load_rows(folder, tokenizer, rows, **settings):
     return data.train.take(len(data.train))
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@table("template", TEMPLATES)
 def test_mask_covers_completion_and_end_alone(tmp_path, template):
     tokenizer = bpe_tokenizer(TEMPLATES[template])
     (row,) = load_rows(tmp_path, tokenizer, [{"prompt": "what is 1", "completion": "23 aab"}])
@@ -270,7 +271,7 @@ def test_train_on_prompt_covers_all_but_the_first_token(tmp_path):
     assert row.loss_mask == [False] + [True] * (row.num_tokens - 1)
 
 
-@pytest.mark.parametrize("chat", ["auto", "always", "never"])
+@table("chat", ["auto", "always", "never"])
 def test_demonstrations_in_a_template_that_nobody_asked_for_are_told_once(tmp_path, caplog, chat):
     rows = [{"prompt": "1 + 1 =", "completion": "2"}, {"prompt": "1 + 2 =", "completion": "3"}]
     with caplog.at_level(logging.INFO):
@@ -343,7 +344,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
+@table("case", MISTAKES)
 def test_R22_mistakes_are_named(case):
     template, settings, prompts, message = MISTAKES[case]
     with pytest.raises(UserError, match=message):

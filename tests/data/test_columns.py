@@ -6,6 +6,7 @@ from hone.config.data import ColumnsConfig, SourceConfig
 from hone.config.errors import UserError
 from hone.data.columns import choose_columns, map_rows
 from hone.data.sources import Row
+from tests.tables import table
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
@@ -18,8 +19,8 @@ def map_dicts(rows, *, demonstrations=False, named=None, **settings):
     return map_rows(read, source, columns, name="f")
 
 
-@pytest.mark.parametrize("name", ["prompt", "question", "problem", "input", "instruction"])
-@pytest.mark.parametrize("answer", ["answer", "ground_truth", "solution", "label", "target"])
+@table("name", ["prompt", "question", "problem", "input", "instruction"])
+@table("answer", ["answer", "ground_truth", "solution", "label", "target"])
 def test_usual_names_are_found(name, answer):
     (example,) = map_dicts([{name: "2+2", answer: "4", "level": 3}])
     assert (example.id, example.prompt, example.answer) == ("f:1", "2+2", "4")
@@ -70,8 +71,8 @@ def test_nulls_that_parquet_adds_to_messages_are_removed():
     assert example.prompt == [{"role": "user", "content": "a"}]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text", "answer"),
+@table(
+    "pattern, text, answer",
     [
         (r"####\s*(.+)", "so 3+4=7\n#### 7 ", "7"),
         (r"####\s*(.+)", "#### 1,234", "1,234"),
@@ -120,7 +121,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@table("layout", LAYOUTS)
 def test_layouts_are_recognised(layout):
     row, expected = LAYOUTS[layout]
     found = choose_columns([Row(row, "f, line 1")], SourceConfig(path="f.jsonl"))
@@ -214,7 +215,7 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_ROWS)
+@table("case", BAD_ROWS)
 def test_R22_a_bad_row_is_named_with_its_remedy(case):
     rows, settings, message = BAD_ROWS[case]
     with pytest.raises(UserError, match=message):

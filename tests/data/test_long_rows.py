@@ -13,6 +13,7 @@ from hone.config.tree import SFTDataConfig
 from hone.data.prompts import load_prompts
 from hone.data.sft import load_sft
 from tests.data.support import CHATML, char_tokenizer, write_rows
+from tests.tables import table
 
 
 def recording_lengths(tokenizer):
@@ -41,9 +42,9 @@ def load_demonstrations(source, tokenizer, **settings):
     return load_sft(cfg, tokenizer, seed=0)
 
 
-@pytest.mark.parametrize("template", [None, CHATML])
-@pytest.mark.parametrize(
-    ("load", "column"),
+@table("template", [None, CHATML])
+@table(
+    "load, column",
     [(load_rl, "prompt"), (load_demonstrations, "prompt"), (load_demonstrations, "completion")],
 )
 def test_huge_rows_are_dropped_before_they_are_tokenised(tmp_path, caplog, load, column, template):
@@ -74,9 +75,7 @@ def words_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.mark.parametrize(
-    "text", ["x" * HUGE + " a", "a" + " " * HUGE, " " * HUGE + "a", "a " * 50 + "x" * HUGE]
-)
+@table("text", ["x" * HUGE + " a", "a" + " " * HUGE, " " * HUGE + "a", "a " * 50 + "x" * HUGE])
 def test_a_huge_text_of_few_tokens_is_kept_whole(tmp_path, text):
     tokenizer = words_tokenizer()
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": text}])

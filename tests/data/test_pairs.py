@@ -17,6 +17,7 @@ from hone.data.sources import read_source
 from hone.models.tiny import make_char_tokenizer
 from hone.rollout.judge import Transcripts
 from hone.types import Prompt
+from tests.tables import table
 
 ASK = [{"role": "user", "content": "2+2="}]
 
@@ -40,8 +41,8 @@ def read(
     return read_pairs(read_source(source), source, "pairs", **rest)
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "said"),
+@table(
+    "row, prompt, said",
     [
         ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2=", ("4", "5")),
         ({"chosen": "2+2=4", "rejected": "2+2=5"}, "2+2=", ("4", "5")),
@@ -82,8 +83,8 @@ def test_completions_with_labels_and_pairs_taken_apart(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("row", "is_unpaired", "said"),
+@table(
+    "row, is_unpaired, said",
     [
         (
             {"prompt": "a", "completion": "b", "label": True},
@@ -147,8 +148,8 @@ def test_columns_may_have_other_names(tmp_path: Path) -> None:
     assert single.labels == (False,)
 
 
-@pytest.mark.parametrize(
-    ("margin", "reads", "found"),
+@table(
+    "margin, reads, found",
     [(2, True, 2.0), (-0.5, True, -0.5), (2, False, 0.0), ("much", False, 0.0)],
 )
 def test_margins_are_read_where_asked_for(
@@ -161,14 +162,14 @@ def test_margins_are_read_where_asked_for(
     assert read_pair.margin == 0
 
 
-@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected", "margin"])
+@table("column", ["prompt", "chosen", "rejected", "margin"])
 def test_a_row_may_lack_no_column_that_others_have(column: str, tmp_path: Path) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}
     with pytest.raises(UserError, match=f"line 2: nothing in column '{column}'"):
         read(tmp_path, pair, pair | {column: None}, reads_margin=True)
 
 
-@pytest.mark.parametrize("margin", ["much", True, float("nan")])
+@table("margin", ["much", True, float("nan")])
 def test_a_margin_is_a_number(margin: Any, tmp_path: Path) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
     with pytest.raises(UserError, match=r"line 1: the margin must be a finite number, got"):

@@ -15,6 +15,7 @@ from hone.config.errors import UserError
 from hone.data import sources
 from hone.data.sources import Row, read_source, shorten, source_names
 from tests.data.support import write_rows
+from tests.tables import table
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i), "extra": {"n": i}} for i in range(5)]
 
@@ -63,7 +64,7 @@ def test_folder_is_read_in_order_of_names(tmp_path):
     assert columns(tmp_path) == ROWS
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00001.jsonl", "train_0.jsonl"])
+@table("name", ["train.jsonl", "train-00000-of-00001.jsonl", "train_0.jsonl"])
 def test_folder_with_splits_gives_one_of_them(tmp_path, name):
     write_rows(tmp_path / name, ROWS[:3])
     write_rows(tmp_path / "test.jsonl", ROWS[3:])
@@ -139,7 +140,7 @@ def check_bad_file(folder, case):
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-@pytest.mark.parametrize("case", BAD_FILES)
+@table("case", BAD_FILES)
 def test_R22_a_bad_file_names_the_place(tmp_path, case):
     check_bad_file(tmp_path, case)
 
@@ -166,9 +167,7 @@ def test_long_rows_are_shown_shortened(tmp_path):
     assert shorten("a\n  b" + "c" * 100, 10) == "a bcccc..."
 
 
-@pytest.mark.parametrize(
-    "path", ["nowhere.jsonl", "./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c"]
-)
+@table("path", ["nowhere.jsonl", "./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c"])
 def test_missing_files_are_not_looked_for_on_the_hub(path):
     with pytest.raises(UserError, match="no such file or folder: "):
         columns(path)

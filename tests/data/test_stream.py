@@ -14,6 +14,7 @@ from hone.config.errors import UserError
 from hone.data.prompts import PromptStream
 from hone.data.stream import Stream, epoch_order
 from hone.types import Prompt
+from tests.tables import table
 
 
 def prompts(num: int, name: str = "a") -> list[Prompt]:
@@ -82,8 +83,8 @@ def test_R18_ledger_survives_any_kills(steps, seed, shuffle, sizes):
     check_ledger(PromptStream, steps, sources=sources, weights=weights, seed=seed, shuffle=shuffle)
 
 
-@pytest.mark.parametrize("num_resumes", [1, 2, 5])
-@pytest.mark.parametrize("batch", [1, 3, 7])
+@table("num_resumes", [1, 2, 5])
+@table("batch", [1, 3, 7])
 def test_R18_resumes_at_every_place_of_three_epochs(num_resumes, batch):
     arguments = {"sources": [prompts(7)], "seed": 11}
     for start in range(21 // batch):
@@ -132,7 +133,7 @@ class OneOrderForAll(Stream):
         return random.Random(sum(self._drawn)).choice(self.sources[0]) if item else item
 
 
-@pytest.mark.parametrize(
+@table(
     "bug",
     [
         ReplaysFirstEpoch,
@@ -216,7 +217,7 @@ class InBlocks(Stream):
         return 0 if sum(self._drawn) % 10 < 10 * self.shares[0] else 1
 
 
-@pytest.mark.parametrize("bug", [RoundRobin, RandomMix, InBlocks])
+@table("bug", [RoundRobin, RandomMix, InBlocks])
 def test_planted_mixes_turn_the_check_red(bug):
     with pytest.raises(AssertionError):
         check_mix(bug, [7, 3], 100)
@@ -239,8 +240,8 @@ def test_state_is_small_json():
     assert len(json.dumps(stream.state_dict())) < 400
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
+@table(
+    "change, named",
     [
         ({"seed": 4}, "seed was 3 and is now 4"),
         ({"shuffle": False}, "shuffle was True"),
@@ -264,7 +265,7 @@ def test_nothing_to_train_on_is_an_error():
         Stream([], seed=0).take(1)
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan")])
+@table("weight", [0, -1, float("inf"), float("nan")])
 def test_weights_must_be_positive_and_finite(weight):
     with pytest.raises(UserError, match="positive and finite"):
         Stream([prompts(1), prompts(1, "b")], weights=[1, weight], seed=0)

@@ -15,6 +15,7 @@ from hone.models.generation import GenerationModel
 from hone.types import Request, SamplingParams, StopReason
 from tests.engine import reference
 from tests.engine.conftest import FAMILY_FIELDS
+from tests.tables import table
 
 PARAMS = [
     SamplingParams(max_tokens=14, temperature=0),
@@ -64,14 +65,14 @@ def check_against_recomputation(models, requests, done, eos_token_ids=()):
         np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILY_FIELDS)
+@table("family", FAMILY_FIELDS)
 def test_R4_generation_equals_full_recomputation(make_models, family):
     models = make_models(family)
     requests = make_requests()
     check_against_recomputation(models, requests, run(models.engine(), requests))
 
 
-@pytest.mark.parametrize(
+@table(
     "fields",
     [
         {"max_num_batched_tokens": 5},
@@ -83,7 +84,6 @@ def test_R4_generation_equals_full_recomputation(make_models, family):
         {"enable_prefix_caching": False},
         {"enable_prefix_caching": False, "max_num_batched_tokens": 7, "max_num_seqs": 3},
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_samples_do_not_depend_on_the_engine_settings(make_models, family, fields):
@@ -149,7 +149,7 @@ def test_resumed_requests_go_on_as_if_never_interrupted(models):
     assert_equal(whole, run(models.engine(), resumed))
 
 
-@pytest.mark.parametrize("params", PARAMS[3:], ids=str)
+@table("params", PARAMS[3:])
 def test_R4_planted_logprob_before_temperature_is_caught(models, monkeypatch, params):
     def wrong(logits, sampling, positions):
         tokens, _ = correct(logits, sampling, positions)

@@ -12,6 +12,7 @@ from hone.engine import arena, kv_cache
 from hone.engine.arena import Arena, CudaDriver
 from hone.engine.kv_cache import KVCache, check_max_num_seqs, choose_num_blocks
 from tests.engine.fake_driver import PAGE, FakeDriver
+from tests.tables import table
 
 CUDA = torch.device("cuda", 0)
 CHUNK = 3 * PAGE
@@ -24,6 +25,10 @@ BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4  # layers, keys and values, tokens, heads, h
 
 @pytest.fixture
 def driver(monkeypatch):
+    return fake_driver(monkeypatch)
+
+
+def fake_driver(monkeypatch):
     """A fake driver that arenas of `kv_cache` use as well, with small chunks."""
     fake = FakeDriver()
     monkeypatch.setattr(arena, "_CHUNK_BYTES", CHUNK)
@@ -79,14 +84,15 @@ def test_tensors_lie_where_they_lay_after_every_cycle_and_hold_zeros(driver):
         assert made.tensor((5, 7), torch.float32, offset=64).data_ptr() == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out"), RuntimeError("refused")])
-@pytest.mark.parametrize(
-    ("call", "successes"),
+@table("error", [torch.OutOfMemoryError("out"), RuntimeError("refused")])
+@table(
+    "call, successes",
     [*product(["create", "map", "release"], [0, 1, 2]), ("allow_access", 0), ("zero", 0)],
 )
 def test_R14_a_map_that_fails_anywhere_holds_nothing_and_can_be_repeated(
-    driver, call, successes, error
+    monkeypatch, call, successes, error
 ):
+    driver = fake_driver(monkeypatch)
     made = make_arena(driver, 3 * CHUNK)
     address = made.address
     made.unmap()
@@ -332,8 +338,8 @@ def choose(*, max_model_len=4096, reserved_gib=2.0, resident_gib=0.0, **fields):
     )
 
 
-@pytest.mark.parametrize(
-    ("memory_gib", "expected_gib", "decided"),  # free, cached by torch, held by the engine
+@table(
+    "memory_gib, expected_gib, decided",  # free, cached by torch, held by the engine
     [
         ((130, 0, 0), 0.5 * 140 - 2, "gpu_memory_utilization=0.5 of 140.0 GiB"),
         ((130, 0, 15.5), 0.5 * 140 - 15.5 - 2, "less 15.50 GiB that the engine holds"),
@@ -386,8 +392,8 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_all_numbers(gpu, fre
         assert number in str(failure.value)
 
 
-@pytest.mark.parametrize(
-    ("free", "count", "fields", "message"),
+@table(
+    "free, count, fields, message",
     [
         (130, 1032, {}, r"max_num_seqs=1032 .*64\.00 MiB, 64\.50 GiB.*0\.562 GiB, of "
          r"engine\.gpu_memory_utilization=0\.5 of 140\.0 GiB, less 5\.00 GiB.*at most 1031 would"),

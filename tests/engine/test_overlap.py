@@ -8,6 +8,7 @@ import torch
 from hone.engine.detokenizer import StopStringWatcher
 from hone.types import Request, SamplingParams, StopReason
 from tests.engine.test_generation import PARAMS, assert_equal, make_requests, run
+from tests.tables import table
 
 SETTINGS = [
     {},
@@ -17,7 +18,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+@table("fields", SETTINGS)
 def test_R20_a_step_in_flight_changes_no_result(models, fields):
     requests = make_requests(seed=3)
     stops = frozenset((5, 11, 17))  # met at random places

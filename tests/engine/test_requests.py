@@ -7,6 +7,7 @@ import pytest
 from hone.config.errors import UserError
 from hone.types import Completion, Request, SamplingParams, StopReason
 from tests.engine.test_generation import run, tight_cache_gib
+from tests.tables import table
 
 GOOD = Request(id="a", prompt_ids=(4, 5, 6), sampling=SamplingParams(max_tokens=4))
 
@@ -26,8 +27,8 @@ def resumed(tokens, **changes):
     return replace(GOOD, resumed=replace(completion, **changes))
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
+@table(
+    "request_, message",
     [
         (replace(GOOD, prompt_ids=()), "empty prompt"),
         (replace(GOOD, prompt_ids=(3, 40)), r"token id 40.*0\.\.39"),

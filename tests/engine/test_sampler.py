@@ -12,6 +12,7 @@ from hone.engine.sampler import sample, uniforms
 from hone.engine.sampling_table import SamplingTable
 from hone.types import SamplingParams
 from tests.engine import reference
+from tests.tables import table
 
 GRID = [
     SamplingParams(max_tokens=1, temperature=t, top_p=p, top_k=k, min_p=m)
@@ -62,7 +63,7 @@ def check_scored_equals_sampled(params):
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
 
 
-@pytest.mark.parametrize("params", GRID, ids=str)
+@table("params", GRID)
 def test_R5_scored_distribution_is_the_sampled_one(params):
     check_scored_equals_sampled(params)
 
@@ -170,7 +171,7 @@ def test_ties_at_the_border_keep_the_lower_ids():
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-6)
 
 
-@pytest.mark.parametrize("level", [0.9975, 0.9985, 0.9995])
+@table("level", [0.9975, 0.9985, 0.9995])
 def test_improbable_tokens_of_a_large_vocabulary_can_be_drawn(monkeypatch, level):
     """Each adds 2e-8 to the running sum, which float32 would round away."""
     logits = torch.full((150_000,), float(np.log(2e-8)))
@@ -187,7 +188,7 @@ def test_logits_that_are_not_numbers_show_in_the_logprob():
     assert logprob.isnan().item()
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 128, 300, 1000])
+@table("vocab_size", [1, 7, 128, 300, 1000])
 def test_tokens_equal_those_of_one_running_sum(vocab_size):
     """And one of probability 0 is never drawn, wherever it lies in its block."""
     draw = torch.Generator().manual_seed(vocab_size)

@@ -11,6 +11,7 @@ from hone.types import SamplingParams
 from tests.engine import reference
 from tests.engine.test_sampler import assert_counts_fit
 from tests.interpreted import run_interpreted
+from tests.tables import table
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported"),
@@ -29,15 +30,15 @@ def results():
     return run_interpreted("tests.engine.interpreted_sampling")
 
 
-@pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("case", DRAWS)
+@table("filtered", [False, True])
+@table("case", DRAWS)
 def test_R5_tokens_invert_the_distribution_they_are_scored_under(results, case, filtered):
     level_error, logprob_error = results[f"draws {case} {filtered}"]
     assert level_error < LEVEL_TOLERANCE
     assert logprob_error < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize(
+@table(
     "bug",
     [
         "temperature ignored",
@@ -52,7 +53,7 @@ def test_R5_planted_bugs_are_caught(results, bug):
     assert level_error > LEVEL_TOLERANCE or logprob_error > LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["0 4096", "0 16", "0.25 4096", "4.0 16"])
+@table("case", ["0 4096", "0 16", "0.25 4096", "4.0 16"])
 def test_kept_tokens_are_those_of_the_yardstick(results, case):
     assert results[f"kept {case}"] == 0
 

@@ -15,6 +15,7 @@ from hone.engine.block_manager import BlockManager
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
 from hone.types import Request, SamplingParams, StopReason
+from tests.tables import table
 
 BLOCK_SIZE = 4
 MAX_LEN = 40
@@ -247,7 +248,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize(("method", "mutate"), PLANTED.values(), ids=PLANTED)
+@table("method, mutate", PLANTED.values())
 def test_planted_bugs_are_caught(monkeypatch, method, mutate):
     monkeypatch.setattr(BlockManager, method, mutate(getattr(BlockManager, method)))
     with pytest.raises((AssertionError, KeyError)):

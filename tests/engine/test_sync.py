@@ -13,6 +13,7 @@ from hone.engine.block_manager import BlockManager
 from hone.models import manifest
 from hone.types import Request, SamplingParams
 from tests.engine.test_generation import assert_equal, make_requests, run
+from tests.tables import table
 
 PROMPT = Request(
     id="a", prompt_ids=tuple(range(3, 20)), sampling=SamplingParams(max_tokens=12, seed=3)
@@ -54,8 +55,8 @@ def check_new_weights_see_no_old_keys(models):
     assert after["a"].weight_versions == [1] * 12
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("moved", ["self_attn.q_proj", "self_attn.o_proj"])
+@table("family", ["qwen3", "gemma2"])
+@table("moved", ["self_attn.q_proj", "self_attn.o_proj"])
 def test_weights_that_were_moved_are_not_what_samples(make_models, family, moved):
     """Manifests agree: they read where the weights lie now, merged layers and graphs where they
     lay."""
@@ -128,7 +129,7 @@ def test_R9_planted_sharing_of_mixed_blocks_is_caught(own, monkeypatch):
         check_sequences_in_flight(own)
 
 
-@pytest.mark.parametrize("budget", [5, 6, 7, 8])
+@table("budget", [5, 6, 7, 8])
 def test_R9_what_an_aborted_request_leaves_in_the_cache_is_whole(models, budget):
     """After any number of steps, in the middle of a block, the prompt or the answer."""
     expected = run(models.engine(), [PROMPT])["a"]
@@ -344,7 +345,7 @@ def call(engine: EmbeddedEngine, name):
         getattr(engine, name)()
 
 
-@pytest.mark.parametrize("order", list(product(CALLS, repeat=3)), ids="-".join)
+@table("order", list(product(CALLS, repeat=3)))
 def test_every_order_of_calls_follows_the_state_machine(models, order):
     engine = models.engine(max_num_seqs=1)
     state = EngineState.AWAKE

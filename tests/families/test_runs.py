@@ -15,6 +15,7 @@ from hone.families.registry import SPECS
 from hone.loops import reinforce
 from tests.models.families import FAMILY_FIELDS
 from tests.planner.memory_cases import KINDS, held, plan
+from tests.tables import table
 from tests.tiny_runs import tiny_config, write_inputs
 
 BUFFERS = ("e_score_correction_bias",)
@@ -79,7 +80,7 @@ def test_routes_of_samples_are_replayed_also_of_a_run_that_goes_on(
     assert "no loss balances the load of experts" in caplog.text
 
 
-@pytest.mark.parametrize("family", FAMILY_FIELDS)
+@table("family", FAMILY_FIELDS)
 def test_a_trainer_holds_just_what_is_counted(family: str) -> None:
     case = {"model": {"family": family, **FAMILY_FIELDS[family]}}
     memory = plan(case)

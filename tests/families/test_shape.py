@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hone.families.shape import ModelShape
+from tests.tables import table
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,
@@ -47,7 +48,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@table("name", CONFIGS)
 def test_num_params_equals_the_real_model(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     with torch.device("meta"):
@@ -77,8 +78,8 @@ def test_unknown_family_and_missing_key_are_explained() -> None:
         ModelShape.from_config({"model_type": "qwen3"})
 
 
-@pytest.mark.parametrize(
-    ("config", "num_sliding"),
+@table(
+    "config, num_sliding",
     [
         ({"model_type": "mistral", "sliding_window": 64}, 3),
         ({"model_type": "mistral", "sliding_window": None}, 0),

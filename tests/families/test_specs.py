@@ -15,6 +15,7 @@ from hone.families.registry import (
 from hone.families.shape import ModelShape, public_shape
 from hone.models.fused_layers import is_fusible
 from tests.models.families import FAMILY_FIELDS, family_model
+from tests.tables import table
 
 TINY = {
     "hidden_size": 48,
@@ -36,13 +37,13 @@ def make_model(model_type, **fields):
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@table("name", SPECS)
 def test_every_family_is_found_by_its_model_type_and_tested(name):
     assert spec_of(name).model_type == name
     assert name in FAMILY_FIELDS
 
 
-@pytest.mark.parametrize("name", SPECS)
+@table("name", SPECS)
 def test_families_are_divided_as_transformers_divides_them(name):
     plan = SPECS[name].tensor_plan
     if plan is None:
@@ -62,7 +63,7 @@ def test_families_are_divided_as_transformers_divides_them(name):
     assert {k: plan[k] for k in rest} == rest
 
 
-@pytest.mark.parametrize("name", SPECS)
+@table("name", SPECS)
 def test_tensors_of_a_shape_are_the_parameters_of_the_model(name):
     model = make_model(name)
     expected = sorted(tuple(parameter.shape) for parameter in model.parameters())
@@ -71,7 +72,7 @@ def test_tensors_of_a_shape_are_the_parameters_of_the_model(name):
     assert found == expected
 
 
-@pytest.mark.parametrize("name", SPECS)
+@table("name", SPECS)
 def test_lora_targets_are_all_projections_of_a_layer(name):
     layers = make_model(name).base_model.layers
     linears = {
@@ -100,7 +101,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@table("name", SPECS)
 def test_windows_are_those_of_transformers_layers(name):
     """Where `config.json` lists the layers that have one, and where it does not."""
     fields = {"num_hidden_layers": 9, "sliding_window": 5, "use_sliding_window": True}
@@ -115,12 +116,12 @@ def test_windows_are_those_of_transformers_layers(name):
         assert SPECS[name].layer_windows(config) == expected
 
 
-@pytest.mark.parametrize("name", FUSED_FAMILIES)
+@table("name", FUSED_FAMILIES)
 def test_the_fused_decode_knows_transformers_classes(name):
     assert is_fusible(family_model(name))
 
 
-@pytest.mark.parametrize("case", WINDOWS)
+@table("case", WINDOWS)
 def test_windows_of_configurations_that_say_more(case):
     fields, expected = WINDOWS[case]
     name = case.partition(",")[0]
@@ -162,7 +163,7 @@ UNSERVED = {
 }
 
 
-@pytest.mark.parametrize("case", UNSERVED)
+@table("case", UNSERVED)
 def test_what_a_family_without_a_spec_may_not_ask_for(case):
     fields, told = UNSERVED[case]
     config = {**TINY, "model_type": "nonesuch", "max_position_embeddings": 64}

@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hone.cli.main import main
 from hone.config import UserError
 from hone.config.aliases import FRAMEWORKS, alias_hint, aliases, find_alias
-from hone.config.recipe import parse_value, read_recipe, to_yaml
+from hone.config.recipe import read_recipe, to_yaml
 from hone.config.tree import RLConfig
 from hone.importing import transforms
 from hone.importing.convert import convert
@@ -19,6 +20,7 @@ from hone.importing.imported import Imported
 from hone.importing.source import Given, Source, Unread
 from hone.importing.write import recipe
 from tests.config import workspace as files
+from tests.tables import table
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted(path.name for path in (HERE / "golden").iterdir() if ".recipe" not in path.name)
@@ -52,7 +54,7 @@ def outcomes(found: Imported) -> set[str]:
     return {one.name for one in told}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@table("name", SCRIPTS)
 def test_a_recipe_is_that_of_its_golden_file(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,19 +64,20 @@ def test_a_recipe_is_that_of_its_golden_file(
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@table("name", SCRIPTS)
 def test_every_setting_is_accounted_for(name: str, folder: Path) -> None:
     found = imported(name)
     assert {one.name for one in found.source.given} <= outcomes(found)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@table("name", SCRIPTS)
 def test_a_recipe_passes_its_check(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With paths of files that are here, it has no error but those of packages that are not."""
     found = imported(name)
-    main(["import", name.partition("_")[0], name, "--output", "mine.yaml"])
+    mine = f"{name.rpartition('.')[0]}-mine.yaml"
+    main(["import", name.partition("_")[0], name, "--output", mine])
     command = found.source.command
     data = "pairs.jsonl" if command == "dpo" else "train.jsonl"
     local = ["--model.path=model", f"--data.train=[{{path: {data}}}]", "--data.eval=[]"]
@@ -82,14 +85,12 @@ def test_a_recipe_passes_its_check(
     if command == "rl":
         local += ["--reward.functions=[{fn: exact_match}]"]
     nproc = [] if found.key("cluster.num_engines") else ["--nproc", str(found.processes)]
-    code = main(["check", command, "mine.yaml", *local, *nproc, "--gpu", "h200"])
+    code = main(["check", command, mine, *local, *nproc, "--gpu", "h200"])
     printed = capsys.readouterr().out
     assert code == 0, printed
 
 
-@pytest.mark.parametrize(
-    ("framework", "name"), [(key, name) for key in FLAGS for name in FLAGS[key]]
-)
+@table("framework, name", [(key, name) for key in FLAGS for name in FLAGS[key]])
 def test_every_flag_of_the_guides_is_known(framework: str, name: str) -> None:
     """By a row of the framework; a hint says what the row does, never a key that is spelt alike."""
     path = name.split(".")
@@ -111,7 +112,7 @@ def test_every_flag_of_the_guides_is_known(framework: str, name: str) -> None:
 ODD = (True, False, None, 0, -1, 3, 0.5, "text", "", [1, 2], ["a"], Unread("$X"))
 
 
-@pytest.mark.parametrize("value", ODD, ids=repr)
+@table("value", ODD)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_no_value_of_any_setting_is_too_odd(framework: str, value: object) -> None:
     """All settings of the table at once, for each program: each is accounted for."""
@@ -121,7 +122,7 @@ def test_no_value_of_any_setting_is_too_odd(framework: str, value: object) -> No
         source = Source(framework=framework, program=program, command=command, given=given)
         found = convert(source)
         assert set(names) <= outcomes(found)
-        assert parse_value(recipe(found, "run.sh", "mine.yaml"))
+        assert yaml.load(recipe(found, "run.sh", "mine.yaml"), yaml.CSafeLoader)
 
 
 def test_the_table_names_what_exists() -> None:
@@ -205,7 +206,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("framework", "command", "expected"), COMMANDS)
+@table("framework, command, expected", COMMANDS)
 def test_values_are_those_of_the_command(
     framework: str, command: str, expected: dict[str, object]
 ) -> None:
@@ -233,7 +234,7 @@ WARNED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("framework", "command", "words"), WARNED)
+@table("framework, command, words", WARNED)
 def test_differences_of_meaning_are_told(framework: str, command: str, words: str) -> None:
     found = convert(read_command(framework, command.split()))
     assert any(words in text for text in found.differs), found.differs
@@ -277,7 +278,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "words"), MISTAKES)
+@table("argv, words", MISTAKES)
 def test_mistakes_are_explained(
     argv: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tiny import make_tiny_model
+from tests.tables import table
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 LORA_4BIT = LoraConfig(rank=3, alpha=6.0, load_in_4bit=True)
@@ -59,8 +60,8 @@ def logits(model):
     return head_logits(model, hidden_states(model, ids, positions, context))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("cfg", [LORA, LORA_4BIT], ids=["whole", "4-bit"])
+@table("bias", [False, True])
+@table("cfg", [LORA, LORA_4BIT])
 def test_layer_and_its_gradients_are_the_definition(cfg, bias):
     torch.manual_seed(0)
     base = nn.Linear(32, 16, bias=bias).double()
@@ -192,7 +193,7 @@ def test_chosen_targets_alone_are_adapted(folder):
     assert adapted == {"q_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("family", SPECS)
+@table("family", SPECS)
 def test_R22_what_is_checked_before_a_run_is_what_every_family_has(family):
     config = AutoConfig.for_model(family, num_hidden_layers=2, hidden_size=64, head_dim=16)
     with torch.device("meta"):

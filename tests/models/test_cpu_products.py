@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hone.models import cpu_products
 from hone.models.cpu_products import linear, multiply_by_onednn
+from tests.tables import table
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
@@ -21,9 +22,9 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("widths", [(96, 160), (160, 96)], ids=["wider", "narrower"])
-@pytest.mark.parametrize("rows", [(131,), (1, 131), (2, 70)], ids=str)
-@pytest.mark.parametrize("has_bias", [False, True])
+@table("widths", [(96, 160), (160, 96)])
+@table("rows", [(131,), (1, 131), (2, 70)])
+@table("has_bias", [False, True])
 def test_numbers_and_gradients_are_those_of_float64(
     monkeypatch: pytest.MonkeyPatch,
     widths: tuple[int, int],
@@ -66,9 +67,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     torch.testing.assert_close(x.grad, weight.sum(0).expand(64, -1), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "num_rows"), [(torch.float64, 512), (torch.bfloat16, 512), (torch.float32, 4)]
-)
+@table("dtype, num_rows", [(torch.float64, 512), (torch.bfloat16, 512), (torch.float32, 4)])
 def test_others_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_rows: int
 ) -> None:

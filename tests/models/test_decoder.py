@@ -17,6 +17,7 @@ from tests.models.families import (
     packed_logprobs,
     random_samples,
 )
+from tests.tables import table
 
 LENGTHS = (9, 1, 14)
 
@@ -40,7 +41,7 @@ IMPLEMENTATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "implementation"), IMPLEMENTATIONS)
+@table("family, implementation", IMPLEMENTATIONS)
 def test_equals_transformers(family, implementation):
     check_equals_transformers(family, family_model(family), implementation)
 
@@ -81,7 +82,7 @@ def storage(model):
     return {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("family", FAMILY_FIELDS)
+@table("family", FAMILY_FIELDS)
 def test_alias_shares_every_tensor(family):
     model = family_model(family)
     alias = alias_module(model.train())

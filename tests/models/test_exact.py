@@ -12,6 +12,7 @@ from transformers import LlamaConfig, Qwen3Config
 from hone.models import exact
 from tests.attention.hopper import products
 from tests.interpreted import run_interpreted
+from tests.tables import table
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 SHAPES = ("even", "odd", "long")
@@ -29,7 +30,7 @@ def test_linear_equals_twin(results, shape):
 
 
 @needs_triton
-@pytest.mark.parametrize("shape", SHAPES)
+@table("shape", SHAPES)
 def test_bits_of_a_row_depend_on_the_row_alone(results, shape):
     unequal = results["unequal"][shape]
     assert len(unequal) == 42
@@ -97,8 +98,8 @@ def test_cpu_is_refused():
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("config", "capability", "expected"),
+@table(
+    "config, capability, expected",
     [
         (Qwen3Config(dtype=torch.bfloat16), (9, 0), None),
         (LlamaConfig(dtype="float16"), (9, 0), None),

@@ -15,6 +15,7 @@ from hone.models.decoder import head_logits, hidden_states
 from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.generation import generation_model
 from tests.models.exact_fakes import use_torch
+from tests.tables import table
 from tests.trainer.examples import tiny_model
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
@@ -46,9 +47,13 @@ def gradients(model: PreTrainedModel, hidden):
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", CASES)
+@table("recompute", [False, True])
+@table("family", CASES)
 def test_packed_decoder_is_the_model(torch_kernels, family, recompute):
+    check_packed_decoder(family, recompute=recompute)
+
+
+def check_packed_decoder(family, *, recompute):
     model = tiny_model(family, dtype=torch.float64, **CASES[family])
     ids, positions, context = inputs(model.config.vocab_size)
     expected = hidden_states(model, ids, positions, context)
@@ -67,7 +72,7 @@ def test_gradients_of_the_kernels_compile(torch_kernels, monkeypatch):
         exact_decoder._gradients, dynamic=True, fullgraph=True, backend="aot_eager"
     )
     monkeypatch.setattr(exact_decoder, "_gradients_of", lambda device_type: compiled)
-    test_packed_decoder_is_the_model(None, "qwen3", recompute=False)
+    check_packed_decoder("qwen3", recompute=False)
 
 
 def test_packed_decoder_without_gradients_can_be_trained_afterwards(torch_kernels):

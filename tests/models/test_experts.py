@@ -30,6 +30,7 @@ from hone.models.load import load_deferred, load_model
 from hone.models.manifest import export_weights
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from tests.models.families import family_folder, family_model, random_samples
+from tests.tables import table
 
 TOLERANCE = 1e-5
 NAMES = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
@@ -186,8 +187,8 @@ def test_what_corrects_choices_keeps_its_format(tmp_path: Path) -> None:
     assert torch.equal(again.get_buffer(name), bias)
 
 
-@pytest.mark.parametrize("groups", [(1, 1), (4, 2)], ids=["all", "two of four groups"])
-@pytest.mark.parametrize("normalises", [True, False])
+@table("groups", [(1, 1), (4, 2)])
+@table("normalises", [True, False])
 def test_sigmoid_choices_and_weights_are_those_of_transformers(
     groups: tuple[int, int], normalises: bool
 ) -> None:

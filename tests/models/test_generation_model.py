@@ -30,6 +30,7 @@ from hone.trainer.policy import Policy
 from hone.trainer.update_rules import ParameterOptimizer
 from tests.models.families import packed_logprobs
 from tests.models.paged import PagedRun
+from tests.tables import table
 
 VOCAB = 50
 LENGTHS = (11, 6, 14)
@@ -169,9 +170,9 @@ def compare(model, actual, dtype=torch.float32):
     )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@table("dtype", TOLERANCE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", SHAPES)
+@table("name", SHAPES)
 def test_R4_generation_equals_transformers(name, schedule, dtype):
     model = make_model(name, dtype=dtype)
     assert is_fusible(model) == (name in FUSED)
@@ -180,7 +181,7 @@ def test_R4_generation_equals_transformers(name, schedule, dtype):
     compare(model, generate(model, schedule), dtype)
 
 
-@pytest.mark.parametrize("name", FUSED)
+@table("name", FUSED)
 def test_R4_generation_rounds_as_the_trainer_does(name):
     """In bfloat16 the fused layers are no further from float32 than those of transformers."""
     model = make_model(name, dtype=torch.bfloat16)
@@ -316,7 +317,7 @@ EXPERT_BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", EXPERT_BUGS)
+@table("bug", EXPERT_BUGS)
 def test_R4_check_catches_a_wrong_layer_of_experts(bug, monkeypatch):
     make_layer = fused_layers.FusedLayer.of
     monkeypatch.setattr(
@@ -355,7 +356,7 @@ def test_R4_check_catches_a_rotation_of_whole_heads(monkeypatch):
         compare(model, generate(model, "prompts, then decode"))
 
 
-@pytest.mark.parametrize("bug", OPERATION_BUGS)
+@table("bug", OPERATION_BUGS)
 def test_R4_check_catches_a_wrong_operation(bug, monkeypatch):
     monkeypatch.setattr(generation, "choose_kernels", lambda _: Kernels())
     compare(model := make_model(PLANTED), generate(model, "prompts, then decode"))
@@ -364,7 +365,7 @@ def test_R4_check_catches_a_wrong_operation(bug, monkeypatch):
         compare(model, generate(model, "prompts, then decode"))
 
 
-@pytest.mark.parametrize("bug", LAYER_BUGS)
+@table("bug", LAYER_BUGS)
 def test_R4_check_catches_a_wrong_layer(bug, monkeypatch):
     make_layer = fused_layers.FusedLayer.of
     monkeypatch.setattr(
@@ -414,7 +415,7 @@ def with_a_layer_in_half(model):
     model.model.layers[1].half()
 
 
-@pytest.mark.parametrize(
+@table(
     "change",
     [
         with_a_module_of("mlp", OtherMLP),
@@ -481,9 +482,7 @@ def test_R3_generation_follows_the_trainer(write):
     check_follows(make_model(), write)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if "layers.1" in name or "layers" not in name]
-)
+@table("name", [name for name in NAMES if "layers.1" in name or "layers" not in name])
 def test_R3_generation_follows_every_parameter(name):
     # A constant on all keys moves no softmax: without head norms, biases of keys are invisible.
     check_follows(make_model(PLANTED), change_of_one(name))
@@ -495,9 +494,7 @@ def test_R3_following_is_seen_to_fail_where_parameters_were_copied(monkeypatch):
         check_follows(make_model(), copy_of_other_weights)
 
 
-@pytest.mark.parametrize(
-    "name", ["self_attn.k_proj.bias", "self_attn.q_proj.weight", "mlp.up_proj.weight"]
-)
+@table("name", ["self_attn.k_proj.bias", "self_attn.q_proj.weight", "mlp.up_proj.weight"])
 def test_R3_moved_parameters_are_an_error(name):
     run = Generation(model := make_model(PLANTED), make_samples())
     run.step({0: 3})
@@ -516,7 +513,7 @@ def pointers(model):
     return {name: p.data_ptr() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", FUSED)
+@table("name", FUSED)
 def test_merging_keeps_names_objects_values_and_ties(name):
     model, twin = make_model(name), make_model(name)
     parameters = dict(model.named_parameters())
@@ -580,8 +577,8 @@ def test_copies_of_a_merged_model_are_independent():
     compare(twin, generate(twin, "whole prompts"))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@table("optimizer", ["adamw", "muon"])
+@table("dtype", [torch.float32, torch.bfloat16])
 def test_training_is_the_same_with_merged_parameters(dtype, optimizer):
     results = []
     for merge_before_policy in (None, True, False):
@@ -659,7 +656,7 @@ def decode_once(decoder, caches, **context):
         decoder(torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.int64), context)
 
 
-@pytest.mark.parametrize("kind", ["plain", "quantised", "calibrating"])
+@table("kind", ["plain", "quantised", "calibrating"])
 def test_caches_are_written_before_attention_that_need_not_set_their_scales(kind, monkeypatch):
     model, calls = make_model(), []
 
@@ -697,8 +694,8 @@ def test_caches_are_written_before_attention_that_need_not_set_their_scales(kind
 # ---------------------------------------------------------------- rotary embeddings
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, scaled rope", "llama, far rope"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@table("name", ["llama", "llama, scaled rope", "llama, far rope"])
+@table("dtype", [torch.float32, torch.bfloat16])
 def test_R4_rotary_table_is_the_models_at_every_position(name, dtype):
     model = make_model(name, dtype=dtype)
     module = model.base_model.rotary_emb

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from hone.families.shape import ModelShape
 from hone.models import int8_rows
 from hone.models.int8_rows import is_packed, pack_layers, pack_rows, unpack_rows
 from hone.models.manifest import export_weights
+from tests.tables import table
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 4).map(lambda n: 16 * n))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -69,7 +69,7 @@ def test_a_step_off_is_seen():
     assert ((found - weight.double()).abs() > steps * 0.5001).any()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])
+@table("family", ["qwen3", "qwen3_moe", "glm4_moe"])
 def test_matrices_of_layers_are_packed_and_nothing_else(family):
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}

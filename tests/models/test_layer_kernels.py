@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.interpreted import run_interpreted
+from tests.tables import table
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 
@@ -175,8 +176,8 @@ def test_tiles_of_packed_rows_fit_the_memory_of_a_program(kind, output, capabili
         assert made.metadata.shared <= limit * 1024, num_rows
 
 
-@pytest.mark.parametrize("num_rows", [1, 32, 64, 256])
-@pytest.mark.parametrize("num_inputs", [896, 3200, 4096])
+@table("num_rows", [1, 32, 64, 256])
+@table("num_inputs", [896, 3200, 4096])
 @pytest.mark.usefixtures("kernels")
 def test_packed_rows_of_whole_128_have_a_tile(num_rows, num_inputs):
     """Of 0.5B, and of an eighth of 32B; else each step would unpack the weight."""
@@ -215,9 +216,9 @@ def test_expert_kernels_compile_for_hopper(kernels):
     check_waits(compile_for_hopper(expert_kernels._group_kernel, group, numbers))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 256, 1024])
+@table("num_tokens", [1, 64, 256, 1024])
 @pytest.mark.parametrize("product", ["gate_up", "down"])
-@pytest.mark.parametrize("has_codes", [False, True])
+@table("has_codes", [False, True])
 def test_products_of_experts_use_the_matrix_units_of_hopper(
     kernels, product, num_tokens, has_codes
 ):
@@ -272,8 +273,8 @@ def test_rotation_rounds_every_product_and_sum_on_hopper(kernels):
     assert "fma.rn.bf16" in contracted
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "gated", "split", "tile"),
+@table(
+    "rows, outputs, inputs, gated, split, tile",
     [
         (1, 4096, 1024, False, False, (64, 32, 128, 1, 4, 6)),  # Qwen3-0.6B
         (64, 1024, 2048, False, True, (64, 32, 128, 4, 4, 6)),

@@ -24,12 +24,17 @@ from hone.models.support import check_supported, context_length, eos_token_ids
 from hone.models.tiny import make_tiny_model
 from hone.models.tokenizer import load_tokenizer
 from tests.models.families import FAMILY_FIELDS, family_folder, family_model
+from tests.tables import table
 
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "head_dim": 8, "intermediate_size": 16}
 
 
 @pytest.fixture
 def folder(tmp_path):
+    return make_folder(tmp_path)
+
+
+def make_folder(tmp_path):
     return make_tiny_model(tmp_path / "model", **TINY)
 
 
@@ -46,9 +51,9 @@ def test_every_family_is_tested():
     assert set(FAMILY_FIELDS) == set(SPECS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("init", ["pretrained", "random"])
-@pytest.mark.parametrize("family", SPECS)
+@table("dtype", ["float32", "bfloat16"])
+@table("init", ["pretrained", "random"])
+@table("family", SPECS)
 def test_parameters_take_the_dtype_and_rotary_stays_float32(family, init, dtype):
     model = load(family_folder(family), init=init, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
@@ -76,7 +81,7 @@ def test_random_weights_follow_the_seed_alone(folder):
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-@pytest.mark.parametrize("family", SPECS)
+@table("family", SPECS)
 def test_random_models_differ_from_pretrained_ones_in_weights_alone(family):
     drawn, read = (load(family_folder(family), init=init) for init in ("random", "pretrained"))
     assert [(n, p.shape) for n, p in drawn.named_parameters()] == [
@@ -139,8 +144,8 @@ def defer(folder, **options):
     return load_deferred(ModelConfig(path=str(folder), **options), device="cpu", seed=1)
 
 
-@pytest.mark.parametrize("init", ["pretrained", "random"])
-@pytest.mark.parametrize("family", SPECS)
+@table("init", ["pretrained", "random"])
+@table("family", SPECS)
 def test_what_is_deferred_is_what_would_be_loaded(family, init):
     folder = family_folder(family)
     expected, model = load(folder, init=init), defer(folder, init=init)
@@ -215,8 +220,9 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("files", READABLE)
-def test_files_that_name_tensors_like_the_modules_are_read_in_parts(folder, files):
+@table("files", READABLE)
+def test_files_that_name_tensors_like_the_modules_are_read_in_parts(tmp_path, files):
+    folder = make_folder(tmp_path)
     edit_weights(folder, READABLE[files])
     expected, found = load(folder), given(defer(folder))
     assert found is not None
@@ -338,8 +344,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_told(folder, mistake):
+@table("mistake", MISTAKES)
+def test_mistakes_are_told(tmp_path, mistake):
+    folder = make_folder(tmp_path)
     spoil, path, error, message = MISTAKES[mistake]
     spoil(folder)
     for reader in (load, defer):
@@ -369,7 +376,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("field", REFUSED)
+@table("field", REFUSED)
 def test_refuses_what_is_not_served(field):
     config = family_model("llama").config
     setattr(config, field, REFUSED[field])
@@ -377,7 +384,7 @@ def test_refuses_what_is_not_served(field):
         check_supported(config)
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+@table("rope_type", ["linear", "llama3", "yarn"])
 def test_accepts_rotary_scalings_of_position_alone(rope_type):
     config = family_model("llama").config
     config.rope_parameters = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 1e4}

@@ -10,6 +10,7 @@ import torch
 from hone.models.decoder import head_logits
 from tests.models.families import FAMILY_FIELDS, family_model, packed_logprobs, random_samples
 from tests.models.paged import PagedRun
+from tests.tables import table
 
 LENGTHS = (11, 6, 14)
 
@@ -35,13 +36,13 @@ def check_paged_equals_packed(family, schedule, *, block_size=4, **options):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("family", FAMILY_FIELDS)
+@table("family", FAMILY_FIELDS)
 def test_paged_equals_packed(family, schedule):
     check_paged_equals_packed(family, SCHEDULES[schedule])
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@table("block_size", [1, 3, 16])
+@table("schedule", SCHEDULES)
 def test_any_block_size(schedule, block_size):
     check_paged_equals_packed("gemma3_text", SCHEDULES[schedule], block_size=block_size, seed=7)
 
@@ -72,8 +73,8 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.parametrize("schedule", ["token by token", "decode beside prefill"])
+@table("bug", BUGS)
+@table("schedule", ["token by token", "decode beside prefill"])
 def test_paged_check_catches(bug, schedule):
     with pytest.raises(AssertionError):
         check_paged_equals_packed("qwen3", SCHEDULES[schedule], mutate=BUGS[bug])

@@ -20,6 +20,7 @@ from hone.models import decoder
 from hone.models.load import load_model
 from hone.models.parity import require_parity
 from tests.models.families import VOCAB, packed_logprobs, random_samples
+from tests.tables import table
 from tests.tiny_runs import tiny_config, write_inputs
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ def checked(name: str, **fields: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@table("name", OTHERS)
 def test_dense_decoders_pass(name):
     assert name not in SPECS
     checked(name)
@@ -57,7 +58,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@table("name", REFUSED)
 def test_what_transformers_forward_does_not_serve_is_refused(name):
     with pytest.raises(UserError, match=f"family {name},.*{REFUSED[name]}.*Use a model of .*llama"):
         checked(name)

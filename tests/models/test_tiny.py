@@ -18,6 +18,7 @@ from hone.models.tiny import (
     make_tiny_model,
 )
 from hone.models.tokenizer import load_tokenizer
+from tests.tables import table
 
 CHARS = make_char_tokenizer("0123456789+-*= \n?")
 BYTES = make_bpe_tokenizer(["the cat sat on the mat", "das Wetter ist schön"], 300)
@@ -110,7 +111,7 @@ PUBLIC_PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@table("shape", SHAPES)
 def test_shapes_have_the_parameters_of_the_public_models(tmp_path, shape):
     folder = make_model_folder(tmp_path, shape, tokenizer=CHARS)
     assert not list(folder.glob("*.safetensors"))

@@ -25,6 +25,7 @@ from hone.observe.report.charts import MAX_POINTS
 from hone.observe.report.write import told_apart, write_report
 from hone.observe.run_folder import RunFolder
 from tests.observe.fake_run import Scalars, write_run
+from tests.tables import table
 
 DASH = "\N{EN DASH}"
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -169,7 +170,7 @@ def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     assert "No step has been recorded in this folder yet" in page.text
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "events.jsonl", "samples.jsonl"])
+@table("missing", ["config.yaml", "events.jsonl", "samples.jsonl"])
 def test_a_partial_folder(tmp_path: Path, missing: str) -> None:
     folder = write_run(tmp_path / "run", num_steps=3)
     (folder / missing).unlink()
@@ -177,7 +178,7 @@ def test_a_partial_folder(tmp_path: Path, missing: str) -> None:
     assert "Training reward" in page.text
 
 
-@pytest.mark.parametrize("torn", ["metrics.jsonl", "samples.jsonl", "events.jsonl"])
+@table("torn", ["metrics.jsonl", "samples.jsonl", "events.jsonl"])
 def test_a_half_written_line_is_ignored(tmp_path: Path, torn: str) -> None:
     folder = write_run(tmp_path / "run", num_steps=3)
     with (folder / torn).open("a") as file:
@@ -207,8 +208,8 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("last_step", "end", "is_locked", "status"),
+@table(
+    "last_step, end, is_locked, status",
     [
         (200, None, False, "finished"),
         (200, None, True, "running"),  # the model is being written
@@ -300,11 +301,10 @@ def marks_of(values: list[float], scale: str, *, whole: bool = False) -> list[li
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("scale", ["linear", "zero", "share"])
-@pytest.mark.parametrize(
+@table("scale", ["linear", "zero", "share"])
+@table(
     "values",
     [[0.99998, 1.00003], [1.0, 1.0], [123456.0, 123457.0], [0.5, 0.5004], [-1.00001, -1.0], [0, 0]],
-    ids=str,
 )
 def test_marks_of_an_axis_read_differently(values: list[float], scale: str) -> None:
     marks, labels = marks_of(values, scale)
@@ -316,8 +316,8 @@ def test_marks_of_an_axis_read_differently(values: list[float], scale: str) -> N
         assert read == pytest.approx(mark, abs=1e-3 * abs(marks[1] - marks[0])), label
 
 
-@pytest.mark.parametrize("scale", ["linear", "zero"])
-@pytest.mark.parametrize("values", [[0, 1], [0, 2], [3.5, 4.5], [0, 0], [17, 390]], ids=str)
+@table("scale", ["linear", "zero"])
+@table("values", [[0, 1], [0, 2], [3.5, 4.5], [0, 0], [17, 390]])
 def test_marks_of_counts_are_whole(values: list[float], scale: str) -> None:
     marks, labels = marks_of(values, scale, whole=True)
     assert len(set(labels)) > 1
@@ -412,7 +412,7 @@ def compared(tmp_path: Path) -> list[Path]:
     return folders
 
 
-def table(page: Page, title: str) -> str:
+def table_under(page: Page, title: str) -> str:
     """What stands between a title and the next one."""
     rest = " ".join(page.text[page.text.index(title) + len(title) :].split())
     return rest.partition("What differs")[0]
@@ -429,11 +429,11 @@ def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path: Path) ->
         assert line["values"] == pytest.approx(values, rel=1e-5)
     assert [line["run"] for line in charts["Reward: evaluation"]["lines"]] == [0, 1]
     assert {"Time by phase of a", "Time by phase of b"} <= charts.keys()
-    configurations = table(page, "What differs between the configurations")
+    configurations = table_under(page, "What differs between the configurations")
     assert "algorithm.advantage grpo rloo" in configurations
     assert f"data.train.1.path {DASH} more.jsonl" in configurations
     assert "run.seed" not in configurations
-    environments = table(page, "What differs between the environments")
+    environments = table_under(page, "What differs between the environments")
     assert "torch 2.11.0 2.12.0" in environments
     assert "3.12.1" not in environments
     assert "different kinds" not in page.text
@@ -466,8 +466,8 @@ def test_settings_that_have_changed_midway_are_said_first(tmp_path: Path) -> Non
     assert "Settings of run have changed after step 2" in text
 
 
-@pytest.mark.parametrize(
-    ("runs", "expected"),
+@table(
+    "runs, expected",
     [
         (["runs/a", "runs/b"], "runs/comparison.html"),
         (["runs/q/rl", "runs/b"], "runs/comparison.html"),
@@ -495,20 +495,19 @@ def test_runs_of_different_kinds_are_said_to_be(tmp_path: Path) -> None:
         "fine-tuning)" in told
     )
     assert "Settings that only one kind of run has are not listed" in told
-    assert "algorithm.advantage" not in table(page, "What differs between the configurations")
+    assert "algorithm.advantage" not in table_under(page, "What differs between the configurations")
     assert "Not recorded of rl, sft" in told
     assert [line["run"] for line in charts_of(html)["Loss: training"]["lines"]] == [0, 1]
     assert [line["run"] for line in charts_of(html)["Reward: training"]["lines"]] == [0]
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
+@table(
+    "paths, names",
     [
         (["/x/a", "/x/b"], ["a", "b"]),
         (["/x/a", "/y/a"], ["x/a", "y/a"]),
         (["/x/a/m", "/y/a/m", "/y/b/m"], ["x/a/m", "y/a/m", "y/b/m"]),
     ],
-    ids=str,
 )
 def test_runs_are_named_by_their_folders(paths: list[str], names: list[str]) -> None:
     assert told_apart([Path(path) for path in paths]) == names
@@ -575,8 +574,8 @@ def test_the_command_writes_where_it_is_told(
         report_command([str(folder), str(folder / ".." / "run")])
 
 
-@pytest.mark.parametrize(
-    ("trees", "only_common", "expected"),
+@table(
+    "trees, only_common, expected",
     [
         ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], False, [["b", "2", "3"]]),
         ([{"a": "1"}, {"b": "1"}], False, [["a", "1", DASH], ["b", DASH, "1"]]),
@@ -587,7 +586,6 @@ def test_the_command_writes_where_it_is_told(
         ([{"a": "None", "b": "1"}, {"b": "1"}], False, []),
         ([{"a": "None"}, {"a": "1"}], False, [["a", "None", "1"]]),
     ],
-    ids=str,
 )
 def test_differences(
     trees: list[dict[str, str]], only_common: bool, expected: list[list[str]]

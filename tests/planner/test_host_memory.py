@@ -21,6 +21,7 @@ from hone.planner.fitting import check_host_memory
 from hone.planner.host_memory import HostRole, host_roles
 from hone.trainer import host_gradients, offload, policy, update_rules
 from tests.planner.memory_cases import model_of, plan, settings
+from tests.tables import table
 from tests.trainer.examples import make_trainer, random_rows
 
 GIB = 1 << 30
@@ -62,8 +63,8 @@ def test_a_cpu_run_is_planned_kind_by_kind() -> None:
     assert role.num_bytes > 4 * weights
 
 
-@pytest.mark.parametrize(
-    ("flags", "numbers"),
+@table(
+    "flags, numbers",
     [
         ((), {"trainer": 1}),
         (("--cluster.num_engines=2",), {"trainer": 1, "engine": 2}),
@@ -191,7 +192,7 @@ def test_a_sleeping_vllm_keeps_its_weights_on_the_host() -> None:
     assert host_roles(planned(own, num_processes=4), num_local=4) == [], "delivered anew"
 
 
-@pytest.mark.parametrize(
+@table(
     "given",
     [
         {"offload": "optimizer"},
@@ -261,8 +262,8 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "auto"])
-@pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: " ".join(argv[:2]))
+@table("device", ["cpu", "auto"])
+@table("argv", COMMANDS)
 def test_commands_refuse_before_they_start_and_hone_check_says_so(
     argv: tuple[str, ...],
     device: str,

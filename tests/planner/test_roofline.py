@@ -16,6 +16,7 @@ from hone.planner.roofline import (
     generation_time_s,
     training_time_s,
 )
+from tests.tables import table
 
 H200 = GPUS[0]
 
@@ -26,8 +27,8 @@ QWEN3 = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "context", "batch", "tokens_per_s"),
+@table(
+    "model, context, batch, tokens_per_s",
     [
         ("0.6B", 1024, 32, 27_797),
         ("0.6B", 8192, 1, 2_017),
@@ -42,7 +43,7 @@ def test_decode_limit_of_the_table(model: str, context: int, batch: int, tokens_
     assert batch / step_s == pytest.approx(tokens_per_s, rel=0.01)
 
 
-@pytest.mark.parametrize(("batch", "step_ms"), [(1, 1.44), (16, 9.65), (64, 15.4), (256, 20.1)])
+@table("batch, step_ms", [(1, 1.44), (16, 9.65), (64, 15.4), (256, 20.1)])
 def test_a_decode_step_reads_the_experts_that_its_tokens_pass(batch: int, step_ms: float) -> None:
     """Of 128 experts 8, 82, 126 and 128."""
     shape = public_shape("qwen3-30b-a3b")
@@ -50,8 +51,8 @@ def test_a_decode_step_reads_the_experts_that_its_tokens_pass(batch: int, step_m
     assert 1e3 * step_s == pytest.approx(step_ms, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("model", "length", "passes", "tokens_per_s"),
+@table(
+    "model, length, passes, tokens_per_s",
     [
         ("0.6B", 2560, 3, 177_231),
         ("0.6B", 16384, 4, 64_306),
@@ -156,8 +157,8 @@ def test_a_large_step_is_cheap_to_price() -> None:
     assert time.thread_time() - start < 0.5
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
+@table(
+    "device, name",
     [
         ("NVIDIA H200", "H200"),
         ("NVIDIA GH200 480GB", "GH200"),
@@ -175,6 +176,6 @@ def test_gpus_are_found_by_their_driver_name(device: str, name: str) -> None:
     assert peaks.name == name
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H2000", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD"])
+@table("device", ["NVIDIA H2000", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD"])
 def test_other_devices_are_not_guessed(device: str) -> None:
     assert gpu_peaks(device) is None

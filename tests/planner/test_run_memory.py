@@ -34,6 +34,7 @@ from hone.planner.memory import training_memory
 from hone.planner.run_memory import Phase, RunMemory
 from hone.trainer import gathering
 from hone.weights import sync
+from tests.tables import table
 
 GIB = 1 << 30
 TOLERANCE = 0.025
@@ -104,9 +105,7 @@ def test_R15_a_sleeping_cache_leaves_generation_as_the_peak() -> None:
     assert found["generate"].num_bytes / GIB == pytest.approx(43.7, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "stage", "gib"), [(36, 3, 76.22), (36, 2, 88.21), (12, 3, 38.72), (12, 2, 42.28)]
-)
+@table("num_layers, stage, gib", [(36, 3, 76.22), (36, 2, 88.21), (12, 3, 38.72), (12, 2, 42.28)])
 def test_steps_of_two_processes_are_planned_as_measured(
     num_layers: int, stage: Any, gib: float
 ) -> None:
@@ -123,14 +122,14 @@ def test_steps_of_two_processes_are_planned_as_measured(
     assert plan.peak / GIB == pytest.approx(gib, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "unpacked", "largest"),
+@table(
+    "name, unpacked, largest",
     [
         ("qwen3-8b", 2 * 12288 * 4096, 12288 * 4096),
         ("qwen3-30b-a3b", 128 * 3 * 768 * 2048, 128 * 2 * 768 * 2048),
     ],
 )
-@pytest.mark.parametrize("apart", [False, True])
+@table("apart", [False, True])
 def test_what_8_bit_weights_take_for_a_moment_is_planned(
     name: str, unpacked: int, largest: int, *, apart: bool
 ) -> None:
@@ -208,7 +207,7 @@ def test_the_cache_is_the_smallest_of_three() -> None:
     assert vllm == pytest.approx(70 - step - 2 * shape_of("qwen3-0.6b").num_params / GIB)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@table("seed", range(12))
 def test_R15_the_planned_cache_is_the_one_that_the_engine_takes(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +262,7 @@ def of_a_rank(name: str, size: int) -> int:
     return 2 * sum(part.numel() for part in parts)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "glm-4.5-air", "qwen3-0.6b"])
+@table("name", ["qwen3-8b", "qwen3-30b-a3b", "glm-4.5-air", "qwen3-0.6b"])
 def test_a_rank_of_an_engine_holds_its_part_of_each_tensor(name: str) -> None:
     shape = shape_of(name)
     for size in (1, 2, 4):
@@ -476,8 +475,8 @@ def advised(message: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "world_size"),
+@table(
+    "name, flags, world_size",
     [
         ("qwen3-4b", ("--data.max_prompt_tokens=3072",), 1),
         ("qwen3-8b", ("--data.max_prompt_tokens=3072",), 1),
@@ -652,8 +651,8 @@ def test_remedies_share_tokens_offload_divide_engines_and_set_them_apart(
     assert [x.message for x in rules.findings(better) if x.level == "error"] == []
 
 
-@pytest.mark.parametrize(
-    ("part", "bug", "seen_by"),
+@table(
+    "part, bug, seen_by",
     [
         ("engine_weights", lambda run: 0, test_weights_lie_there_as_often_as_somebody_needs_them),
         (
@@ -746,7 +745,7 @@ def test_a_teacher_lies_beside_the_policy_with_its_own_size() -> None:
                 assert phase.parts["teacher"] == expected, phase.title
 
 
-@pytest.mark.parametrize("command", ["rl", "eval", "generate"])
+@table("command", ["rl", "eval", "generate"])
 def test_a_reward_model_lies_whole_beside_the_engine(command: str) -> None:
     """Of 4B beside 0.6B, not divided over processes; its passes while samples are scored."""
     flags = ("--engine.kv_cache_gib=1", "--reward.model.path=Qwen/Qwen3-4B")

@@ -32,6 +32,7 @@ from hone.planner.run_memory import RunMemory
 from hone.planner.search import peak_bytes, plan_of, search
 from hone.planner.simulator import Placement
 from hone.planner.training_time import TrainingTime
+from tests.tables import table
 
 GIB = 2**30
 
@@ -258,8 +259,8 @@ def test_long_rows_are_shared_where_no_trainer_holds_one() -> None:
 AXES = [x for x in product((1, 2, 4, 8), repeat=3) if math.prod(x) in (2, 4, 8)]
 
 
-@pytest.mark.parametrize("sizes", AXES)
-@pytest.mark.parametrize("recompute", ["off", "selective", "full"])
+@table("sizes", AXES)
+@table("recompute", ["off", "selective", "full"])
 def test_axes_cost_what_they_send(sizes: tuple[int, int, int], recompute: str) -> None:
     names = ("tensor_parallel_size", "ulysses_size", "ring_size")
     parallel: dict[str, Any] = {**dict(zip(names, sizes, strict=True)), "zero_stage": 3}

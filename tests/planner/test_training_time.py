@@ -15,6 +15,7 @@ from hone.config.tree import PlanConfig
 from hone.families.shape import public_shape
 from hone.planner.compute_time import Compute
 from hone.planner.training_time import TrainingTime
+from tests.tables import table
 
 ROWS = [2048] * 128
 """Sixteen micro-batches of 16,384 tokens."""
@@ -34,8 +35,8 @@ def seconds(plan: RunPlan) -> float:
     return TrainingTime(plan, PlanningConfig(overhead_s=0)).step_s(ROWS, sum(ROWS))
 
 
-@pytest.mark.parametrize(
-    ("shape", "knobs", "measured"),
+@table(
+    "shape, knobs, measured",
     [
         ("qwen3-4b", {"recompute": "full"}, 1.267),
         ("qwen3-4b", {"recompute": "selective"}, 1.220),
@@ -57,8 +58,8 @@ def test_what_saves_memory_costs_what_was_measured(
     assert ratio == pytest.approx(measured, abs=0.06)
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows", "num_scored", "measured_s", "passes", "recomputed"),
+@table(
+    "shape, rows, num_scored, measured_s, passes, recomputed",
     [
         # hone bench train and benchmarks.gpu.train_speed, rows of 2,048
         ("qwen3-0.6b", [2048] * 16, 16 * 2048, 0.395, 3, 0),

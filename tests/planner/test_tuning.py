@@ -18,6 +18,7 @@ from hone.families.shape import public_shape
 from hone.planner.fitting import changed, errors
 from hone.planner.gain import Measured, Pricing, simulated
 from hone.planner.tuning import fit, modes, search_budget, variants
+from tests.tables import table
 
 LENGTHS, PROMPT_TOKENS = [[40 + 20 * n, 200] for n in range(12)], 64
 """Long enough for products of matrices to decide about a step."""
@@ -113,7 +114,7 @@ def test_budgets_grow_to_a_planted_limit(start: int, limit: int, most: int) -> N
     assert found >= min(limit, most) / 1.2 or limit < start
 
 
-@pytest.mark.parametrize(("knee", "expected"), [(1000, 1000), (4000, 4000), (100, 500)])
+@table("knee, expected", [(1000, 1000), (4000, 4000), (100, 500)])
 def test_budgets_grow_while_a_step_gets_faster(knee: int, expected: int) -> None:
     found = search_budget(
         lambda budget: 1000.0 / min(budget, knee),

@@ -10,6 +10,7 @@ from hone.config.errors import UserError
 from hone.config.reward import RewardConfig, RewardFunctionConfig
 from hone.rewards.builtin import ExactMatch, Format, Length, Math, Overlong, warm_up_math
 from hone.rewards.scorer import Scorer
+from tests.tables import table
 
 MATH_TABLE = [
     # GSM8K style
@@ -69,7 +70,7 @@ MATH_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("completion", "answer", "verdict"), MATH_TABLE)
+@table("completion, answer, verdict", MATH_TABLE)
 def test_math(completion, answer, verdict):
     assert Math()(completion=completion, answer=answer) == float(verdict)
 
@@ -93,7 +94,7 @@ SEPARATORS = {
 }
 
 
-@pytest.mark.parametrize("separator", SEPARATORS.values(), ids=SEPARATORS)
+@table("separator", SEPARATORS.values())
 def test_math_reads_thousands_however_they_are_separated(separator):
     small, large = f"1{separator}000", f"-1{separator}234{separator}567.5"
     for written, value, other in ((small, "1000", "0"), (large, "-1234567.5", "-1")):
@@ -107,8 +108,8 @@ def test_math_reads_thousands_however_they_are_separated(separator):
             assert Math()(completion=rf"\boxed{{{other}}}", answer=gold) == 0.0, f"{gold=}"
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "verdict"),
+@table(
+    "completion, answer, verdict",
     [
         # Two numbers, and numbers that are not grouped by three, stay what they are.
         (r"\boxed{1, 200}", "1200", False),
@@ -152,7 +153,7 @@ ACCURACY_REWARD_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("completion", "answer", "verdict"), ACCURACY_REWARD_TABLE)
+@table("completion, answer, verdict", ACCURACY_REWARD_TABLE)
 def test_math_of_latex_alone_reads_as_trl_does(completion, answer, verdict):
     strict = Math(latex_only=True)
     assert strict(completion=completion, answer=answer) == float(verdict)
@@ -193,8 +194,8 @@ def test_math_stops_where_math_verify_is_broken(monkeypatch):
         warm_up_math()
 
 
-@pytest.mark.parametrize(
-    ("settings", "completion", "answer", "expected"),
+@table(
+    "settings, completion, answer, expected",
     [
         ({}, " 42\n", "42", 1.0),
         ({}, "42.", "42", 0.0),
@@ -230,8 +231,8 @@ def test_functions_that_match_regular_expressions_run_in_workers():
     assert not any(function.isolated for function in trusted)
 
 
-@pytest.mark.parametrize(
-    ("settings", "completion", "expected"),
+@table(
+    "settings, completion, expected",
     [
         ({"tags": ("think", "answer")}, "<think>a</think> <answer>b</answer>", 1.0),
         ({"tags": ("think", "answer")}, "<answer>b</answer><think>a</think>", 0.0),
@@ -249,8 +250,8 @@ def test_format(settings, completion, expected):
     assert Format(**settings)(completion=completion) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "width", "expected"),
+@table(
+    "num_tokens, width, expected",
     [(100, None, 1.0), (50, None, 0.5), (150, None, 0.5), (0, None, 0.0), (250, None, 0.0),
      (90, 20, 0.5), (120, 20, 0.0), (100, 20, 1.0)],
 )  # fmt: skip
@@ -305,7 +306,7 @@ class _BufferBehindTheLimit(Overlong):
         return -min(1.0, max(0.0, over / max(self.buffer_tokens, 1)))
 
 
-@pytest.mark.parametrize("wrong", [_NotCapped, _BufferBehindTheLimit])
+@table("wrong", [_NotCapped, _BufferBehindTheLimit])
 def test_overlong_check_catches(wrong):
     with pytest.raises(AssertionError):
         check_overlong(wrong)

@@ -22,9 +22,10 @@ from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summ
 from hone.rollout.requests import requests_for, sampling_params
 from hone.types import FailureKind, Reward, Sample, StopReason
 from tests.rollout.fakes import FakeEngine, FakeScorer, LateEngine, draw, prompt
+from tests.tables import table
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 1), (4, 2, 3), (8, 1, 4), (5, 0, 2), (5, 5, 5)])
+@table("n, c, k", [(4, 2, 1), (4, 2, 3), (8, 1, 4), (5, 0, 2), (5, 5, 5)])
 def test_pass_at_k_counts_all_subsets(n: int, c: int, k: int) -> None:
     outcomes = [True] * c + [False] * (n - c)
     subsets = list(combinations(outcomes, k))
@@ -257,8 +258,8 @@ B, C = {"fn": "rewards:b"}, {"fn": "rewards:c"}
 UNWEIGHTED, PENALTY = B | {"weight": 0.0}, B | {"weight": -0.5}
 
 
-@pytest.mark.parametrize(
-    ("functions", "samples", "settings", "expected"),
+@table(
+    "functions, samples, settings, expected",
     [
         ([A], [[ONE], [ZERO]], {}, PassRule(("a",), 1.0)),
         ([A], [[ZERO]], {}, PassRule(("a",), 1.0)),

@@ -24,6 +24,7 @@ from hone.models.tiny import make_char_tokenizer
 from hone.rewards.scorer import Scorer
 from hone.rollout.judge import Judge, RewardModel, Transcripts
 from hone.types import FailureKind, Prompt, Sample, StopReason
+from tests.tables import table
 from tests.tiny_runs import make_classifier
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -80,8 +81,8 @@ def chatting(template: str | None = CHAT) -> PreTrainedTokenizerBase:
 MESSAGES = [{"role": "system", "content": "9"}, {"role": "user", "content": "1+2="}]
 
 
-@pytest.mark.parametrize(
-    ("asked", "keys", "is_truncated", "expected"),
+@table(
+    "asked, keys, is_truncated, expected",
     [
         ("1+2=", {"chat": "never"}, False, "1+2=3{end}"),
         ("1+2=", {"chat": "never"}, True, "1+2=3"),
@@ -107,8 +108,8 @@ def test_it_reads_text_in_its_own_tokens_and_template(
     assert spelt(tokenizer, found) == expected.format(end=tokenizer.eos_token)
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "asked", "keys", "said"),
+@table(
+    "tokenizer, asked, keys, said",
     [
         (chatting(None), MESSAGES, {}, "list of chat messages"),
         (chatting(None), "1", {"system_prompt": "5"}, "system_prompt needs a chat"),
@@ -227,7 +228,7 @@ def test_it_scores_what_no_function_does(tmp_path: Path) -> None:
         assert (found.reward.total, found.reward.parts) == (0.25, {REWARD_MODEL: 0.25})
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+@table("score", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_fails_the_sample(score: float) -> None:
     """Of one that was seen before, too, and whatever the functions say."""
     own = judge(Fake({6: score}), functions=["exact_match"])
@@ -269,8 +270,8 @@ def test_equal_completions_earn_the_same_whatever_pass_they_are_in() -> None:
     assert sorted(chain(*fake.passes)) == [6, 7, 8], "each once"
 
 
-@pytest.mark.parametrize(
-    ("budget", "lengths", "passes"),
+@table(
+    "budget, lengths, passes",
     [
         (1000, [1, 2, 3], [[6, 7, 8]]),
         (16, [1, 2, 3], [[6, 7], [8]]),

@@ -26,6 +26,7 @@ from tests.rollout.fakes import (
     make_collector,
     prompt,
 )
+from tests.tables import table
 
 NUM_STEPS = 5
 TIMEOUT_S = 60.0
@@ -129,8 +130,8 @@ def config(name: str) -> dict[str, Any]:
     return base | SETTINGS[name]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", SETTINGS)
+@table("size", [2, 4])
+@table("name", SETTINGS)
 def test_R21_processes_collect_what_one_does(name: str, size: int) -> None:
     alone = collected(config(name), SingleProcess())
     for own in in_threads(size, lambda comm: collected(config(name), comm)):

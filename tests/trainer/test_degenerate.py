@@ -16,6 +16,7 @@ from hone.observe.metrics import to_scalars
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
+from tests.tables import table
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 
 
@@ -96,8 +97,8 @@ def test_R23_constant_rewards_give_a_zero_gradient():
     assert all(torch.equal(p, before[n]) for n, p in trainer.policy.masters.items())
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("field", ["advantages", "logprobs/engine", "logprobs/policy"])
+@table("value", [float("inf"), float("-inf"), float("nan")])
+@table("field", ["advantages", "logprobs/engine", "logprobs/policy"])
 def test_R23_non_finite_inputs_stop_before_anything_is_touched(
     field: str, value: float, tmp_path: Path
 ):
@@ -151,7 +152,7 @@ def test_R23_planted_missing_check_spreads(monkeypatch: pytest.MonkeyPatch):
         assert_unchanged(trainer, before)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@table("loss", LOSSES)
 def test_R23_a_huge_log_ratio_stays_finite(loss: str):
     rows = random_rows(8)
     rows[0].column("logprobs/policy")[:] = -1e4

@@ -16,6 +16,7 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.trainer import Trainer
 from hone.types import Column, MicroBatch, Row
+from tests.tables import table
 from tests.trainer.examples import (
     eager_twin,
     gradients,
@@ -154,7 +155,7 @@ def case(
     return model, cfg, rows
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@table("objective", OBJECTIVES)
 def test_R1_gradient_is_that_of_the_set_for_every_objective(objective: str):
     model, cfg, rows = case(objective)
     expected = slow_gradient(model, rows, cfg)
@@ -215,7 +216,7 @@ BUGS: dict[str, Callable[[list[MicroBatch]], list[MicroBatch]]] = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@table("bug", BUGS)
 def test_R1_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch):
     model, cfg, rows = case("ppo_clip token_mean")
     expected = slow_gradient(model, rows, cfg)
@@ -227,8 +228,8 @@ def test_R1_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch):
         check_gradient(trainer, rows, expected)
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [("token_mean", 2.5), ("sequence_mean", 2.0)])
-@pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"micro_batch_size": 2}])
+@table("aggregation, expected", [("token_mean", 2.5), ("sequence_mean", 2.0)])
+@table("cut", [{"micro_batch_size": 1}, {"micro_batch_size": 2}])
 def test_R1_closed_forms(aggregation: str, expected: float, cut: dict[str, Any]):
     """Losses 1 over one token and 9 over three: 10 / 4 by tokens, (1 + 3) / 2 by sequences."""
     rows = [

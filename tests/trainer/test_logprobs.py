@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from hone.models.decoder import head_product, head_weight
 from hone.trainer import logprobs as logprobs_module
 from hone.trainer.logprobs import token_logprobs, token_scores
+from tests.tables import table
 from tests.trainer.examples import VOCAB, tiny_model
 
 Scores = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -56,9 +57,9 @@ def slow_scores(model: Any, num_tokens: int, temperature: float, cap: float | No
     return logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, [hidden, weight])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@table("family", ["qwen3", "gemma2"])
+@table("temperature", [1.0, 0.6])
+@table("chunk", [1, 7, 16, 64])
 def test_R15_chunked_values_and_gradients_equal_the_definition(
     family: str, temperature: float, chunk: int
 ):
@@ -69,8 +70,8 @@ def test_R15_chunked_values_and_gradients_equal_the_definition(
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("chunk", [1, 16, 64])
+@table("family", ["qwen3", "gemma2"])
+@table("chunk", [1, 16, 64])
 def test_other_words_than_the_label_equal_the_definition(family: str, chunk: int):
     """The label among them or not, and the likeliest ones."""
     cap = {"final_logit_softcapping": 3.0} if family == "gemma2" else {}
@@ -150,7 +151,7 @@ class Products:
         return [len(logits) for x in self.made if (logits := x()) is not None]
 
 
-@pytest.mark.parametrize("chunk", [8, 36, 37, 100])
+@table("chunk", [8, 36, 37, 100])
 def test_the_last_chunk_is_computed_once_and_freed_by_backward(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ):

@@ -21,6 +21,7 @@ from hone.trainer import policy as policy_module
 from hone.trainer.host_gradients import HostGradients
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.trainer import Trainer
+from tests.tables import table
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 GRADIENTS = {"offload": "gradients"}
@@ -86,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("knobs", [{"offload": "optimizer"}, GRADIENTS], ids=["", "gradients"])
-@pytest.mark.parametrize("name", CASES)
+@table("name", CASES)
 def test_offload_changes_no_bit(name: str, knobs: dict[str, str]):
     fields = dict(CASES[name])
     settings = fields.pop("settings", {})
@@ -142,7 +143,7 @@ BUGS: dict[str, tuple[dict[str, Any], Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@table("bug", BUGS)
 def test_planted_bugs_change_numbers(bug: str, monkeypatch: pytest.MonkeyPatch):
     knobs, target, name, planted = BUGS[bug]
     monkeypatch.setattr(target, name, planted)

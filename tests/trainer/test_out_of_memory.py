@@ -24,6 +24,7 @@ from hone.trainer.out_of_memory import NOTES
 from hone.trainer.trainer import Trainer
 from hone.trainer.update_rules import ParameterOptimizer
 from hone.types import Row
+from tests.tables import table
 from tests.trainer.examples import (
     gradients,
     logprobs_of,
@@ -134,8 +135,8 @@ def test_the_gradient_is_that_of_a_step_that_never_failed(
             assert float((got[name] - want).abs().max()) <= 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize(
+@table("phase", ["forward", "backward"])
+@table(
     "options",
     [
         {"max_tokens_per_microbatch": BUDGET},
@@ -143,7 +144,6 @@ def test_the_gradient_is_that_of_a_step_that_never_failed(
         {"max_tokens_per_microbatch": BUDGET, "recompute": "full", "offload_activations": True},
         {"max_tokens_per_microbatch": BUDGET, "offload": "gradients"},
     ],
-    ids=["tokens", "rows", "activations on the host", "gradients on the host"],
 )
 def test_weights_are_those_of_an_undisturbed_step(options: dict[str, Any], phase: str):
     rows = prepared()
@@ -262,7 +262,7 @@ def test_an_end_that_no_rung_helps_is_told_with_nothing_moved():
     assert all(torch.equal(before[n], p.detach()) for n, p in trainer.policy.masters.items())
 
 
-@pytest.mark.parametrize("number", [0, 5])
+@table("number", [0, 5])
 def test_moments_that_do_not_fit_end_the_step_with_nothing_moved(
     number: int, monkeypatch: pytest.MonkeyPatch
 ):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hone.trainer.collating import collate, empty_batch
 from hone.trainer.packing import AttentionCost, digest, plan
 from hone.types import Column, Row
+from tests.tables import table
 from tests.trainer.examples import random_rows
 
 COST = AttentionCost.of(num_parameters=1_000_000, num_layers=4, attention_width=128)
@@ -151,10 +152,9 @@ def test_an_empty_batch_trains_nothing():
     assert len(batch.labels) > 0
 
 
-@pytest.mark.parametrize(
+@table(
     "length",
     [lambda i: (i * 7919) % 4000 + 50, lambda i: 2049 + i % 3, lambda i: 2500 if i % 2 else 1],
-    ids=["spread", "one a bin", "bimodal"],
 )
 def test_planning_looks_at_a_row_a_bounded_number_of_times(length: Callable[[int], int]):
     def num_lines(num_rows: int) -> int:
@@ -234,8 +234,8 @@ def paired_rows(num_pairs: int, seed: int) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize("options", [{"max_tokens": 70}, {"max_tokens": 1, "micro_batch_size": 2}])
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@table("options", [{"max_tokens": 70}, {"max_tokens": 1, "micro_batch_size": 2}])
+@table("num_ranks", [1, 3])
 def test_rows_of_a_unit_share_a_pass(options: dict[str, Any], num_ranks: int):
     rows = paired_rows(9, seed=1)
     passes = plan(rows, num_ranks=num_ranks, cost=COST, **options)
@@ -275,8 +275,8 @@ def test_columns_and_weights_are_laid_end_to_end_by_what_they_are_per():
         rows[0].column("chosn")
 
 
-@pytest.mark.parametrize(
-    ("column", "words"),
+@table(
+    "column, words",
     [
         (Column(torch.zeros(2), "row"), r"chosen of sequence 'r1' has shape \(2,\).*has one value"),
         (Column(torch.zeros(3), "token"), "'r1' is per token, .* that of 'r0' is per row"),

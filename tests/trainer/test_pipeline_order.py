@@ -22,6 +22,7 @@ from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight, r
 from hone.distributed.mesh import Axis
 from hone.trainer import pipeline
 from hone.trainer.pipeline import Pass, Pipeline, timetable
+from tests.tables import table
 
 WIDTH = 2
 PATIENCE_S = 60.0
@@ -157,15 +158,15 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("num_batches", range(1, 10))
-@pytest.mark.parametrize(("num_stages", "virtual_stages"), SIZES)
+@table("num_batches", range(1, 10))
+@table("num_stages, virtual_stages", SIZES)
 def test_no_stage_waits_for_what_waits_for_it(num_stages, virtual_stages, num_batches):
     inputs = sum(range(num_batches)) * WIDTH
     for gradient in run_step(num_stages, num_batches, virtual_stages):
         assert float(gradient) == inputs * 2.0 ** (num_stages * virtual_stages - 1)
 
 
-@pytest.mark.parametrize(("num_stages", "virtual_stages"), SIZES)
+@table("num_stages, virtual_stages", SIZES)
 def test_scores_come_from_the_last_stage_in_order(num_stages, virtual_stages):
     def score(stage, run, _):
         found, batches = [], numbered(9)
@@ -181,8 +182,8 @@ def test_scores_come_from_the_last_stage_in_order(num_stages, virtual_stages):
     assert [float(found[0, 0, 0]) for found in last] == [factor * number for number in range(9)]
 
 
-@pytest.mark.parametrize("num_batches", [*range(1, 14), 40])
-@pytest.mark.parametrize(("num_stages", "virtual_stages"), SIZES)
+@table("num_batches", [*range(1, 14), 40])
+@table("num_stages, virtual_stages", SIZES)
 def test_a_timetable_has_every_pass_after_what_it_needs(num_stages, virtual_stages, num_batches):
     """With as many micro-batches as stages no time is lost but that of the first and the last."""
     times = timetable(num_stages, virtual_stages, num_batches)

@@ -15,6 +15,7 @@ from hone.observe.metrics import to_scalars
 from hone.trainer.policy import NonFiniteError, Policy, StaleWeightsError, require_layout
 from hone.trainer.update_rules import ParameterOptimizer
 from hone.weights.broadcast import BroadcastSync
+from tests.tables import table
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 
 LR, STEPS = 1e-6, 1000
@@ -149,8 +150,8 @@ def test_weights_that_become_non_finite_stop_the_run():
         policy.apply(lambda: policy.masters["model.norm.weight"].fill_(float("nan")))
 
 
-@pytest.mark.parametrize(
-    ("saved", "current", "error", "text"),
+@table(
+    "saved, current, error, text",
     [
         (8, 16, UserError, "trained with model.lora.rank 8, and model.lora.rank is 16 now"),
         (0, 16, UserError, "trained with model.lora.rank 0, and model.lora.rank is 16 now"),
@@ -171,8 +172,8 @@ def test_a_checkpoint_of_another_layout_is_refused_with_the_reason(
         require_layout(tensors(current), tensors(saved) | extra)
 
 
-@pytest.mark.parametrize("is_asleep", [False, True])
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@table("is_asleep", [False, True])
+@table("offload", ["none", "optimizer"])
 def test_R3_no_sync_of_weights_that_are_not_what_masters_round_to(offload: str, is_asleep: bool):
     """Of any kind of sync: all of them walk through the trainer's weights, and that is refused."""
     trainer = make_trainer(tiny_model(dtype=torch.bfloat16), offload=offload)

@@ -22,6 +22,7 @@ from hone.trainer.precision import (
     multiply_in_float8,
     require_matmul_precision,
 )
+from tests.tables import table
 from tests.trainer import float8_twin
 from tests.trainer.examples import (
     gradients,
@@ -89,7 +90,7 @@ def check_products(found, wanted):
 
 
 @pytest.mark.usefixtures("float8")
-@pytest.mark.parametrize("num_tokens", [1, 16, 37])
+@table("num_tokens", [1, 16, 37])
 def test_products_are_the_definition(num_tokens):
     check_products(*linear_case(num_tokens, seed=num_tokens))
 
@@ -186,8 +187,8 @@ def test_projections_alone_are_replaced_and_only_those_that_fit():
 # ---------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "device", "capability", "reason"),
+@table(
+    "name, dtype, device, capability, reason",
     [
         ("tf32", torch.float32, CPU, (9, 0), "needs an NVIDIA GPU, and this run is on cpu"),
         ("tf32", torch.float32, GPU, (7, 5), r"capability 8\.0, and Test GPU has 7\.5"),

@@ -17,6 +17,7 @@ from hone.trainer.collating import collate
 from hone.trainer.packing import AttentionCost, plan
 from hone.trainer.prefixes import pass_tokens, shared_prefixes
 from hone.types import Column, Row
+from tests.tables import table
 from tests.trainer.examples import random_rows
 
 COST = AttentionCost.of(num_parameters=1_000_000, num_layers=4, attention_width=128)
@@ -74,7 +75,7 @@ def test_too_little_is_not_shared():
     assert shared_prefixes(group_rows(10, [longest + 1] * 8)) == [0] * 8
 
 
-@pytest.mark.parametrize("seed", range(4))
+@table("seed", range(4))
 def test_collate_equals_a_token_by_token_twin(seed: int):
     rows = random_rows(17, seed=seed, shared_prompt=30)
     for number, row in enumerate(rows):
@@ -189,8 +190,8 @@ def time_of(rows: list[Row], passes: list[list[list[int]]], prefixes: list[int])
     return sum(max(map(of, together)) for together in zip(*passes, strict=True))
 
 
-@pytest.mark.parametrize(("prompt", "least"), [(256, 0.98), (1024, 0.96)])
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@table("prompt, least", [(256, 0.98), (1024, 0.96)])
+@table("num_ranks", [1, 4])
 def test_few_groups_lie_in_two_passes_and_passes_are_full(
     prompt: int, least: float, num_ranks: int
 ):

@@ -15,6 +15,7 @@ from hone.models.decoder import alias_module, hidden_states
 from hone.trainer import recompute
 from hone.trainer.offload import ActivationOffload
 from hone.trainer.recompute import apply_recompute
+from tests.tables import table
 from tests.trainer.examples import VOCAB, make_trainer, tiny_model
 
 LENGTHS = (5, 1, 11, 7)
@@ -67,9 +68,9 @@ class CountedProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize(("every", "offload"), [(1, False), (1, True), (2, True), (3, False)])
+@table("dtype", [torch.float32, torch.bfloat16])
+@table("mode", ["selective", "full"])
+@table("every, offload", [(1, False), (1, True), (2, True), (3, False)])
 def test_gradients_have_the_bits_of_a_pass_that_keeps_all(
     mode: str, every: int, offload: bool, dtype: torch.dtype
 ):
@@ -79,8 +80,8 @@ def test_gradients_have_the_bits_of_a_pass_that_keeps_all(
         assert_same_bits(gradients_of(model), expected)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("mode", ["uniform:2", "uniform:3", "uniform:9", "block:3", "block:9"])
+@table("offload", [False, True])
+@table("mode", ["uniform:2", "uniform:3", "uniform:9", "block:3", "block:9"])
 def test_methods_have_the_bits_of_a_pass_that_keeps_all(mode: str, offload: bool):
     for family in ("qwen3", "gemma3_text"):
         fields = {"num_hidden_layers": NUM_LAYERS} | (
@@ -93,8 +94,8 @@ def test_methods_have_the_bits_of_a_pass_that_keeps_all(mode: str, offload: bool
             assert_same_bits(gradients_of(model), expected)
 
 
-@pytest.mark.parametrize(
-    ("mode", "spans"),
+@table(
+    "mode, spans",
     [
         ("off", []),
         ("full", [(0,), (1,), (2,), (3,)]),

@@ -4,10 +4,11 @@ import pytest
 
 from hone.config.trainer import OptimizerConfig
 from hone.trainer.schedule import lr_scale
+from tests.tables import table
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
+@table(
+    "schedule, expected",
     [
         ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1]),
         ("linear", [1 / 3, 2 / 3, 1, 0.775, 0.55, 0.325, 0.1, 0.1]),

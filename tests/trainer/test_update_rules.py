@@ -12,6 +12,7 @@ from hone.trainer import update_rules
 from hone.trainer.host_gradients import Piece
 from hone.trainer.update_rules import FlatLayout, ParameterOptimizer, adamw_bfloat16_
 from tests.interpreted import run_interpreted
+from tests.tables import table
 
 SHAPES = {"embed": (12, 6), "wide": (4, 10), "tall": (10, 4), "norm": (6,)}
 
@@ -85,7 +86,7 @@ def test_muon_moves_hidden_matrices_along_orthogonalised_momentum():
         torch.testing.assert_close(named[name].detach().double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
+@table("rule", ["adamw", "muon"])
 def test_state_survives_a_round_trip_bit_for_bit(rule: str):
     cfg = OptimizerConfig.model_validate({"name": rule, "lr": 0.05})
     straight = parameters()
@@ -102,7 +103,7 @@ def test_state_survives_a_round_trip_bit_for_bit(rule: str):
     assert saved.keys() == other.state_dict().keys()
 
 
-@pytest.mark.parametrize("name", ["exp_avg/unknown", "exp_avg/wide"])
+@table("name", ["exp_avg/unknown", "exp_avg/wide"])
 def test_foreign_state_is_refused(name: str):
     optimizer = ParameterOptimizer(parameters(), OptimizerConfig(), {"embed"})
     tensors: dict[str, Any] = {name: torch.zeros(3, 3)}
@@ -110,11 +111,15 @@ def test_foreign_state_is_refused(name: str):
         optimizer.load_state_dict(tensors)
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("masters_on_host", [False, True])
+@table("state_dtype", ["float32", "bfloat16"])
+@table("masters_on_host", [False, True])
 def test_offload_gives_the_bits_of_a_step_on_the_device(
     masters_on_host: bool, state_dtype: str, monkeypatch: pytest.MonkeyPatch
 ):
+    check_offload(masters_on_host, state_dtype, monkeypatch)
+
+
+def check_offload(masters_on_host: bool, state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = OptimizerConfig.model_validate(
         {"lr": 0.05, "weight_decay": 0.1, "state_dtype": state_dtype}
     )
@@ -152,7 +157,7 @@ def test_planted_moment_that_is_not_written_back_is_caught(monkeypatch: pytest.M
 
     monkeypatch.setattr(update_rules, "stream_buckets", forget)
     with pytest.raises(AssertionError):
-        test_offload_gives_the_bits_of_a_step_on_the_device(True, "float32", monkeypatch)
+        check_offload(True, "float32", monkeypatch)
 
 
 def small_updates(state_dtype: str, steps: int = 1000) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,7 @@ from hone.trainer.models import Models
 from hone.trainer.scorer import WithoutAdapters
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
+from tests.tables import table
 from tests.trainer.examples import gradients, logprobs_of, make_trainer, random_rows, tiny_model
 
 
@@ -214,13 +215,13 @@ def check_resume(dtype: torch.dtype, rule: str, *, broken: str = "") -> None:
         assert torch.equal(states(second)[name], want), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
+@table("dtype", [torch.float32, torch.bfloat16])
+@table("rule", ["adamw", "muon"])
 def test_R17_resume_is_bit_exact(dtype: torch.dtype, rule: str):
     check_resume(dtype, rule)
 
 
-@pytest.mark.parametrize("part", ["exp_avg", "/step/", "num_steps", "num_updates", "weights/"])
+@table("part", ["exp_avg", "/step/", "num_steps", "num_updates", "weights/"])
 def test_R17_planted_losses_of_state_are_caught(part: str):
     with pytest.raises(AssertionError):
         check_resume(torch.float32, "adamw", broken=part)

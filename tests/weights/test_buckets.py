@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
 from hone.weights.buckets import ALIGNMENT, Entry, layout_of, plan_buckets
+from tests.tables import table
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -26,8 +26,8 @@ def random_weights(seed: int) -> list[tuple[str, Tensor]]:
     return named
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1000, 4096, 1 << 30])
-@pytest.mark.parametrize("seed", range(3))
+@table("bucket_bytes", [1, 100, 1000, 4096, 1 << 30])
+@table("seed", range(3))
 def test_every_tensor_comes_back_under_all_its_names(seed: int, bucket_bytes: int) -> None:
     named = random_weights(seed)
     entries = layout_of(named)

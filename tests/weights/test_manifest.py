@@ -20,6 +20,7 @@ from hone.models.manifest import (
     export_weights,
 )
 from tests.interpreted import run_interpreted
+from tests.tables import table
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 MASK = 2**64 - 1
@@ -60,8 +61,8 @@ def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.from_numpy(raw).view(dtype)[:numel]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 3, 100, ROW_WORDS, 2 * ROW_WORDS + 5])
+@table("dtype", DTYPES)
+@table("numel", [0, 1, 3, 100, ROW_WORDS, 2 * ROW_WORDS + 5])
 def test_checksum_equals_definition(dtype: torch.dtype, numel: int) -> None:
     tensor = random_bits(numel, dtype, seed=random.randrange(2**31))
     assert checksums([tensor]) == [checksum_by_hand(tensor)]
@@ -128,8 +129,8 @@ def check_sees(change: str, dtype: torch.dtype) -> None:
     assert before != after, change
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("change", CHANGES)
+@table("dtype", [torch.float32, torch.bfloat16])
+@table("change", CHANGES)
 def test_R2_checksum_sees(change: str, dtype: torch.dtype) -> None:
     check_sees(change, dtype)
 
@@ -139,8 +140,8 @@ def odd_words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("plant", "change"),
+@table(
+    "plant, change",
     [("plain sum", "swap"), ("no row index", "rows"), ("wide words", "signs")],
 )
 def test_R2_weaker_checksums_turn_red(
@@ -248,8 +249,8 @@ def masters(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [None, 1024, 3 * 1024, 40_000])
+@table("dtype", [torch.bfloat16, torch.float32])
+@table("size", [None, 1024, 3 * 1024, 40_000])
 def test_checksums_of_masters_are_those_of_weights_rounded_from_them(
     dtype: torch.dtype, size: int | None
 ) -> None:

@@ -17,6 +17,7 @@ from hone.models.tiny import make_tiny_model
 from hone.types import Request, SamplingParams, WeightManifest
 from hone.weights import sync as sync_module
 from hone.weights.sync import NonFiniteWeightsError, WeightSync
+from tests.tables import table
 
 
 class ModuleTrainer:
@@ -89,8 +90,8 @@ def make_sync(trainer: nn.Module, engine: Any) -> WeightSync:
     return WeightSync(ModuleTrainer(trainer), engine)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@table("tied", [True, False])
+@table("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_R3_sync_replaces_every_weight_twice(tied: bool, dtype: torch.dtype) -> None:
     trainer, engine = Policy(tied=tied), ModuleEngine(Policy(tied=tied).to(dtype))
     sync = make_sync(trainer, engine)
@@ -172,8 +173,8 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("tied", [True, False])
+@table("fault", FAULTS)
+@table("tied", [True, False])
 def test_R2_R3_faulty_delivery_is_caught(
     fault: Callable[[Pairs, Policy, Deliver], None], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,9 +231,13 @@ def test_shapes_are_never_broadcast() -> None:
         make_sync(trainer, engine).push(1)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("aliased", [True, False])
+@table("value", [float("nan"), float("inf"), -float("inf")])
+@table("aliased", [True, False])
 def test_R23_non_finite_weights_are_never_sent(value: float, aliased: bool) -> None:
+    check_not_sent(value, aliased=aliased)
+
+
+def check_not_sent(value: float, *, aliased: bool) -> None:
     trainer = Policy()
     engine = ModuleEngine(trainer if aliased else Policy())
     with torch.no_grad():
@@ -266,7 +271,7 @@ def test_R23_missing_finite_check_turns_red(planted: str, monkeypatch: pytest.Mo
         lambda sources, dtypes: check(dict(list(sources.items())[:first]), dtypes),
     )
     with pytest.raises(pytest.fail.Exception):
-        test_R23_non_finite_weights_are_never_sent(float("nan"), aliased=False)
+        check_not_sent(float("nan"), aliased=False)
 
 
 # --- the embedded engine ---------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,15 @@ def _last(given: Sequence[Given]) -> Iterator[Given]:
 
 def _defaults(source: Source) -> Iterator[tuple[str, Any]]:
     """What the framework does where a setting is not given, and hone does not."""
-    programs = read_recipe(_DEFAULTS).values[source.framework]
+    programs = _programs()[source.framework]
     for name in dict.fromkeys((source.command, source.program)):
         yield from programs.get(name, {}).items()
+
+
+@cache
+def _programs() -> Mapping[str, Any]:
+    """The defaults of each framework's programs."""
+    return read_recipe(_DEFAULTS).values
 
 
 def _made(row: Alias, value: Any, found: Imported) -> Any:

@@ -17,18 +17,22 @@ from tests.config.rule_rows import (
 )
 from tests.config.rule_rows.row import Row
 
-__all__ = ["ROWS", "Row"]
+__all__ = ["BY_TOPIC", "ROWS", "Row"]
 
-ROWS: list[Row] = [
-    *files.ROWS,
-    *rewards.ROWS,
-    *sampling.ROWS,
-    *engine.ROWS,
-    *trainer.ROWS,
-    *algorithm.ROWS,
-    *critic.ROWS,
-    *cluster.ROWS,
-    *run.ROWS,
-    *profile.ROWS,
-    *bench.ROWS,
-]
+BY_TOPIC: dict[str, list[Row]] = {
+    topic.__name__.rpartition(".")[2]: topic.ROWS
+    for topic in (
+        files,
+        rewards,
+        sampling,
+        engine,
+        trainer,
+        algorithm,
+        critic,
+        cluster,
+        run,
+        profile,
+        bench,
+    )
+}
+ROWS: list[Row] = [row for rows in BY_TOPIC.values() for row in rows]

@@ -19,6 +19,7 @@ ROWS: list[Row] = [
     ("rl", "reward.model.path=./nowhere", "error", "reward.model.path"),
     ("rl", "reward.model.path=bare", "error", "reward.model.path"),
     # files
+    ("rl", "model.path=impossible", "error", "model.path"),
     ("rl", "model.path=runs/none/model", "error", "model.path"),
     ("rl", "model.path=train.jsonl", "error", "model.path"),
     ("rl", "model.path=empty", "error", "model.path"),
