@@ -11,12 +11,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,36 +28,38 @@ ROOT = Path(__file__).parents[1]
 IMPORTED = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     *("transformers.models.auto.auto_factory", "transformers.modeling_utils"),
-    *("hone.loops.supervised", "hone.engine.engine", "pytest", "tests.ranks"),
+    *("pydantic", "pytest", "rich"),
 )
-"""What most modules of ranks import."""
+"""What most modules of ranks import, of other packages: a name of hone here would make every test
+of ranks one of that module, for what chooses tests by what they import."""
 
 
 def launch(arguments: list[str], timeout_s: float, *, is_warm: bool = True) -> tuple[int, str, str]:
     """`python -m tests.ranks` with arguments: its status, and what it has written to stdout and
-    stderr. It is ended where it takes longer. A fresh process where it must not be warm."""
-    with TemporaryFile() as printed, TemporaryFile() as errors:
+    stderr. It is killed where it takes longer. A fresh process where it must not be warm."""
+    with TemporaryFile() as printed, TemporaryFile() as errors, ThreadPoolExecutor(1) as pool:
         start = _copy if is_warm and IS_SERVED else _fresh
         pid = start(arguments, printed, errors)
-        ended = os.pidfd_open(pid)
+        ended = pool.submit(os.waitpid, pid, 0)
         try:
-            if not select.select([ended], [], [], timeout_s)[0]:
-                errors.write(f"It has not ended within {timeout_s} s.\n".encode())
+            ended.result(timeout_s)
+        except TimeoutError:
+            errors.write(f"It has not ended within {timeout_s} s.\n".encode())
         finally:
-            os.close(ended)
-            status = _end(pid)
+            if not ended.done():
+                _kill(pid)
+        status = os.waitstatus_to_exitcode(ended.result()[1])
         printed.seek(0)
         errors.seek(0)
         return status, printed.read().decode(), errors.read().decode(errors="replace")
 
 
-def _end(pid: int) -> int:
-    """The status of a launch. One that still runs is killed, with its ranks."""
-    done, status = os.waitpid(pid, os.WNOHANG)
-    if not done:
+def _kill(pid: int) -> None:
+    """A launch and its ranks. One that has hardly begun has no group yet, and no rank."""
+    try:
         os.killpg(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:
@@ -74,7 +76,7 @@ def _fresh(arguments: list[str], printed: IO[bytes], errors: IO[bytes]) -> int:
         stderr=errors,
         start_new_session=True,
     )
-    process.returncode = 0  # `_end` waits for it
+    process.returncode = 0  # `launch` waits for it
     return process.pid
 
 
