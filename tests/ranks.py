@@ -25,6 +25,7 @@ import pytest
 
 from tests.warm_ranks import launch
 
+ROOT = Path(__file__).parents[1]
 _REPORTS = "HONE_TEST_REPORTS"
 """Names the folder of what ranks have found, a file each."""
 

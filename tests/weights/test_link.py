@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hone.weights.link import Link, LinkError, SyncStore, host_store, join_store
 from hone.weights.protocol import ReceiveSpec
-from tests.warm_ranks import ROOT
+from tests.ranks import ROOT
 
 NAMES = ("the trainer", "one", "two")
 
