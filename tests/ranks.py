@@ -34,7 +34,7 @@ def run_ranks(
     module: str,
     world_size: int,
     *arguments: object,
-    timeout_s: float = 840.0,
+    timeout_s: float = 1800.0,
     is_warm: bool = True,
 ) -> Any:
     """What has been printed, JSON: by `main` of rank 0, or of all ranks that use `run_parts`, for
