@@ -115,13 +115,16 @@ def cases(world):
     each("two groups each, ", groups, ("full", "selective", "block:1"), on_host)
     deeper, deepest = UNTIED | {"num_hidden_layers": 9}, COSTLY | {"num_hidden_layers": 9}
     of_one = replace(plain, settings=ONE_ROW)
-    for name, parallel in (("tensor 2, ", TENSOR), ("two groups each, ", GROUPS)):
+    for name, parallel, rows in (
+        ("tensor 2, ", TENSOR, partial(random_rows, 7, seed=5)),
+        ("two groups each, ", GROUPS, uneven),
+    ):
         first, third = parallel | {"zero_stage": 1}, parallel | {"zero_stage": 3}
         found |= {
             f"{name}untied": replace(plain, parallel=first, model=UNTIED),
             f"{name}one micro-batch": replace(plain, parallel=first, rows=few, settings={}),
             f"{name}uneven micro-batches": replace(
-                plain, parallel=third, rows=uneven, settings=tokens
+                plain, parallel=third, rows=rows, settings=tokens
             ),
         }
     four = {"pipeline_parallel_size": 4}
