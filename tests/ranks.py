@@ -2,7 +2,8 @@
 
 `python -m tests.ranks WORLD_SIZE MODULE [ARGUMENT ...]` imports the module once, forks, and calls
 its `main(*arguments)` in every process. To import torch and transformers in each would take longer
-than most tests do. `main` of rank 0 prints JSON, or all ranks work with `run_parts`.
+than most tests do; `tests.warm_ranks` imports them once for all modules. `main` of rank 0 prints
+JSON, or all ranks work with `run_parts`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,30 +23,26 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.warm_ranks import launch
+
 ROOT = Path(__file__).parents[1]
 _REPORTS = "HONE_TEST_REPORTS"
 """Names the folder of what ranks have found, a file each."""
 
 
-def run_ranks(module: str, world_size: int, *arguments: object, timeout_s: float = 840.0) -> Any:
+def run_ranks(
+    module: str,
+    world_size: int,
+    *arguments: object,
+    timeout_s: float = 1800.0,
+    is_warm: bool = True,
+) -> Any:
     """What has been printed, JSON: by `main` of rank 0, or of all ranks that use `run_parts`, for
-    `parts_of`. One that fails otherwise ends all and fails the test."""
-    command = [sys.executable, "-m", "tests.ranks", str(world_size), module, *map(str, arguments)]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as parent:
-        try:
-            printed, errors = parent.communicate(timeout=timeout_s)
-        finally:
-            if parent.returncode is None:
-                os.killpg(parent.pid, signal.SIGKILL)
-    assert parent.returncode == 0, errors
+    `parts_of`. One that fails otherwise ends all and fails the test. A module that must set the
+    environment before torch is imported is not `is_warm`."""
+    launched = [str(world_size), module, *map(str, arguments)]
+    status, printed, errors = launch(launched, timeout_s, is_warm=is_warm)
+    assert status == 0, errors
     sys.stderr.write(errors)  # pytest shows it where a test fails
     return json.loads(printed)
 

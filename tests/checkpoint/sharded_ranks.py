@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tests.rank_cases import TIMEOUT_S, on_mesh
 from tests.trainer.examples import VOCAB, logprobs_of, make_reference, make_trainer, random_rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +30,6 @@ from hone.checkpoint.sharded import laid_out, own_part
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.model import ModelConfig
-from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.mesh import Mesh
 from hone.models.load import load_deferred, load_model
 from hone.models.manifest import export_weights
@@ -86,8 +86,7 @@ def deferred(folder):
     wrong = []
     for name, (init, parallel) in DEFERRED.items():
         cfg = ModelConfig(path=str(folder), init=init, dtype="bfloat16")
-        sizes = AxisSizes.of(ParallelConfig(**parallel), dist.get_world_size())
-        mesh = Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=60))
+        mesh = on_mesh(parallel)
         trainers = [
             make_trainer(
                 load(cfg, device=CPU, seed=4),
@@ -170,12 +169,12 @@ def refusal(work):
 
 def main(folder):
     folder = Path(folder)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank = dist.get_rank()
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     line = init_device_mesh("cpu", (4,))
-    mesh = Mesh.of_group(AxisSizes(data=4, fsdp=4), CPU, timeout=timedelta(seconds=60))
-    store = CheckpointStore(folder / "run", keep_last=5, mesh=mesh, timeout_s=20)
+    mesh = on_mesh({"zero_stage": 3})
+    store = CheckpointStore(folder / "run", keep_last=5, mesh=mesh, timeout_s=TIMEOUT_S)
 
     tensors = {name: distribute_tensor(whole(name), grid, p) for name, p in LAYOUTS.items()}
     tensors["small"] = distribute_tensor(whole("small"), line, [Shard(0)])
@@ -229,7 +228,7 @@ def main(folder):
     found["one is damaged"] = outcome(lambda: store.load(2))
     found["fallback"] = store.load("latest").step
 
-    slow = CheckpointStore(folder / "slow", mesh=mesh, timeout_s=1)
+    slow = CheckpointStore(folder / "slow", mesh=mesh, timeout_s=5)
     waits = patch.object(CheckpointStore, "_report", lambda *args: None)
     with waits if rank == 1 else patch.dict({}):
         found["one is silent"] = outcome(lambda: slow.save(1, parts))

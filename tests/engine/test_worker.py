@@ -320,8 +320,9 @@ def test_an_error_of_another_rank_is_raised_by_the_first(ranks):
     )
 
 
-def test_idle_ranks_wait_longer_than_the_timeout_of_their_group_without_work(ranks):
-    assert ranks["idle cpu seconds"] < 0.5
+def test_a_first_rank_without_work_keeps_the_others_waiting(ranks):
+    assert ranks["idle"]["cpu seconds"] < 0.5
+    assert ranks["idle"]["waits"]
     assert ranks["alive after idling"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
 from hone.types import Completion, Request, SamplingParams
 from hone.weights import sync
 from hone.weights.sync import WeightSync
+from tests.rank_cases import everywhere, of_first
 from tests.ranks import run_parts
 
 CPU = torch.device("cpu")
@@ -166,11 +168,9 @@ def experts_passed(done: dict[str, Completion]) -> list[int]:
     return sorted({expert for one in done.values() for expert in one.routes.flatten().tolist()})  # type: ignore[union-attr]
 
 
-def everywhere(told: object, tp: TensorParallel) -> bool:
-    """Whether all ranks tell the same."""
-    found: list[Any] = [None] * tp.size
-    dist.all_gather_object(found, told)
-    return all(other == told for other in found)
+def alone(model: PreTrainedModel, temperature: float = 0.0) -> dict[str, Completion]:
+    """What one rank with the whole model completes."""
+    return of_first(lambda: complete(make_engine(copy.deepcopy(model), None), temperature))
 
 
 def engines(tp: TensorParallel) -> dict[str, Any]:
@@ -179,12 +179,12 @@ def engines(tp: TensorParallel) -> dict[str, Any]:
     for family in FAMILIES:
         for routing in ROUTINGS:
             model = make_model(family, routing=routing, size=tp.size)
-            alone, group = make_engine(copy.deepcopy(model), None), make_engine(model, tp)
             temperature = 1.0 if routing == NONE_TO_THE_FIRST else 0.0
-            ours, theirs = complete(group, temperature), complete(alone, temperature)
-            told = {key: (one.token_ids, one.logprobs) for key, one in ours.items()}
+            theirs = alone(model, temperature)
+            ours = complete(make_engine(model, tp), temperature)
+            numbers = {key: (one.token_ids, one.logprobs) for key, one in ours.items()}
             found[f"{family}, {routing}"] = compared(ours, theirs) | {
-                "equal on all ranks": everywhere(told, tp),
+                "equal on all ranks": all(other == numbers for other in everywhere(numbers)),
                 "experts": experts_passed(theirs),
             }
     return found
@@ -246,7 +246,7 @@ def planted(tp: TensorParallel) -> dict[str, float]:
     found: dict[str, float] = {}
     for family in FAMILIES:
         model = make_model(family)
-        expected = complete(make_engine(copy.deepcopy(model), None))
+        expected = alone(model)
         for bug, planting in {**BUGS, "none": None}.items():
             if "shared" in bug and family == "qwen3_moe":
                 continue
@@ -302,7 +302,7 @@ def weights(tp: TensorParallel) -> dict[str, Any]:
         with patch.object(sync, "deliver", send_others):
             refusal = push(new, group, 1)
         delivered = push(new, group, 2)
-        ours, expected = complete(group), complete(make_engine(new, None))
+        ours, expected = complete(group), alone(new)
         own = sum(tensor.nbytes for name, tensor in group.named_weights() if ".experts." in name)
         whole = sum(tensor.nbytes for name, tensor in export_weights(new) if ".experts." in name)
         found[family] = compared(ours, expected) | {
@@ -313,18 +313,14 @@ def weights(tp: TensorParallel) -> dict[str, Any]:
     return found
 
 
+def _of(part: Callable[[TensorParallel], Any], tp: TensorParallel) -> Callable[[], Any]:
+    return wraps(part)(partial(part, tp))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     tp = TensorParallel.from_environment(processes().world_size, CPU)
 
-    def engine() -> dict[str, Any]:
-        return engines(tp)
-
-    def bugs() -> dict[str, float]:
-        return planted(tp)
-
-    def delivery() -> dict[str, Any]:
-        return weights(tp)
-
-    run_parts([engine, bugs, delivery] if tp.size == 2 else [engine])
+    parts = (engines, planted, weights)
+    run_parts([_of(part, tp) for part in (parts if tp.size == 2 else parts[:1])])
     dist.destroy_process_group()

@@ -29,7 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> list[Parts]:
 
 def test_R4_R7_ranks_that_share_experts_sample_what_one_does(ranks: list[Parts]) -> None:
     for found in ranks:
-        for name, outcome in found["engine"].items():
+        for name, outcome in found["engines"].items():
             assert outcome["same tokens"], name
             assert outcome["same routes"], name
             assert outcome["equal on all ranks"], name
@@ -47,7 +47,7 @@ def test_R4_check_catches_planted_bugs(ranks: list[Parts]) -> None:
     if len(ranks) > 2:  # told by two
         return
     for found in ranks:
-        planted = found["bugs"]
+        planted = found["planted"]
         for family in FAMILIES:
             assert planted.pop(f"{family}, none") < TOLERANCE
         assert len(planted) == 2 * len(BUGS) - 1
@@ -59,7 +59,7 @@ def test_R3_R14_every_rank_gets_and_proves_its_experts(ranks: list[Parts]) -> No
         return
     for found in ranks:
         for family in FAMILIES:
-            outcome = found["delivery"][family]
+            outcome = found["weights"][family]
             assert "version 1 is incomplete" in outcome["refusal"], family
             assert "mlp.experts.down_proj: values" in outcome["refusal"], family
             assert outcome["delivered"] == "", family

@@ -43,7 +43,8 @@ def group(size):
 def ranks(tmp_path_factory):
     """What each of two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks("tests.models.tensor_parallel_ranks", 2, folder)
+    # Triton must be imported for its interpreter.
+    return run_ranks("tests.models.tensor_parallel_ranks", 2, folder, is_warm=False)
 
 
 # ---------------------------------------------------------------- parts of weights

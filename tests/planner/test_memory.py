@@ -31,6 +31,7 @@ from tests.planner.memory_cases import (
     plan,
 )
 from tests.ranks import run_ranks
+from tests.tables import check_rows
 
 GIB = 1 << 30
 WORLD = 4
@@ -40,9 +41,11 @@ def counted(memory):
     return {kind: getattr(memory, kind) for kind in KINDS}
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_one_process_holds_just_what_is_counted(name):
-    assert counted(plan(ALONE[name])) == held(ALONE[name])
+def test_one_process_holds_just_what_is_counted():
+    def check(case):
+        assert counted(plan(case)) == held(case)
+
+    check_rows({name: (case,) for name, case in ALONE.items()}, check)
 
 
 def test_what_is_offloaded_lies_on_the_host():
@@ -86,16 +89,17 @@ def shared():
     return run_ranks("tests.planner.memory_ranks", WORLD)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_of_several_processes_holds_just_what_is_counted(name, shared):
-    outcome = shared[name]
-    assert {kind: outcome["planned"][kind] for kind in KINDS} == outcome["held"]
+@pytest.mark.parametrize(
+    ("cases", "kinds"),
+    [(CASES, KINDS), (OFFLOADED, ("host", "weights"))],
+    ids=["on devices", "offloaded"],
+)
+def test_one_of_several_processes_holds_just_what_is_counted(shared, cases, kinds):
+    def check(name):
+        planned = shared[name]["planned"]
+        assert {kind: planned[kind] for kind in kinds} == shared[name]["held"]
 
-
-@pytest.mark.parametrize("name", OFFLOADED)
-def test_one_of_several_processes_offloads_just_what_is_counted(name, shared):
-    outcome = shared[name]
-    assert {kind: outcome["planned"][kind] for kind in ("host", "weights")} == outcome["held"]
+    check_rows(cases.keys(), check)
 
 
 def test_activations_by_hand():

@@ -40,7 +40,7 @@ from hone.types import Row
 from tests.trainer.examples import VOCAB, random_rows, tiny_model
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=300)
 MESHES = {
     "ring 2": AxisSizes(data=2, ring=2),
     "ring 4": AxisSizes(ring=4),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,13 +15,11 @@ from hone.models import load
 from hone.models.load import load_value_model
 from hone.trainer.trainer import Trainer
 from hone.types import Column
-from tests.ranks import run_parts
+from tests.rank_cases import STEP, everywhere, of_each, on_mesh, scalars, start
 from tests.trainer.examples import gradients, random_rows
 from tests.trainer.parallel_cases import LAYOUTS
-from tests.trainer.parallel_ranks import TIMEOUT_S, everywhere, of_each, on_mesh, scalars
 
 FOLDER = Path()
-STEP = {"optimizer": {"lr": 0.01, "eps": 1e-3, "max_grad_norm": 0.3}}
 
 
 def critic_rows(num_rows):
@@ -106,6 +103,4 @@ def no_rows():
 def main(folder):
     global FOLDER
     FOLDER = Path(folder)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    run_parts((layouts, fresh, no_rows))
+    start((layouts, fresh, no_rows))

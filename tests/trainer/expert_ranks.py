@@ -1,40 +1,36 @@
 """Runs expert parallelism in one of several processes (`tests.ranks`), part after part.
 
 Layers of experts are compared with transformers' loop over experts in float64, of the tokens of all
-ranks; whole trainers with one that rank 0 trains alone.
+ranks; whole trainers with one process.
 """
 
 from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from hone.checkpoint.store import CheckpointStore
-from hone.config.algorithm import AlgorithmConfig
+from hone.distributed.processes import processes
 from hone.trainer import experts as expert_module
 from hone.trainer.experts import divide_experts, experts_of
 from hone.trainer.policy import BasePolicy
-from tests.ranks import run_parts
-from tests.trainer.examples import make_trainer, random_rows, tiny_model
-from tests.trainer.parallel_ranks import (
-    STEP,
-    compare,
+from tests.rank_cases import (
+    Case,
     difference,
     everywhere,
-    of_all_stages,
+    go_on,
     on_mesh,
-    rows_near,
-    shared,
-    whole,
+    outcomes,
+    start,
+    worst_of,
 )
+from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 MODEL = {
     "family": "qwen3_moe",
@@ -154,26 +150,34 @@ def layers():
     return {name: layer(name) for name in ROUTES}
 
 
-def layouts():
-    cfg = AlgorithmConfig(entropy_coef=0.1)
-    rows = rows_near(tiny_model(**MODEL), cfg, random_rows(13, seed=5))
-    lone = rows_near(tiny_model(**MODEL), cfg, random_rows(1, seed=6))
-    found = {}
-    for name, parallel in LAYOUTS[dist.get_world_size()].items():
-        found[name] = compare(MODEL, cfg, rows, {"micro_batch_size": 2, "parallel": parallel})
-    parallel = {"expert_parallel_size": 2, "zero_stage": 3}
-    found["recomputed"] = compare(
-        MODEL, cfg, rows, {"micro_batch_size": 2, "recompute": "full", "parallel": parallel}
-    )
-    found["ranks without rows"] = compare(MODEL, cfg, lone, {"parallel": parallel})
-    if dist.get_world_size() == 4:
-        deeper = rows_near(tiny_model(**DEEPER), cfg, random_rows(13, seed=5))
-        for mode in ("off", "full", "uniform:2"):
-            settings = {"micro_batch_size": 2, "recompute": mode, "parallel": STAGES}
-            found[f"experts in both stages, {mode}"] = compare(DEEPER, cfg, deeper, settings)
-        settings = {"micro_batch_size": 2, "parallel": STAGES | {"virtual_stages": 2}}
-        found["experts in groups of layers"] = compare(DEEPER, cfg, deeper, settings)
+def cases(world):
+    rows = partial(random_rows, 7 if world == 2 else 13, seed=5)
+    base = Case({}, rows, {"micro_batch_size": 2}, model=MODEL, objective={"entropy_coef": 0.1})
+    shards = {"expert_parallel_size": 2, "zero_stage": 3}
+    found = {
+        **{name: replace(base, parallel=layout) for name, layout in LAYOUTS[world].items()},
+        "recomputed": replace(
+            base, parallel=shards, settings=base.settings | {"recompute": "full"}
+        ),
+        "ranks without rows": replace(
+            base, parallel=shards, rows=partial(random_rows, 1, seed=6), settings={}
+        ),
+    }
+    if world == 4:
+        deep = replace(base, parallel=STAGES, model=DEEPER)
+        found |= {
+            f"experts in both stages, {mode}": replace(
+                deep, settings=base.settings | {"recompute": mode}
+            )
+            for mode in ("off", "full", "uniform:2")
+        }
+        of_groups = replace(deep, parallel=STAGES | {"virtual_stages": 2})
+        found["experts in groups of layers"] = of_groups
     return found
+
+
+def layouts():
+    return outcomes(cases(dist.get_world_size()))
 
 
 def parts_held():
@@ -192,56 +196,21 @@ def parts_held():
 
 
 def round_trip():
-    """Masters and the next step's metrics of a run that goes on with experts divided otherwise."""
+    """A run that goes on with experts divided otherwise."""
     world = dist.get_world_size()
-    sizes = {
-        "divided, then not": ({"expert_parallel_size": world}, {"zero_stage": 3}),
-        "not, then divided": ({"zero_stage": 3}, {"expert_parallel_size": world}),
+    divided, shards = {"expert_parallel_size": world}, {"zero_stage": 3}
+    layouts = {
+        "divided, then not": (divided, shards),
+        "not, then divided": (shards, divided),
         "divided in two, then in more": (
-            {"expert_parallel_size": 2, "zero_stage": 3},
-            {"expert_parallel_size": world, "zero_stage": 0},
+            shards | {"expert_parallel_size": 2},
+            divided | {"zero_stage": 0},
         ),
     }
     if world == 4:
-        sizes["stages of layers, then none"] = (STAGES, {"expert_parallel_size": world})
-        sizes["no stages of layers, then two"] = ({"zero_stage": 3}, STAGES)
-    rows = rows_near(tiny_model(**MODEL), AlgorithmConfig(), random_rows(6, seed=2))
-    found = {}
-    with TemporaryDirectory() as own_folder:
-        for name, layouts in sizes.items():
-            first, second = (
-                make_trainer(
-                    tiny_model(**MODEL, seed=seed),
-                    mesh=on_mesh(parallel),
-                    parallel=parallel,
-                    **STEP,
-                )
-                for seed, parallel in enumerate(layouts)
-            )
-            first.update(rows)
-            folder = Path(shared(own_folder)) / name
-            store = CheckpointStore(folder, mesh=first.mesh, timeout_s=60)
-            tensors, metadata = first.state_dict()
-            store.save(1, {"trainer": tensors})
-            store = CheckpointStore(folder, mesh=second.mesh, timeout_s=60)
-            second.load_state_dict(store.load(1).parts["trainer"], metadata)
-            # Before they go on: a whole copy of a master may be the master itself.
-            masters = [
-                of_all_stages(t.mesh, {n: whole(m).clone() for n, m in t.policy.masters.items()})
-                for t in (first, second)
-            ]
-            are_equal = all(torch.equal(m, masters[1][n]) for n, m in masters[0].items())
-            first.update(rows)
-            second.update(rows)
-            weights = [dict(t.named_weights()) for t in (first, second)]
-            found[name] = {
-                "equal": are_equal and masters[0].keys() == masters[1].keys(),
-                "go on alike": max(
-                    difference(weights[1][n], weight) for n, weight in weights[0].items()
-                ),
-            }
-        dist.barrier()
-    return found
+        layouts["stages of layers, then none"] = (STAGES, divided)
+        layouts["no stages of layers, then two"] = (shards, STAGES)
+    return go_on(layouts, **MODEL)
 
 
 BUGS = {
@@ -298,18 +267,13 @@ BUGS_OF_STAGES = {
 
 def planted_of_stages():
     """The worst difference from one process with each fault of experts in two stages of layers."""
-    cfg = AlgorithmConfig(entropy_coef=0.1)
-    rows = rows_near(tiny_model(**DEEPER), cfg, random_rows(13, seed=5))
-    found = {}
-    for name, plant in BUGS_OF_STAGES.items():
-        with plant():
-            outcome = compare(DEEPER, cfg, rows, {"micro_batch_size": 2, "parallel": STAGES})
-        worst = max((outcome.get(what, 0.0) for what in ("gradient", "metrics")), default=0.0)
-        found[name] = max(everywhere(worst))
-    return found
+    right = replace(cases(4)["experts in both stages, off"], rows=partial(random_rows, 7, seed=5))
+    return {
+        name: worst_of(replace(right, plant=plant), "gradient", "metrics")
+        for name, plant in BUGS_OF_STAGES.items()
+    }
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     parts = [layers, layouts, parts_held, round_trip, planted]
-    run_parts(parts if dist.get_world_size() == 2 else [*parts, planted_of_stages])
+    start(parts if processes().world_size == 2 else [*parts, planted_of_stages])

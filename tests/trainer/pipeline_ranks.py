@@ -1,13 +1,9 @@
-"""Runs pipeline stages in one of several processes (`tests.ranks`), part after part.
-
-Whole trainers are compared with one that rank 0 trains alone, of the same rows.
-"""
+"""Runs pipeline stages in one of several processes (`tests.ranks`), part after part."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,42 +14,42 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hone.algorithms.sft import SFT, CrossEntropy
 from hone.attention import ATTENTION_NAME
 from hone.checkpoint.export import export_hf
 from hone.checkpoint.sharded import local_part
-from hone.checkpoint.store import CheckpointStore
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.trainer import SFTTrainerConfig
-from hone.loops.supervised import evaluate
+from hone.distributed.processes import processes
 from hone.models.deferred import Weight, defer
 from hone.models.manifest import export_weights
 from hone.trainer import parallel_model, pipeline
-from hone.trainer.models import Models
 from hone.trainer.pipeline import Pipeline
 from hone.trainer.policy import BasePolicy
-from hone.trainer.trainer import Trainer
 from hone.weights.sync import WeightSync
-from tests.ranks import run_parts
-from tests.trainer.examples import make_trainer, random_rows, tiny_model
-from tests.trainer.parallel_ranks import (
+from tests.rank_cases import (
     STEP,
-    compare,
+    Case,
     difference,
-    everywhere,
-    of_all_stages,
+    go_on,
     on_mesh,
-    rows_near,
-    scalars,
+    outcomes,
     shared,
-    whole,
+    start,
+    supervised_steps,
+    worst_of,
 )
+from tests.trainer.examples import make_trainer, random_rows, tiny_model
 from tests.weights.test_sync import ModuleEngine
 
 MODEL = {"num_hidden_layers": 5}
 UNTIED = {**MODEL, "tie_word_embeddings": False}
 COSTLY = {**MODEL, "vocab_size": 16384}
 """Its head takes as long as three layers."""
+WINDOWS = {
+    **UNTIED,
+    "family": "gemma3_text",
+    "num_hidden_layers": 6,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 8,
+}
 TWO = {"pipeline_parallel_size": 2}
 GROUPS = TWO | {"virtual_stages": 2}
 TENSOR = TWO | {"tensor_parallel_size": 2}
@@ -84,134 +80,91 @@ def stages():
     return TWO if dist.get_world_size() == 2 else TENSOR
 
 
-def cases():
-    """Model, loss, rows and settings of each comparison."""
-    parallel = TWO | {"zero_stage": 1}
-    many, few = random_rows(13, seed=5), random_rows(1, seed=6)
-    plain, entropy = AlgorithmConfig(), AlgorithmConfig(entropy_coef=0.1)
-    for name, layout in LAYOUTS[dist.get_world_size()].items():
-        yield name, MODEL, entropy, many, {"micro_batch_size": 2, "parallel": layout}
-    yield "untied", UNTIED, plain, many, {"micro_batch_size": 2, "parallel": parallel}
-    yield "costly head", COSTLY, entropy, many, {"micro_batch_size": 2, "parallel": parallel}
-    costly = {**COSTLY, "tie_word_embeddings": False, "num_hidden_layers": 7}
-    settings = {"micro_batch_size": 2, "parallel": GROUPS}
-    yield "costly head, two groups each", costly, plain, many, settings
-    for mode in ("full", "selective", "uniform:2", "block:2"):
-        settings = {**ONE_ROW, "recompute": mode, "parallel": parallel}
-        yield f"recompute {mode}", MODEL, plain, many, settings
-    settings = {**ONE_ROW, "recompute": "uniform:2", "parallel": GROUPS}
-    yield "two groups each, recompute uniform:2", MODEL, plain, many, settings
-    if dist.get_world_size() == 4:
-        yield from cases_of_tensor(plain, many, few)
-        yield from cases_of_groups(plain, many, few)
-        of_four = {"pipeline_parallel_size": 4, "zero_stage": 1}
-        deeper = {**COSTLY, "num_hidden_layers": 9}
-        yield "costly head, four stages", deeper, plain, many, {**ONE_ROW, "parallel": of_four}
-        settings = {**ONE_ROW, "parallel": TENSOR | {"zero_stage": 3}}
-        yield "costly head, tensor 2", COSTLY, plain, many, settings
-    yield "one micro-batch", MODEL, plain, few, {"parallel": parallel}
-    yield (
-        "uneven micro-batches",
-        MODEL,
-        plain,
-        random_rows(7, seed=7),
-        {
-            "max_tokens_per_microbatch": 60,
-            "parallel": parallel,
-        },
-    )
-    yield (
-        "moments on the host",
-        MODEL,
-        plain,
-        many,
-        {
-            **ONE_ROW,
-            "offload": "optimizer",
-            "parallel": parallel,
-        },
-    )
-    yield (
-        "sliding windows",
-        {
-            **UNTIED,
-            "family": "gemma3_text",
-            "num_hidden_layers": 6,
-            "sliding_window": 8,
-            "query_pre_attn_scalar": 8,
-        },
-        plain,
-        many,
-        {"micro_batch_size": 3, "parallel": parallel},
-    )
+def cases(world):
+    """More rows in the longer runs of four processes: of two each micro-batch has up to two."""
+    many = partial(random_rows, 7 if world == 2 else 13, seed=5)
+    few, uneven = partial(random_rows, 1, seed=6), partial(random_rows, 7, seed=7)
+    two_rows, tokens = {"micro_batch_size": 2}, {"max_tokens_per_microbatch": 60}
+    one, groups = TWO | {"zero_stage": 1}, GROUPS | {"zero_stage": 1}
+    plain = Case(one, many, two_rows, model=MODEL)
+    base = replace(plain, objective={"entropy_coef": 0.1})
+    deep = COSTLY | {"tie_word_embeddings": False, "num_hidden_layers": 7}
+    found = {
+        **{name: replace(base, parallel=layout) for name, layout in LAYOUTS[world].items()},
+        "untied": replace(plain, model=UNTIED),
+        "costly head": replace(base, model=COSTLY),
+        "costly head, two groups each": replace(plain, parallel=GROUPS, model=deep),
+        "one micro-batch": replace(plain, rows=few, settings={}),
+        "uneven micro-batches": replace(plain, rows=uneven, settings=tokens),
+        "sliding windows": replace(plain, settings={"micro_batch_size": 3}, model=WINDOWS),
+    }
 
+    def each(start, parallel, modes, more=()):
+        knobs = {f"recompute {mode}": {"recompute": mode} for mode in modes} | dict(more)
+        for name, knob in knobs.items():
+            case = replace(plain, parallel=parallel, settings=two_rows | knob)
+            found[start + name] = case
 
-def cases_of_tensor(cfg, many, few):
-    """Two stages of two tensor parallel processes each."""
-    parallel = TENSOR | {"zero_stage": 1}
-    yield "tensor 2, untied", UNTIED, cfg, few, {"parallel": parallel}
-    for mode in ("full", "selective", "uniform:2"):
-        settings = {**ONE_ROW, "recompute": mode, "parallel": parallel}
-        yield f"tensor 2, recompute {mode}", MODEL, cfg, many, settings
-    yield "tensor 2, one micro-batch", MODEL, cfg, few, {"parallel": parallel}
-    settings = {"max_tokens_per_microbatch": 60, "parallel": TENSOR | {"zero_stage": 3}}
-    yield "tensor 2, uneven micro-batches", MODEL, cfg, random_rows(7, seed=5), settings
-    settings = {**ONE_ROW, "offload": "optimizer", "parallel": parallel}
-    yield "tensor 2, moments on the host", MODEL, cfg, many, settings
-
-
-def cases_of_groups(cfg, many, few):
-    """Stages of two groups of layers."""
-    parallel = {"parallel": GROUPS | {"zero_stage": 1}}
-    yield "two groups each, untied", UNTIED, cfg, many, {"micro_batch_size": 2, **parallel}
-    yield "two groups each, one micro-batch", MODEL, cfg, few, parallel
-    settings = {"max_tokens_per_microbatch": 60, "parallel": GROUPS | {"zero_stage": 3}}
-    yield "two groups each, uneven micro-batches", MODEL, cfg, random_rows(7, seed=7), settings
-    for mode in ("full", "selective", "block:1"):
-        settings = {**ONE_ROW, "recompute": mode, **parallel}
-        yield f"two groups each, recompute {mode}", MODEL, cfg, many, settings
-    settings = {**ONE_ROW, "offload": "optimizer", **parallel}
-    yield "two groups each, moments on the host", MODEL, cfg, many, settings
-    deeper = {**UNTIED, "num_hidden_layers": 9}
-    of_four = {"pipeline_parallel_size": 4, "virtual_stages": 2}
-    yield "four stages of two groups", deeper, cfg, many, {**ONE_ROW, "parallel": of_four}
-    three = {**ONE_ROW, "parallel": TWO | {"virtual_stages": 3}}
-    yield "three groups each", deeper, cfg, many, three
-
-
-def layouts():
-    found = {}
-    for name, model, cfg, rows, settings in cases():
-        near = rows_near(tiny_model(**model), cfg, rows)
-        found[name] = compare(model, cfg, near, settings)
-    return found
-
-
-def bfloat16():
-    """One row a pass, so that both round the same passes, and only sums over them differ; and not
-    tied, where one process adds up the two gradients of the embedding in bfloat16."""
-    cfg = AlgorithmConfig(entropy_coef=0.1)
-    rows = rows_near(tiny_model(dtype=torch.bfloat16, **UNTIED), cfg, random_rows(6, seed=1))
-    return {
-        name: compare(UNTIED, cfg, rows, {**ONE_ROW, "parallel": layout}, dtype=torch.bfloat16)
-        for name, layout in LAYOUTS[dist.get_world_size()].items()
+    on_host = {"moments on the host": {"offload": "optimizer"}}
+    each("", one, ("full", "selective", "uniform:2", "block:2"), on_host)
+    each("two groups each, ", GROUPS, ("uniform:2",))
+    if world == 2:
+        return found
+    tensor = TENSOR | {"zero_stage": 1}
+    each("tensor 2, ", tensor, ("full", "selective", "uniform:2"), on_host)
+    each("two groups each, ", groups, ("full", "selective", "block:1"), on_host)
+    deeper, deepest = UNTIED | {"num_hidden_layers": 9}, COSTLY | {"num_hidden_layers": 9}
+    of_one = replace(plain, settings=ONE_ROW)
+    for name, parallel, rows in (
+        ("tensor 2, ", TENSOR, partial(random_rows, 7, seed=5)),
+        ("two groups each, ", GROUPS, uneven),
+    ):
+        first, third = parallel | {"zero_stage": 1}, parallel | {"zero_stage": 3}
+        found |= {
+            f"{name}untied": replace(plain, parallel=first, model=UNTIED),
+            f"{name}one micro-batch": replace(plain, parallel=first, rows=few, settings={}),
+            f"{name}uneven micro-batches": replace(
+                plain, parallel=third, rows=rows, settings=tokens
+            ),
+        }
+    four = {"pipeline_parallel_size": 4}
+    return found | {
+        "costly head, tensor 2": replace(of_one, parallel=TENSOR | {"zero_stage": 3}, model=COSTLY),
+        "costly head, four stages": replace(
+            of_one, parallel=four | {"zero_stage": 1}, model=deepest
+        ),
+        "four stages of two groups": replace(
+            of_one, parallel=four | {"virtual_stages": 2}, model=deeper
+        ),
+        "three groups each": replace(of_one, parallel=TWO | {"virtual_stages": 3}, model=deeper),
     }
 
 
+def layouts():
+    return outcomes(cases(dist.get_world_size()))
+
+
+BFLOAT16 = {
+    name: Case(
+        layout,
+        partial(random_rows, 4, seed=1),
+        alike=ONE_ROW,
+        model=UNTIED,
+        objective={"entropy_coef": 0.1},
+        dtype=torch.bfloat16,
+    )
+    for name, layout in LAYOUTS[2].items()
+}
+"""One row a pass on both sides, which round the same passes: only sums over them differ. Not tied:
+one process adds up the two gradients of a tied embedding in bfloat16."""
+
+
+def bfloat16():
+    return outcomes(BFLOAT16)
+
+
 def supervised():
-    """Metrics of two steps of SFT and an evaluation, alone and in stages."""
-    rows = random_rows(7, seed=1)
-    for row in rows:
-        row.columns.clear()
-    cfg = SFTTrainerConfig.model_validate({"max_tokens_per_microbatch": 40, **STEP})
-    found = []
-    for mesh in (None, on_mesh(TWO)):
-        model = tiny_model(**MODEL)
-        trainer = Trainer(model, cfg, CrossEntropy(), total_steps=10, mesh=mesh)
-        measure = partial(evaluate, Models({"policy": trainer}), SFT())
-        steps = (measure, trainer.update, trainer.update, measure)
-        found.append([scalars(step(rows)) for step in steps])
-    return found
+    return supervised_steps(TWO, **MODEL)
 
 
 def value_model():
@@ -281,62 +234,32 @@ def parts_held():
     return found
 
 
+CUT_OTHERWISE = "two stages, cut otherwise"
+
+
 def round_trip():
-    """Masters and the next step of a run that goes on in another number of stages, or with other
-    layers in each."""
+    """A run that goes on in another number of stages, or with other layers in each."""
     one, two = {"zero_stage": 1}, TWO | {"zero_stage": 1}
-    cases = {
+    layouts = {
         "two stages, then one": (two, one),
         "one stage, then two": (one, two),
         "two stages, shards, then whole": (two, TWO | {"zero_stage": 0}),
+        "two groups each, then one stage": (GROUPS | one, one),
+        CUT_OTHERWISE: (two, two),
     }
-    cases["two groups each, then one stage"] = (GROUPS | one, one)
-    cases["two stages, cut otherwise"] = (two, two)
     if dist.get_world_size() == 4:
-        cases["two stages, then two groups each"] = (two, GROUPS)
-        cases["four stages, then two"] = ({"pipeline_parallel_size": 4}, two)
-        cases["two stages of tensor 2, then one"] = (TENSOR, one)
-        cases["tensor 2, then two stages of it"] = ({"tensor_parallel_size": 2}, TENSOR)
-    rows = rows_near(tiny_model(**MODEL), AlgorithmConfig(), random_rows(6, seed=2))
-    found = {}
-    otherwise = patch.object(pipeline, "stage_layers", lambda *_, **__: [[range(1)], [range(1, 5)]])
+        layouts |= {
+            "two stages, then two groups each": (two, GROUPS),
+            "four stages, then two": ({"pipeline_parallel_size": 4}, two),
+            "two stages of tensor 2, then one": (TENSOR, one),
+            "tensor 2, then two stages of it": ({"tensor_parallel_size": 2}, TENSOR),
+        }
+    return go_on(layouts, {CUT_OTHERWISE: lambda: cut_into(range(1), range(1, 5))}, **MODEL)
 
-    def trainer_of(seed, parallel):
-        model = tiny_model(**MODEL, seed=seed)
-        return make_trainer(model, mesh=on_mesh(parallel), parallel=parallel, **STEP)
 
-    with TemporaryDirectory() as own_folder:
-        for name, layouts in cases.items():
-            is_cut_otherwise = name.endswith("cut otherwise")
-            with otherwise if is_cut_otherwise else nullcontext():
-                first = trainer_of(0, layouts[0])
-            second = trainer_of(1, layouts[1])
-            if is_cut_otherwise:
-                assert first.policy.masters.keys() != second.policy.masters.keys()
-            first.update(rows)
-            folder = Path(shared(own_folder)) / name
-            store = CheckpointStore(folder, mesh=first.mesh, timeout_s=60)
-            tensors, metadata = first.state_dict()
-            store.save(1, {"trainer": tensors})
-            store = CheckpointStore(folder, mesh=second.mesh, timeout_s=60)
-            second.load_state_dict(store.load(1).parts["trainer"], metadata)
-            masters = [
-                of_all_stages(t.mesh, {n: whole(m).clone() for n, m in t.policy.masters.items()})
-                for t in (first, second)
-            ]
-            are_equal = all(torch.equal(m, masters[1][n]) for n, m in masters[0].items())
-            norms = [scalars(t.update(rows))["train/grad_norm"] for t in (first, second)]
-            weights = [dict(t.named_weights()) for t in (first, second)]
-            found[name] = {
-                "tensors": len(tensors),
-                "equal": are_equal and masters[0].keys() == masters[1].keys(),
-                "norms": norms,
-                "go on alike": max(
-                    difference(weights[1][n], weight) for n, weight in weights[0].items()
-                ),
-            }
-        dist.barrier()
-    return found
+def cut_into(*stages):
+    """Of so many layers each stage, whatever they cost."""
+    return patch.object(pipeline, "stage_layers", lambda *_, **__: [[own] for own in stages])
 
 
 def delivered():
@@ -408,53 +331,38 @@ def deferred():
     }
 
 
-def planted():
-    """The worst difference with each fault of a stage."""
-    send, num_copies = Pipeline._send, BasePolicy._num_copies
-
-    def swapped(self, tensor, group, receiver):
-        send(self, tensor.flip(1), group, receiver)
-
-    bugs = {
-        "nothing": nullcontext(),
-        "tied gradients stay apart": patch.object(
-            parallel_model, "add_tied_gradients", lambda model, mesh: None
-        ),
-        "copies of the embedding count twice": patch.object(
-            BasePolicy,
-            "_num_copies",
-            lambda self, name: num_copies(self, name) // (1 + (self._masters[name] is self._tied)),
-        ),
-        "norm of the own stage": patch.object(BasePolicy, "_add_up", lambda self, values: None),
-        "tokens in another order": patch.object(Pipeline, "_send", swapped),
-        "stages hold the first layers": patch.object(
-            pipeline, "stage_layers", lambda *_, **__: [[range(3)], [range(1, 5)]]
-        ),
-    }
-    cfg = AlgorithmConfig()
-    rows = rows_near(tiny_model(**MODEL), cfg, random_rows(5, seed=8))
-    found = {}
-    for name, plant in bugs.items():
-        with plant:
-            try:
-                outcome = compare(MODEL, cfg, rows, {**ONE_ROW, "parallel": TWO})
-            except AssertionError as error:  # the two copies of the embedding differ
-                outcome = {"copies": 1.0, "told": str(error)}
-        worst = (
-            max(v for k, v in outcome.items() if k in (*MEASURES, "copies"))
-            if (dist.get_rank() == 0)
-            else 0.0
-        )
-        found[name] = max(everywhere(worst))
-    return found
+send, num_copies = Pipeline._send, BasePolicy._num_copies
 
 
+def send_swapped(self, tensor, group, receiver):
+    send(self, tensor.flip(1), group, receiver)
+
+
+def count_tied_twice(self, name):
+    return num_copies(self, name) // (1 + (self._masters[name] is self._tied))
+
+
+RIGHT = Case(TWO, partial(random_rows, 5, seed=8), ONE_ROW, model=MODEL)
+BUGS = {
+    "nothing": nullcontext,
+    "tied gradients stay apart": lambda: patch.object(
+        parallel_model, "add_tied_gradients", lambda model, mesh: None
+    ),
+    "copies of the embedding count twice": lambda: patch.object(
+        BasePolicy, "_num_copies", count_tied_twice
+    ),
+    "norm of the own stage": lambda: patch.object(BasePolicy, "_add_up", lambda self, values: None),
+    "tokens in another order": lambda: patch.object(Pipeline, "_send", send_swapped),
+    "stages hold the first layers": lambda: cut_into(range(3), range(1, 5)),
+}
 MEASURES = ("logprobs", "loss", "gradient", "metrics", "weights", "masters")
 
 
+def planted():
+    """The worst difference with each fault of a stage."""
+    return {name: worst_of(replace(RIGHT, plant=plant), *MEASURES) for name, plant in BUGS.items()}
+
+
 def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     parts = [layouts, supervised, scores, in_flight, parts_held, round_trip, delivered, deferred]
-    of_two = [bfloat16, planted]
-    run_parts(parts + of_two if dist.get_world_size() == 2 else parts)
+    start([*parts, bfloat16, planted] if processes().world_size == 2 else parts)

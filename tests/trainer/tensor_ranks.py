@@ -1,4 +1,4 @@
-"""Runs tensor parallelism in one of several processes (`tests.ranks`); rank 0 prints JSON.
+"""Runs tensor parallelism in one of several processes (`tests.ranks`), part after part.
 
 Two processes share a model; four are two such pairs with different rows and FSDP over them. Every
 process also runs the whole model alone, and what comes out is compared there.
@@ -7,11 +7,8 @@ process also runs the whole model alone, and what comes out is compared there.
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -22,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
-from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Axis, Mesh
+from hone.distributed.processes import processes
 from hone.families.registry import TENSOR_FAMILIES
 from hone.models.decoder import hidden_states
 from hone.trainer import logprobs, tensor
@@ -31,6 +28,7 @@ from hone.trainer.logprobs import token_scores
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
 from tests.models.families import FAMILY_FIELDS
+from tests.rank_cases import on_mesh, start
 from tests.trainer.examples import VOCAB, tiny_model
 
 Found = dict[str, Any]
@@ -171,8 +169,9 @@ def recompute(model: PreTrainedModel) -> None:
         layer.training = True
 
 
-def compiled(mesh: Mesh) -> Found:
+def compiled() -> Found:
     """Layers traced by the compiler, once for all numbers of tokens."""
+    mesh = tensor_mesh()
     whole = make("qwen3", num_hidden_layers=1)
     split = copy.deepcopy(whole)
     parallelize(split, mesh)
@@ -187,14 +186,29 @@ def compiled(mesh: Mesh) -> Found:
     return {"gradients": max(errors)}
 
 
-def frozen(mesh: Mesh) -> Found:
+def frozen() -> Found:
     """What is not trained stays so, and has no gradient."""
+    mesh = tensor_mesh()
     model = make("qwen3, untied, odd vocabulary")
     model.requires_grad_(False)
     model.base_model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
     parallelize(model, mesh)
     loss_of(score(model, (5, 4), mesh.tensor)).backward()
     return {"trained": [name for name, p in model.named_parameters() if p.grad is not None]}
+
+
+STEPS: dict[str, tuple[str, tuple[int, ...], Any]] = {
+    **{case: (case, LENGTHS["odd"], None) for case in CASES},
+    **{f"tokens {name}": ("qwen3", LENGTHS[name], None) for name in LENGTHS},
+    "recomputed": ("qwen2", LENGTHS["odd"], recompute),
+}
+
+
+def steps() -> Found:
+    return {
+        name: step(case, lengths, tensor_mesh(), prepare)
+        for name, (case, lengths, prepare) in STEPS.items()
+    }
 
 
 # ---------------------------------------------------------------- planted bugs
@@ -230,8 +244,8 @@ BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def planted(mesh: Mesh) -> Found:
-    found: Found = {}
+def planted() -> Found:
+    mesh, found = tensor_mesh(), {}
     for name, plant in BUGS.items():
         with plant():
             result = step("qwen3", LENGTHS["odd"], mesh)
@@ -271,30 +285,22 @@ def sharded(case: str, mesh: Mesh, *, stage: int, is_recomputed: bool) -> Found:
     }
 
 
-def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    world = dist.get_world_size()
-    sizes = AxisSizes(data=world // 2, tensor=2, fsdp=world // 2)
-    mesh = Mesh.of_group(sizes, torch.device("cpu"), timeout=timedelta(seconds=60))
-    found: Found = {}
-    if world == 2:
-        for case in CASES:
-            found[case] = step(case, LENGTHS["odd"], mesh)
-        for name in LENGTHS:
-            found[f"tokens {name}"] = step("qwen3", LENGTHS[name], mesh)
-        found["recomputed"] = step("qwen2", LENGTHS["odd"], mesh, recompute)
-        found["compiled"] = compiled(mesh)
-        found["frozen"] = frozen(mesh)
-        found["planted"] = planted(mesh)
+def shards() -> Found:
+    return {
+        f"{case}, stage {stage}": sharded(
+            case, tensor_mesh(), stage=stage, is_recomputed=stage == 3
+        )
+        for case in ("qwen3", "llama, untied, all biases", "qwen3, untied, odd vocabulary")
+        for stage in (2, 3)
+    }
+
+
+def tensor_mesh() -> Mesh:
+    return on_mesh({"tensor_parallel_size": 2, "zero_stage": 3})
+
+
+def main(part: str = "") -> None:
+    if part:
+        start([compiled])
     else:
-        for case in ("qwen3", "llama, untied, all biases", "qwen3, untied, odd vocabulary"):
-            for stage in (2, 3):
-                found[f"{case}, stage {stage}"] = sharded(
-                    case, mesh, stage=stage, is_recomputed=stage == 3
-                )
-    everywhere: list[Any] = [None] * world
-    dist.all_gather_object(everywhere, found)
-    if dist.get_rank() == 0:
-        json.dump(everywhere, sys.stdout)
-    dist.barrier()
-    dist.destroy_process_group()
+        start([steps, frozen, planted] if processes().world_size == 2 else [shards])

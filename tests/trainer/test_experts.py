@@ -9,12 +9,16 @@ from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.mesh import Mesh
 from hone.trainer.experts import divide_experts
+from tests.rank_cases import check_cases, check_go_on
 from tests.ranks import parts_of, run_ranks
+from tests.tables import check_rows
 from tests.trainer.examples import tiny_model
-from tests.trainer.expert_ranks import BUGS, BUGS_OF_STAGES, LAYOUTS, MODEL, ROUTES
+from tests.trainer.expert_ranks import BUGS, BUGS_OF_STAGES, LAYOUTS, MODEL, ROUTES, cases
 
 EXACT = 1e-5
-SHARED = ("recomputed", "ranks without rows")
+LIMITS = dict.fromkeys(("logprobs", "loss", "gradient", "metrics"), EXACT)
+# Adam divides by moments: where they are near zero a move shows more than a gradient.
+LIMITS |= dict.fromkeys(("weights", "masters"), 5 * EXACT)
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +37,17 @@ WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ROUTES)
-def test_R8_a_divided_layer_is_the_loop_over_experts(ranks, world, name):
-    for rank in ranks(world):
-        assert max(rank["layers"][name].values()) < EXACT, rank["layers"][name]
+def test_R8_a_divided_layer_is_the_loop_over_experts(ranks, world):
+    def check(name):
+        for rank in ranks(world):
+            assert max(rank["layers"][name].values()) < EXACT, rank["layers"][name]
+
+    check_rows(ROUTES.keys(), check)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_R8_training_is_that_of_one_process(ranks, world):
-    found = ranks(world)
-    assert found[0]["layouts"].keys() >= {*LAYOUTS[world], *SHARED}
-    for name in found[0]["layouts"]:
-        assert all(rank["layouts"][name]["same everywhere"] for rank in found), name
-        first = found[0]["layouts"][name]
-        for what in ("logprobs", "loss", "gradient", "metrics", "weights", "masters"):
-            # Adam divides by moments: where they are near zero a move shows more than a gradient.
-            limit = 5 * EXACT if what in ("weights", "masters") else EXACT
-            assert first[what] < limit, (name, what, first)
+    check_cases(ranks(world), "layouts", cases(world), LIMITS)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -64,21 +62,23 @@ def test_each_rank_holds_its_share(ranks, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_run_goes_on_with_experts_divided_otherwise(ranks, world):
-    for rank in ranks(world):
-        for name, found in rank["round_trip"].items():
-            assert found["equal"], name
-            assert found["go on alike"] < EXACT, (name, found)
+    check_go_on(ranks(world), "round_trip", EXACT)
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_R8_planted_bugs_are_caught(ranks, bug):
-    assert (ranks(2)[0]["planted"][bug] < EXACT) == (bug == "nothing")
+def caught(found, bugs):
+    """Whether a comparison has seen each of them, and nothing where there is none."""
+    assert found.keys() == bugs.keys()
+    return {bug for bug, worst in found.items() if not worst < EXACT} == bugs.keys() - {"nothing"}
+
+
+def test_R8_planted_bugs_are_caught(ranks):
+    assert caught(ranks(2)[0]["planted"], BUGS), ranks(2)[0]["planted"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS_OF_STAGES)
-def test_R8_planted_bugs_of_experts_in_stages_are_caught(ranks, bug):
-    assert (ranks(4)[0]["planted_of_stages"][bug] < EXACT) == (bug == "nothing")
+def test_R8_planted_bugs_of_experts_in_stages_are_caught(ranks):
+    found = ranks(4)[0]["planted_of_stages"]
+    assert caught(found, BUGS_OF_STAGES), found
 
 
 def test_one_rank_leaves_the_model_as_it_is():

@@ -10,8 +10,11 @@ from math import prod
 
 import pytest
 
+from tests.rank_cases import beyond_limits, check_cases
 from tests.ranks import parts_of, run_ranks
-from tests.trainer.parallel_cases import LAYOUTS, runs
+from tests.tables import check_rows
+from tests.trainer.parallel_cases import LAYOUTS
+from tests.trainer.parallel_ranks import BFLOAT16, BUGS, FLOAT8, SCHEDULES, layout_cases
 
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 KEYS = {"ring": "ring_size", "ulysses": "ulysses_size", "tensor": "tensor_parallel_size"}
@@ -30,11 +33,6 @@ def two(ranks):
     if len(ranks) != 2:
         pytest.skip("two processes show it")
     return ranks
-
-
-def beyond_limits(outcome, *, times=1):
-    """Measures of rank 0, which also worked alone, that differ by more than they may."""
-    return {name for name, most in LIMITS.items() if not outcome[name] <= times * most}
 
 
 def test_axes_are_laid_out_data_ring_ulysses_tensor(ranks):
@@ -82,17 +80,11 @@ def test_tensors_gathered_together_are_those_gathered_one_by_one(ranks):
 
 
 def test_R1_R8_every_layout_computes_what_one_process_does(ranks):
-    first = ranks[0]["layouts"]
-    assert first.keys() == runs(len(ranks)).keys()
-    for name, outcome in first.items():
-        assert not beyond_limits(outcome), (name, outcome)
-        assert all(found["layouts"][name]["same everywhere"] for found in ranks), name
+    check_cases(ranks, "layouts", layout_cases(len(ranks)), LIMITS)
 
 
-@pytest.mark.parametrize("rows", ["one row", "few", "random", "one huge", "masked"])
-def test_R10_R23_ranks_without_rows_change_nothing(ranks, rows):
-    assert not beyond_limits(ranks[0]["schedules"][rows])
-    assert all(found["schedules"][rows]["same everywhere"] for found in ranks)
+def test_R10_R23_ranks_without_rows_change_nothing(ranks):
+    check_cases(ranks, "schedules", SCHEDULES, LIMITS)
 
 
 def test_R10_disagreement_is_an_error_on_every_rank(ranks):
@@ -110,46 +102,42 @@ def test_R10_without_the_agreement_ranks_would_wait_for_each_other(two):
         assert "Timed out" in found["hang"] or "Connection closed" in found["hang"]
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_masters_of_a_bfloat16_model_are_those_of_one_process(two, stage):
-    outcome = two[0]["bfloat16"][f"stage {stage}"]
-    assert not beyond_limits(outcome)
-    assert outcome["gradient"] < 1e-6
-    assert outcome["masters"] < 1e-6
-    assert outcome["formats"] == ["torch.float32"]
+def test_masters_of_a_bfloat16_model_are_float32_and_those_of_one_process(two):
+    for outcome in two[0]["bfloat16"].values():
+        assert outcome["formats"] == ["torch.float32"]
+    of_split_layers = two[0]["bfloat16"].pop("tensor")
+    assert of_split_layers["same everywhere"]
+    stages = {name: case for name, case in BFLOAT16.items() if name != "tensor"}
+    check_cases(two[:1], "bfloat16", stages, LIMITS | {"gradient": 1e-6, "masters": 1e-6})
 
 
-def test_masters_of_split_layers_are_float32_too(two):
-    assert two[0]["bfloat16"]["tensor"]["formats"] == ["torch.float32"]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_products_in_float8_are_those_of_one_process(two, stage):
+def test_products_in_float8_are_those_of_one_process(two):
     if two[0]["float8"] is None:
         pytest.skip("the extra fp8 is not installed")
-    outcome = two[0]["float8"][f"stage {stage}"]
-    assert not beyond_limits(outcome)
-    assert outcome["gradient"] < 1e-6
+    check_cases(two[:1], "float8", FLOAT8, LIMITS | {"gradient": 1e-6})
 
 
-@pytest.mark.parametrize(
-    ("bug", "measures"),
-    [
-        ("averages", {"gradient", "metrics"}),
-        ("weights of own rows", {"gradient", "loss"}),
-        ("norm of own shards", {"weights", "metrics"}),
-        ("metrics of own rows", {"loss", "metrics"}),
-        ("reduced in bfloat16", {"gradient", "weights"}),
-        ("nothing", set()),
-        ("reduced in float32", set()),
-    ],
-)
-def test_R1_R8_planted_bugs_are_caught(two, bug, measures):
-    outcome = two[0]["planted"][bug]
-    beyond = beyond_limits(outcome, times=5)
-    assert measures <= beyond if measures else not beyond
-    if bug in ("norm of own shards", "metrics of own rows"):
-        assert not outcome["same everywhere"]
+CAUGHT_BY = {
+    "averages": {"gradient", "metrics"},
+    "weights of own rows": {"gradient", "loss"},
+    "norm of own shards": {"weights", "metrics"},
+    "metrics of own rows": {"loss", "metrics"},
+    "reduced in bfloat16": {"gradient", "weights"},
+    "nothing": set(),
+    "reduced in float32": set(),
+}
+
+
+def test_R1_R8_planted_bugs_are_caught(two):
+    def check(bug, measures):
+        outcome = two[0]["planted"][bug]
+        beyond = beyond_limits(outcome, LIMITS, times=5).keys()
+        assert measures <= beyond if measures else not beyond, outcome
+        if bug in ("norm of own shards", "metrics of own rows"):
+            assert not outcome["same everywhere"]
+
+    assert CAUGHT_BY.keys() == BUGS.keys()
+    check_rows(CAUGHT_BY.items(), check)
 
 
 def test_R23_numbers_that_are_not_finite_stop_all_ranks_alike(two):

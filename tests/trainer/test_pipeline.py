@@ -17,11 +17,23 @@ from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
 from hone.models.decoder import decoder_layers
 from hone.trainer.pipeline import cut_stage
+from tests.rank_cases import check_cases, check_go_on
 from tests.ranks import parts_of, run_ranks
 from tests.trainer.examples import tiny_model
-from tests.trainer.pipeline_ranks import LAYOUTS, MEASURES, MODEL, value_model
+from tests.trainer.pipeline_ranks import (
+    BFLOAT16,
+    BUGS,
+    CUT_OTHERWISE,
+    LAYOUTS,
+    MEASURES,
+    MODEL,
+    cases,
+    value_model,
+)
 
 EXACT = 1e-5
+# A move divides by the root of a small second moment, which a rounding changes.
+LIMITS = dict.fromkeys(MEASURES, EXACT) | {"weights": 5 * EXACT}
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
@@ -39,20 +51,12 @@ def ranks():
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_R8_training_is_that_of_one_process(ranks, world):
-    found = ranks(world)
-    assert found[0]["layouts"].keys() >= LAYOUTS[world].keys()
-    for name, first in found[0]["layouts"].items():
-        assert all(rank["layouts"][name]["same everywhere"] for rank in found), name
-        for what in MEASURES:
-            # A move divides by the root of a small second moment, which a rounding changes.
-            most = EXACT if what != "weights" else 5 * EXACT
-            assert first[what] < most, (name, what, first)
+    check_cases(ranks(world), "layouts", cases(world), LIMITS)
 
 
 def test_R8_in_bfloat16_only_sums_are_rounded_otherwise(ranks):
-    for name, first in ranks(2)[0]["bfloat16"].items():
-        for what in ("logprobs", "loss", "gradient", "masters"):
-            assert first[what] < EXACT, (name, what, first)
+    measures = ("logprobs", "loss", "gradient", "masters")
+    check_cases(ranks(2), "bfloat16", BFLOAT16, dict.fromkeys(measures, EXACT))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -97,11 +101,8 @@ def test_each_stage_holds_its_layers(ranks, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_run_goes_on_in_another_number_of_stages(ranks, world):
-    for rank in ranks(world):
-        for name, found in rank["round_trip"].items():
-            assert found["equal"], name
-            assert found["norms"][0] == pytest.approx(found["norms"][1], rel=EXACT), name
-            assert found["go on alike"] < EXACT, (name, found)
+    check_go_on(ranks(world), "round_trip", EXACT)
+    assert not any(rank["round_trip"][CUT_OTHERWISE]["held alike"] for rank in ranks(world))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -122,6 +123,7 @@ def test_a_stage_reads_its_own_weights_alone(ranks, world):
 
 
 def test_R8_planted_bugs_are_caught(ranks):
+    assert ranks(2)[0]["planted"].keys() == BUGS.keys()
     for bug, worst in ranks(2)[0]["planted"].items():
         assert (worst < 5 * EXACT) == (bug == "nothing"), (bug, worst)
 

@@ -27,7 +27,9 @@ from hone.rollout.state import (
 )
 from hone.trainer.scorer import WithoutAdapters
 from hone.types import Column, Completion, Prompt, Row, StopReason
+from tests.rank_cases import check_cases
 from tests.ranks import parts_of, run_ranks
+from tests.trainer import route_ranks
 from tests.trainer.examples import gradients, logprobs_of, make_trainer
 from tests.trainer.route_cases import (
     FAMILIES,
@@ -350,7 +352,5 @@ def test_ids_leave_room_for_an_unknown_one(num_experts: int, dtype: torch.dtype)
 def test_R8_processes_replay_as_one_does() -> None:
     """Experts divided, sequences split, stages, of any experts; see `route_ranks.py`."""
     ranks = parts_of(run_ranks("tests.trainer.route_ranks", 2))
-    for name, first in ranks[0]["replayed"].items():
-        assert all(rank["replayed"][name]["same everywhere"] for rank in ranks), name
-        for what in ("logprobs", "loss", "gradient", "masters"):
-            assert first[what] < EXACT, (name, what, first)
+    measures = ("logprobs", "loss", "gradient", "masters")
+    check_cases(ranks, "replayed", route_ranks.CASES, dict.fromkeys(measures, EXACT))

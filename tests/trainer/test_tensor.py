@@ -2,62 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from hone.distributed.mesh import Mesh
 from hone.trainer.tensor import first_row, parallelize
-from tests.ranks import run_ranks
+from tests.ranks import Parts, parts_of, run_ranks
+from tests.tables import check_rows
 from tests.trainer.examples import tiny_model
-from tests.trainer.tensor_ranks import BUGS, CASES, LENGTHS
+from tests.trainer.tensor_ranks import BUGS, STEPS
 
 RANKS = "tests.trainer.tensor_ranks"
 VALUES, GRADIENTS = 1e-5, 1e-4
 
 
 @pytest.fixture(scope="module")
-def two() -> list[Any]:
-    return run_ranks(RANKS, 2)
+def two() -> list[Parts]:
+    return parts_of(run_ranks(RANKS, 2))
 
 
-@pytest.fixture(scope="module")
-def four() -> list[Any]:
-    return run_ranks(RANKS, 4)
+def test_R8_numbers_are_those_of_one_process(two):
+    def check(case):
+        for found in (rank["steps"][case] for rank in two):
+            assert found["values"] < VALUES
+            assert found["values without gradient"] < VALUES
+            assert found["gradients"] < GRADIENTS
+            assert found["likeliest"]
+            assert found["equal on all ranks"]
+            assert found["largest part"] < 0.52, "every matrix is split"
 
-
-@pytest.mark.parametrize("case", [*CASES, *(f"tokens {name}" for name in LENGTHS), "recomputed"])
-def test_R8_numbers_are_those_of_one_process(two, case):
-    for found in (rank[case] for rank in two):
-        assert found["values"] < VALUES
-        assert found["values without gradient"] < VALUES
-        assert found["gradients"] < GRADIENTS
-        assert found["likeliest"]
-        assert found["equal on all ranks"]
-        assert found["largest part"] < 0.52, "every matrix is split"
-
-
-def test_R8_compiled_layers_take_any_number_of_tokens(two):
-    assert all(rank["compiled"]["gradients"] < GRADIENTS for rank in two)
+    check_rows(STEPS.keys(), check)
 
 
 def test_frozen_parameters_stay_frozen(two):
     assert two[0]["frozen"]["trained"] == ["model.layers.0.self_attn.q_proj.weight"]
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_R8_planted_bugs_are_caught(two, bug):
-    found = two[0]["planted"][bug]
-    is_right = found["values"] < VALUES and found["gradients"] < GRADIENTS
-    assert is_right == (bug == "nothing")
+def test_R8_planted_bugs_are_caught(two):
+    def check(bug):
+        found = two[0]["planted"][bug]
+        is_right = found["values"] < VALUES and found["gradients"] < GRADIENTS
+        assert is_right == (bug == "nothing"), found
+
+    check_rows(BUGS.keys(), check)
 
 
 @pytest.mark.slow
-def test_R8_together_with_shards_over_data(four):
-    for rank in four:
-        assert len(rank) == 6
-        for found in rank.values():
+def test_R8_together_with_shards_over_data():
+    for rank in parts_of(run_ranks(RANKS, 4)):
+        assert len(rank["shards"]) == 6
+        for found in rank["shards"].values():
             assert found["values"] < VALUES
             assert found["gradients"] < GRADIENTS
             assert found["meshes"] == ["('shard', 'tensor')"]

@@ -152,7 +152,7 @@ given_up = multiprocessing.Event()
 
 
 def hang(self: Any) -> None:
-    given_up.wait(60)
+    given_up.wait(600)
     begin_sync(self)
 
 
@@ -290,7 +290,7 @@ class Engines:
         with Listener(f"{self._folder}/{name}{self._lives[name]}") as listener:
             self._calls[name] = listener.accept()
 
-    def call(self, name: str, method: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
+    def call(self, name: str, method: str, *arguments: Any, timeout_s: float = 300.0) -> Any:
         return self.start(name, method, *arguments).result(timeout_s)
 
     def start(self, name: str, method: str, *arguments: Any) -> Answer:
@@ -368,7 +368,7 @@ def arrivals(meshes: Mapping[str, Mesh], engines: Engines | None) -> dict[str, A
             for bucket_bytes in (1, 5000, num_bytes) if case == "qwen3, tied" else (5000,):
                 name = f"{kind}, {case}, {bucket_bytes}"
                 pushing = BroadcastSync(
-                    policy, mesh, engines, bucket_bytes=bucket_bytes, timeout_s=30.0
+                    policy, mesh, engines, bucket_bytes=bucket_bytes, timeout_s=300.0
                 )
                 found[name] = [push_and_look(pushing, v, dtype) for v in (1, 2)]
                 pushing.close()
@@ -418,7 +418,7 @@ def adapters(mesh: Mesh, engines: Engines | None) -> dict[str, Any]:
         trainer = AdaptedPolicy(mesh, lora)
         if engines:
             engines.make("qwen3, tied", torch.float32)
-        pushing = BroadcastSync(trainer, mesh, engines, bucket_bytes=5000, timeout_s=20.0)
+        pushing = BroadcastSync(trainer, mesh, engines, bucket_bytes=5000, timeout_s=300.0)
         own: dict[str, Any] = {"wrong": []}
         for version in (1, 2):
             trainer.move()
@@ -439,7 +439,7 @@ def failures(mesh: Mesh, engines: Engines | None) -> dict[str, Any]:
     policy = make_policy("llama, untied", mesh)
     if engines:
         engines.make("llama, untied", torch.float32)
-    pushing = BroadcastSync(policy, mesh, engines, bucket_bytes=5000, timeout_s=20.0)
+    pushing = BroadcastSync(policy, mesh, engines, bucket_bytes=5000, timeout_s=300.0)
     pushing.push(1)
     versions = count(2)
     real_manifest = broadcast.build_manifest
@@ -522,8 +522,8 @@ def main(folder: str) -> None:
     if rank == 3:
         serve_again_when_killed("two", folder)
         return
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=300)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timeout)
     meshes = {
         "stage 3": Mesh.of_group(AxisSizes(data=2, fsdp=2), CPU, timeout=timeout),
         "tensor 2": Mesh.of_group(AxisSizes(tensor=2), CPU, timeout=timeout),

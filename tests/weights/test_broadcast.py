@@ -66,9 +66,9 @@ def test_R2_R3_a_fault_is_named_everywhere_and_the_next_push_is_good(
 
 
 def test_R11_lost_engines_are_named_within_the_deadline(found: Any) -> None:
-    """Not when one that hangs comes back, which it does a minute later at most."""
-    assert found["failures"]["killed"]["seconds"] < 30
-    assert found["failures"]["hung"]["seconds"] < 30
+    """Not when one that hangs comes back, or when pushes may last no longer: both are minutes."""
+    assert found["failures"]["killed"]["seconds"] < 120
+    assert found["failures"]["hung"]["seconds"] < 120
 
 
 def test_R2_without_the_proof_a_flipped_bit_stays(found: Any) -> None:
