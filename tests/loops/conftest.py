@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tests.loops.forked_hone import Copy
@@ -20,19 +18,11 @@ from tests.tiny_runs import tiny_config, write_inputs
 from hone.config.load import dump_config
 from hone.config.tree import RLConfig, SFTConfig
 from hone.data.arithmetic import generate, write_jsonl
-from hone.loops import loop
 from hone.loops.launch import launch
 from hone.loops.reinforce import RLRun, build_run
 from hone.loops.workers import thread_pools
 
 MakeConfig = Callable[..., RLConfig]
-
-
-@pytest.fixture(autouse=True)
-def no_whole_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run collects all garbage once before its first step. The process of the tests has a million
-    objects, so that it would take longer than three steps of a tiny run."""
-    monkeypatch.setattr(loop, "gc", SimpleNamespace(**vars(gc) | {"collect": lambda: 0}))
 
 
 @pytest.fixture(scope="session")

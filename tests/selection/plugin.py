@@ -28,6 +28,7 @@ from tests.selection.plan import (
     line_of_all,
     unit_of,
 )
+from tests.selection.seed import SEED, seed_of
 
 CHANGED_FILES = "HONE_CHANGED_FILES"
 """An environment variable with the changed files, a line each, for tests that choose among their
@@ -54,6 +55,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "of these further off, and for the turn, as NEAR,FAR,TURN",
     )
     group.addoption("--measure-costs", metavar="FILE", help="write the CPU seconds of all units")
+    group.addoption(
+        "--seed",
+        type=int,
+        help="what random draws of tests follow from; 0 with a budget or for named tests, so that "
+        "a landing is not refused for another draw, and a new one for the whole suite",
+    )
     group.addoption("--shuffle", type=int, metavar="SEED", help="run tests in a random order")
 
 
@@ -62,9 +69,15 @@ def is_head(config: pytest.Config) -> bool:
     return not hasattr(config, "workerinput")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ROWS] = 0
     config.stash[_COSTS] = Counter()
+    is_fresh = config.option.budget is None and runs_all(config)
+    seed = config.option.seed
+    if seed is None:
+        seed = random.SystemRandom().randrange(1, 1 << 31) if is_fresh else 0
+    config.stash[SEED] = seed if is_head(config) else config.workerinput["seed"]
     if not is_head(config):
         if (chosen := config.workerinput["chosen"]) is not None:
             config.stash[_CHOSEN] = frozenset(chosen)
@@ -97,6 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     chosen = node.config.stash.get(_CHOSEN, None)
+    node.workerinput["seed"] = node.config.stash[SEED]
     node.workerinput["chosen"] = None if chosen is None else sorted(chosen)
 
 
@@ -111,7 +125,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if line is None and runs_all(config):
         line = line_of_all(config.getoption("numprocesses", None) or 1)
     if line is not None:
-        reporter.write_line(f"Chosen: {line}.")
+        reporter.write_line(f"Chosen: {line}. Draws: --seed {seed_of(config)}.")
 
 
 def runs_all(config: pytest.Config) -> bool:
