@@ -13,7 +13,8 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP_INSTALL := -m pip install --disable-pip-version-check
 INSTALL := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt
 CPU_INDEX := --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Bytecode is written, whatever the shell says: compiling all modules takes each process nine seconds.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 # Minutes for costly tests: near the change and in all, of these further off, and by turn.
 BUDGET := 1,0.7,0.3
