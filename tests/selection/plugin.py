@@ -21,9 +21,11 @@ from tests.selection.choose import Minutes
 from tests.selection.plan import (
     MARKS,
     RAN,
+    ROOT,
     SHARES_FIXTURES,
     Costs,
     Plan,
+    file_of,
     is_costly,
     line_of_all,
     unit_of,
@@ -43,6 +45,7 @@ LISTED_S = 0.5
 
 _CHOSEN = pytest.StashKey[frozenset[str]]()
 _LINE = pytest.StashKey[str]()
+_SKIPPED = pytest.StashKey[bool]()
 _ROWS = pytest.StashKey[int]()
 _COSTS = pytest.StashKey[Counter[str]]()
 
@@ -156,7 +159,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [
             item
             for item, name in units.items()
-            if is_costly(name, costs.get(name, 0)) and name not in chosen
+            if name in costs and is_costly(name, costs[name]) and name not in chosen
         ]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
@@ -184,8 +187,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         after = os.times()
         seconds = sum(after[:4]) - sum(before[:4])
         waited = (after.elapsed - before.elapsed) / 2
-        item.config.stash[_COSTS][unit(item)] += max(seconds, waited)
+        if not item.stash.get(_SKIPPED, False):
+            item.config.stash[_COSTS][unit(item)] += max(seconds, waited)
         item.config.stash[_ROWS] += max(1, tables.rows_checked() - rows)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note what is skipped: it does not show what it costs elsewhere."""
+    report = yield
+    item.stash[_SKIPPED] = report.skipped or item.stash.get(_SKIPPED, False)
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -227,18 +241,21 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def write_costs(config: pytest.Config) -> None:
-    """Write what a run has measured; a run of some files keeps the costs of the others.
-
-    Tests that need vLLM run in an environment of their own, so that their costs stay as they are.
-    """
+    """Write what a run has measured. What it did not run keeps its cost: other files, and tests
+    that were skipped, since they cost more where they are not."""
     file = Path(config.option.measure_costs)
-    measured = {name: s for name, s in config.stash[_COSTS].items() if not name.endswith(" vllm")}
+    measured = config.stash[_COSTS]
     listed = {name: s for name, s in measured.items() if s >= LISTED_S or is_costly(name, s)}
-    others = sum(seconds for name, seconds in measured.items() if name not in listed)
     known = Costs.read(file) if file.exists() else Costs({}, 0)
+    kept = {name: s for name, s in known.units.items() if name not in measured and exists(name)}
+    others = known.others_s
     if runs_all(config):
-        kept = {name: s for name, s in known.units.items() if name.endswith(" vllm")}
-    else:
-        kept = {name: s for name, s in known.units.items() if name not in measured}
-        others = known.others_s
+        others = sum(seconds for name, seconds in measured.items() if name not in listed)
     Costs(kept | listed, others).write(file)
+
+
+def exists(name: str) -> bool:
+    """Whether a unit is still in the tree."""
+    file = ROOT / file_of(name)
+    _, _, test = name.partition(" ")[0].partition("::")
+    return file.is_file() and f"def {test}" in file.read_text(encoding="utf-8")

@@ -49,6 +49,7 @@ def suite(
     monkeypatch.setattr(Costs.read.__func__, "__defaults__", (costs,))
     monkeypatch.setattr(Graph, "read", lambda _: Graph(frozenset(), {}))
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "state.json"))
+    monkeypatch.delenv("BASE", raising=False)
     yield pytester
     plugin.shares_fixtures.cache_clear()
 
@@ -96,9 +97,23 @@ def test_costs_are_measured_by_units(suite: pytest.Pytester, tmp_path: Path) -> 
     run(suite, "--measure-costs", str(file))
     measured = Costs.read(file)
     assert measured.units == {"test_shared.py slow": pytest.approx(0, abs=5)}
-    Costs({"test_gone.py::test_x": 9.0, "test_costly.py::test_c": 9.0}, 3.0).write(file)
+    known = {"test_gone.py::test_x": 9.0, "test_shared.py": 9.0, "test_costly.py::test_c": 9.0}
+    Costs(known, 3.0).write(file)
     run(suite, "test_costly.py", "--measure-costs", str(file))
-    assert Costs.read(file).units == {"test_gone.py::test_x": 9.0}  # others keep their costs
+    assert Costs.read(file) == Costs({"test_shared.py": 9.0}, 3)  # other files keep their costs
+
+
+def test_what_is_skipped_keeps_its_cost(suite: pytest.Pytester, tmp_path: Path) -> None:
+    suite.makepyfile(test_costly="import pytest\ndef test_c(): pytest.skip('needs a browser')\n")
+    file = tmp_path / "measured.json"
+    Costs({"test_costly.py::test_c": 50.0}, 3.0).write(file)
+    run(suite, "--measure-costs", str(file))
+    assert Costs.read(file).units["test_costly.py::test_c"] == 50.0
+
+
+def test_a_slow_test_that_was_never_measured_runs(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_new="import pytest\n@pytest.mark.slow\ndef test_n(): pass\n")
+    assert "test_n" in run(suite, "--budget", "0,0,0")[0]
 
 
 def test_a_file_that_dropped_out_is_noticed(
@@ -121,7 +136,7 @@ def test_names_of_units() -> None:
         assert file_of(unit) == "tests/a/test_b.py"
 
 
-def test_costs_name_files_that_exist() -> None:
+def test_costs_name_tests_that_exist() -> None:
     """A unit that was renamed would be cheap until it is measured again."""
-    gone = [name for name in Costs.read().units if not (plan.ROOT / file_of(name)).is_file()]
+    gone = [name for name in Costs.read().units if not plugin.exists(name)]
     assert gone == []
