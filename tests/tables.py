@@ -40,17 +40,23 @@ def check_rows(
 
     A row that is a tuple is passed as separate arguments, any other as one. A mapping names its
     rows; other rows are named by what they hold. Fewer rows than `minimum` are a failure too: an
-    empty table proves nothing. A row that skips is wrong: nobody would see that it was not checked.
+    empty table proves nothing. Where every row skips the table does; a row that skips beside others
+    is wrong, since nobody would see that it was not checked.
     """
     named = list(rows.items()) if isinstance(rows, Mapping) else [(_name(row), row) for row in rows]
     errors: list[str] = []
+    skipped: list[pytest.skip.Exception] = []
     for name, row in named:
         before = _Rows.checked
         try:
             check(*row) if isinstance(row, tuple) else check(row)
         except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001
             errors.append(f"{name}\n{_described(error)}")
+            if isinstance(error, pytest.skip.Exception):
+                skipped.append(error)
         _Rows.checked = max(_Rows.checked, before + 1)  # a row that is a table counts its own
+    if skipped and len(skipped) == len(named):
+        raise skipped[0]
     if len(named) < minimum:
         errors.append(f"The table has {len(named)} rows, fewer than {minimum}.")
     if errors:

@@ -102,3 +102,8 @@ def test_a_table_that_lost_its_rows_fails():
 def test_a_long_report_counts_the_rest():
     with pytest.raises(pytest.fail.Exception, match=r"(?s)30 of 30 rows.*and 10 more"):
         check_rows([1] * 30, assert_even)
+
+
+def test_a_table_whose_rows_all_skip_is_skipped():
+    with pytest.raises(pytest.skip.Exception, match="needs node"):
+        check_rows(["x", "y"], lambda _: pytest.skip("needs node"))

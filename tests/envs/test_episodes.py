@@ -298,7 +298,7 @@ def test_a_turn_that_is_not_answered_in_time_fails_its_sample_alone(
         tmp_path / "run",
         "Slow",
         run={"dir": tmp_path / "run", "steps": 1},
-        reward={"timeout_s": 0.5, "max_failure_rate": 1.0, "num_workers": 4},
+        reward={"timeout_s": 2.0, "max_failure_rate": 1.0, "num_workers": 4},
     )
     (row,), samples = run(cfg)
     failed = [sample["failure"] for sample in samples]

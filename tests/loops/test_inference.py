@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.loops.conftest import MakeConfig
@@ -14,9 +15,10 @@ from tests.tiny_runs import lines
 
 from hone.cli.main import main
 from hone.config.tree import EvaluateConfig
-from hone.loops import reinforce
+from hone.loops import inference, reinforce
 from hone.loops.inference import run_evaluation
 from hone.models.tiny import make_tiny_model
+from hone.rollout.evaluate import evaluate
 
 NUM_PROMPTS, NUM_SAMPLES = 5, 2
 FLAGS = (
@@ -230,6 +232,25 @@ def test_the_settings_of_completions_replace_no_other_file(tmp_path, monkeypatch
     assert not (tmp_path / "b.jsonl").exists()
 
 
+def failing(make_config: MakeConfig, tmp_path: Path, num_samples: int) -> EvaluateConfig:
+    """An evaluation of 20 prompts, of which nearly every reward fails."""
+    (tmp_path / "broken.py").write_text(
+        "def score(completion, answer):\n"
+        "    if completion == answer:\n"  # as the evaluation asks before it starts
+        "        return 1.0\n"
+        "    raise KeyError('column')\n"
+    )
+    trained = make_config()
+    return EvaluateConfig(
+        run={"dir": tmp_path / "eval", "device": "cpu"},
+        model=trained.model,
+        data={"eval": trained.data.eval, "chat": "never", "max_prompt_tokens": 8},
+        engine=trained.engine,
+        reward={"functions": [{"fn": f"{tmp_path / 'broken.py'}:score"}], "num_workers": 1},
+        eval={"max_completion_tokens": 8, "n_samples_per_prompt": num_samples},
+    )
+
+
 @pytest.mark.parametrize(
     ("num_samples", "message", "num_written"),
     [
@@ -241,21 +262,7 @@ def test_an_evaluation_that_fails_leaves_cause_and_samples(
     num_samples: int, message: str, num_written: range, make_config: MakeConfig, tmp_path
 ):
     """More than 30 in 100 may not fail; what came together with the one too many is there too."""
-    (tmp_path / "broken.py").write_text(
-        "def score(completion, answer):\n"
-        "    if completion == answer:\n"  # as the evaluation asks before it starts
-        "        return 1.0\n"
-        "    raise KeyError('column')\n"
-    )
-    trained = make_config()
-    cfg = EvaluateConfig(
-        run={"dir": tmp_path / "eval", "device": "cpu"},
-        model=trained.model,
-        data={"eval": trained.data.eval, "chat": "never", "max_prompt_tokens": 8},
-        engine=trained.engine,
-        reward={"functions": [{"fn": f"{tmp_path / 'broken.py'}:score"}], "num_workers": 1},
-        eval={"max_completion_tokens": 8, "n_samples_per_prompt": num_samples},
-    )
+    cfg = failing(make_config, tmp_path, num_samples)
     with pytest.raises(ValueError, match=message) as caught:
         run_evaluation(cfg)
     (event,) = lines(cfg.run.dir / "events.jsonl")
@@ -263,6 +270,20 @@ def test_an_evaluation_that_fails_leaves_cause_and_samples(
     samples = lines(cfg.run.dir / "eval_samples.jsonl")
     assert all("column" in sample["failure_detail"] for sample in samples)
     assert len(samples) in num_written
+
+
+def test_an_evaluation_whose_processes_fail_together_leaves_its_samples(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process stays within the limit, so that none stops; all of them together exceed it."""
+    no_limit = {"max_failure_rate": 1.0}
+    monkeypatch.setattr(
+        inference, "evaluate", lambda *given, **named: evaluate(*given, **named | no_limit)
+    )
+    cfg = failing(make_config, tmp_path, 1)
+    with pytest.raises(ValueError, match="of 20 samples have no reward"):
+        run_evaluation(cfg)
+    assert len(lines(cfg.run.dir / "eval_samples.jsonl")) == 20
 
 
 def test_the_first_evaluation_says_by_what_samples_pass_in_all(make_config: MakeConfig, tmp_path):
