@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from socket import socket
 from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +25,7 @@ from hone.weights.protocol import ReceiveSpec
 from tests.ranks import ROOT
 
 NAMES = ("the trainer", "one", "two")
+KEY = bytes(range(32))
 
 
 @pytest.fixture
@@ -45,6 +51,7 @@ def sync_store(
         entries=(),
         bucket_bytes=1,
         timeout_s=timeout_s,
+        key=KEY,
     )
     return SyncStore(store, spec, rank, watch)
 
@@ -61,6 +68,56 @@ def test_notes_arrive_by_rank(store: dist.TCPStore) -> None:
     assert [note["rank"] for note in notes.gather("come")] == [0, 1, 2]
     sync_store(store, 0).put("come")
     assert notes.gather("come", [0]) == [None]
+
+
+class Exploit:
+    """A pickle that runs a program when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.parametrize("phase", ["come", "given up"])
+def test_what_a_stranger_writes_into_the_store_is_refused_and_never_unpickled(
+    store: dist.TCPStore, phase: str, tmp_path: Path
+) -> None:
+    waiting = sync_store(store, 0, timeout_s=60.0)
+    board = dist.PrefixStore("delivery 7", join_store("127.0.0.1", store.port, timeout_s=60.0))
+    place = "come/1" if phase == "come" else phase
+    board.set(place, pickle.dumps(Exploit(tmp_path / "ran")))
+    with pytest.raises(LinkError, match=f"'{place}' in the sender's store is not signed"):
+        waiting.gather("come", [1] if phase == "come" else [2])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_message_is_good_for_its_place_and_its_key_alone(store: dist.TCPStore) -> None:
+    sync_store(store, 1).put("come", "signed")
+    board = dist.PrefixStore("delivery 7", store)
+    message = board.get("come/1")
+    board.set("come/2", message)
+    dist.PrefixStore("delivery 8", store).set("come/1", message)
+    for delivery, rank in ((7, 2), (8, 1)):
+        reader = sync_store(store, 0, timeout_s=60.0, delivery=delivery)
+        with pytest.raises(LinkError, match="is not signed with the key of this run"):
+            reader.gather("come", [rank])
+    assert sync_store(store, 0, timeout_s=60.0).gather("come", [1]) == ["signed"]
+
+
+def test_the_store_listens_at_the_address_that_is_meant_alone(store: dist.TCPStore) -> None:
+    listening = {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == store.port
+    }
+    assert listening == {"127.0.0.1"}
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(OSError, match=r"no port can be opened at 192\.0\.2\.1 .*an address of it"):
+        host_store("192.0.2.1", timeout_s=60.0)
 
 
 def test_notes_that_all_have_read_are_removed(store: dist.TCPStore) -> None:

@@ -29,6 +29,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from hone.config.errors import UserError
+from hone.distributed.listening import listen
 from hone.types import EngineLostError
 
 __all__ = ["Frames", "Hub", "Line", "frame", "serve"]
@@ -167,7 +168,8 @@ class Hub:
     """All lines of a process, and the thread that reads them."""
 
     def __init__(self, host: str, *, num_lines: int = 1, lost_after_s: float = 5.0) -> None:
-        """Other processes reach this one as `host`, as many as `num_lines` at a time. One whose
+        """Other processes reach this one as `host`, where it listens, and at no other address; as
+        many as `num_lines` at a time. One whose
         connection ends is taken for lost `lost_after_s` later: who started it may say by then why
         it is gone.
 
@@ -184,8 +186,7 @@ class Hub:
         """A socket had more to read than was read at once."""
         self._is_full_until: float | None = None
         """No file could be opened: nobody is let in before."""
-        is_local = host == "127.0.0.1"
-        self._listener = socket.create_server((host if is_local else "", 0), backlog=4096)
+        self._listener = listen(host)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()

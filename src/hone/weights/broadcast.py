@@ -14,6 +14,7 @@ all.
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic, perf_counter
@@ -28,7 +29,14 @@ from hone.models.manifest import build_manifest
 from hone.types import EngineLostError, Trainer
 from hone.weights.buckets import Bucket, Entry, layout_of
 from hone.weights.link import Link, LinkError, SyncStore, host_store
-from hone.weights.protocol import BUFFERS, RECEIVED, SENT, Receivers, ReceiveSpec
+from hone.weights.protocol import (
+    BUFFERS,
+    RECEIVED,
+    SENT,
+    Receivers,
+    ReceiveSpec,
+    manifest_to_json,
+)
 from hone.weights.sync import NonFiniteWeightsError, SyncReport, check_finite
 
 __all__ = ["BroadcastSync"]
@@ -67,6 +75,7 @@ class BroadcastSync:
         self._store: dist.TCPStore | None = None
         self._link: Link | None = None
         self._delivery = 0
+        self._key = secrets.token_bytes(32)
 
     @torch.no_grad()
     def push(self, version: int) -> SyncReport:
@@ -130,6 +139,7 @@ class BroadcastSync:
             entries=tuple(entries),
             bucket_bytes=self.bucket_bytes,
             timeout_s=self.timeout_s,
+            key=self._key,
         )
         engines = _Answers(dict(zip(ranks, receivers.start_receive(spec), strict=True)))
         sync_store = SyncStore(self._store, spec, 0, watch=engines.look)
@@ -137,7 +147,7 @@ class BroadcastSync:
             buckets = spec.buckets()
             self._link = Link.meet(self._store, sync_store, self.mesh.device, self._link)
             sending = _send(weights, buckets, self._link, sync_store, self.mesh.device)
-            sync_store.put(SENT, build_manifest(sending, version))
+            sync_store.put(SENT, manifest_to_json(build_manifest(sending, version)))
             sync_store.put(RECEIVED)
             sync_store.gather(RECEIVED)
             late = f"it had not taken over its weights after {self.timeout_s:g} s"

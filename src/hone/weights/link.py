@@ -10,8 +10,8 @@ No wait is without a deadline, and none ends without the names of those who were
 
 from __future__ import annotations
 
+import hmac
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -19,10 +19,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
+import orjson
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.distributed.listening import listen
 from hone.weights.protocol import ReceiveSpec
 
 __all__ = ["Link", "LinkError", "SyncStore", "host_store", "join_store"]
@@ -31,16 +33,28 @@ POLL_S, MAX_POLL_S, POLL_GROWTH = 0.0001, 0.02, 1.1
 """Between two looks at what is waited for: at first, at most, and from one to the next. So a wait
 takes a tenth too long, whatever it is for."""
 
+_GIVEN_UP = "given up"
+_SIGNATURE_BYTES = 32
+
 
 class LinkError(RuntimeError):
     """Members of a delivery do not reach each other, are late, or give up. Says who and why."""
 
 
 def host_store(host: str, *, timeout_s: float) -> dist.TCPStore:
-    """The sender's store, at a free port. `host` is how others reach this machine."""
-    return dist.TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+    """The sender's store, at a free port of the address `host`, by which others reach this machine.
+
+    By itself torch would listen on all interfaces. Raises OSError where no port can be opened.
+    """
+    with listen(host) as listener:
+        return dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=os.dup(listener.fileno()),
+        )
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
@@ -56,6 +70,10 @@ def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 class SyncStore:
     """Where the members of one delivery post the phases that they have completed.
+
+    Whoever reaches the store's port can write into it, so that what stands there is JSON, never a
+    pickle, and signed with the run's key, which does not travel this way: a message without the
+    signature of its place fails the delivery.
 
     `watch` is called now and then while this member waits; what it raises ends the wait.
     """
@@ -80,11 +98,12 @@ class SyncStore:
         return max(self._deadline - time.monotonic(), 0.0)
 
     def put(self, phase: str, value: Any = None) -> None:
-        """Post that this member has completed `phase`, with a picklable value for the others."""
+        """Post that this member has completed `phase`, with a value for the others that JSON can
+        hold; tuples arrive as lists."""
         self._phases.append(phase)
         with self._reaching():
             # Bytes are taken as they are, though not by the stubs.
-            self._store.set(_key(phase, self.rank), cast(str, pickle.dumps(value)))
+            self._store.set(key := _key(phase, self.rank), cast(str, self._signed(key, value)))
 
     def gather(self, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """The values that members (all, or `ranks`) have put with `phase`; waits for them."""
@@ -97,12 +116,34 @@ class SyncStore:
 
         with self._reaching():
             self.wait(lambda: self._store.check(keys), missing)
-            return [pickle.loads(value) for value in self._store.multi_get(keys)]
+            found = self._store.multi_get(keys)
+        return [self._verified(key, value) for key, value in zip(keys, found, strict=True)]
 
     def give_up(self, reason: str) -> None:
         """Tell all members that this delivery fails. The first reason stands."""
+        signed = cast(str, self._signed(_GIVEN_UP, reason))
         with self._reaching():
-            self._store.compare_set("given up", "", reason)
+            self._store.compare_set(_GIVEN_UP, "", signed)
+
+    def _signed(self, key: str, value: Any) -> bytes:
+        content = orjson.dumps(value)
+        return self._signature(key, content) + content
+
+    def _verified(self, key: str, message: bytes) -> Any:
+        """The value of a message; LinkError where no member of this run has posted it there."""
+        signature, content = message[:_SIGNATURE_BYTES], message[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, content)):
+            raise LinkError(
+                f"what stands under '{key}' in the sender's store is not signed with the key of "
+                "this run: another program has written there. Run hone in a network that others "
+                "cannot reach."
+            )
+        return orjson.loads(content)
+
+    def _signature(self, key: str, content: bytes) -> bytes:
+        """It belongs to the place too, so that a message cannot be copied from one to another."""
+        place = f"{self.spec.delivery}/{key}\0".encode()
+        return hmac.digest(self.spec.key, place + content, "sha256")
 
     def wait(self, is_done: Callable[[], bool], missing: Callable[[], str]) -> None:
         """Return once `is_done`.
@@ -124,8 +165,9 @@ class SyncStore:
     def _look(self) -> None:
         """For reasons not to wait any more."""
         with self._reaching():
-            if self._store.check(["given up"]):
-                raise LinkError(self._store.get("given up").decode())
+            reason = self._store.get(_GIVEN_UP) if self._store.check([_GIVEN_UP]) else None
+        if reason is not None:
+            raise LinkError(self._verified(_GIVEN_UP, reason))
         self._watch()
 
     def clear(self) -> None:

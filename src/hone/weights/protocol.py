@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 from hone.distributed.pool import Pending
+from hone.types import TensorRecord, WeightManifest
 from hone.weights.buckets import Bucket, Entry, plan_buckets
 
-__all__ = ["BUFFERS", "RECEIVED", "SENT", "ReceiveSpec", "Receivers"]
+__all__ = [
+    "BUFFERS",
+    "RECEIVED",
+    "SENT",
+    "ReceiveSpec",
+    "Receivers",
+    "manifest_from_json",
+    "manifest_to_json",
+]
 
 BUFFERS = 2
 """Buckets that exist at a time."""
@@ -34,6 +43,9 @@ class ReceiveSpec:
     bucket_bytes: int
     timeout_s: float
     """For the whole delivery, from when a rank begins with it."""
+    key: bytes = field(repr=False)
+    """Secret of the run, with which members sign what they post in the sender's store. It reaches
+    them with this object, over a line that has a key of its own."""
 
     def buckets(self) -> list[Bucket]:
         """What comes, in this order."""
@@ -60,3 +72,18 @@ class Receivers(Protocol):
     def finish_sync(self, version: int) -> None:
         """Engines hold `version` and may sample."""
         ...
+
+
+def manifest_to_json(manifest: WeightManifest) -> dict[str, Any]:
+    """The manifest as JSON can hold it."""
+    tensors = {name: asdict(record) for name, record in manifest.tensors.items()}
+    return {"version": manifest.version, "tensors": tensors}
+
+
+def manifest_from_json(value: Mapping[str, Any]) -> WeightManifest:
+    """The manifest that `manifest_to_json` has written."""
+    tensors = {
+        name: TensorRecord(tuple(r["shape"]), r["dtype"], r["checksum"], r["tied_to"])
+        for name, r in value["tensors"].items()
+    }
+    return WeightManifest(value["version"], tensors)

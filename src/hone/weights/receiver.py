@@ -14,7 +14,7 @@ from hone.models.manifest import ManifestBuilder, build_manifest, compare
 from hone.types import Engine, WeightManifest
 from hone.weights.buckets import Bucket, Entry
 from hone.weights.link import Link, LinkError, SyncStore, join_store
-from hone.weights.protocol import BUFFERS, RECEIVED, SENT, ReceiveSpec
+from hone.weights.protocol import BUFFERS, RECEIVED, SENT, ReceiveSpec, manifest_from_json
 from hone.weights.sync import Delivery, match_layout
 
 __all__ = ["WeightReceiver"]
@@ -80,7 +80,7 @@ class WeightReceiver:
         own = _unlike(delivery.sources(coming, are_finite=True), spec.entries, delivery)
         manifest = build_manifest(own, spec.version, dtypes=delivery.dtypes)
         arrived = arriving.finish(spec.version)
-        sent: WeightManifest = sync_store.gather(SENT, [0])[0]
+        sent = manifest_from_json(sync_store.gather(SENT, [0])[0])
         if sent.version != spec.version:
             raise RuntimeError(f"version {spec.version} was announced, and {sent.version} came")
         if diff := compare(sent, arrived):
