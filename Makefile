@@ -56,7 +56,7 @@ plan: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.selection show --budget $(BUDGET)
 
 costs: $(VENV)/.installed-dev
-	@$(PYTEST) -n 2 --measure-costs tests/selection/costs.json $(TESTS)
+	@$(PYTEST) -n 2 --measure-costs=tests/selection/costs.json $(TESTS)
 
 test-failed: $(VENV)/.installed-dev
 	@$(PYTEST) --last-failed --last-failed-no-failures none

@@ -23,7 +23,11 @@ from tests.config import workspace as files
 from tests.tables import table
 
 HERE = Path(__file__).parent
-SCRIPTS = sorted(path.name for path in (HERE / "golden").iterdir() if ".recipe" not in path.name)
+SCRIPTS = sorted(
+    path.name
+    for path in (HERE / "golden").iterdir()
+    if path.is_file() and ".recipe" not in path.name  # no `__pycache__`
+)
 FLAGS = {
     framework: str(names).split()
     for framework, names in read_recipe(HERE / "guide_flags.yaml").values.items()

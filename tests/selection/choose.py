@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from zlib import crc32
 
-COSTLY_S = 3.0
+COSTLY_S = 1.5
 """CPU seconds above which a unit runs only where it is chosen. The units below it, nine tenths of
-all, need 300 CPU seconds together: what `make test` can always afford."""
+all, need 270 CPU seconds together: what `make test` can always afford."""
 
 NUM_PARTS = 12
 """Parts into which costly units are dealt; a commit's number picks one."""
