@@ -47,7 +47,7 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/hone quickstart
 
 test: $(VENV)/.installed-dev
-	@$(PYTEST) -n 2 --budget $(BUDGET)
+	@$(PYTEST) -n 2 --budget $(BUDGET) $(if $(MINUTES),--minutes $(MINUTES))
 
 test-all: $(VENV)/.installed-dev
 	@$(PYTEST) -n 2

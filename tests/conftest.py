@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        from hypothesis import HealthCheck, settings
+        from hypothesis import HealthCheck, core, settings
 
         settings.register_profile(
             "hone",
@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
             print_blob=True,
         )
         settings.load_profile("hone")
+        if seed_of(config) and core.global_force_seed is None:
+            core.global_force_seed = seed_of(config)
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,8 @@
 """The plan of a run of the suite, without running it, and what CI keeps of its runs.
 
 python -m tests.selection show                          # the plan of `make test`, a line a unit
-python -m tests.selection show --budget 25,10,5         # that of `.ci/run`
-python -m tests.selection includes FILE ...             # exit status 1 where one is left out
+python -m tests.selection show --budget 8,5,3    # that of `.ci/run`
+python -m tests.selection chosen FILE ...          # those of the files that are chosen
 python -m tests.selection passed                        # note that CI passed on this commit
 python -m tests.selection unsteady FIRST AGAIN          # what failed first and passed alone
 """
@@ -26,9 +26,10 @@ def show(plan: Plan) -> str:
     return "".join(f"{line}\n" for line in [*lines, plan.line])
 
 
-def includes(plan: Plan, files: list[Path]) -> bool:
-    """Whether units of all these files are chosen."""
-    return {file_of(name) for name in plan.choice.names} >= {file.as_posix() for file in files}
+def chosen(plan: Plan, files: list[Path]) -> str:
+    """Those of the files that have a chosen unit, a line each."""
+    names = {file_of(name) for name in plan.choice.names}
+    return "".join(f"{file}\n" for file in files if file.as_posix() in names)
 
 
 def passed() -> None:
@@ -54,15 +55,15 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=["show", "includes", "passed", "unsteady"])
+    parser.add_argument("command", choices=["show", "chosen", "passed", "unsteady"])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--budget", type=Minutes.parse, default=QUICK, metavar="NEAR,FAR,TURN")
     options = parser.parse_args()
     match options.command:
         case "show":
             sys.stdout.write(show(Plan.make(options.budget)))
-        case "includes":
-            return 0 if includes(Plan.make(options.budget), options.files) else 1
+        case "chosen":
+            sys.stdout.write(chosen(Plan.make(options.budget), options.files))
         case "passed":
             passed()
         case "unsteady":

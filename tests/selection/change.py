@@ -65,7 +65,9 @@ def read_change(root: Path, record: Record) -> Change:
     if base is not None:
         changed = _git(root, "diff", "--name-only", "--no-renames", base)
         new = _git(root, "ls-files", "--others", "--exclude-standard")
-        files = frozenset((*(changed or "").splitlines(), *(new or "").splitlines()))
+        if changed is None or new is None:
+            raise ValueError(f"git cannot compare the working tree with the base {base}")
+        files = frozenset((*changed.splitlines(), *new.splitlines()))
     head = _git(root, "rev-parse", "HEAD")
     number = int(_git(root, "rev-list", "--count", "--first-parent", "HEAD") or 0)
     return Change(base, why, files, head, number)
@@ -89,9 +91,10 @@ def _base(root: Path, record: Record) -> tuple[str | None, str]:
             return fork, f"where this branch left {branch}"
     if record.passed is None:
         return None, "no commit is known that CI passed"
-    if _git(root, "merge-base", "--is-ancestor", record.passed, "HEAD") is None:
+    fork = _git(root, "merge-base", record.passed, "HEAD")
+    if fork is None:
         return None, "the last commit that CI passed is not part of this history"
-    return record.passed, "the last commit that CI passed"
+    return fork, "the last commit that CI passed"
 
 
 def _git(root: Path, *arguments: str) -> str | None:

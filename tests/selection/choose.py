@@ -45,11 +45,11 @@ class Minutes:
 
     @classmethod
     def parse(cls, text: str) -> Minutes:
-        """`25,10,5` are 25 minutes, of which 10 for units further off, and 5 for the turn."""
+        """`12,8,4` are 12 minutes, of which 8 for units further off, and 4 for the turn."""
         try:
             near, far, turn = map(float, text.split(","))
         except ValueError:
-            raise ValueError(f"{text!r} are no three numbers of minutes: NEAR,FAR,TURN") from None
+            raise ValueError(f"{text!r} is not three numbers of minutes: NEAR,FAR,TURN") from None
         return cls(near, far, turn)
 
     def seconds(self, minutes: float) -> float:

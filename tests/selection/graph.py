@@ -81,7 +81,7 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
             continue
         for value in node.__dict__.values():  # half the time of `ast.iter_child_nodes`
             if isinstance(value, ast.AST):
-                if value._fields:  # no mere mark as `ast.Load`
+                if value._fields:  # not just a marker like `ast.Load`
                     left.append(value)
             elif isinstance(value, list):
                 left.extend(item for item in value if isinstance(item, ast.AST))
@@ -147,6 +147,8 @@ class Graph:
         return {path: frozenset(self._imported(path)) for path in self.sources}
 
     def _imported(self, path: str) -> Iterator[str]:
+        if path in TOUCHES_ALL:
+            return  # what a fixture of all tests imports is not what each of them tests
         source = self.sources[path]
         for name in source.imports:
             if found := self._paths.get(name) or self._paths.get(name.rpartition(".")[0]):
@@ -183,12 +185,14 @@ class Graph:
         return found
 
     def _starts(self, path: str) -> dict[str, int]:
-        """Where the way from a changed file begins: at itself, or at the modules that name it."""
+        """The files at which distances begin: the changed file, or the modules that name it."""
         if path in TOUCHES_ALL:
             return dict.fromkeys(self.sources, 1) | {path: 0}
         if path in self.sources:
             return {path: 0}
-        if path.endswith(".py"):  # deleted: whoever still imports it has changed or fails
+        if (
+            path.endswith(".py") and path.partition("/")[0] in SOURCES
+        ):  # deleted: whoever still imports it has changed or fails
             return {}
         return {path: 0} | dict.fromkeys(self._naming(path), 1)
 

@@ -11,7 +11,9 @@ import random
 from collections import Counter
 from collections.abc import Generator
 from functools import cache
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -47,6 +49,9 @@ _CHOSEN = pytest.StashKey[frozenset[str]]()
 _LINE = pytest.StashKey[str]()
 _SKIPPED = pytest.StashKey[bool]()
 _ROWS = pytest.StashKey[int]()
+_LATE = pytest.StashKey[set[str]]()
+_COSTLY = pytest.StashKey[frozenset[str]]()
+_END = pytest.StashKey[float]()
 _COSTS = pytest.StashKey[Counter[str]]()
 
 
@@ -56,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--budget",
         help="leave out costly units but for those that fit: minutes near the change and in all, "
         "of these further off, and for the turn, as NEAR,FAR,TURN",
+    )
+    group.addoption(
+        "--minutes", type=float, help="skip costly units that would begin later than this"
     )
     group.addoption("--measure-costs", metavar="FILE", help="write the CPU seconds of all units")
     group.addoption(
@@ -75,6 +83,9 @@ def is_head(config: pytest.Config) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ROWS] = 0
+    config.stash[_LATE] = set()
+    minutes = config.option.minutes
+    config.stash[_END] = inf if minutes is None else monotonic() + 60 * minutes
     config.stash[_COSTS] = Counter()
     is_fresh = config.option.budget is None and runs_all(config)
     seed = config.option.seed
@@ -88,7 +99,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # the costliest come first, not the largest
     if config.option.budget is None:
         return
-    plan = Plan.make(Minutes.parse(config.option.budget))
+    try:
+        plan = Plan.make(Minutes.parse(config.option.budget))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
     config.stash[_CHOSEN] = plan.choice.names
     config.stash[_LINE] = plan.line
     if plan.change.files is not None:
@@ -153,6 +167,7 @@ def shares_fixtures(file: Path) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     costs = Costs.read().units
+    config.stash[_COSTLY] = frozenset(name for name, s in costs.items() if is_costly(name, s))
     units = {item: unit(item) for item in items}
     chosen = config.stash.get(_CHOSEN, None)
     if chosen is not None:
@@ -202,10 +217,28 @@ def pytest_runtest_makereport(
     return report
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A slow machine leaves out what it has no time for; it stays first in line."""
+    if monotonic() > item.config.stash[_END] and (name := unit(item)) in item.config.stash[_COSTLY]:
+        item.config.stash[_LATE].add(name)
+        pytest.skip(f"no time left ({item.config.option.minutes:g} minutes)")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if late := config.stash[_LATE]:
+        minutes = config.option.minutes
+        terminalreporter.write_line(
+            f"{len(late)} costly units did not begin within {minutes:g} minutes", yellow=True
+        )
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if not is_head(config):
         config.workeroutput["costs"] = dict(config.stash[_COSTS])
+        config.workeroutput["late"] = sorted(config.stash[_LATE])
         config.workeroutput["rows"] = config.stash[_ROWS]
         return
     ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -227,7 +260,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             red=True,
         )
         return
-    ran = config.stash.get(_CHOSEN, None) or {unit.name for unit in Costs.read().costly}
+    chosen = config.stash.get(_CHOSEN, None)
+    ran = {unit.name for unit in Costs.read().costly} if chosen is None else chosen
+    ran -= config.stash[_LATE]
     RAN.parent.mkdir(exist_ok=True)
     RAN.write_text(json.dumps(sorted(ran)), encoding="utf-8")
 
@@ -237,6 +272,7 @@ def pytest_testnodedown(node: Any) -> None:
     """Add up what a worker has measured."""
     output = getattr(node, "workeroutput", None) or {}
     node.config.stash[_COSTS].update(output.get("costs", {}))
+    node.config.stash[_LATE].update(output.get("late", []))
     node.config.stash[_ROWS] += output.get("rows", 0)
 
 
@@ -256,6 +292,10 @@ def write_costs(config: pytest.Config) -> None:
 
 def exists(name: str) -> bool:
     """Whether a unit is still in the tree."""
-    file = ROOT / file_of(name)
-    _, _, test = name.partition(" ")[0].partition("::")
-    return file.is_file() and f"def {test}" in file.read_text(encoding="utf-8")
+    plain, _, mark = name.partition(" ")
+    file, test = ROOT / file_of(name), plain.rpartition("::")[2] if "::" in plain else ""
+    if not file.is_file():
+        return False
+    text = file.read_text(encoding="utf-8")
+    is_whole_file = SHARES_FIXTURES in text
+    return mark in text and is_whole_file == (not test) and (not test or f"def {test}(" in text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tests.mutants.run import CATALOGUE, Mutant, load
 from tests.selection.graph import Graph
-from tests.selection.plan import ROOT, Costs, file_of, unit_of
+from tests.selection.plan import MARKS, ROOT, Costs, file_of, unit_of
 from tests.selection.plugin import shares_fixtures
 from tests.tables import check_rows
 
@@ -19,7 +19,11 @@ def killers(mutant: Mutant, costs: Costs) -> set[str]:
     for test in mutant.killed_by:
         file, _, name = test.partition("::")
         unit = unit_of(test, shares_fixtures=shares_fixtures(ROOT / file))
-        listed = {unit, f"{unit} slow"} if name else {u for u in costs.units if file_of(u) == file}
+        listed = (
+            {unit, *(f"{unit} {mark}" for mark in MARKS)}
+            if name
+            else {u for u in costs.units if file_of(u) == file}
+        )
         found |= (listed & costs.units.keys()) or {unit}
     return found
 

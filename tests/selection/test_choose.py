@@ -69,7 +69,7 @@ def test_without_minutes_nothing_is_chosen() -> None:
 
 def test_minutes_are_read_from_text() -> None:
     assert Minutes.parse("25,10,0.5") == Minutes(25, 10, 0.5)
-    with pytest.raises(ValueError, match="'25,x' are no three numbers of minutes"):
+    with pytest.raises(ValueError, match="'25,x' is not three numbers of minutes"):
         Minutes.parse("25,x")
 
 

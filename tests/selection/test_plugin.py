@@ -27,7 +27,7 @@ def test_f(ranks): pass
 }
 COSTS = {
     "test_costly.py::test_c": 50.0,
-    "test_costly.py::test_d": 2.0,
+    "test_costly.py::test_d": 1.0,
     "test_shared.py": 20.0,
     "test_shared.py slow": 90.0,
 }
@@ -73,9 +73,21 @@ def test_a_budget_leaves_out_costly_units(suite: pytest.Pytester, tmp_path: Path
     ran, result = run(suite, "--budget", "0,0,0")
     assert ran == {"test_a", "test_b", "test_d"}
     result.stdout.fnmatch_lines(["Chosen: 0 of 3 costly units*no base: this is no git*"])
+    assert json.loads((tmp_path / "ran.json").read_text()) == []
     ran, _ = run(suite, "--budget", "1,1,1")
     assert len(ran) > 3
-    assert set(json.loads((tmp_path / "ran.json").read_text())) <= COSTS.keys()
+    noted = set(json.loads((tmp_path / "ran.json").read_text()))
+    assert noted
+    assert noted < COSTS.keys()
+
+
+def test_costly_units_that_would_begin_late_are_left_out(
+    suite: pytest.Pytester, tmp_path: Path
+) -> None:
+    ran, result = run(suite, "--minutes", "-1")
+    assert ran == {"test_a", "test_b", "test_d"}
+    result.stdout.fnmatch_lines(["3 costly units did not begin within -1 minutes"])
+    assert json.loads((tmp_path / "ran.json").read_text()) == []
 
 
 def test_costliest_units_begin_first(suite: pytest.Pytester) -> None:
@@ -125,6 +137,25 @@ def test_a_file_that_dropped_out_is_noticed(
     result.stdout.fnmatch_lines(["6 rows and tests were checked, fewer than 7 *"])
     assert run(suite, "test_cheap.py")[1].ret == pytest.ExitCode.OK
     assert run(suite, "--budget", "0,0,0")[1].ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_unit_exists_while_its_test_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "ROOT", tmp_path)
+    (tmp_path / "test_plain.py").write_text(
+        "@pytest.mark.slow\nclass TestA:\n    def test_b(self):"
+    )
+    (tmp_path / "test_shared.py").write_text('@pytest.fixture(scope="module")\ndef test_c():')
+    for name, expected in {
+        "test_plain.py::TestA::test_b": True,
+        "test_plain.py::TestA::test_b slow": True,
+        "test_plain.py::test_": False,
+        "test_plain.py": False,
+        "test_shared.py": True,
+        "test_shared.py slow": False,
+        "test_shared.py::test_c": False,
+        "test_gone.py": False,
+    }.items():
+        assert plugin.exists(name) == expected, name
 
 
 def test_names_of_units() -> None:
