@@ -39,13 +39,14 @@ if os.environ.get("RANK") == "1":
 
     def limited(self, batch, outputs):
         count[0] += torch.is_grad_enabled()
-        if torch.is_grad_enabled() and count[0] > 1 and batch.num_tokens > 60:
+        if torch.is_grad_enabled() and count[0] > 1 and batch.num_tokens > 45:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return forward(self, batch, outputs)
 
     ParallelModel.forward = limited
 """
-"""Rank 1 has room for one large pass in each launch, as before there are moments."""
+"""Rank 1 has room for one large pass in each launch, as before there are moments. Its passes have
+64 and 52 tokens, since rows of a group share their prompt."""
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -110,5 +111,5 @@ def test_two_processes_start_again_with_less(make_config: MakeConfig, tmp_path: 
     assert "going on after step 1" in done.stderr
     notes = json.loads((cfg.run.dir / NOTES).read_text(encoding="utf-8"))
     assert notes["policy/backward"]["configured"] == 128
-    assert notes["policy/backward"]["now"] <= 60
+    assert notes["policy/backward"]["now"] <= 45
     assert_same_weights(calm.run.dir, cfg.run.dir)
