@@ -31,8 +31,9 @@ def test_a_port_is_opened_at_one_address() -> None:
         assert server.getsockname()[0] == "127.0.0.1"
     with listen("localhost") as server:
         assert server.getsockname()[0] in ("127.0.0.1", "::1")
-    with pytest.raises(OSError, match=r"no port can be opened at 192\.0\.2\.1"):
-        listen("192.0.2.1")
+    for elsewhere in ("192.0.2.1", "no host has this name"):
+        with pytest.raises(OSError, match=f"no port can be opened at {elsewhere} "):
+            listen(elsewhere)
 
 
 def test_a_hub_listens_at_its_address_alone() -> None:

@@ -168,10 +168,9 @@ class Hub:
     """All lines of a process, and the thread that reads them."""
 
     def __init__(self, host: str, *, num_lines: int = 1, lost_after_s: float = 5.0) -> None:
-        """Other processes reach this one as `host`, where it listens, and at no other address; as
-        many as `num_lines` at a time. One whose
-        connection ends is taken for lost `lost_after_s` later: who started it may say by then why
-        it is gone.
+        """Other processes reach this one as `host`, the only address at which it listens, as many
+        as `num_lines` at a time. One whose connection ends is taken for lost `lost_after_s` later:
+        who started it may say by then why it is gone.
 
         Each line is an open file: this process may have as many from now on. Raises UserError where
         the system does not let it.
