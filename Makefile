@@ -16,7 +16,7 @@ CPU_INDEX := --retries 1 --timeout 15 --extra-index-url https://download.pytorch
 # Bytecode is written, whatever the shell says: compiling all modules takes each process nine seconds.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-# Minutes for costly tests: near the change and in all, of these further off, and by turn.
+# Minutes for costly tests: for what the change touches, of these further off, and by turn.
 BUDGET := 1,0.7,0.3
 export BASE
 
@@ -28,7 +28,7 @@ help:
 	@echo "make quickstart   train a tiny model on this machine and draw its report"
 	@echo "make test         run all cheap tests, and the costly ones that your change touches most"
 	@echo "                  (BASE=commit: what the change is compared with; BUDGET=minutes for"
-	@echo "                  costly tests near the change and in all, of these further off, by turn)"
+	@echo "                  costly tests that the change touches, of these further off, by turn)"
 	@echo "make test-all     run every test"
 	@echo "make test-failed  run those that failed last, one after the other"
 	@echo "make plan         list the costly tests, and which of them make test would run, and why"

@@ -274,7 +274,7 @@ def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Largest, as a share of the largest value."""
+    """The largest difference, as a share of the largest expected value."""
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
@@ -296,9 +296,10 @@ def scalars(metrics: Any) -> dict[str, float]:
 
 
 def metric_error(key: str, found: float, want: float) -> float:
-    """Relative; of a loss to its terms, which are of order one and cancel. Of weights that an
-    update leaves alone a rounding may add or take a few. Of a metric that one side lacks it is
-    infinite."""
+    """The relative difference of two values of a metric; infinite where one side lacks it.
+
+    A loss is compared with its terms, which are of order one and cancel. A rounding may add a few
+    to the weights that an update leaves alone, or take a few."""
     if inf in (found, want):
         return inf
     if key == "train/share_unchanged" and abs(found - want) < 1e-3:
@@ -369,8 +370,11 @@ def _trainer_of(seed: int, parallel: Mapping[str, Any], model: Mapping[str, Any]
     return make_trainer(model, mesh=on_mesh(parallel), parallel=parallel, **STEP)
 
 
-def check_go_on(ranks: Sequence[Mapping[str, Any]], part: str, limit: float) -> None:
-    """Of all runs of `go_on`, on every rank."""
+def check_go_on(
+    ranks: Sequence[Mapping[str, Any]], part: str, layouts: Mapping[str, Any], limit: float
+) -> None:
+    """On every rank, all runs of `go_on` have the numbers of the first."""
+    assert ranks[0][part].keys() == layouts.keys()
 
     def check(name: str) -> None:
         for rank in ranks:
@@ -378,4 +382,4 @@ def check_go_on(ranks: Sequence[Mapping[str, Any]], part: str, limit: float) -> 
             assert found["equal"]
             assert max(found["norms"], found["weights"]) < limit, found
 
-    check_rows(ranks[0][part].keys(), check)
+    check_rows(layouts.keys(), check)

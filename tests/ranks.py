@@ -48,7 +48,8 @@ def run_ranks(
 
 
 def fork_ranks(world_size: int, function: Callable[[], object]) -> int:
-    """Call it in so many copies of this process. The exit status of the first that failed.
+    """Call `function` in `world_size` copies of this process, and return the exit status of the
+    first that failed, 0 where none did.
 
     This process serves the store in which they meet, as torchrun does. Its port is taken before
     they start, so that no other program can have it meanwhile.
@@ -63,7 +64,7 @@ def fork_ranks(world_size: int, function: Callable[[], object]) -> int:
 
 
 def _started(world_size: int, function: Callable[[], object], server: socket.socket) -> set[int]:
-    """Start the ranks; the ids of their processes."""
+    """Start the ranks, and return the ids of their processes."""
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(server.getsockname()[1]),
@@ -85,7 +86,7 @@ def _started(world_size: int, function: Callable[[], object], server: socket.soc
 
 
 def _served(server: socket.socket) -> object:
-    """A store that listens there for as long as it is held."""
+    """A store that listens on the socket of `server` for as long as it is held."""
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -98,7 +99,7 @@ def _served(server: socket.socket) -> object:
 
 
 def _first_failure(ranks: set[int]) -> int:
-    """Wait for all of them; the status of the first that fails, which ends the others."""
+    """Wait for all ranks, and return the status of the first that fails, which ends the others."""
     while ranks:
         pid, status = os.wait()
         ranks.remove(pid)

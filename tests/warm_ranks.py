@@ -35,8 +35,8 @@ of ranks one of that module, for what chooses tests by what they import."""
 
 
 def launch(arguments: list[str], timeout_s: float, *, is_warm: bool = True) -> tuple[int, str, str]:
-    """`python -m tests.ranks` with arguments: its status, and what it has written to stdout and
-    stderr. It is killed where it takes longer. A fresh process where it must not be warm."""
+    """Run `python -m tests.ranks` with arguments, and return its status and what it has written to
+    stdout and stderr. It is killed after `timeout_s`, and is a fresh process unless `is_warm`."""
     with TemporaryFile() as printed, TemporaryFile() as errors, ThreadPoolExecutor(1) as pool:
         start = _copy if is_warm and IS_SERVED else _fresh
         pid = start(arguments, printed, errors)
@@ -55,7 +55,7 @@ def launch(arguments: list[str], timeout_s: float, *, is_warm: bool = True) -> t
 
 
 def _kill(pid: int) -> None:
-    """A launch and its ranks. One that has hardly begun has no group yet, and no rank."""
+    """Kill a launch and its ranks. One that has hardly begun has no group yet, and no rank."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -86,7 +86,10 @@ def _copy(arguments: list[str], printed: IO[bytes], errors: IO[bytes]) -> int:
         request.seek(0)
         control = _server(os.getpid())
         socket.send_fds(control, [b"."], [file.fileno() for file in (request, printed, errors)])
-        return int(control.recv(32))
+        pid = int(control.recv(32) or -1)
+    if pid < 0:
+        raise RuntimeError("the process that starts ranks has ended, or may start no other")
+    return pid
 
 
 @cache

@@ -78,7 +78,7 @@ class KeyReads:
     _places: dict[int, tuple[Section, Place]] = field(default_factory=dict)
 
     def record(self, patch: pytest.MonkeyPatch) -> None:
-        """Until the patch is undone."""
+        """Records all reads until the patch is undone."""
         fit, read, make_copy = command.fit_to_context, Section.__getattribute__, Section.model_copy
 
         def fitted(*args: Any) -> Any:
@@ -114,7 +114,7 @@ class KeyReads:
         return result
 
     def _keep(self, section: Section, place: Place) -> None:
-        """With the section itself, so that no other object gets its id."""
+        """Notes the place of a section, which is held so that no other object gets its id."""
         self._places[id(section)] = section, place
 
     def _note(self, place: Place, name: str, frame: FrameType) -> None:

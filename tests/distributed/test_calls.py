@@ -144,18 +144,23 @@ class Loaded:
 
 def test_a_hub_may_have_as_many_lines_as_were_asked_for() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
     soft = max(num_files() + 20, 64)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
         Hub("127.0.0.1", num_lines=soft).close()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft + num_files()
     finally:
+        for file in many:
+            os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_host_that_allows_too_few_lines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    with pytest.raises(UserError, match=r"1,000 engines .* 1,256 files .* is 1,024 .*ulimit -Hn"):
+    with pytest.raises(
+        UserError, match=r"1,000 engines .* 1,[2-9]\d\d files .* is 1,024 .*ulimit -Hn"
+    ):
         Hub("127.0.0.1", num_lines=1000)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -261,7 +263,13 @@ SURROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize("case", SURROUNDINGS)
+def treated_otherwise(case: str) -> Any:
+    """transformers itself reads an adapter where peft is installed, and there is none here."""
+    reads = case == "an adapter" and find_spec("peft") is not None
+    return pytest.param(case, marks=pytest.mark.skipif(reads, reason="peft is installed"))
+
+
+@pytest.mark.parametrize("case", [treated_otherwise(case) for case in SURROUNDINGS])
 def test_folders_that_transformers_treats_otherwise_are_left_to_it(folder, case, caplog):
     spoil, reason = SURROUNDINGS[case]
     expected = load(folder)

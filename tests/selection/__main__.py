@@ -1,10 +1,11 @@
 """The plan of a run of the suite, without running it, and what CI keeps of its runs.
 
-python -m tests.selection show                          # the plan of `make test`, a line a unit
-python -m tests.selection show --budget 8,5,3    # that of `.ci/run`
-python -m tests.selection chosen FILE ...          # those of the files that are chosen
-python -m tests.selection passed                        # note that CI passed on this commit
-python -m tests.selection unsteady FIRST AGAIN          # what failed first and passed alone
+python -m tests.selection show                            # the plan of `make test`, a line a unit
+python -m tests.selection show --budget 8,5,3             # that of `.ci/run`
+python -m tests.selection chosen FILE ...                 # those of the files that are chosen
+python -m tests.selection passed                          # note that CI passed what it ran
+python -m tests.selection failed FILE                   # how many tests pytest says have failed
+python -m tests.selection unsteady FIRST AGAIN            # what failed first and passed alone
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import json
 import sys
 from pathlib import Path
 
-from tests.selection.change import read_change, read_record, state_file, write_record
+from tests.selection.change import STATE_VARIABLE, state_file, write_record
 from tests.selection.choose import Minutes
-from tests.selection.plan import QUICK, RAN, ROOT, Plan, file_of
+from tests.selection.plan import QUICK, RAN, Plan, file_of
 
 
 def show(plan: Plan) -> str:
@@ -33,11 +34,22 @@ def chosen(plan: Plan, files: list[Path]) -> str:
 
 
 def passed() -> None:
-    """Add the run that has just passed to CI's record."""
-    change = read_change(ROOT, read_record(state_file()))
-    if change.head is not None:
-        units = json.loads(RAN.read_text(encoding="utf-8"))
-        write_record(state_file(), change.head, change.number, units)
+    """Add the run that has just passed to CI's record, with the commit on which it began."""
+    ran = json.loads(RAN.read_text(encoding="utf-8"))
+    if ran["commit"] is None:
+        sys.exit("Nothing is noted: this is no git repository, so what passed has no commit.")
+    try:
+        write_record(state_file(), ran["commit"], ran["number"], ran["units"])
+    except OSError as error:
+        sys.exit(
+            f"The tests passed, and {state_file()} cannot be written: {error}. Let "
+            f"{STATE_VARIABLE} name a file in a folder that can."
+        )
+
+
+def failed(file: Path) -> str:
+    """How many tests are in pytest's list of failed ones."""
+    return f"{len(json.loads(file.read_text(encoding='utf-8')))}\n"
 
 
 def unsteady(first: Path, again: Path) -> str:
@@ -55,9 +67,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=["show", "chosen", "passed", "unsteady"])
+    parser.add_argument("command", choices=["show", "chosen", "passed", "failed", "unsteady"])
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--budget", type=Minutes.parse, default=QUICK, metavar="NEAR,FAR,TURN")
+    parser.add_argument("--budget", type=Minutes.parse, default=QUICK, metavar="TOUCHED,FAR,TURN")
     options = parser.parse_args()
     match options.command:
         case "show":
@@ -66,6 +78,8 @@ def main() -> int:
             sys.stdout.write(chosen(Plan.make(options.budget), options.files))
         case "passed":
             passed()
+        case "failed":
+            sys.stdout.write(failed(*options.files))
         case "unsteady":
             sys.stdout.write(unsteady(*options.files))
     return 0

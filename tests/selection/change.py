@@ -37,7 +37,8 @@ def read_record(file: Path) -> Record:
 
 
 def write_record(file: Path, commit: str, number: int, units: Iterable[str]) -> None:
-    """Note that a commit has passed, with the costly units that ran on it."""
+    """Note that a commit has passed, with the costly units that ran on it. Raises OSError where the
+    file cannot be written."""
     last_run = read_record(file).last_run | dict.fromkeys(units, number)
     text = json.dumps({"passed": commit, "last_run": dict(sorted(last_run.items()))}, indent=1)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,8 @@ def _base(root: Path, record: Record) -> tuple[str | None, str]:
         if fork is not None and fork != head:
             return fork, f"where this branch left {branch}"
     if record.passed is None:
+        if _git(root, "status", "--porcelain"):
+            return head, "what is not committed; no commit is known that CI passed"
         return None, "no commit is known that CI passed"
     fork = _git(root, "merge-base", record.passed, "HEAD")
     if fork is None:

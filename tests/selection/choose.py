@@ -36,8 +36,8 @@ class Unit:
 class Minutes:
     """Minutes that a run may take for costly units, with `workers` of them at a time."""
 
-    near: float
-    """For units near the change and those further off together."""
+    touched: float
+    """For what the change touches, near or further off."""
     far: float
     """Of these, for units further off."""
     turn: float
@@ -47,10 +47,12 @@ class Minutes:
     def parse(cls, text: str) -> Minutes:
         """`12,8,4` are 12 minutes, of which 8 for units further off, and 4 for the turn."""
         try:
-            near, far, turn = map(float, text.split(","))
+            touched, far, turn = map(float, text.split(","))
         except ValueError:
-            raise ValueError(f"{text!r} is not three numbers of minutes: NEAR,FAR,TURN") from None
-        return cls(near, far, turn)
+            raise ValueError(
+                f"{text!r} is not three numbers of minutes: TOUCHED,FAR,TURN"
+            ) from None
+        return cls(touched, far, turn)
 
     def seconds(self, minutes: float) -> float:
         return 60 * minutes * self.workers
@@ -87,7 +89,7 @@ def choose(
     units = sorted(units, key=lambda unit: unit.name)
     touched, left = (), ()
     if distances is None:
-        minutes = replace(minutes, turn=minutes.near + minutes.turn)
+        minutes = replace(minutes, turn=minutes.touched + minutes.turn)
     else:
         touched, left = _touched(units, distances, minutes)
     names = {unit.name for unit in touched}
@@ -106,7 +108,7 @@ def _touched(
     spent = spent_far = 0.0
     for unit in reached:
         is_far = distances[unit.file] > NEAR
-        fits = spent + unit.seconds <= minutes.seconds(minutes.near)
+        fits = spent + unit.seconds <= minutes.seconds(minutes.touched)
         if is_far:
             fits &= spent_far + unit.seconds <= minutes.seconds(minutes.far)
         if not fits:
@@ -126,25 +128,22 @@ def part_of(name: str) -> int:
 def _turn(
     units: list[Unit], minutes: Minutes, *, number: int, last_run: Mapping[str, int]
 ) -> tuple[Unit, ...]:
-    """The unit that has waited longest, the part of this commit, then whatever has waited longest,
-    as many as fit. Where nothing is known of earlier runs, the commit's number decides alone.
+    """Whatever has waited longest, of equals the part of this commit first, as many as fit. Where
+    nothing is known of earlier runs, the commit's number decides alone.
 
     The first unit is included even where it takes longer than the turn, since it would wait for
     ever otherwise.
     """
-    parts = sorted(units, key=lambda unit: _place(unit.name, number))
-    own = [unit for unit in parts if part_of(unit.name) == number % NUM_PARTS]
-    waiting = parts
-    if last_run:
-        waiting = sorted(parts, key=lambda unit: last_run.get(unit.name, -1))
-        own = waiting[:1] + own
-    chosen: dict[str, Unit] = {}
+    waiting = sorted(
+        units, key=lambda unit: (last_run.get(unit.name, -1), *_place(unit.name, number))
+    )
+    chosen: list[Unit] = []
     spent, limit = 0.0, minutes.seconds(minutes.turn)
-    for unit in (*own, *waiting):
-        if limit > 0 and unit.name not in chosen and (not chosen or spent + unit.seconds <= limit):
-            chosen[unit.name] = unit
+    for unit in waiting:
+        if limit > 0 and (not chosen or spent + unit.seconds <= limit):
+            chosen.append(unit)
             spent += unit.seconds
-    return tuple(chosen.values())
+    return tuple(chosen)
 
 
 def _place(name: str, number: int) -> tuple[int, int]:

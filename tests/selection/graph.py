@@ -2,9 +2,10 @@
 
 Nothing is imported. An edge is an import anywhere in a file, in functions too, since much is
 imported only where it is needed; imports for type checkers alone are no edge. Strings count as
-well: a module's name (`run_ranks("tests.trainer.parallel_ranks")`), a program (`"-m", "hone"`), and
-the beginning of a name that is completed at run time (`f"hone.families.{name}"`), which is an edge
-to each module of that package. A package's `__init__.py` is reached by those who import a name from
+well: a module's name (`run_ranks("tests.trainer.parallel_ranks")`), a program (`"-m", "hone"`, also
+inside a line for a shell), a file's name (`with_name("misbehaving.py")`), and the beginning of a
+name that is completed at run time (`f"hone.families.{name}"`), which is an edge to each module of
+that package. A package's `__init__.py` is reached by those who import a name from
 it, and not by all who import a module below it.
 """
 
@@ -25,8 +26,15 @@ SOURCES = {"src": "", "tests": "tests.", "benchmarks": "benchmarks."}
 TOUCHES_ALL = frozenset({"pyproject.toml", "constraints.txt", "tests/conftest.py"})
 """Files that every test depends on, without an import that says so."""
 
+NEEDED_BY = {
+    "constraints-vllm.txt": ("tests/rollout/test_vllm.py", "tests/rollout/test_vllm_experts.py")
+}
+"""Files that only the Makefile names, with the tests that it runs with them."""
+
 _REFERRING = (ast.Import, ast.ImportFrom, ast.Constant, ast.JoinedStr, ast.List, ast.Tuple)
 _MODULE = re.compile(r"(hone|tests|benchmarks)(\.\w+)*")
+_PROGRAM = re.compile(rf"(?:^|\s)-m ({_MODULE.pattern})")
+_OF_EVERY_FOLDER = frozenset({"__init__.py", "__main__.py", "conftest.py"})
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ def read_source(text: str, module: str, *, is_package: bool = False) -> Source:
                 texts.add(value)
                 if _MODULE.fullmatch(name := value.partition(":")[0]) and "." in name:
                     imports.add(name)
+                imports |= {f"{name}.__main__" for name, *_ in _PROGRAM.findall(value)}
             case ast.JoinedStr([ast.Constant(str(start)), *_]) if start.endswith("."):
                 packages.add(start.removesuffix("."))
             case ast.JoinedStr([ast.FormattedValue(ast.Name("__name__")), *_]):
@@ -153,6 +162,9 @@ class Graph:
         for name in source.imports:
             if found := self._paths.get(name) or self._paths.get(name.rpartition(".")[0]):
                 yield found
+        for text in source.texts:
+            if text.endswith(".py"):
+                yield from self._files_named(text, path)
         for package in source.packages:
             yield from (p for m, p in self._paths.items() if m.startswith(f"{package}."))
         folder = path
@@ -160,6 +172,21 @@ class Graph:
             folder = folder.rpartition("/")[0]
             if (conftest := f"{folder}/conftest.py") in self.sources and conftest != path:
                 yield conftest
+
+    def _files_named(self, text: str, path: str) -> Iterable[str]:
+        """The Python files that a string in the file `path` means: by their path from the root, or
+        by a name, of the same folder first."""
+        near = f"{path.rpartition('/')[0]}/{text}"
+        if found := [name for name in (text, near) if name in self.sources]:
+            return found
+        return () if text in _OF_EVERY_FOLDER else self._by_name.get(text, ())
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = defaultdict(list)
+        for path in self.sources:
+            found[path.rpartition("/")[2]].append(path)
+        return found
 
     @cached_property
     def importers(self) -> dict[str, set[str]]:
@@ -197,13 +224,13 @@ class Graph:
         return {path: 0} | dict.fromkeys(self._naming(path), 1)
 
     def _naming(self, path: str) -> set[str]:
-        """Modules with the file's name in a string, else those that name a folder it lies in; of
-        the package itself, else all in its folder."""
-        name, folders = Path(path).name, [p.as_posix() for p in Path(path).parents][:-1]
-        named = {p for p, source in self.sources.items() if {path, name} & source.texts}
-        if not named:
-            words = {*folders, *(Path(folder).name for folder in folders)} - {"src", "tests"}
-            named = {p for p, source in self.sources.items() if words & source.texts}
+        """Modules with the name of the file, or of a folder it lies in, in a string; of the package
+        itself, else all in its folder."""
+        folders = [folder.as_posix() for folder in Path(path).parents][:-1]
+        words = {*folders, *(Path(folder).name for folder in folders)} - {"src", "tests", "hone"}
+        words |= {path, Path(path).name}
+        named = {p for p, source in self.sources.items() if words & source.texts}
+        named.update(NEEDED_BY.get(path, ()))
         folder = path.rpartition("/")[0]
         if not named and path.startswith(tuple(SOURCES)):
             named = {p for p in self.sources if p.rpartition("/")[0] == folder}

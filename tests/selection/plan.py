@@ -19,10 +19,10 @@ MARKS = ("slow", "vllm")
 """Marks whose tests are a unit of their own."""
 ALWAYS = ("tests/config/test_key_walk.py",)
 """Units that always run, whatever they cost: every change may leave a key that nobody reads."""
-QUICK = Minutes(near=1.0, far=0.7, turn=0.3)
+QUICK = Minutes(touched=1.0, far=0.7, turn=0.3)
 """Minutes of `make test` for costly units: what its five minutes leave."""
 RAN = ROOT / ".pytest_cache" / "hone-ran.json"
-"""The costly units of the last run that passed, which `.ci/run` adds to its record."""
+"""What the last run with a budget that passed ran, which `.ci/run` adds to its record."""
 
 
 def unit_of(nodeid: str, *, shares_fixtures: bool, mark: str | None = None) -> str:

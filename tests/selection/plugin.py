@@ -47,6 +47,8 @@ LISTED_S = 0.5
 
 _CHOSEN = pytest.StashKey[frozenset[str]]()
 _LINE = pytest.StashKey[str]()
+_COMMIT = pytest.StashKey[tuple[str | None, int]]()
+"""On which the run began, and its number."""
 _SKIPPED = pytest.StashKey[bool]()
 _ROWS = pytest.StashKey[int]()
 _LATE = pytest.StashKey[set[str]]()
@@ -59,8 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hone")
     group.addoption(
         "--budget",
-        help="leave out costly units but for those that fit: minutes near the change and in all, "
-        "of these further off, and for the turn, as NEAR,FAR,TURN",
+        help="leave out costly units but for those that fit: minutes for what the change touches, "
+        "of these for units further off, and for the turn, as TOUCHED,FAR,TURN",
     )
     group.addoption(
         "--minutes", type=float, help="skip costly units that would begin later than this"
@@ -105,6 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     config.stash[_CHOSEN] = plan.choice.names
     config.stash[_LINE] = plan.line
+    config.stash[_COMMIT] = plan.change.head, plan.change.number
     if plan.change.files is not None:
         os.environ[CHANGED_FILES] = "\n".join(sorted(plan.change.files))
 
@@ -260,11 +263,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             red=True,
         )
         return
-    chosen = config.stash.get(_CHOSEN, None)
-    ran = {unit.name for unit in Costs.read().costly} if chosen is None else chosen
-    ran -= config.stash[_LATE]
+    if (chosen := config.stash.get(_CHOSEN, None)) is None:
+        return
+    commit, number = config.stash[_COMMIT]
+    ran = {"commit": commit, "number": number, "units": sorted(chosen - config.stash[_LATE])}
     RAN.parent.mkdir(exist_ok=True)
-    RAN.write_text(json.dumps(sorted(ran)), encoding="utf-8")
+    RAN.write_text(json.dumps(ran), encoding="utf-8")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.selection import __main__
 from tests.selection.change import (
     STATE_VARIABLE,
     Record,
@@ -80,6 +82,12 @@ def test_no_base_is_made_up(repository: Path, tmp_path: Path) -> None:
     assert read_change(tmp_path, Record()).why == "this is no git repository"
 
 
+def test_without_a_record_what_is_not_committed_is_the_change(repository: Path) -> None:
+    (repository / "first.py").write_text("changed")
+    (repository / "new.py").write_text("")
+    assert read_change(repository, Record()).files == {"first.py", "new.py"}
+
+
 def test_a_base_that_is_named_wins(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BASE", "HEAD~1")
     assert read_change(repository, Record()).files == {"second.py"}
@@ -104,3 +112,21 @@ def test_the_record_outlives_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read_record(state_file()) == Record("def", {"one": 7, "two": 9})
     state_file().write_text("no record")
     assert read_record(state_file()) == Record()
+
+
+def test_what_passed_is_noted_with_the_commit_on_which_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "state" / "ci.json"))
+    monkeypatch.setattr(__main__, "RAN", tmp_path / "ran.json")
+    ran = {"commit": "abc", "number": 7, "units": ["one"]}
+    __main__.RAN.write_text(json.dumps(ran))
+    __main__.passed()
+    assert read_record(state_file()) == Record("abc", {"one": 7})
+    __main__.RAN.write_text(json.dumps(ran | {"commit": None}))
+    with pytest.raises(SystemExit, match="this is no git repository"):
+        __main__.passed()
+    __main__.RAN.write_text(json.dumps(ran))
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "ran.json" / "ci.json"))
+    with pytest.raises(SystemExit, match=r"cannot be written: .*Let HONE_CI_STATE name a file"):
+        __main__.passed()

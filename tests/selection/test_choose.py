@@ -8,7 +8,7 @@ import pytest
 
 from tests.selection.choose import NUM_PARTS, Minutes, Unit, choose, part_of
 
-MINUTES = Minutes(near=4, far=2, turn=1, workers=2)
+MINUTES = Minutes(touched=4, far=2, turn=1, workers=2)
 
 
 def unit(name: str, seconds: float = 60) -> Unit:
@@ -83,7 +83,7 @@ def test_no_unit_waits_longer_than_promised(remembers: bool) -> None:
     """
     draw = random.Random(7)
     units = [unit(f"u{n}", draw.choice([4, 8, 20, 60, 120, 500])) for n in range(200)]
-    minutes = Minutes(near=25, far=10, turn=5)
+    minutes = Minutes(touched=25, far=10, turn=5)
     per_turn = minutes.seconds(minutes.turn)
     promised = 2 * sum(unit.seconds for unit in units) / per_turn + NUM_PARTS
     last_run: dict[str, int] = {}

@@ -18,6 +18,10 @@ REFERENCES = {
     "an import in a function": ("def f():\n    import hone.types", "hone.types"),
     "a string": ('run_ranks("tests.trainer.some_ranks", 2)', "tests.trainer.some_ranks"),
     "a string with a function": ('spec = "hone.cli.main:main"', "hone.cli.main"),
+    "a program in a shell": (
+        'run("cd runs && python -m hone.bench rl", shell=True)',
+        "hone.bench.__main__",
+    ),
     "a program": ('run([python, "-m", "hone", "rl"])', "hone.__main__"),
     "what runs without type checkers": (
         "if TYPE_CHECKING:\n    import typing\nelse:\n    import hone.types",
@@ -65,12 +69,17 @@ def root(tmp_path: Path) -> Path:
         "tests/conftest.py": "",
         "tests/sub/conftest.py": "import hone.high",
         "tests/sub/test_below.py": "",
+        "tests/sub/planted.py": "",
+        "tests/sub/test_planted.py": 'FILE = HERE.with_name("planted.py")',
+        "tests/planted.py": "",
         "tests/some_ranks.py": "import hone.high",
         "tests/test_low.py": "def test():\n    from hone.low import x",
         "tests/test_ranks.py": 'run_ranks("tests.some_ranks")',
         "tests/test_chooser.py": "import hone.chooser",
         "tests/test_page.py": "from hone.page.draw import FILE",
         "tests/test_examples.py": 'FOLDER = ROOT / "examples"',
+        "tests/test_first.py": 'FILE = "first.yaml"',
+        "tests/rollout/test_vllm.py": "",
         "tests/test_alone.py": "",
         "examples/first.yaml": "",
     }.items():
@@ -87,14 +96,17 @@ def test_distances_are_imports_between_a_change_and_a_test(root: Path) -> None:
         tests = {p: d for p, d in found.items() if Path(p).name.startswith("test_")}
         assert tests == {f"tests/{name}": distance for name, distance in expected.items()}
 
-    ranks = {"test_ranks.py": 3, "sub/test_below.py": 3}
+    ranks = {"test_ranks.py": 3, "sub/test_below.py": 3, "sub/test_planted.py": 3}
     check_rows(
         [
             ("src/hone/low.py", {"test_low.py": 1, **ranks}),
             ("src/hone/parts/one.py", {"test_chooser.py": 2}),
             ("src/hone/page/page.html", {"test_page.py": 2}),
             ("src/hone/page/unnamed.css", {"test_page.py": 2}),
-            ("examples/first.yaml", {"test_examples.py": 1}),
+            ("examples/first.yaml", {"test_examples.py": 1, "test_first.py": 1}),
+            ("tests/sub/planted.py", {"sub/test_planted.py": 1}),
+            ("tests/planted.py", {}),
+            ("constraints-vllm.txt", {f"rollout/test_vllm{end}.py": 1 for end in ("", "_experts")}),
             ("tests/test_alone.py", {"test_alone.py": 0}),
             ("tests/some_ranks.py", {"test_ranks.py": 1}),
             ("README.md", {}),

@@ -21,6 +21,7 @@ import pytest
 @pytest.fixture(scope="module")
 def ranks(): return 1
 def test_e(ranks): pass
+def test_g(ranks): pass
 @pytest.mark.slow
 def test_f(ranks): pass
 """,
@@ -65,7 +66,7 @@ def run(suite: pytest.Pytester, *options: str) -> tuple[set[str], pytest.RunResu
 
 def test_everything_runs_without_a_budget(suite: pytest.Pytester) -> None:
     ran, result = run(suite)
-    assert ran == {f"test_{letter}" for letter in "abcdef"}
+    assert ran == {f"test_{letter}" for letter in "abcdefg"}
     result.stdout.fnmatch_lines(["Chosen: all 3 costly units in about 3 minutes and all cheap*"])
 
 
@@ -73,10 +74,11 @@ def test_a_budget_leaves_out_costly_units(suite: pytest.Pytester, tmp_path: Path
     ran, result = run(suite, "--budget", "0,0,0")
     assert ran == {"test_a", "test_b", "test_d"}
     result.stdout.fnmatch_lines(["Chosen: 0 of 3 costly units*no base: this is no git*"])
-    assert json.loads((tmp_path / "ran.json").read_text()) == []
+    nothing = {"commit": None, "number": 0, "units": []}
+    assert json.loads((tmp_path / "ran.json").read_text()) == nothing
     ran, _ = run(suite, "--budget", "1,1,1")
     assert len(ran) > 3
-    noted = set(json.loads((tmp_path / "ran.json").read_text()))
+    noted = set(json.loads((tmp_path / "ran.json").read_text())["units"])
     assert noted
     assert noted < COSTS.keys()
 
@@ -84,23 +86,26 @@ def test_a_budget_leaves_out_costly_units(suite: pytest.Pytester, tmp_path: Path
 def test_costly_units_that_would_begin_late_are_left_out(
     suite: pytest.Pytester, tmp_path: Path
 ) -> None:
-    ran, result = run(suite, "--minutes", "-1")
+    ran, result = run(suite, "--minutes", "-1", "--budget", "100,100,100")
     assert ran == {"test_a", "test_b", "test_d"}
     result.stdout.fnmatch_lines(["3 costly units did not begin within -1 minutes"])
-    assert json.loads((tmp_path / "ran.json").read_text()) == []
+    noted = json.loads((tmp_path / "ran.json").read_text())
+    assert noted == {"commit": None, "number": 0, "units": []}
 
 
 def test_costliest_units_begin_first(suite: pytest.Pytester) -> None:
     _, result = run(suite)
     order = [line.split("::")[1].split()[0] for line in result.outlines if " PASSED" in line]
-    assert order[:4] == ["test_f", "test_c", "test_e", "test_d"]
+    assert order[:4] == ["test_f", "test_c", "test_e", "test_g"]
 
 
 def test_a_random_order_keeps_units_together(suite: pytest.Pytester) -> None:
     orders = set()
     for seed in range(8):
         _, result = run(suite, "--shuffle", str(seed))
-        orders.add(tuple(line for line in result.outlines if " PASSED" in line))
+        order = [line.split("::")[1].split()[0] for line in result.outlines if " PASSED" in line]
+        assert abs(order.index("test_e") - order.index("test_g")) == 1, "they share a fixture"
+        orders.add(tuple(order))
     assert len(orders) > 1
 
 
@@ -131,10 +136,10 @@ def test_a_slow_test_that_was_never_measured_runs(suite: pytest.Pytester) -> Non
 def test_a_file_that_dropped_out_is_noticed(
     suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plugin, "FLOORS", {True: 4, False: 7})
+    monkeypatch.setattr(plugin, "FLOORS", {True: 4, False: 8})
     _, result = run(suite)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["6 rows and tests were checked, fewer than 7 *"])
+    result.stdout.fnmatch_lines(["7 rows and tests were checked, fewer than 8 *"])
     assert run(suite, "test_cheap.py")[1].ret == pytest.ExitCode.OK
     assert run(suite, "--budget", "0,0,0")[1].ret == pytest.ExitCode.TESTS_FAILED
 

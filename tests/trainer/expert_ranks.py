@@ -195,9 +195,8 @@ def parts_held():
     return found
 
 
-def round_trip():
-    """A run that goes on with experts divided otherwise."""
-    world = dist.get_world_size()
+def round_trips(world):
+    """Layouts of a run and of the one that goes on from it, by the name of the case."""
     divided, shards = {"expert_parallel_size": world}, {"zero_stage": 3}
     layouts = {
         "divided, then not": (divided, shards),
@@ -210,7 +209,12 @@ def round_trip():
     if world == 4:
         layouts["stages of layers, then none"] = (STAGES, divided)
         layouts["no stages of layers, then two"] = (shards, STAGES)
-    return go_on(layouts, **MODEL)
+    return layouts
+
+
+def round_trip():
+    """A run that goes on with experts divided otherwise."""
+    return go_on(round_trips(dist.get_world_size()), **MODEL)
 
 
 BUGS = {

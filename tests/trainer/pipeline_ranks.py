@@ -237,8 +237,8 @@ def parts_held():
 CUT_OTHERWISE = "two stages, cut otherwise"
 
 
-def round_trip():
-    """A run that goes on in another number of stages, or with other layers in each."""
+def round_trips(world):
+    """Layouts of a run and of the one that goes on from it, by the name of the case."""
     one, two = {"zero_stage": 1}, TWO | {"zero_stage": 1}
     layouts = {
         "two stages, then one": (two, one),
@@ -247,13 +247,19 @@ def round_trip():
         "two groups each, then one stage": (GROUPS | one, one),
         CUT_OTHERWISE: (two, two),
     }
-    if dist.get_world_size() == 4:
+    if world == 4:
         layouts |= {
             "two stages, then two groups each": (two, GROUPS),
             "four stages, then two": ({"pipeline_parallel_size": 4}, two),
             "two stages of tensor 2, then one": (TENSOR, one),
             "tensor 2, then two stages of it": ({"tensor_parallel_size": 2}, TENSOR),
         }
+    return layouts
+
+
+def round_trip():
+    """A run that goes on in another number of stages, or with other layers in each."""
+    layouts = round_trips(dist.get_world_size())
     return go_on(layouts, {CUT_OTHERWISE: lambda: cut_into(range(1), range(1, 5))}, **MODEL)
 
 

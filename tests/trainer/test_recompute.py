@@ -237,12 +237,26 @@ def test_only_layer_inputs_go_to_the_host(monkeypatch: pytest.MonkeyPatch):
 
     class Watched(ActivationOffload):
         def _keep(self, tensor: Tensor) -> Any:
-            shapes.append(tuple(tensor.shape))
+            if tensor.numel():
+                shapes.append(tuple(tensor.shape))
             return super()._keep(tensor)
 
     model, _ = with_offload(monkeypatch, Watched)
     gradients_of(model)
     assert shapes == [(1, sum(LENGTHS), 32)] * NUM_LAYERS
+
+
+def test_empty_tensors_take_no_buffer():
+    """torch 2.11 saves one for each recomputed layer; the order of the others must not change."""
+    offload = ActivationOffload()
+    values = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    with offload.hooks():
+        nothing = torch.empty(0, dtype=torch.float64, requires_grad=True)
+        total = values.exp().sum() + (nothing * nothing).sum()
+    assert offload.num_buffers == 1
+    total.backward()
+    assert torch.equal(values.grad, values.detach().exp())
+    assert nothing.grad.shape == (0,)
 
 
 class StalePrefetch(ActivationOffload):
@@ -260,6 +274,8 @@ class EarlyReuse(ActivationOffload):
 
     def _keep(self, tensor: Tensor) -> Any:
         kept = super()._keep(tensor)
+        if isinstance(kept, Tensor):
+            return kept
         self._free.append(kept.host.detach().view(-1).view(torch.uint8))
         return kept
 

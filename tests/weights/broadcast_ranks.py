@@ -8,8 +8,8 @@ back. Trainers and engines share no process group: rank 0 calls engines over soc
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -147,12 +147,13 @@ def die(self: Link, work: Any, board: Any) -> None:
     os._exit(KILLED)
 
 
-given_up = multiprocessing.Event()
-"""Set once the trainer has stopped waiting for the engine that hangs."""
+given_up, give_up = os.pipe()
+"""Readable once the trainer has stopped waiting for the engine that hangs. An event of
+multiprocessing would need a semaphore, for which a host may have no room in /dev/shm."""
 
 
 def hang(self: Any) -> None:
-    given_up.wait(600)
+    select.select([given_up], [], [], 600)
     begin_sync(self)
 
 
@@ -470,7 +471,7 @@ def failures(mesh: Mesh, engines: Engines | None) -> dict[str, Any]:
             told = outcome(lambda: pushing.push(next(versions)))
         seconds = time.monotonic() - start
         if name == "hung":
-            given_up.set()
+            os.write(give_up, b"1")
         whole = whole_weights(policy)
         weight[0, 0] = kept
         own = {"told": told, "seconds": seconds, "everywhere": mesh.gather(told)}

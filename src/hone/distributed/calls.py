@@ -28,6 +28,8 @@ from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
+import psutil
+
 from hone.config.errors import UserError
 from hone.distributed.listening import listen
 from hone.types import EngineLostError
@@ -46,7 +48,7 @@ _LINGER_S = 1e-4
 """How long answers wait to be read, for each line: those of many wake the thread together."""
 _MIN_LINGER_S, _MAX_LINGER_S = 2e-3, 0.05
 _OTHER_FILES = 256
-"""What a process may have open beside its lines."""
+"""What a process may open later, lines not counted."""
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 _FULL_S = 10.0
 """How long nobody is let in once no file can be opened."""
@@ -175,7 +177,8 @@ class Hub:
         Each line is an open file: this process may have as many from now on. Raises UserError where
         the system does not let it.
         """
-        _allow_files(num_lines + _OTHER_FILES, f"{num_lines:,} engines and frozen models")
+        wanted = psutil.Process().num_fds() + num_lines + _OTHER_FILES
+        _allow_files(wanted, f"{num_lines:,} engines and frozen models")
         self._lost_after_s = lost_after_s
         self._lines: dict[bytes, Line] = {}
         """By key, until their process is there."""

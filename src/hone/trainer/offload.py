@@ -146,7 +146,9 @@ class ActivationOffload:
         """Tensors saved inside are kept in host memory."""
         return saved_tensors_hooks(self._keep, self._fetch)
 
-    def _keep(self, tensor: Tensor) -> _Kept:
+    def _keep(self, tensor: Tensor) -> _Kept | Tensor:
+        if tensor.numel() == 0:  # torch 2.11 saves one for each recomputed layer
+            return tensor
         value = tensor.detach().contiguous()
         if self._copies is None:
             self._copies = CopyStream(value.device)
@@ -161,7 +163,9 @@ class ActivationOffload:
         self._newest = kept, value
         return kept
 
-    def _fetch(self, kept: _Kept) -> Tensor:
+    def _fetch(self, kept: _Kept | Tensor) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
         if self._newest is not None and self._newest[0] is kept:
             value = self._newest[1]
         else:
