@@ -204,7 +204,7 @@ def _held() -> Generator[int]:
         try:
             assert unshare.stdout is not None
             if unshare.stdout.readline() != b"ready\n":
-                _, told = unshare.communicate(timeout=10)
+                _, told = unshare.communicate(timeout=200)
                 pytest.skip(f"no namespaces for us here: {told.decode(errors='replace').strip()}")
             (first,) = psutil.Process(unshare.pid).children()
             yield first.pid
