@@ -304,7 +304,7 @@ def _same_section_only(tree: type[Section], path: Any) -> list[str]:
 
 @table("bug", [_first_key, _same_section_only, lambda tree, path: []])
 def test_R22_suggestions_planted(bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.config.flags.nearest", bug)
+    monkeypatch.setattr("hone.config.unknown.nearest", bug)
     with pytest.raises(AssertionError):
         check_suggestions(GenerateConfig, NEEDED)
 

@@ -1,4 +1,4 @@
-"""`hone COMMAND [RECIPE] --help [SECTION]`: first what everybody sets, then every key."""
+"""`hone COMMAND [RECIPE] --help [SECTION or WORDS]`: first what everybody sets, then every key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from hone.cli.help_search import Hit, search_keys
 from hone.config import UserError
+from hone.config.aliases import alias_hint
 from hone.config.base import Section
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import read_recipe, recipe_names, resolve_recipe
 from hone.config.schema import Field, fields, is_section, locate
 from hone.config.sharing import key_paths, parts
 from hone.config.tree import TREES
+from hone.config.unknown import unknown_key
 
 __all__ = ["default_text", "is_help", "print_help"]
 
@@ -117,18 +120,26 @@ def is_help(argv: Iterable[str]) -> bool:
 
 
 def print_help(command: str, argv: Sequence[str]) -> int:
-    """Print the first page of a command, or the keys of the sections that `argv` names; with the
-    values of a recipe where it names one. Flags in `argv` are not looked at.
+    """Print the first page of a command, or the keys of the sections that `argv` names, or, where
+    it has other words, the keys that have to do with all of them; with the values of a recipe where
+    it names one. Flags in `argv` are not looked at.
 
-    Raises UserError for a word that is neither a section nor a recipe.
+    Raises UserError where no key has to do with the words.
     """
     tree = TREES[command]
-    sections, recipe = _words(command, tree, argv)
+    sections, words, recipe = _words(command, tree, argv)
     values = {} if recipe is None else _values(tree, recipe)
     page = _Page(command, tree, values, "" if recipe is None else recipe.stem)
     console = Console(highlight=False)
     console.width = min(console.width, _MAX_WIDTH)
-    if sections:
+    if words:
+        text = " ".join([*sections, *words])
+        hits = search_keys(tree, text)
+        elsewhere = alias_hint(tree, _path(text.replace(" ", "_")))
+        if not hits and not elsewhere:
+            raise UserError(_unknown(command, tree, text))
+        page.print_found(console, text, hits, elsewhere or "")
+    elif sections:
         for number, section in enumerate(sections):
             for line in page.section(section, is_first=number == 0):
                 console.print(line)
@@ -137,11 +148,14 @@ def print_help(command: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _words(command: str, tree: type[Section], argv: Sequence[str]) -> tuple[list[str], Path | None]:
-    """The sections that are named, and the recipe."""
+def _words(
+    command: str, tree: type[Section], argv: Sequence[str]
+) -> tuple[list[str], list[str], Path | None]:
+    """The sections that are named, other words after `--help`, and the recipe."""
     sections: list[str] = []
+    others: list[str] = []
     recipe: Path | None = None
-    follows_flag = False
+    follows_flag = follows_help = False
     for word in argv:
         is_flag = word.startswith("-")
         if not is_flag and not follows_flag:
@@ -149,24 +163,29 @@ def _words(command: str, tree: type[Section], argv: Sequence[str]) -> tuple[list
                 sections.append(word)
             elif recipe is None and (Path(word).is_file() or word in recipe_names()):
                 recipe = resolve_recipe(word)
-            else:
+            elif follows_help:
+                others.append(word)
+            else:  # the place of a recipe
                 raise UserError(_unknown(command, tree, word))
-        follows_flag = is_flag and "=" not in word and word not in ("-h", "--help")
-    return sections, recipe
+        follows_help |= is_help([word])
+        follows_flag = is_flag and "=" not in word and not is_help([word])
+    return sections, others, recipe
 
 
 def _path(word: str) -> list[str]:
     return word.removeprefix("--").replace("-", "_").split(".")
 
 
-def _unknown(command: str, tree: type[Section], word: str) -> str:
+def _unknown(command: str, tree: type[Section], text: str) -> str:
     known = [*(field.key for field in fields(tree)), *recipe_names()]
-    near = get_close_matches(word, known, 1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = get_close_matches(text, known, 1)
+    hint = f"did you mean {near[0]}?" if near else unknown_key(tree, _path(text.replace(" ", "_")))
+    told = "" if hint.startswith("allowed here") else f" {hint[0].upper()}{hint[1:].rstrip('.')}"
+    told += "." if told and not told.endswith("?") else ""
     return (
-        f"`hone {command}` has no section '{word}', and no recipe is called so.{hint} Sections: "
-        f"{', '.join(tree.model_fields)}. Recipes: {', '.join(recipe_names())}, or the path of a "
-        "YAML file."
+        f"no key of `hone {command}` has to do with '{text}', and no recipe is called so.{told} "
+        f"Sections: {', '.join(tree.model_fields)}. Recipes: {', '.join(recipe_names())}, or the "
+        "path of a YAML file."
     )
 
 
@@ -231,11 +250,26 @@ class _Page:
             text = Text.assemble("  ", (name.ljust(width), "cyan"), _sentence(field.help))
             console.print(text, no_wrap=True, overflow="ellipsis")
         words = f"hone {command}{f' {recipe}' if recipe else ''} --help"
-        shows = f"\n`{words} {_example(tree)}` shows a section, `{words} all` all of them."
+        shows = (
+            f"\n`{words} {_example(tree)}` shows a section, `{words} all` all of them, and "
+            f"`{words} WORD` the keys that have to do with a word."
+        )
         console.print(Text(shows))
         console.print(
             Text("A switch needs no value: --a.flag, --no-a.flag. Lists: inline YAML, or --a.0 X.")
         )
+
+    def print_found(self, console: Console, text: str, hits: Sequence[Hit], elsewhere: str) -> None:
+        """The keys that were found for some words, the closest first. `elsewhere` says what serves
+        a setting of that name in other frameworks."""
+        console.print(Text(f"{_counted(len(hits))} of `hone {self.command}` for '{text}':", "bold"))
+        if elsewhere:
+            console.print(Padding(Text(f"{text}: {elsewhere}"), (0, 0, 0, 2)))
+        for hit in hits:
+            for line in self._key(hit.field, is_brief=True):
+                console.print(line)
+            if hit.foreign:
+                console.print(Padding(Text(f"elsewhere: {hit.foreign}", "dim"), (0, 0, 0, 6)))
 
     def section(self, name: str, *, is_first: bool) -> Iterator[Text | Padding]:
         """A section: its heading, its own keys, then each section in it."""
@@ -318,6 +352,10 @@ def _has_keys(field: Field) -> bool:
     return is_section(field.annotation) or (
         get_origin(field.annotation) is tuple and is_section(get_args(field.annotation)[0])
     )
+
+
+def _counted(number: int) -> str:
+    return "1 key" if number == 1 else f"{number} keys"
 
 
 def _sentence(text: str) -> str:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from hone.config.aliases import alias_hint, of_other_command
 from hone.config.base import Section
 from hone.config.recipe import parse_value
-from hone.config.schema import Field, is_section, locate, members, nearest
+from hone.config.schema import Field, locate, members
+from hone.config.unknown import unknown_key
 
 __all__ = ["Flag", "parse_flags"]
 
@@ -53,7 +52,9 @@ def parse_flags(tree: type[Section], flags: Sequence[str]) -> tuple[list[Flag], 
         following = _following(words)
         target, switched_off = _find(tree, name)
         if target is None:
-            problems.setdefault(name.replace("-", "_"), _unknown(tree, name, word))
+            key = name.replace("-", "_")
+            hint = unknown_key(tree, key.split("."), dashes="--")
+            problems.setdefault(key, f"unknown key (flag {word}); {hint}")
             if not has_value and following is not None:
                 words.pop(0)
             continue
@@ -97,33 +98,6 @@ def _find(tree: type[Section], name: str) -> tuple[Field | None, bool]:
         if positive != path and target is not None and _is_switch(target):
             return target, True
     return None, False
-
-
-def _unknown(tree: type[Section], name: str, word: str) -> str:
-    path = name.replace("-", "_").split(".")
-    if name in ("gpu", "json"):
-        return f"a flag of `hone check` alone (flag {word})"
-    if name == "prompt":
-        return (
-            f'unknown key (flag {word}); prompts are rows of a file, such as {{"prompt": "Hi"}}, '
-            "which --data.train.0.path names"
-        )
-    hint = of_other_command(tree, path) or alias_hint(tree, path, dashes="--")
-    near = [] if hint else [key for key in nearest(tree, path) if _is_meant(tree, name, key)]
-    if near:
-        hint = f"did you mean --{' or --'.join(near)}?"
-    if len(path) == 1 and locate(tree, ["rollout"]) is not None:  # what is sampled is meant first
-        in_rollout = alias_hint(tree, ["rollout", *path], dashes="--")
-        if in_rollout and in_rollout.removesuffix("?") not in (hint or ""):
-            hint = "; ".join(filter(None, (in_rollout, hint)))
-    return f"unknown key (flag {word}){f'; {hint}' if hint else ''}"
-
-
-def _is_meant(tree: type[Section], name: str, key: str) -> bool:
-    """Whether a near key is one that a flag sets; a section is hardly, unless it is misspelt."""
-    target = locate(tree, key.split("."))
-    assert target is not None, f"{key=}"
-    return not is_section(target.annotation) or bool(get_close_matches(name, [key], 1, 0.75))
 
 
 def _is_switch(target: Field) -> bool:

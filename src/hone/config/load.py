@@ -16,14 +16,14 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hone.config.aliases import alias_hint, of_other_command
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.flags import Flag, parse_flags
 from hone.config.recipe import Key, read_recipe, resolve_recipe, to_yaml
-from hone.config.schema import Field, fields, is_section, locate, members, nearest
+from hone.config.schema import Field, fields, is_section, locate, members
 from hone.config.sharing import SAME, UNREAD, is_for_rl, parts, training_tree
 from hone.config.tree import TREES, EvaluateConfig, RLConfig, SFTConfig
+from hone.config.unknown import unknown_key
 
 __all__ = ["dump_config", "load_config", "load_noted", "resolve_recipe"]
 
@@ -51,7 +51,7 @@ def load_noted(
 ) -> tuple[T, list[str]]:
     """As `load_config`, with what is to be told of the recipe. `values` win over it, later ones
     over earlier ones, and flags over them; each is a nested mapping, and what messages call it."""
-    draft = _Draft(tree)
+    draft = _Draft(tree, is_called=bool(values))
     if recipe is not None:
         read = read_recipe(recipe)
         draft.origins.update(read.origins)
@@ -103,6 +103,8 @@ class _Draft:
     """Values on their way into a tree, where each came from, and what is wrong with them."""
 
     tree: type[Section]
+    is_called: bool
+    """Whether Python calls with sections as arguments, so that messages speak of these."""
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[Key, str] = field(default_factory=dict[Key, str])
     problems: dict[str, str] = field(default_factory=dict[str, str])
@@ -289,10 +291,7 @@ class _Draft:
         path = [str(part) for part in at]
         is_flag = self._origin(at).startswith("flag ")
         tree = self.tree if is_flag or self.hints is None else self.hints
-        hint = of_other_command(tree, path) or alias_hint(tree, path)
-        if hint is None:
-            near = nearest(tree, path)
-            hint = f"did you mean {' or '.join(near)}?" if near else _keys_of(tree, path[:-1])
+        hint = unknown_key(tree, path)
         self._problem(at, f"unknown key ({self._origin(at)}); {hint}")
 
     def _missing(self, at: Key) -> None:
@@ -305,10 +304,13 @@ class _Draft:
             needed = [x for x in content if x.required and "0" not in x.path[len(at) :]]
         for entry in needed:
             key = ".".join([*map(str, at), *entry.path[len(at) :]])
-            flag = ".".join([key, *(_text_key(entry) or [])])
-            self.problems.setdefault(
-                key, f"required. {entry.help} Set it in the recipe or with --{flag} VALUE"
+            written = [*key.split("."), *(_text_key(entry) or [])]
+            how = (
+                f"as {_argument(written)}"
+                if self.is_called
+                else f"with --{'.'.join(written)} VALUE"
             )
+            self.problems.setdefault(key, f"required. {entry.help} Set it in the recipe or {how}")
 
     def _invalid(self, at: Key, detail: ErrorDetails) -> None:
         target = locate(self.tree, [str(part) for part in at])
@@ -369,6 +371,14 @@ def _written(path: Sequence[str], value: str, at: Key, origin: str) -> str:
     return f"{at[-1]}: {value}"
 
 
+def _argument(path: Sequence[str]) -> str:
+    """How a key is set in a call from Python: `model={"path": ...}`."""
+    value = "..."
+    for part in reversed(path[1:]):
+        value = f"[{value}]" if part == "0" else f'{{"{part}": {value}}}'
+    return f"{path[0]}={value}"
+
+
 def _fresh(target: Field | None) -> Any:
     """What a container starts from when a flag reaches into it: its default, or nothing."""
     if target is None:
@@ -385,12 +395,6 @@ def _foreign_part(tree: type[Section], path: Sequence[str]) -> str:
     """The part of a path that the tree does not have, with what is above it."""
     length = next(n for n in range(1, len(path) + 1) if locate(tree, path[:n]) is None)
     return ".".join(path[:length])
-
-
-def _keys_of(tree: type[Section], path: Sequence[str]) -> str:
-    above = locate(tree, path) if path else None
-    section = tree if above is None else above.annotation
-    return f"allowed here: {', '.join(section.model_fields)}" if is_section(section) else ""
 
 
 def _schema_path(tree: type[Section], loc: Key) -> Key:
