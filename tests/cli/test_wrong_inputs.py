@@ -89,7 +89,7 @@ ROWS: list[tuple[str, str]] = [
     ("plan r.yaml --plan.gpu h300", "which hone's table lacks; it has H200"),
     ("plan r.yaml --nproc 3", "set plan.gpus instead"),
     ("rl r.yaml --engine.backend vllm", "pip install"),
-    ("rl r.yaml --log.to '[wandb]'", "pip install 'hone-rl[wandb]'"),
+    ("rl r.yaml --log.to '[wandb]'", "pip install 'wandb>=0.20'"),
     # models
     ("rl r.yml", "Did you mean 'r.yaml'?"),
     ("rl tabs", "Did you mean 'tab.yaml'?"),

