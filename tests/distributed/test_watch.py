@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -124,7 +125,9 @@ def test_R11_of_two_mistakes_one_is_told_however_slowly(ends: dict[Case, End]) -
 def test_where_a_phase_begins_is_not_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, store = Watch(Processes(0, 1, 0, 1), timeout_s=60), dist.HashStore()
     monkeypatch.setattr(watch, "_store", store)
-    with Spans(on_begin=watch.enter).span("train"):
+    relay: dict[str, Any] = {"enter": watch.enter}  # as recorders have one
+    exec(compile("def begin(path): enter(path)", "recorder.py", "exec"), relay)
+    with Spans(on_begin=relay["begin"]).span("train"):
         pass
     said = read_progress(store, 0)
     assert said is not None

@@ -638,11 +638,16 @@ def _is_alive(pid: int) -> bool:
 
 
 def _where(thread: int) -> str:
-    """`file:line in function` of a thread's innermost frame outside of `_NOT_THE_PLACE`."""
+    """`file:line in function` of a thread's innermost frame outside of `_NOT_THE_PLACE`. Where a
+    phase begins or ends, that is the frame of the phase, and not of who is called at its border."""
     frame: FrameType | None = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    frames: list[FrameType] = []
     while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_NOT_THE_PLACE):
-            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        frames.append(frame)
         frame = frame.f_back
+    borders = [n for n, each in enumerate(frames) if each.f_code.co_filename == str(_SPANS)]
+    for each in frames[max(borders, default=-1) + 1 :]:
+        code = each.f_code
+        if not code.co_filename.startswith(_NOT_THE_PLACE):
+            return f"{Path(code.co_filename).name}:{each.f_lineno} in {code.co_name}"
     return ""
