@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shlex
 from pathlib import Path
 
@@ -78,6 +79,10 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --per_device_train_batch_size 8", "did you mean --trainer.micro_batch_size"),
     ("eval r.yaml --rollout.temperature 1", "did you mean --eval.temperature?"),
     ("rl r.yaml --run.dir ''", "run.dir: is empty"),
+    ("rl r.yaml --run.dir '~/runs'", "run.dir: begins with `~`, which is not expanded here"),
+    ("rl r.yaml --model.path '~/m'", f"give {os.path.expanduser('~/m')}"),
+    ("rl r.yaml --gpus 2", "--nproc N behind the command starts N processes on this host"),
+    ("rl r.yaml --trainer.optimizer '{<<: {lr: 1}}'", "recipes have no merge keys"),
     ("rl r.yaml --run.dir " + "x" * 300, "run.dir: has a name of more than 255 bytes"),
     ("rl r.yaml --run.dir file", "run.dir 'file' is a file. Name another folder."),
     # processes and devices

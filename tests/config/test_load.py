@@ -388,7 +388,7 @@ def values_of(annotation: Any, metadata: Any = ()) -> st.SearchStrategy[Any]:
 
 
 def names_a_file(path: Any) -> bool:
-    return path != "" and "\0" not in str(path)
+    return path != "" and "\0" not in str(path) and not str(path).startswith("~")
 
 
 def sections_of(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:

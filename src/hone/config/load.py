@@ -8,6 +8,7 @@ once: each line names the key, what was got and from where, and what is allowed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -429,6 +430,8 @@ def _path_problem(path: str) -> tuple[str, str] | None:
         return "is empty", "give a path, '.' for this folder"
     if "\0" in path:
         return "holds a null character", "give a path without it"
+    if path.split("/")[0].startswith("~"):  # a shell expands it, in a word of its own alone
+        return "begins with `~`, which is not expanded here", f"give {os.path.expanduser(path)}"
     if any(len(name.encode(errors="replace")) > _MAX_NAME_BYTES for name in path.split("/")):
         return f"has a name of more than {_MAX_NAME_BYTES} bytes", "give a shorter one"
     return None

@@ -22,6 +22,8 @@ def unknown_key(tree: type[Section], path: Sequence[str], *, dashes: str = "") -
     path = list(path)
     if dashes and path in _OF_CHECK:
         return "it is a flag of `hone check` alone"
+    if path[-1] == "<<":
+        return "recipes have no merge keys: write out the keys that `<<` would bring"
     if path == ["prompt"]:
         return (
             f'prompts are rows of a file, such as {{"prompt": "Hi"}}, which '
