@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hone.config.errors import UserError
@@ -16,6 +18,7 @@ __all__ = [
     "HONE_LAUNCHER",
     "Processes",
     "Rendezvous",
+    "environment",
     "has_hone_launcher",
     "processes",
     "rendezvous",
@@ -82,6 +85,21 @@ def has_hone_launcher() -> bool:
     """Whether this is one of several processes that `hone.distributed.spawn` has started, which
     reports how one of them was killed and turns a signal into the exit code of the run."""
     return processes().world_size > 1 and os.environ.get(HONE_LAUNCHER) == "1"
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Generator[None]:
+    """Environment variables of this process, and of what it starts, for as long as it is inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @dataclass(frozen=True, slots=True)

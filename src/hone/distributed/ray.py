@@ -21,7 +21,6 @@ from pkgutil import resolve_name
 from time import monotonic
 from typing import Any, Literal, TypeVar
 
-import psutil
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
@@ -39,8 +38,9 @@ from hone.config.reward import RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.distributed.address import no_cluster, unreachable
 from hone.distributed.calls import Hub, serve
+from hone.distributed.listening import LOOPBACK, host_store, interface_of
 from hone.distributed.pool import WorkersLostError
-from hone.distributed.processes import DEVICES_HELD, processes
+from hone.distributed.processes import DEVICES_HELD, environment, processes
 from hone.distributed.signals import handling
 from hone.types import EngineLostError
 
@@ -174,11 +174,11 @@ def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
     uses_gpus, address = cfg.run.device != "cpu" and torch.cuda.is_available(), cfg.cluster.address
     with (
         _joined(cfg, uses_gpus=uses_gpus),
-        _environment({} if address is None else network_environment()),
+        environment({} if address is None else network_environment()),
     ):
         placed = _place(cfg, uses_gpus=uses_gpus)
         try:
-            host = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
+            host = LOOPBACK if address is None else ray.util.get_node_ip_address()
             num_lines = cfg.cluster.num_engines + sum(cfg.cluster.num_scorers.values())
             with closing(Hub(host, num_lines=num_lines, lost_after_s=_LOOK_S)) as hub:
                 yield RayWorkers(_anywhere(cfg), placed, uses_gpus, build, host, hub)
@@ -206,8 +206,8 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
     address = cfg.cluster.address
     try:  # an interrupt may find it half started
         if address is None:
-            num_cpus, num_gpus, environment = _own_devices(cfg, uses_gpus=uses_gpus)
-            with _environment(environment):
+            num_cpus, num_gpus, inherited = _own_devices(cfg, uses_gpus=uses_gpus)
+            with environment(inherited):
                 ray.init(
                     address="local",
                     num_cpus=num_cpus,
@@ -272,21 +272,6 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
             "fewer, or name a Ray cluster with cluster.address."
         )
     return num_cpus, len(left), environment | {"CUDA_VISIBLE_DEVICES": ",".join(left)}
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Generator[None]:
-    """What processes inherit that are started inside."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _visible_gpus() -> list[str]:
@@ -374,11 +359,8 @@ def network_environment() -> dict[str, str]:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
-    own = ray.util.get_node_ip_address()
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == own for address in addresses):
-            return {"GLOO_SOCKET_IFNAME": name}
-    return {}
+    name = interface_of(ray.util.get_node_ip_address())
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}
 
 
 def own_node() -> dict[str, Any]:
@@ -416,14 +398,20 @@ class WorkerRank:
         self._name = name
         self._rank = rank
         self._size = size
+        self._store: Any = None
+        """Where the ranks of this engine meet, of several in the first."""
         self._target: Any = None
         self._failure: BaseException | None = None
         self._started = threading.Event()
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks of this engine meet: a free port of the host of the first one."""
-        with socket.create_server(("", 0)) as server:
-            return ray.util.get_node_ip_address(), server.getsockname()[1]
+        """Where the ranks of this engine meet: a store that the first one serves, at the address by
+        which Ray knows its host. One rank meets nobody."""
+        host = ray.util.get_node_ip_address()
+        if self._size == 1:
+            return host, 0
+        self._store = host_store(host, timeout_s=_STARTING_S)
+        return host, self._store.port
 
     def gpus(self) -> list[str]:
         """The GPU that Ray has given this rank, as CUDA names it; none on a CPU."""
@@ -441,8 +429,9 @@ class WorkerRank:
             "LOCAL_WORLD_SIZE": str(self._size),
             "MASTER_ADDR": address[0],
             "MASTER_PORT": str(address[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             # A Ray of this host alone has inherited the trainers' environment.
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }
         if self._cfg.cluster.address is not None:
             os.environ |= network_environment()

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hone.config.cluster import ClusterConfig
 from hone.config.errors import UserError
 from hone.config.tree import RLConfig
+from hone.distributed.listening import listen
 from hone.distributed.processes import DEVICES_HELD
 from hone.distributed.ray import PLACING_S, check_nodes, join, network_environment, why_lost
 from hone.distributed.signals import handling
@@ -46,8 +47,9 @@ class TrainerNode:
 
     def address(self) -> tuple[str, int]:
         """Where all processes meet, if this is the first node: its address and a free port."""
-        with socket.create_server(("", 0)) as server:
-            return ray.util.get_node_ip_address(), server.getsockname()[1]
+        host = ray.util.get_node_ip_address()
+        with listen(host) as server:
+            return host, server.getsockname()[1]
 
     def run(self, words: Sequence[str], folder: str) -> int:
         """Run torchrun with `words` in `folder`; its exit code."""
