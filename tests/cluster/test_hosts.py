@@ -64,7 +64,7 @@ def test_what_an_engine_lacks_is_told_with_its_host(
     rank = on_ray.EngineRank(cfg, "builds:it", "engine", name="engine 0", rank=0, size=1)
     monkeypatch.setattr(on_ray, "resolve_name", lambda name: refuse)
     with pytest.raises(UserError, match=r"^engine 0 on west: no tokenizer found at model\.path="):
-        rank.start(("10.9.0.1", 1))
+        rank.start(("10.9.0.1", 1), "a key")
 
 
 @pytest.mark.slow

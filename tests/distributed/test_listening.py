@@ -33,10 +33,7 @@ UNPICKLING = {
     "this user alone",
     "distributed/calls.py": "a Hub reads nothing of a connection before its key; `serve` reads "
     "what it has connected to",
-    "distributed/channel.py": "messages between the processes of one run, over connections that "
-    "their gloo group has made",
-    "distributed/mesh.py": "as channel.py",
-    "engine/worker.py": "as channel.py, of the ranks of an engine",
+    "distributed/channel.py": "messages that carry the signature of the run's key",
     "distributed/ray.py": "Ray's own messages, of those who have the token of this Ray: a Ray of "
     "this host has one of its own, that of cluster.address what the user gave it",
     "distributed/ray_trainers.py": "as ray.py, of cluster.address",

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hone.config.parallel import AxisSizes, ParallelConfig
-from hone.distributed.channel import packed, unpacked
+from hone.distributed.channel import broadcast, gather
 from hone.distributed.processes import Processes
 from hone.distributed.watch import BACKSTOP_S, LostPeerError, connect
 
@@ -257,29 +257,19 @@ class Mesh:
         """The picklable `value` of every process, by rank. Collective."""
         if self.world.size == 1:
             return [value]
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        return gather(self.control, value)
 
     def broadcast(self, value: Any) -> Any:
         """The picklable `value` of the first process. Collective."""
         if self.world.size == 1:
             return value
-        message = packed(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
-        num_bytes = torch.tensor([len(message)])
-        dist.broadcast(num_bytes, group=self.control, group_src=0)
-        if not self.is_first:
-            message = message.new_empty(int(num_bytes))
-        dist.broadcast(message, group=self.control, group_src=0)
-        return value if self.is_first else unpacked(message)
+        return broadcast(self.control, value)
 
     def gather_stages(self, value: Any, /) -> list[Any]:
         """The picklable `value` of every stage, first to last. Collective along pipeline."""
         if self.pipeline.size == 1:
             return [value]
-        values: list[Any] = [None] * self.pipeline.size
-        dist.all_gather_object(values, value, group=self.pipeline.group)
-        return values
+        return gather(self.pipeline.group, value)
 
     def share(self, own: Mapping[str, T]) -> dict[str, T]:
         """What this process has by name, with what those have that train another model: where all

@@ -15,6 +15,7 @@ from hone.config.errors import UserError
 
 __all__ = [
     "DEVICES_HELD",
+    "HONE_KEY",
     "HONE_LAUNCHER",
     "Processes",
     "Rendezvous",
@@ -22,12 +23,15 @@ __all__ = [
     "has_hone_launcher",
     "processes",
     "rendezvous",
+    "run_key",
 ]
 
 HONE_LAUNCHER = "HONE_LAUNCHER"
 """Set by `hone.distributed.spawn`, beside torchrun's variables."""
 DEVICES_HELD = "HONE_DEVICES_HELD"
 """Set where Ray has given this host's devices to the trainers, so that they need not take them."""
+HONE_KEY = "HONE_KEY"
+"""Set where hone starts processes, to what only they know; torchrun's get it from the user."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -85,6 +89,12 @@ def has_hone_launcher() -> bool:
     """Whether this is one of several processes that `hone.distributed.spawn` has started, which
     reports how one of them was killed and turns a signal into the exit code of the run."""
     return processes().world_size > 1 and os.environ.get(HONE_LAUNCHER) == "1"
+
+
+def run_key() -> bytes:
+    """What the processes of this run sign messages with that are unpickled; empty where nothing has
+    given them a secret."""
+    return os.environ.get(HONE_KEY, "").encode()
 
 
 @contextmanager

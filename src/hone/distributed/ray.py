@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import threading
@@ -40,7 +41,7 @@ from hone.distributed.address import no_cluster, unreachable
 from hone.distributed.calls import Hub, serve
 from hone.distributed.listening import LOOPBACK, host_store, interface_of
 from hone.distributed.pool import WorkersLostError
-from hone.distributed.processes import DEVICES_HELD, environment, processes
+from hone.distributed.processes import DEVICES_HELD, HONE_KEY, environment, processes
 from hone.distributed.signals import handling
 from hone.types import EngineLostError
 
@@ -417,8 +418,9 @@ class WorkerRank:
         """The GPU that Ray has given this rank, as CUDA names it; none on a CPU."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
-    def start(self, address: tuple[str, int], *gpus: list[str]) -> None:
-        """Make what the calls are for. `gpus` are those of each rank."""
+    def start(self, address: tuple[str, int], key: str, *gpus: list[str]) -> None:
+        """Make what the calls are for. `gpus` are those of each rank, which sign what they send
+        each other with `key`."""
         if named := list(chain(*gpus)):
             # Each rank sees all of them, as ranks that read each other's memory must.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)
@@ -432,6 +434,7 @@ class WorkerRank:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             # A Ray of this host alone has inherited the trainers' environment.
             "TORCHELASTIC_RESTART_COUNT": "0",
+            HONE_KEY: key,
         }
         if self._cfg.cluster.address is not None:
             os.environ |= network_environment()
@@ -526,9 +529,9 @@ class RayWorker:
         self._ranks = list(ranks)
         self._line = hub.line(name)
         first = self._ranks[0]
-        address = first.address.remote()
+        address, key = first.address.remote(), secrets.token_hex(32)
         gpus = [rank.gpus.remote() for rank in self._ranks]
-        self._starting = [rank.start.remote(address, *gpus) for rank in self._ranks]
+        self._starting = [rank.start.remote(address, key, *gpus) for rank in self._ranks]
         served = first.serve.remote(hub.address, self._line.key)
         served.future().add_done_callback(self._on_first_ended)
         for rank in self._ranks[1:]:

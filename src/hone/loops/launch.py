@@ -27,7 +27,7 @@ from hone.config.run import GenerateRunConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.listening import on_loopback
 from hone.distributed.mesh import Mesh
-from hone.distributed.processes import processes
+from hone.distributed.processes import HONE_KEY, processes, run_key
 from hone.distributed.roles import CriticProcesses, Roles
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
@@ -59,6 +59,12 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+_UNSIGNED = (
+    f"warning: {HONE_KEY} is not set, so that whoever reaches the ports of this run can have "
+    f"programs run in its processes. Give one secret to all hosts (export {HONE_KEY}=..., such as "
+    "`openssl rand -hex 32` prints), or see that nobody else reaches them (docs/security.md)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,8 @@ def join_roles(
     """
     own = processes()
     is_on_one_host = not own.has_other_hosts and cluster is None
+    if own.has_other_hosts and own.rank == 0 and not run_key():
+        _log.warning("%s", _UNSIGNED)
     with (
         on_loopback() if is_on_one_host else nullcontext(),
         Watch(own, parallel.timeout_s) as watch,
