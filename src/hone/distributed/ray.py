@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import ray
 import torch
+from ray._private import ray_constants
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
@@ -208,7 +209,7 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
     try:  # an interrupt may find it half started
         if address is None:
             num_cpus, num_gpus, inherited = _own_devices(cfg, uses_gpus=uses_gpus)
-            with environment(inherited):
+            with environment(inherited), _private():
                 ray.init(
                     address="local",
                     num_cpus=num_cpus,
@@ -229,6 +230,7 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
         if not ray.is_initialized() or own_node()["Alive"]:
             with _undisturbed():
                 ray.shutdown()
+                _read_settings()
 
 
 def _undisturbed() -> AbstractContextManager[None]:
@@ -273,6 +275,34 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
             "fewer, or name a Ray cluster with cluster.address."
         )
     return num_cpus, len(left), environment | {"CUDA_VISIBLE_DEVICES": ",".join(left)}
+
+
+@contextmanager
+def _private() -> Generator[None]:
+    """A Ray that is started inside listens at loopback, and to nobody without its token: whoever
+    reaches the ports of a Ray otherwise has programs run by it.
+
+    Ray takes an address for its ports from what other hosts reach, whatever it is given, but where
+    it may not have other nodes. The token is drawn here, for this Ray alone, and is nowhere but in
+    the environment of its processes. Ray has read its settings when it was imported, so it is made
+    to read them again.
+    """
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    may_have_nodes = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with environment(token):
+            _read_settings()
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = may_have_nodes
+
+
+def _read_settings() -> None:
+    """Let Ray read its environment anew."""
+    raylet: Any = resolve_name("ray._raylet")  # native: no checker sees what is in it
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _visible_gpus() -> list[str]:
