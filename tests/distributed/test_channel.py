@@ -43,7 +43,7 @@ def as_bytes(message: bytes) -> torch.Tensor:
 
 
 def test_a_message_arrives_as_it_was() -> None:
-    value = {"names": ("one", "two"), "weights": torch.arange(3)}
+    value: dict[str, Any] = {"names": ("one", "two"), "weights": torch.arange(3)}
     arrived = unpacked(packed(value))
     assert arrived["names"] == value["names"]
     assert torch.equal(arrived["weights"], value["weights"])
