@@ -9,6 +9,8 @@
 # Where nodes do not find each other, name their network interface before: `ip -br address` lists them.
 #   export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 set -euo pipefail
+# Nobody else runs programs in this Ray (docs/security.md).
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(openssl rand -hex 32)}"
 ((SLURM_NNODES > 1)) || { echo 'two nodes at least: one trains, the others sample' >&2; exit 1; }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]} port=6379

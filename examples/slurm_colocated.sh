@@ -8,6 +8,7 @@
 # Where nodes do not find each other, name their network interface before: `ip -br address` lists them.
 #   export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 set -euo pipefail
+export HONE_KEY="${HONE_KEY:-$(openssl rand -hex 32)}" # what processes sign messages with (docs/security.md)
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 exec srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
   --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \

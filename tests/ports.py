@@ -1,10 +1,12 @@
-"""Ports for servers that a test starts, without a race."""
+"""Ports for servers that a test starts, without a race, and those that a process has opened."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
+
+import psutil
 
 
 @contextmanager
@@ -18,3 +20,12 @@ def reserved_port() -> Generator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
+
+
+def listening(process: psutil.Process | None = None) -> set[tuple[str, int]]:
+    """Addresses and ports at which a process listens; None: this one."""
+    return {
+        (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
+        for connection in (process or psutil.Process()).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }

@@ -48,6 +48,31 @@ def test_gloo_takes_the_interface_of_ray(monkeypatch: pytest.MonkeyPatch) -> Non
     assert on_ray.network_environment() == {}
 
 
+def test_a_ray_of_this_host_is_on_loopback_and_has_a_token_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the environment says, and though Ray was imported before."""
+    from ray import _raylet as raylet
+    from ray._private import services
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    on_ray._read_settings()
+    tokens: list[str] = []
+    for _ in range(2):
+        with on_ray._private():
+            assert services.get_node_ip_address() == "127.0.0.1"
+            assert raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN
+            tokens.append(os.environ["RAY_AUTH_TOKEN"])
+            used = raylet.AuthenticationTokenLoader.instance().get_token_for_http_header()
+            assert tokens[-1] in f"{used}"
+        on_ray._read_settings()
+        assert raylet.get_authentication_mode() == raylet.AuthenticationMode.DISABLED
+        assert "RAY_AUTH_TOKEN" not in os.environ
+    assert len({*tokens}) == 2
+    assert min(map(len, tokens)) == 64
+
+
 def refuse(role: str, cfg: RLConfig, name: str) -> None:
     raise FileNotFoundError(f"no tokenizer found at model.path={cfg.model.path!r}")
 
@@ -64,7 +89,7 @@ def test_what_an_engine_lacks_is_told_with_its_host(
     rank = on_ray.EngineRank(cfg, "builds:it", "engine", name="engine 0", rank=0, size=1)
     monkeypatch.setattr(on_ray, "resolve_name", lambda name: refuse)
     with pytest.raises(UserError, match=r"^engine 0 on west: no tokenizer found at model\.path="):
-        rank.start(("10.9.0.1", 1))
+        rank.start(("10.9.0.1", 1), "a key")
 
 
 @pytest.mark.slow

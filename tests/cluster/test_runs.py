@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from hone.config.load import dump_config
+from tests.ports import listening
 from tests.tiny_runs import lines, make_classifier, tiny_config, write_inputs
 
 pytest.importorskip("ray")
@@ -52,7 +59,7 @@ def start(recipe: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "hone", "rl", str(recipe)],
         cwd=recipe.parent,
-        # Ray would write a token of its own into the home folder.
+        # A Ray that hone starts has a token nevertheless.
         env={**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -180,6 +187,103 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
     assert "stopped and saved after step" in output, output
     assert not psutil.wait_procs(processes, timeout=120.0)[1]
     check_trained_once(rows.parent, len(lines(rows)))
+
+
+class Exploit:
+    """A pickle that runs a program when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def attacks(mark: Path) -> list[bytes]:
+    """What a stranger may send to a port, whatever is there: pickles alone, behind their length,
+    behind a key, posted, and written into a store of torch."""
+    exploit = pickle.dumps(Exploit(mark))
+    framed = struct.pack("<Q", len(exploit)) + exploit
+    posted = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(exploit) + exploit
+    magic, key = b"\0" + struct.pack("<I", 0x3C85F7CE), b"/a stranger's"
+    written = b"".join(struct.pack("<Q", len(part)) + part for part in (key, exploit))
+    return [exploit, framed, bytes(32) + framed, posted, magic + b"\1" + written]
+
+
+def send(port: int, message: bytes) -> None:
+    """Send it, whether or not somebody wants to read it."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 60.0) as sock:
+        sock.settimeout(60.0)
+        sock.sendall(message)
+        sock.shutdown(socket.SHUT_WR)
+
+
+ASKS_RAY = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=60)
+except AuthenticationError:
+    print("refused")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_one_host_is_reached_from_no_other_and_by_no_stranger_of_this_one(
+    folder: Path,
+) -> None:
+    """Two trainers and an engine of two ranks: stores, groups, the lines of engines and Ray."""
+    path = recipe(
+        folder,
+        "reached",
+        2000,
+        cluster={"num_engines": 1, "num_trainers": 2},
+        engine={"tensor_parallel_size": 2},
+        trainer={"parallel": {"zero_stage": 3}},
+    )
+    run, mark = start(path), folder / "ran"
+    rows = folder / "reached-run" / "metrics.jsonl"
+    wait_for_row(run, rows, 1)
+    places: set[tuple[str, str, int]] = set()
+    trainers: list[dict[str, str]] = []
+    tokens: set[str | None] = set()
+    said = [(rows.parent / "config.yaml").read_text()]
+    for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # Ray ends some that it does not need
+            name, own = process.name(), process.environ()
+            said += process.cmdline()
+            places |= {(name, host, port) for host, port in listening(process)}
+            trainers += [own] if "HONE_LAUNCHER" in own else []
+            tokens |= {own.get("RAY_AUTH_TOKEN")} if name == "raylet" else set()
+    assert {host for _, host, _ in places} == {"127.0.0.1"}, places
+    assert {"gcs_server", "raylet"} < {name for name, _, _ in places}
+    (key,), (token,) = {own["HONE_KEY"] for own in trainers}, tokens
+    assert token is not None
+    assert not [text for text in said if key in text or token in text]
+
+    for _, _, port in places:
+        for message in attacks(mark):
+            send(port, message)
+    store = TCPStore("127.0.0.1", int(trainers[0]["MASTER_PORT"]), timeout=timedelta(seconds=60))
+    assert store.get("a stranger's") == pickle.dumps(Exploit(mark))  # the attack has arrived
+    (gcs,) = (port for name, _, port in places if name == "gcs_server")
+    for auth in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": key}):
+        asked = subprocess.run(
+            [sys.executable, "-c", ASKS_RAY, f"127.0.0.1:{gcs}"],
+            env={**os.environ, **auth},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert asked.stdout == "refused\n", asked.stderr
+
+    wait_for_row(run, rows, len(lines(rows)) + 2)
+    os.kill(run.pid, signal.SIGINT)
+    output, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 130, output
+    assert "is lost" not in output, output
+    assert not mark.exists()
 
 
 @pytest.mark.slow

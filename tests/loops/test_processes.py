@@ -22,15 +22,50 @@ from tests.tiny_runs import lines
 
 from hone.checkpoint.store import CheckpointStore
 from hone.config.base import Section
+from hone.config.errors import UserError
 from hone.config.load import dump_config
+from hone.config.parallel import ParallelConfig
+from hone.config.run import GenerateRunConfig
 from hone.config.tree import EvaluateConfig, SFTConfig
+from hone.distributed.processes import HONE_KEY
 from hone.loops import inference, reinforce, supervised
+from hone.loops.launch import join_roles
 
 ENGINES = ("engine/steps", "engine/waiting", "engine/kv_cache_usage")
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s", *ENGINES)
 OF_THE_LAUNCH = ("off_policy/parity/",)
 NOISE = ("off_policy/kl", "off_policy/mismatch_kl", "off_policy/ratio/", "train/num_micro_batches")
 """Differences of the last bits between engine and trainer; and of how rows are packed."""
+
+
+def test_processes_of_one_host_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of a cluster, which take the weights, may be on other hosts."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    run, parallel = GenerateRunConfig(device="cpu"), ParallelConfig()
+    for cluster, interface in ((None, "lo"), ("head:6379", None)):
+        with join_roles(run, parallel, cluster=cluster):
+            assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_several_hosts_without_a_key_are_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, number in (
+        ("RANK", 0),
+        ("WORLD_SIZE", 2),
+        ("LOCAL_RANK", 0),
+        ("LOCAL_WORLD_SIZE", 1),
+    ):
+        monkeypatch.setenv(name, f"{number}")
+    run, parallel = GenerateRunConfig(device="cpu"), ParallelConfig()
+    for key, is_warned in (("", True), ("a secret", False)):
+        monkeypatch.setenv(HONE_KEY, key)
+        caplog.clear()
+        with pytest.raises(UserError, match="MASTER_ADDR is unset"), join_roles(run, parallel):
+            pass
+        assert ("HONE_KEY is not set" in caplog.text) == is_warned
 
 
 def command(name: str, cfg: Section, folder: Path, launcher: list[str], *more: str) -> list[str]:

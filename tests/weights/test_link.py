@@ -15,13 +15,14 @@ from socket import socket
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from hone.weights.link import Link, LinkError, SyncStore, host_store, join_store
+from hone.distributed.listening import host_store
+from hone.weights.link import Link, LinkError, SyncStore, join_store
 from hone.weights.protocol import ReceiveSpec
+from tests.ports import listening
 from tests.ranks import ROOT
 
 NAMES = ("the trainer", "one", "two")
@@ -107,12 +108,7 @@ def test_a_message_is_good_for_its_place_and_its_key_alone(store: dist.TCPStore)
 
 
 def test_the_store_listens_at_the_address_that_is_meant_alone(store: dist.TCPStore) -> None:
-    listening = {
-        connection.laddr.ip
-        for connection in psutil.Process().net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == store.port
-    }
-    assert listening == {"127.0.0.1"}
+    assert {host for host, port in listening() if port == store.port} == {"127.0.0.1"}
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hone.config.parallel import AxisSizes, ParallelConfig
-from hone.distributed.channel import packed, unpacked
+from hone.distributed.channel import broadcast, gather
 from hone.distributed.processes import Processes
-from hone.distributed.watch import BACKSTOP_S, LostPeerError
+from hone.distributed.watch import BACKSTOP_S, LostPeerError, connect
 
 __all__ = ["Axis", "DisagreementError", "Mesh", "new_group", "patience"]
 
@@ -110,7 +110,7 @@ class Mesh:
         store: dist.Store | None = None,
     ) -> Mesh:
         """Meet the other processes that torchrun started, or in `store` those that `own` is one of.
-        With one process nothing is set up.
+        With one process nothing is set up. The store waits from then on as long as `cfg` says.
 
         Collective: every process calls it, once. Raises UserError as `AxisSizes.of` does, before
         any process waits for another, and LostPeerError where they do not reach each other.
@@ -121,14 +121,17 @@ class Mesh:
         timeout = patience(cfg)
         if not dist.is_initialized():
             is_cuda = device.type == "cuda"
+            # By itself torch would serve a store at all interfaces.
+            store = dist.PrefixStore("mesh", connect(own)) if store is None else store
+            store.set_timeout(timeout)
             try:
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
                     timeout=timeout,
                     device_id=device if is_cuda else None,
                     store=store,
-                    rank=-1 if store is None else own.rank,
-                    world_size=-1 if store is None else own.world_size,
+                    rank=own.rank,
+                    world_size=own.world_size,
                 )
             except RuntimeError as error:
                 raise LostPeerError(
@@ -254,29 +257,19 @@ class Mesh:
         """The picklable `value` of every process, by rank. Collective."""
         if self.world.size == 1:
             return [value]
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        return gather(self.control, value)
 
     def broadcast(self, value: Any) -> Any:
         """The picklable `value` of the first process. Collective."""
         if self.world.size == 1:
             return value
-        message = packed(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
-        num_bytes = torch.tensor([len(message)])
-        dist.broadcast(num_bytes, group=self.control, group_src=0)
-        if not self.is_first:
-            message = message.new_empty(int(num_bytes))
-        dist.broadcast(message, group=self.control, group_src=0)
-        return value if self.is_first else unpacked(message)
+        return broadcast(self.control, value)
 
     def gather_stages(self, value: Any, /) -> list[Any]:
         """The picklable `value` of every stage, first to last. Collective along pipeline."""
         if self.pipeline.size == 1:
             return [value]
-        values: list[Any] = [None] * self.pipeline.size
-        dist.all_gather_object(values, value, group=self.pipeline.group)
-        return values
+        return gather(self.pipeline.group, value)
 
     def share(self, own: Mapping[str, T]) -> dict[str, T]:
         """What this process has by name, with what those have that train another model: where all

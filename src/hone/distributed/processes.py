@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hone.config.errors import UserError
 
 __all__ = [
     "DEVICES_HELD",
+    "HONE_KEY",
     "HONE_LAUNCHER",
     "Processes",
     "Rendezvous",
+    "environment",
     "has_hone_launcher",
     "processes",
     "rendezvous",
+    "run_key",
 ]
 
 HONE_LAUNCHER = "HONE_LAUNCHER"
 """Set by `hone.distributed.spawn`, beside torchrun's variables."""
 DEVICES_HELD = "HONE_DEVICES_HELD"
 """Set where Ray has given this host's devices to the trainers, so that they need not take them."""
+HONE_KEY = "HONE_KEY"
+"""Set where hone starts processes, to what only they know; torchrun's get it from the user."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -82,6 +89,27 @@ def has_hone_launcher() -> bool:
     """Whether this is one of several processes that `hone.distributed.spawn` has started, which
     reports how one of them was killed and turns a signal into the exit code of the run."""
     return processes().world_size > 1 and os.environ.get(HONE_LAUNCHER) == "1"
+
+
+def run_key() -> bytes:
+    """What the processes of this run sign messages with that are unpickled; empty where nothing has
+    given them a secret."""
+    return os.environ.get(HONE_KEY, "").encode()
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Generator[None]:
+    """Environment variables of this process, and of what it starts, for as long as it is inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import threading
@@ -21,9 +22,9 @@ from pkgutil import resolve_name
 from time import monotonic
 from typing import Any, Literal, TypeVar
 
-import psutil
 import ray
 import torch
+from ray._private import ray_constants
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
@@ -39,8 +40,9 @@ from hone.config.reward import RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.distributed.address import no_cluster, unreachable
 from hone.distributed.calls import Hub, serve
+from hone.distributed.listening import LOOPBACK, host_store, interface_of
 from hone.distributed.pool import WorkersLostError
-from hone.distributed.processes import DEVICES_HELD, processes
+from hone.distributed.processes import DEVICES_HELD, HONE_KEY, environment, processes
 from hone.distributed.signals import handling
 from hone.types import EngineLostError
 
@@ -174,11 +176,11 @@ def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
     uses_gpus, address = cfg.run.device != "cpu" and torch.cuda.is_available(), cfg.cluster.address
     with (
         _joined(cfg, uses_gpus=uses_gpus),
-        _environment({} if address is None else network_environment()),
+        environment({} if address is None else network_environment()),
     ):
         placed = _place(cfg, uses_gpus=uses_gpus)
         try:
-            host = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
+            host = LOOPBACK if address is None else ray.util.get_node_ip_address()
             num_lines = cfg.cluster.num_engines + sum(cfg.cluster.num_scorers.values())
             with closing(Hub(host, num_lines=num_lines, lost_after_s=_LOOK_S)) as hub:
                 yield RayWorkers(_anywhere(cfg), placed, uses_gpus, build, host, hub)
@@ -206,8 +208,8 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
     address = cfg.cluster.address
     try:  # an interrupt may find it half started
         if address is None:
-            num_cpus, num_gpus, environment = _own_devices(cfg, uses_gpus=uses_gpus)
-            with _environment(environment):
+            num_cpus, num_gpus, inherited = _own_devices(cfg, uses_gpus=uses_gpus)
+            with environment(inherited), _private():
                 ray.init(
                     address="local",
                     num_cpus=num_cpus,
@@ -228,6 +230,7 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
         if not ray.is_initialized() or own_node()["Alive"]:
             with _undisturbed():
                 ray.shutdown()
+                _read_settings()
 
 
 def _undisturbed() -> AbstractContextManager[None]:
@@ -275,18 +278,31 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Generator[None]:
-    """What processes inherit that are started inside."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _private() -> Generator[None]:
+    """A Ray that is started inside listens at loopback, and to nobody without its token: whoever
+    reaches the ports of a Ray otherwise has programs run by it.
+
+    Ray takes an address for its ports from what other hosts reach, whatever it is given, but where
+    it may not have other nodes. The token is drawn here, for this Ray alone, and is nowhere but in
+    the environment of its processes. Ray has read its settings when it was imported, so it is made
+    to read them again.
+    """
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    may_have_nodes = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        yield
+        with environment(token):
+            _read_settings()
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        ray_constants.ENABLE_RAY_CLUSTER = may_have_nodes
+
+
+def _read_settings() -> None:
+    """Let Ray read its environment anew."""
+    raylet: Any = resolve_name("ray._raylet")  # native: no checker sees what is in it
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _visible_gpus() -> list[str]:
@@ -374,11 +390,8 @@ def network_environment() -> dict[str, str]:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
-    own = ray.util.get_node_ip_address()
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == own for address in addresses):
-            return {"GLOO_SOCKET_IFNAME": name}
-    return {}
+    name = interface_of(ray.util.get_node_ip_address())
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}
 
 
 def own_node() -> dict[str, Any]:
@@ -416,21 +429,28 @@ class WorkerRank:
         self._name = name
         self._rank = rank
         self._size = size
+        self._store: Any = None
+        """Where the ranks of this engine meet, of several in the first."""
         self._target: Any = None
         self._failure: BaseException | None = None
         self._started = threading.Event()
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks of this engine meet: a free port of the host of the first one."""
-        with socket.create_server(("", 0)) as server:
-            return ray.util.get_node_ip_address(), server.getsockname()[1]
+        """Where the ranks of this engine meet: a store that the first one serves, at the address by
+        which Ray knows its host. One rank meets nobody."""
+        host = ray.util.get_node_ip_address()
+        if self._size == 1:
+            return host, 0
+        self._store = host_store(host, timeout_s=_STARTING_S)
+        return host, self._store.port
 
     def gpus(self) -> list[str]:
         """The GPU that Ray has given this rank, as CUDA names it; none on a CPU."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
-    def start(self, address: tuple[str, int], *gpus: list[str]) -> None:
-        """Make what the calls are for. `gpus` are those of each rank."""
+    def start(self, address: tuple[str, int], key: str, *gpus: list[str]) -> None:
+        """Make what the calls are for. `gpus` are those of each rank, which sign what they send
+        each other with `key`."""
         if named := list(chain(*gpus)):
             # Each rank sees all of them, as ranks that read each other's memory must.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)
@@ -441,8 +461,10 @@ class WorkerRank:
             "LOCAL_WORLD_SIZE": str(self._size),
             "MASTER_ADDR": address[0],
             "MASTER_PORT": str(address[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             # A Ray of this host alone has inherited the trainers' environment.
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            HONE_KEY: key,
         }
         if self._cfg.cluster.address is not None:
             os.environ |= network_environment()
@@ -537,9 +559,9 @@ class RayWorker:
         self._ranks = list(ranks)
         self._line = hub.line(name)
         first = self._ranks[0]
-        address = first.address.remote()
+        address, key = first.address.remote(), secrets.token_hex(32)
         gpus = [rank.gpus.remote() for rank in self._ranks]
-        self._starting = [rank.start.remote(address, *gpus) for rank in self._ranks]
+        self._starting = [rank.start.remote(address, key, *gpus) for rank in self._ranks]
         served = first.serve.remote(hub.address, self._line.key)
         served.future().add_done_callback(self._on_first_ended)
         for rank in self._ranks[1:]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,7 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hone.config.cluster import ClusterConfig
 from hone.config.errors import UserError
 from hone.config.tree import RLConfig
-from hone.distributed.processes import DEVICES_HELD
+from hone.distributed.listening import listen
+from hone.distributed.processes import DEVICES_HELD, HONE_KEY
 from hone.distributed.ray import PLACING_S, check_nodes, join, network_environment, why_lost
 from hone.distributed.signals import handling
 
@@ -46,11 +48,12 @@ class TrainerNode:
 
     def address(self) -> tuple[str, int]:
         """Where all processes meet, if this is the first node: its address and a free port."""
-        with socket.create_server(("", 0)) as server:
-            return ray.util.get_node_ip_address(), server.getsockname()[1]
+        host = ray.util.get_node_ip_address()
+        with listen(host) as server:
+            return host, server.getsockname()[1]
 
-    def run(self, words: Sequence[str], folder: str) -> int:
-        """Run torchrun with `words` in `folder`; its exit code."""
+    def run(self, words: Sequence[str], folder: str, key: str) -> int:
+        """Run torchrun with `words` in `folder`, and the `key` of the run; its exit code."""
         if not os.path.isdir(folder):
             raise FileNotFoundError(
                 f"{socket.gethostname()} has no folder {folder!r}, in which the run was started. "
@@ -59,7 +62,7 @@ class TrainerNode:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words],
             cwd=folder,
-            env=os.environ | network_environment() | {DEVICES_HELD: "1"},
+            env=os.environ | network_environment() | {DEVICES_HELD: "1", HONE_KEY: key},
         )
         return self._process.wait()
 
@@ -160,8 +163,9 @@ class _Nodes:
             return 1
         hosts, (host, port) = [name for name, _ in addresses], addresses[0]
         _log.info("starting %d trainers each on %s", self._each, ", ".join(hosts))
+        key = secrets.token_hex(32)
         runs = [
-            actor.run.remote(self._words(index, host, port, arguments), os.getcwd())
+            actor.run.remote(self._words(index, host, port, arguments), os.getcwd(), key)
             for index, actor in enumerate(self._actors)
         ]
         came: list[int] = []

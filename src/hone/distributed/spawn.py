@@ -8,6 +8,7 @@ within seconds, and so does a failure, stopped ones too.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hone.distributed.processes import HONE_LAUNCHER
+from hone.distributed.processes import HONE_KEY, HONE_LAUNCHER
 from hone.distributed.signals import handling
 
 if TYPE_CHECKING:
@@ -52,13 +53,13 @@ def spawn(command: Sequence[str], nproc: int, on_death: Death | None = None) -> 
     Raises KeyboardInterrupt where Ctrl-C ended the run and no process was left to say so.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
-        run = _Run()
+        run, key = _Run(), secrets.token_hex(32)
         try:
             with run.forwarding():
                 for rank in range(nproc):
                     process = subprocess.Popen(
                         command,
-                        env=_environment(rank, nproc, server.getsockname()[1]),
+                        env=_environment(rank, nproc, server.getsockname()[1], key),
                         start_new_session=True,  # the terminal's Ctrl-C comes through us, and once
                     )
                     run.processes.append(process)
@@ -80,7 +81,7 @@ def spawn(command: Sequence[str], nproc: int, on_death: Death | None = None) -> 
                 on_death(*run.death, [process.pid for process in run.processes])
 
 
-def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+def _environment(rank: int, nproc: int, port: int, key: str) -> dict[str, str]:
     own = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -91,6 +92,7 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
         HONE_LAUNCHER: 1,
+        HONE_KEY: key,
     }
     defaults = {
         "OMP_NUM_THREADS": max((os.cpu_count() or 1) // nproc, 1),

@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -39,6 +40,7 @@ import torch.distributed as dist
 
 from hone.config.errors import UserError
 from hone.distributed.channel import Channel
+from hone.distributed.listening import host_store
 from hone.distributed.processes import Processes, Rendezvous, has_hone_launcher, rendezvous
 
 __all__ = [
@@ -124,26 +126,32 @@ class Progress:
 
 
 def connect(own: Processes) -> dist.Store:
-    """A connection to the store of the launcher, to the part of it that is ours.
+    """A connection to the store of the launcher, to the part of it that is ours. Where there is no
+    launcher the first process serves it, until it ends.
 
-    Raises UnreachableError where the launcher does not answer, and UserError where nothing
-    names its address.
+    Raises UnreachableError where nobody answers, and UserError where nothing names its address, or
+    one that is not the first process's.
     """
     place = rendezvous()
-    if own.rank > 0 or place.has_server:
-        _await_server(place)
+    if own.rank == 0 and not place.has_server:
+        _serve(place.host, place.port)
+    _await_server(place)
     try:
-        store = dist.TCPStore(
-            place.host,
-            place.port,
-            is_master=own.rank == 0 and not place.has_server,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timedelta(seconds=_CONNECT_S),
-        )
+        store = dist.TCPStore(place.host, place.port, timeout=timedelta(seconds=_CONNECT_S))
     except dist.DistError as error:
         raise UnreachableError(_unanswered(place, error)) from error
     return prefixed(store, place.attempt)
+
+
+@cache
+def _serve(host: str, port: int) -> dist.TCPStore:
+    """The store of the first process, at an address of its machine."""
+    try:
+        return host_store(host, port, timeout_s=_CONNECT_S)
+    except OSError as error:
+        raise UserError(
+            f"the first process cannot serve a store at MASTER_ADDR and MASTER_PORT: {error}"
+        ) from error
 
 
 def _await_server(place: Rendezvous) -> None:
@@ -165,7 +173,7 @@ def _unanswered(place: Rendezvous, error: Exception) -> str:
     return (
         f"{socket.gethostname()} gets no answer at {place.host}:{place.port}, where the processes "
         f"of this run meet: {error}. Has the run ended on that host, and why? Otherwise see that "
-        "hosts reach each other (MASTER_ADDR, firewalls)."
+        "hosts reach each other (MASTER_ADDR, which no host may take for loopback, firewalls)."
     )
 
 

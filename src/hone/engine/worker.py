@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from hone.distributed.channel import broadcast, gather
 from hone.distributed.pool import Pending
 from hone.types import Completion, Engine, EngineLostError, EngineStats, Request, StopReason
 
@@ -89,18 +90,13 @@ class LockStep:
 
         Like `gather`, raises ConnectionError where another rank is gone.
         """
-        box = [commands]
         with _naming_others():
-            dist.broadcast_object_list(box, group=self._group, group_src=0)
-        assert box[0] is not None
-        return box[0]
+            return broadcast(self._group, commands)
 
     def gather(self, value: T) -> list[T]:
         """The picklable value of every rank."""
-        values: list[Any] = [None] * self.size
         with _naming_others():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return gather(self._group, value)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,9 @@ from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.config.run import GenerateRunConfig
 from hone.config.tree import RLConfig, SFTConfig
+from hone.distributed.listening import on_loopback
 from hone.distributed.mesh import Mesh
-from hone.distributed.processes import processes
+from hone.distributed.processes import HONE_KEY, processes, run_key
 from hone.distributed.roles import CriticProcesses, Roles
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
@@ -58,6 +59,12 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+_UNSIGNED = (
+    f"warning: {HONE_KEY} is not set, so that whoever reaches the ports of this run can have "
+    f"programs run in its processes. Give one secret to all hosts (export {HONE_KEY}=..., such as "
+    "`openssl rand -hex 32` prints), or see that nobody else reaches them (docs/security.md)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +151,25 @@ def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Me
 
 @contextmanager
 def join_roles(
-    run: GenerateRunConfig, parallel: ParallelConfig, *, critic: CriticProcesses | None = None
+    run: GenerateRunConfig,
+    parallel: ParallelConfig,
+    *,
+    critic: CriticProcesses | None = None,
+    cluster: str | None = None,
 ) -> Generator[tuple[Roles, Watch]]:
     """This process's place among all that train together, under watch; left behind at the end.
+    `cluster` is the address of a Ray cluster where others may be, which take the weights.
 
     With one process nothing is set up. Raises UserError where there are fewer GPUs than processes.
     """
     own = processes()
-    with Watch(own, parallel.timeout_s) as watch:
+    is_on_one_host = not own.has_other_hosts and cluster is None
+    if own.has_other_hosts and own.rank == 0 and not run_key():
+        _log.warning("%s", _UNSIGNED)
+    with (
+        on_loopback() if is_on_one_host else nullcontext(),
+        Watch(own, parallel.timeout_s) as watch,
+    ):
         device = choose_device(run)
         watch.join()
         roles = Roles.join(parallel, own, device, critic=critic)
@@ -173,12 +191,14 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
     folder holds, another command has written it, or hosts do not see the same files.
     """
     run, parallel = cfg.run, cfg.trainer.parallel
-    critic = None
-    if isinstance(cfg, RLConfig) and cfg.cluster.num_critics:
-        critic = CriticProcesses(cfg.cluster.num_critics, cfg.critic_parallel)
+    critic = cluster = None
+    if isinstance(cfg, RLConfig):
+        cluster = cfg.cluster.address
+        if cfg.cluster.num_critics:
+            critic = CriticProcesses(cfg.cluster.num_critics, cfg.critic_parallel)
     with (
         ExitStack() as stack,
-        join_roles(run, parallel, critic=critic) as (roles, watch),
+        join_roles(run, parallel, critic=critic, cluster=cluster) as (roles, watch),
     ):
         everyone = roles.everyone
         if everyone.size == 1:  # of several, the watch ends each

@@ -35,6 +35,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hone.config.errors import UserError
 from hone.config.model_facts import ModelFacts
 from hone.distributed.processes import processes
+from hone.distributed.watch import connect
 from hone.families.registry import SPECS
 from hone.families.spec import DIVIDED_FIELDS, Split
 from hone.models.experts import Experts
@@ -108,7 +109,14 @@ class TensorParallel:
         if size == 1:
             return cls(rank=0, size=1, device=device, replica=rank, num_replicas=world_size)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            store = dist.PrefixStore("engine", connect(own))
+            store.set_timeout(dist.default_pg_timeout)
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+            )
         rank, world_size = dist.get_rank(), dist.get_world_size()
         assert world_size % size == 0, f"{world_size=} {size=}"  # a rule of `hone check`
         group: Any

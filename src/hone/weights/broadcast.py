@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.distributed.listening import LOOPBACK, host_store
 from hone.distributed.mesh import Mesh
 from hone.distributed.pool import Pending
 from hone.models.manifest import build_manifest
 from hone.types import EngineLostError, Trainer
 from hone.weights.buckets import Bucket, Entry, layout_of
-from hone.weights.link import Link, LinkError, SyncStore, host_store
+from hone.weights.link import Link, LinkError, SyncStore
 from hone.weights.protocol import (
     BUFFERS,
     RECEIVED,
@@ -57,7 +58,7 @@ class BroadcastSync:
         *,
         bucket_bytes: int,
         timeout_s: float,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
     ) -> None:
         """Every training process makes one; `receivers` are given to the first alone.
 

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.distributed.listening import listen
 from hone.weights.protocol import ReceiveSpec
 
-__all__ = ["Link", "LinkError", "SyncStore", "host_store", "join_store"]
+__all__ = ["Link", "LinkError", "SyncStore", "join_store"]
 
 POLL_S, MAX_POLL_S, POLL_GROWTH = 0.0001, 0.02, 1.1
 """Between two looks at what is waited for: at first, at most, and from one to the next. So a wait
@@ -39,22 +38,6 @@ _SIGNATURE_BYTES = 32
 
 class LinkError(RuntimeError):
     """Members of a delivery do not reach each other, are late, or give up. Says who and why."""
-
-
-def host_store(host: str, *, timeout_s: float) -> dist.TCPStore:
-    """The sender's store, at a free port of the address `host`, by which others reach this machine.
-
-    By itself torch would listen on all interfaces. Raises OSError where no port can be opened.
-    """
-    with listen(host) as listener:
-        return dist.TCPStore(
-            host,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=os.dup(listener.fileno()),
-        )
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
