@@ -14,9 +14,11 @@ import torch
 from tests.bench.fakes import SHAPE
 
 from hone.config.hardware import GPUS
+from hone.config.load import load_config
 from hone.config.run import LogConfig
+from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
-from hone.loops.recorder import Limits, Recorder
+from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import GIB, DeviceMemory, Reading
@@ -152,6 +154,30 @@ def test_what_an_environment_says_is_read_and_not_generated(tmp_path: Path) -> N
     assert (written["completion_tokens"]["low"], written["completion_tokens"]["high"]) == (4, 9)
     samples = [*map(json.loads, (tmp_path / "samples.jsonl").open())]
     assert [sample["num_tokens"] for sample in samples] == [9, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        (("--model.dtype=bfloat16",), 1e-2),
+        (("--model.dtype=float32",), 1e-4),
+        ((), 1e-4),  # of a CPU
+        (("--model.dtype=float32", "--engine.kv_cache_dtype=fp8"), 1e-2),
+        (("--model.dtype=float32", "--engine.weight_dtype=int8"), 1e-2),
+    ],
+)
+def test_the_limit_of_the_mismatch_is_that_of_the_format_that_computes(
+    flags: tuple[str, ...], limit: float
+) -> None:
+    """Of bfloat16 experts 1.3e-4 is usual; several trainers hold float32 masters all the same."""
+    cfg = load_config(RLConfig, None, ["--model.path=m", "--data.train=[{path: t}]", *flags])
+    found = max_mismatch_kl(cfg, torch.device("cpu"))
+    assert found == limit
+    names = [alarm.name for alarm in Alarms(max_mismatch_kl=found).check(1, MISMATCH)]
+    assert names == ([] if limit == 1e-2 else ["mismatch_kl"])
+
+
+MISMATCH = {"off_policy/mismatch_kl": 1.3e-4}
 
 
 def test_a_prompt_that_rows_share_counts_once_in_the_limit_of_training() -> None:

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 
 from hone.config.hardware import Peaks, installed_gpu, num_usable_cores
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import RunPlan
-from hone.config.tree import RLConfig
+from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
 from hone.loops.launch import Launch
+from hone.models.load import compute_dtype
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import DeviceMemory
@@ -36,7 +36,7 @@ from hone.rewards.scorer import FailureRateError
 from hone.trainer.prefixes import left_out, shared_prefixes
 from hone.types import Group, Row, Sample
 
-__all__ = ["Limits", "Recorder", "recording"]
+__all__ = ["Limits", "Recorder", "max_mismatch_kl", "recording"]
 
 _log = logging.getLogger(__name__)
 
@@ -342,22 +342,26 @@ def _as_loaded(plan: RunPlan, limits: Limits) -> RunPlan:
     return replace(plan, model=facts, devices=replace(plan.devices, gpu=gpu))
 
 
+def max_mismatch_kl(cfg: RLConfig | SFTConfig, device: torch.device) -> float:
+    """The largest healthy divergence of engines and trainer, which is larger in a coarser number
+    format: that in which models compute, whatever a trainer keeps of them."""
+    is_rounded = compute_dtype(cfg.model, device).itemsize == 2
+    if isinstance(cfg, RLConfig):
+        is_rounded |= cfg.engine.packs_rows or cfg.engine.kv_cache_dtype == "fp8"
+    return 1e-2 if is_rounded else 1e-4
+
+
 @contextmanager
 def recording(
-    launch: Launch,
-    model: PreTrainedModel,
-    limits: Limits | None = None,
-    plan: RunPlan | None = None,
+    launch: Launch, limits: Limits | None = None, plan: RunPlan | None = None
 ) -> Generator[Recorder]:
     """The recorder of this process; the first one's writes into the run folder, also the samples
     of a step that fails. What alarms advise is for `plan`."""
     cfg, everyone = launch.cfg, launch.everyone
     is_rl = isinstance(cfg, RLConfig)
     runs_ahead = is_rl and cfg.pipeline.samples_ahead
-    is_rounded = is_rl and (cfg.engine.packs_rows or cfg.engine.kv_cache_dtype == "fp8")
-    is_fine = model.dtype == torch.float32 and not is_rounded
-    alarms = Alarms(  # engines mismatch more in a coarser number format
-        max_mismatch_kl=1e-4 if is_fine else 1e-2,
+    alarms = Alarms(
+        max_mismatch_kl=max_mismatch_kl(cfg, everyone.device),
         max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,
         plan=None if plan is None or limits is None else _as_loaded(plan, limits),
     )

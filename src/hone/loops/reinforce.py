@@ -303,7 +303,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 on_complete=_scoring_ahead(cfg, algorithm, models),
             )
         )
-        recorder = stack.enter_context(recording(start, model, limits, plan))
+        recorder = stack.enter_context(recording(start, limits, plan))
         if pools is not None:
             pools.report_to(recorder.event)
             recorder.engine_lanes = pools.engines.take_busy
@@ -348,7 +348,7 @@ def build_critic(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generat
             models=models,
             sampling=Sampling(data, None, None, collector, None),
             tokenizer=tokenizer,
-            recorder=stack.enter_context(recording(start, critic.policy.model, plan=plan)),
+            recorder=stack.enter_context(recording(start, plan=plan)),
         )
         if start.checkpoint is not None:
             built.load_state(start.checkpoint.parts)
