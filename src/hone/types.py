@@ -523,6 +523,8 @@ class EngineStats:
     """Seconds spent inside `step`."""
     num_first_tokens: int = 0
     """Requests whose first token is known."""
+    num_lost: int = 0
+    """Of a pool, engines that were lost, in whose place another one starts."""
 
 
 @dataclass(frozen=True, slots=True)

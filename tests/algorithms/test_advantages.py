@@ -138,6 +138,29 @@ def test_constant_rewards_give_exactly_zero(name: str) -> None:
     assert all(x == 0.0 for group in run(name, case) for tokens in group for x in tokens)
 
 
+@table(
+    "rewards, spreads",
+    [
+        ([0.3, 0.1 + 0.1 + 0.1], False),
+        ([1.0, 1 + 0.9e-7], False),
+        ([1.0, 1 + 2e-7], True),
+        ([1.0, 1.0001], True),
+        ([1000.0, 1000.1], True),
+        ([-1000.0, -1000 + 0.9e-4], False),  # of the larger, whatever its sign
+        ([0.0, 0.9e-7], False),  # below 1, of 1
+        ([0.0, 2e-7], True),
+    ],
+)
+def test_rewards_that_differ_by_more_than_rounding_are_a_signal(
+    rewards: list[float], spreads: bool
+) -> None:
+    """Estimators that compare within a group give exactly 0 without it."""
+    assert has_spread(rewards) == has_spread(rewards[::-1]) == spreads
+    for name in ("grpo", "dr_grpo", "rloo"):
+        ((first, second),) = run(name, [[(reward, [0.0]) for reward in rewards]])
+        assert (first[0] < 0 < second[0]) if spreads else (first[0] == second[0] == 0)
+
+
 @table("name", ["grpo", "dr_grpo", "rloo"])
 def test_order_of_samples_does_not_matter(name: str) -> None:
     case = random_case(3, with_penalties=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 import torch
 
 from hone.algorithms.advantages import ADVANTAGES
-from hone.algorithms.distillation import Distillation
+from hone.algorithms.distillation import Distillation, DivergenceObjective, DivergingFromTeacher
+from hone.algorithms.divergences import DIVERGENCES
+from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig, TeacherConfig
 from hone.observe.metrics import to_scalars
+from hone.trainer.collating import collate
 from hone.types import Column, Row, StopReason
 from tests.algorithms.test_ppo import group_of
 from tests.tables import table
@@ -52,6 +56,59 @@ def test_advantages_are_their_definition(reward_coef: float, advantage: str) -> 
     own = torch.cat([row.column("advantages") for row in rows])
     assert own.tolist() == pytest.approx(expected, abs=1e-6)
     assert metrics["teacher/kl"] == pytest.approx(mean, abs=1e-6)
+
+
+@table("loss", [*DIVERGENCES])
+@table("reward_coef", [0.0, 0.5, 2.0])
+def test_rewards_beside_a_divergence_weigh_as_they_are_set_to(
+    loss: str, reward_coef: float
+) -> None:
+    """The advantages that GRPO takes of them, times the coefficient; 0 where they do not count."""
+    cfg, rewards = AlgorithmConfig(), [1.0, 0.0, 0.25]
+    teacher = TeacherConfig.model_validate(
+        {"path": "t", "loss": loss, "reward_coef": reward_coef, "top_k": 2}
+    )
+    algorithm = DivergingFromTeacher(cfg, teacher, max_completion_tokens=8)
+    batch = [group_of(rewards, MASK, StopReason.EOS)]
+    rows = algorithm.rows(batch, 0)
+    ids = [torch.randint(9, (row.num_trained, 2)) for row in rows]
+    for row, own in zip(rows, ids, strict=True):
+        row.columns["top_ids/teacher"] = Column(own)
+    algorithm.targets(rows, batch)
+    mean, deviation = fmean(rewards), stdev(rewards)
+    for row, own, reward in zip(rows, ids, rewards, strict=True):
+        earned = reward_coef * (reward - mean) / (deviation + 1e-6)
+        assert row.column("advantages").tolist() == pytest.approx([earned] * 2, abs=1e-6)
+        assert torch.equal(row.column("at_ids"), own)
+        assert "top_ids/teacher" not in row.columns
+
+
+def test_the_loss_of_a_divergence_is_added_to_that_of_the_rewards() -> None:
+    """As much a token as its formula says, in float64."""
+    cfg = AlgorithmConfig()
+    teacher = TeacherConfig.model_validate({"path": "t", "loss": "forward_kl", "reward_coef": 1.0})
+    draw = torch.Generator().manual_seed(0)
+    own, scored = (
+        torch.randn(3, 9, generator=draw, dtype=torch.float64).log_softmax(-1)[:, :4]
+        for _ in range(2)
+    )
+    logprobs = torch.randn(3, generator=draw, dtype=torch.float64)
+    row = Row(
+        id="a",
+        token_ids=[1] * 4,
+        loss_mask=[False, True, True, True],
+        columns={
+            "advantages": Column(torch.tensor([1.0, -2.0, 0.5])),
+            "at_ids": Column(torch.zeros(3, 4, dtype=torch.int64)),
+            "top_logprobs/teacher": Column(scored),
+        },
+    )
+    outputs = {"logprobs": logprobs, "entropy": torch.zeros(3), "logprobs_at": own}
+    batch = collate([row], [1.0], "cpu")
+    both = DivergenceObjective(cfg, teacher, max_completion_tokens=8)(outputs, batch).values
+    rewards = PolicyObjective(cfg, max_completion_tokens=8)(outputs, batch).values
+    expected = DIVERGENCES["forward_kl"](own, scored)
+    torch.testing.assert_close((both - rewards).double(), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_a_teacher_alone_needs_no_group() -> None:

@@ -56,6 +56,17 @@ def test_fewer_words_tell_less_apart(name: str) -> None:
 
 
 @table("name", DIVERGENCES)
+@table("mass", [1e-2, 1e-4, 1e-5])
+def test_a_small_rest_counts_for_what_it_is(name: str, mass: float) -> None:
+    """Of a sure teacher: the policy leaves ten times as much to the other words, or a tenth."""
+    for rest in (10 * mass, mass / 10):
+        p, q = [1 - rest, rest], [1 - mass, mass]
+        policy, teacher = (torch.tensor([[x[0]]], dtype=torch.float64).log() for x in (p, q))
+        value = float(DIVERGENCES[name](policy, teacher))
+        assert value == pytest.approx(by_hand(name, p, q), rel=1e-6, abs=1e-15)
+
+
+@table("name", DIVERGENCES)
 @table("num_words", [2, VOCABULARY])
 def test_their_gradients_are_those_of_finite_differences(name: str, num_words: int) -> None:
     teacher = logits(4).log_softmax(-1).topk(num_words)

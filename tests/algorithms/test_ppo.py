@@ -10,7 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.algorithms.ppo import PPO, ValueObjective, gae
+from hone.algorithms.ppo import (
+    PPO,
+    ValueObjective,
+    _value_metrics,  # pyright: ignore[reportPrivateUsage]
+    gae,
+)
 from hone.config.algorithm import AlgorithmConfig, CriticConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.collating import collate
@@ -123,6 +128,26 @@ def test_targets_are_advantages_and_what_the_critic_learns(
     assert {"critic/values/mean", "critic/returns/std", "critic/vf_explained_var"} <= found.keys()
 
 
+@table(
+    "errors, explained",
+    [
+        ([0.0] * 4, 1.0),
+        ([3.0] * 4, 1.0),  # a bias is no variance
+        ([1.0, -1.0, 1.0, -1.0], 1 - 1 / 5),
+        ([-1.0, 1.0, 3.0, 5.0], 0.0),  # values are one constant
+        ([6.0, -6.0, 6.0, -6.0], 1 - 36 / 5),
+    ],
+)
+def test_explained_variance_is_its_definition(errors: list[float], explained: float) -> None:
+    """Of returns of variance 5, by values that differ from them."""
+    returns = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64)
+    values = returns - torch.tensor(errors, dtype=torch.float64)
+    found = to_scalars(_value_metrics(values, returns))
+    assert found["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-12)
+    assert found["critic/values/mean"] == pytest.approx(float(values.mean()))
+    assert found["critic/returns/mean"] == 4.0
+
+
 def values_batch(values: list[float], returns: list[float], old: list[float]) -> Any:
     number = len(values)
     columns = {
@@ -151,6 +176,28 @@ def test_the_value_loss_is_its_definition(
         near = v if clip is None else min(max(v, o - clip), o + clip)
         expected.append(0.5 * max((v - r) ** 2, (near - r) ** 2))
     assert loss.values.tolist() == pytest.approx(expected, abs=1e-4, rel=1e-4)
+
+
+def test_values_that_moved_less_than_the_clip_are_not_counted_as_clipped() -> None:
+    """However they are rounded; of those that moved further, the ones that went from the return."""
+    draw = torch.Generator().manual_seed(0)
+    returns, moved = (torch.randn(4096, generator=draw) for _ in range(2))
+    for clip in (0.2, 0.5):
+        old = clip * (torch.rand(4096, generator=draw) - 0.5)
+        values = clip * (torch.rand(4096, generator=draw) - 0.5)
+        _, batch = values_batch(values.tolist(), returns.tolist(), old.tolist())
+        loss = ValueObjective(clip)({"values": values}, batch)
+        assert to_scalars(loss.metrics)["train/vf_clipfrac"] == 0.0
+        assert torch.equal(loss.values, 0.5 * (values - returns).square())
+        values = old + moved
+        _, batch = values_batch(values.tolist(), returns.tolist(), old.tolist())
+        loss = ValueObjective(clip)({"values": values}, batch)
+        v, r, o = (x.double() for x in (values, returns, old))
+        near = torch.minimum(torch.maximum(v, o - clip), o + clip)
+        share = float(((near != v) & ((near - r).abs() > (v - r).abs())).double().mean())
+        assert 0.05 < share < 0.5
+        found = to_scalars(loss.metrics)["train/vf_clipfrac"]
+        assert found == pytest.approx(share, abs=1e-3)
 
 
 def test_a_value_that_went_far_enough_has_no_gradient() -> None:

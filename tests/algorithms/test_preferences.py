@@ -11,10 +11,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hone.algorithms.preferences.dpo import DPO, PairObjective
-from hone.algorithms.preferences.kto import KTO
+from hone.algorithms.preferences.kto import KTO, mismatched
 from hone.algorithms.preferences.losses import LOSSES, SFT_WEIGHT, Pairs, kto
 from hone.config.preference import REFERENCE_FREE, PairLossName, PreferenceConfig
 from hone.config.trainer import SFTTrainerConfig
@@ -22,7 +24,7 @@ from hone.observe.metrics import to_scalars
 from hone.trainer.models import Models
 from hone.trainer.scorer import FrozenScorer
 from hone.trainer.trainer import Trainer
-from hone.types import Preference, Row
+from hone.types import Column, Preference, Row
 from tests.tables import table
 from tests.trainer.examples import eager_twin, gradients, random_rows, tiny_model
 
@@ -284,8 +286,67 @@ def test_orpo_says_its_odds() -> None:
     assert found["log_odds_ratio"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_kto_estimates_its_divergence_from_neighbours_completions() -> None:
+def by_definition(prompts: Sequence[Any], pairs: list[tuple[int, int]]) -> None:
+    """No completion answers the prompt that it is scored with; each is scored once at most, and as
+    many as there can be."""
+    assert all(prompts[asked] != prompts[said] for asked, said in pairs)
+    for places in zip(*pairs, strict=True):
+        assert len(set(places)) == len(places)
+    number, most = len(prompts), max((prompts.count(each) for each in prompts), default=0)
+    assert len(pairs) == min(number, 2 * (number - most))
+
+
+@given(st.lists(st.integers(0, 4), max_size=12))
+def test_kto_scores_completions_of_other_prompts(prompts: list[int]) -> None:
+    by_definition(prompts, mismatched(prompts))
+    if len(set(prompts)) == len(prompts) > 1:
+        before = [len(prompts) - 1, *range(len(prompts) - 1)]
+        assert mismatched(prompts) == [*enumerate(before)], "the row before"
+
+
+def test_kto_planted_completions_of_the_row_before_are_seen() -> None:
+    prompts = [0, 0, 1, 1, 2, 2]
+    with pytest.raises(AssertionError):
+        by_definition(prompts, [(i, i - 1 if i else 5) for i in range(6)])
+
+
+def test_kto_has_no_divergence_of_one_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever its completions; it is said once."""
+    algorithm = KTO(PreferenceConfig(loss="kto"), max_tokens=64)
+    (item,) = preferences(1, single=True)
+    for batch in ([item], [item] * 3):
+        rows = algorithm.rows(batch, 0)
+        assert len(rows) == len(batch)
+        for row in rows:
+            row.columns["logprobs/policy"] = Column(torch.zeros(row.num_trained))
+            row.columns["logprobs/reference"] = Column(-torch.ones(row.num_trained))
+        assert algorithm.targets(rows, batch) == {}
+        assert all(float(row.column("divergence")) == 0 for row in rows)
+    assert caplog.text.count("the 1 rows of a step have one prompt") == 1
+
+
+def test_kto_cuts_completions_to_the_longest_row() -> None:
+    """That of another prompt may be longer than there is room for; one token is scored at least."""
+    items = preferences(9, single=True)
+    lengths = [item.rows[0].num_tokens for item in items]
+    prompts = [item.rows[0].loss_mask.index(True) for item in items]
+    for longest in (max(lengths), min(lengths), 1):
+        algorithm = KTO(PreferenceConfig(loss="kto"), max_tokens=longest)
+        for number, row in enumerate(algorithm.rows(items, 0)[9:]):
+            whole = prompts[number] + lengths[number - 1] - prompts[number - 1]
+            assert row.num_tokens == min(whole, max(longest, prompts[number] + 1))
+            assert row.num_trained >= 1
+
+
+def test_kto_estimates_its_divergence_from_other_prompts_completions() -> None:
     cfg, items = PreferenceConfig(loss="kto"), preferences(6, single=True)
+    # Three rows of a prompt are neighbours, as those that are read from pairs.
+    (first,) = items[0].rows
+    asked = first.token_ids[: first.loss_mask.index(True)]
+    for item in items[1:3]:
+        (row,) = item.rows
+        start = row.loss_mask.index(True)
+        row.token_ids[:start], row.loss_mask[:start] = asked, [False] * len(asked)
     algorithm = KTO(cfg, max_tokens=64)
     models = models_of(algorithm.objectives["policy"], micro_batch_size=2)
     rows, metrics = models.prepare(algorithm, items, version=0)
@@ -296,11 +357,11 @@ def test_kto_estimates_its_divergence_from_neighbours_completions() -> None:
             parameter.mul_(0.9)
         swapped: list[Row] = []
         for i, item in enumerate(items):
-            (row,), (before,) = item.rows, items[i - 1].rows
-            prompt = row.token_ids[: row.loss_mask.index(True)]
-            said = before.token_ids[before.loss_mask.index(True) :]
-            mask = [False] * len(prompt) + [True] * len(said)
-            swapped.append(Row(id="", token_ids=prompt + said, loss_mask=mask))
+            (row,), (other,) = item.rows, items[i - 3].rows
+            prompt, start = row.token_ids[: row.loss_mask.index(True)], other.loss_mask.index(True)
+            assert prompt != other.token_ids[:start]
+            mask = [False] * len(prompt) + other.loss_mask[start:]
+            swapped.append(Row(id="", token_ids=prompt + other.token_ids[start:], loss_mask=mask))
         scores = totals(own, swapped) - totals(eager_twin(reference), swapped)
     expected = max(float(scores.mean()), 0.0)
     assert to_scalars(metrics)["kl"] == pytest.approx(expected, rel=1e-4, abs=1e-6)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -186,6 +186,8 @@ def test_metrics_have_the_names_and_values_of_trl(cut: dict[str, Any]) -> None:
 
 
 @given(ids=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
+@example(ids=[PAD] * 4)  # which has its value at its first token
+@example(ids=[PAD, 5, PAD, 6, PAD])
 def test_a_row_ends_where_transformers_says(ids: list[int]) -> None:
     """By the very expression of `GenericForSequenceClassification`."""
     tensor = torch.tensor([ids])
@@ -193,3 +195,5 @@ def test_a_row_ends_where_transformers_says(ids: list[int]) -> None:
     row = valued_at_end("x", ids, pad_id=PAD)
     assert row.loss_mask.index(True) - 1 == last
     assert row.token_ids[: last + 1] == ids[: last + 1]
+    assert row.loss_mask == [False] * (last + 1) + [True]
+    assert row.num_tokens == last + 2

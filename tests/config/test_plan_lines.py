@@ -231,6 +231,39 @@ def test_memory_of_engines_and_references(workspace: Path) -> None:
     assert adapted["optimizer_gib"] < 0.1
 
 
+@table(
+    "flags, num_bytes",
+    [
+        (("--trainer.enable_sleep=true",), 4 + 8),
+        (("--trainer.enable_sleep=true", "--algorithm.advantage=gae"), 2 * (4 + 8)),
+        (("--trainer.offload=optimizer", "--trainer.enable_sleep=true"), 12),
+        (("--engine.backend=vllm", "--engine.enable_sleep=true"), 4 * 2),  # whole in each process
+        (("--engine.enable_sleep=true",), 0),
+    ],
+)
+def test_what_sleeps_is_in_host_memory(
+    flags: tuple[str, ...], num_bytes: int, workspace: Path
+) -> None:
+    """Bytes a parameter that four processes have one quarter of each."""
+    cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cuda", *flags])
+    found = rows(cfg, world_size=4, shape=MODEL)["host_gib"]
+    assert found == pytest.approx(num_bytes * MODEL.num_params / 4 / GIB, rel=0.02, abs=1e-3)
+
+
+def test_what_divides_a_model_is_said_of_that_model(workspace: Path) -> None:
+    """A reward model is whole in each process, and a reference in shards whatever the stage."""
+    flags = ("--run.device=cuda", "--algorithm.kl.coef=1", f"--reward.model.path={CONTEXT}")
+    for stage, own in ((0, "of one process"), (3, "4 shards")):
+        cfg = load_config(
+            RLConfig, None, [*BASE["rl"], *flags, f"--trainer.parallel.zero_stage={stage}"]
+        )
+        told = {line.name: line.how for line in plan_lines(planned(cfg, MODEL, 4))}
+        for name in ("weights", "gradients", "optimizer"):
+            assert told[f"{name}_gib"].endswith(own)
+        assert told["reward_model_gib"].endswith("frozen, whole")
+        assert told["reference_gib"].endswith("4 shards")
+
+
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_a_cluster_is_added_up_and_its_lead_bounded(staleness: int, workspace: Path) -> None:
     flags = (

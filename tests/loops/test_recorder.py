@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.bench.fakes import SHAPE
 
 from hone.config.hardware import GPUS
+from hone.config.load import load_config
 from hone.config.run import LogConfig
+from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
-from hone.loops.recorder import Limits, Recorder
+from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import GIB, DeviceMemory, Reading
@@ -23,7 +27,7 @@ from hone.observe.loggers import RunLog
 from hone.observe.metrics import Last, Metrics, Sum, to_scalars
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
-from hone.types import Column, Group, Prompt, Row, Sample, StopReason
+from hone.types import NOT_SAMPLED, Column, Group, Prompt, Row, Sample, StopReason, Turn
 
 LIMITS = Limits(
     shape=SHAPE,
@@ -53,8 +57,35 @@ def make_group(index: int) -> Group:
         weight_versions=[0] * 5,
         loss_mask=[True] * 5,
         stop_reason=StopReason.EOS,
+        turns=[Turn(start=0, end=5, text="", stop_reason=StopReason.EOS)],
     )
     return Group(id=f"g{index}", prompt=prompt, samples=[sample])
+
+
+def make_episodes() -> Group:
+    """Samples of three turns with observations of 7 and 3 tokens, and of one: 9 and 4 sampled."""
+    group, spans = make_group(0), [(0, 5), (12, 14), (17, 19)]
+    versions = [NOT_SAMPLED] * 19
+    for start, end in spans:
+        versions[start:end] = [0] * (end - start)
+    long = replace(
+        group.samples[0],
+        token_ids=[4] * 19,
+        logprobs=[0.0] * 19,
+        weight_versions=versions,
+        loss_mask=[version == 0 for version in versions],
+        turns=[Turn(start=s, end=e, text="", stop_reason=StopReason.EOS) for s, e in spans],
+    )
+    short = replace(
+        group.samples[0],
+        id="s1",
+        token_ids=[4] * 4,
+        logprobs=[0.0] * 4,
+        weight_versions=[0] * 4,
+        loss_mask=[True] * 4,
+        turns=[Turn(start=0, end=4, text="", stop_reason=StopReason.EOS)],
+    )
+    return replace(group, samples=[long, short])
 
 
 GROUPS = [make_group(index) for index in range(4)]
@@ -85,6 +116,68 @@ def test_measured_times_are_compared_with_the_limits() -> None:
         "perf/R_train": pytest.approx(train_s / 2.0),
         "perf/R_step": pytest.approx(max(generate_s, train_s) / 6.0),
     }
+
+
+def test_what_an_environment_says_is_read_and_not_generated(tmp_path: Path) -> None:
+    """Each turn is sampled behind all before it; answers of the environment are read once."""
+    limits, groups = replace(LIMITS, num_engines=1), [make_episodes()]
+    generate_s = generation_time_s(
+        SHAPE,
+        GPUS[0],
+        [3, 3 + 12, 3 + 17, 3],
+        [5, 2, 2, 4],
+        max_num_seqs=8,
+        prefill_lengths=[3, 7, 3],
+        bytes_per_value=2,
+        kv_bytes_per_value=2,
+    )
+    assert limits.ratios(groups, ROWS, SECONDS)["perf/R_gen"] == pytest.approx(generate_s / 3.0)
+
+    class Asked(Alarms):
+        lengths: Sequence[Sequence[int]] = ()
+
+        def check(self, *args: Any, lengths: Sequence[Sequence[int]] = (), **rest: Any) -> Any:
+            self.lengths = lengths
+            return super().check(*args, lengths=lengths, **rest)
+
+    alarms = Asked()
+    spans = Spans(clock=iter([0.0, 0.0, 3.0, 6.0]).__next__)
+    with RunLog(tmp_path, LogConfig(to=())) as log, Console(9) as console:
+        recorder = Recorder(Mesh.alone("cpu"), spans, alarms, log, console)
+        with spans.span("generate"):
+            pass
+        recorder.record(1, {}, groups=groups, rows=ROWS)
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").open())
+    assert row["perf/generated_tokens_per_s"] == (9 + 4) / 3.0
+    assert alarms.lengths == [[9, 4]]
+    (written,) = map(json.loads, (tmp_path / "histograms.jsonl").open())
+    assert (written["completion_tokens"]["low"], written["completion_tokens"]["high"]) == (4, 9)
+    samples = [*map(json.loads, (tmp_path / "samples.jsonl").open())]
+    assert [sample["num_tokens"] for sample in samples] == [9, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        (("--model.dtype=bfloat16",), 1e-2),
+        (("--model.dtype=float32",), 1e-4),
+        ((), 1e-4),  # of a CPU
+        (("--model.dtype=float32", "--engine.kv_cache_dtype=fp8"), 1e-2),
+        (("--model.dtype=float32", "--engine.weight_dtype=int8"), 1e-2),
+    ],
+)
+def test_the_limit_of_the_mismatch_is_that_of_the_format_that_computes(
+    flags: tuple[str, ...], limit: float
+) -> None:
+    """Of bfloat16 experts 1.3e-4 is usual; several trainers hold float32 masters all the same."""
+    cfg = load_config(RLConfig, None, ["--model.path=m", "--data.train=[{path: t}]", *flags])
+    found = max_mismatch_kl(cfg, torch.device("cpu"))
+    assert found == limit
+    names = [alarm.name for alarm in Alarms(max_mismatch_kl=found).check(1, MISMATCH)]
+    assert names == ([] if limit == 1e-2 else ["mismatch_kl"])
+
+
+MISMATCH = {"off_policy/mismatch_kl": 1.3e-4}
 
 
 def test_a_prompt_that_rows_share_counts_once_in_the_limit_of_training() -> None:

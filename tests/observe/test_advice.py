@@ -16,6 +16,7 @@ from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
 from hone.families.shape import public_shape
+from hone.observe.advice import lowered_caps, more_sequences
 from hone.observe.alarms import QUIET_STEPS, Alarm, Alarms
 from hone.planner.gain import Measured, Pricing
 
@@ -47,8 +48,9 @@ def plan_of(*, shape: str = "qwen3-1.7b", **sections: Any) -> RunPlan:
         {
             "model": {"path": "m"},
             "data": {"train": [{"path": "t"}], "max_prompt_tokens": 4096},
-            "rollout": {"prompts_per_step": 32, "max_completion_tokens": 3072},
             **sections,
+            "rollout": {"prompts_per_step": 32, "max_completion_tokens": 3072}
+            | sections.get("rollout", {}),
         }
     )
     facts = ModelFacts.of_shape(found) if (found := public_shape(shape)) is not None else None
@@ -113,6 +115,27 @@ def test_memory_to_spare_goes_to_logits_where_nothing_else_is_computed_again() -
     assert found.change == {"trainer.logits_chunk_tokens": 16384}
     found = raised_in(plan_of(shape=small, trainer={"logits_chunk_tokens": 16384}), idle)
     assert "trainer.logits_chunk_tokens" not in found["low_gpu_utilization"].change
+
+
+@pytest.mark.parametrize(
+    ("sections", "tried"),
+    [
+        ({}, [64, 128, 256]),  # all of 32 prompts x 8 samples
+        ({"rollout": {"oversample_prompts": 4}}, [64, 128, 256, 288]),
+        ({"cluster": APART}, [64, 128]),  # by two engines
+        ({"cluster": APART, "pipeline": {"max_staleness": 2}}, [64, 128, 256, 384]),
+        ({"cluster": APART, "pipeline": {"max_staleness": 9}}, [64, 128, 256, 512]),
+    ],
+)
+def test_more_sequences_go_up_to_all_that_may_be_under_way(
+    sections: dict[str, Any], tried: list[int]
+) -> None:
+    """The batches that are sampled ahead are."""
+    plan = plan_of(engine={"max_num_seqs": 32}, **sections)
+    assert isinstance(plan.config, RLConfig)
+    found = more_sequences(plan, plan.config, {})
+    key = "engine.max_num_seqs"
+    assert [change[key] for change in found if key in change] == tried
 
 
 @pytest.mark.parametrize("name", GAINS)
@@ -195,6 +218,17 @@ def test_passes_that_were_cut_down_name_the_keys_that_cut_them_from_the_start() 
         "trainer.max_tokens_per_forward": 18000,
         "teacher.max_tokens_per_forward": 12000,
     }
+
+
+@pytest.mark.parametrize("caps", [(18000.0, 20000.0), (20000.0, 18000.0)])
+def test_of_caps_that_roles_share_the_smallest_is_advised(caps: tuple[float, ...]) -> None:
+    """Whichever role has it."""
+    plan = plan_of(algorithm={"kl": {"coef": 0.1}})
+    assert isinstance(plan.config, RLConfig)
+    roles = ("policy", "reference")
+    now = {f"mem/{role}_forward_cap": cap for role, cap in zip(roles, caps, strict=True)}
+    assert [*lowered_caps(plan, plan.config, now)] == [{"trainer.max_tokens_per_forward": 18000}]
+    assert [*lowered_caps(plan, plan.config, {})] == []
 
 
 def test_samples_too_stale_for_the_learning_rate_halve_one_of_both() -> None:

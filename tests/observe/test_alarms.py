@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hone.observe.alarms import Alarm, Alarms
+from hone.observe.alarms import QUIET_STEPS, Alarm, Alarms
 from tests.observe.fake_run import Scalars, Symptom, healthy_step, supervised_step
 
 ONSET = 30
@@ -190,6 +190,106 @@ def test_a_lasting_symptom_speaks_once_and_a_returning_one_again() -> None:
             scalars["train/loss"] = float("nan")
 
     assert [a.step for a in run(comes_back, seed=0, num_steps=120)] == [ONSET, ONSET + 50]
+
+
+BROKEN = {
+    "policy/entropy": 9.0,
+    "policy/clip_fraction": 0.8,
+    "off_policy/mismatch_kl": 0.4,
+    "off_policy/ratio/mean": 0.5,
+    "train/grad_norm": 90.0,
+    "rollout/truncated_share": 0.97,
+    "rollout/zero_spread_share": 1.0,
+}
+"""What a policy shows that too large a step has turned to noise."""
+
+
+@pytest.mark.parametrize("delay", [0, 1, 15])
+def test_steps_that_are_too_large_are_the_one_cause_that_is_named(delay: int) -> None:
+    """Of all that they bring with them, as long as it lasts; not of what comes later."""
+
+    def too_large(scalars: Scalars, age: int) -> None:
+        if age < 3:
+            scalars["train/update_to_weight_ratio"] = 0.4
+        if age >= delay:
+            scalars |= BROKEN
+
+    def later(scalars: Scalars, age: int) -> None:
+        if age == 0:
+            scalars["train/update_to_weight_ratio"] = 0.4
+        if age > QUIET_STEPS:
+            scalars |= BROKEN
+
+    raised = run(too_large, seed=0, num_steps=ONSET + 60)
+    assert [alarm.name for alarm in raised] == ["large_update"]
+    assert "learning rate" in raised[0].advice
+    own = run(lambda scalars, _: scalars.update(BROKEN), seed=0, num_steps=ONSET + 5)
+    assert len({alarm.name for alarm in own}) >= len(BROKEN) - 1
+    long_after = [alarm.name for alarm in run(later, seed=0, num_steps=ONSET + 40)]
+    assert {"large_update", "truncated", "entropy_explosion"} <= {*long_after}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "named", "unnamed"),
+    [
+        ({}, "end-of-sequence", "env.max_turns"),
+        ({"rollout/stop/length": 400.0}, "end-of-sequence", "env.max_turns"),
+        (
+            {"rollout/turns/mean": 3.0, "rollout/stop/length": 400.0},
+            "which all turns of an episode share",
+            "end-of-sequence",
+        ),
+        (
+            {
+                "rollout/turns/mean": 8.0,
+                "rollout/stop/length": 20.0,
+                "rollout/stop/max_turns": 400.0,
+            },
+            "no turn is left: raise env.max_turns",
+            "rollout.max_completion_tokens",
+        ),
+    ],
+)
+def test_what_cut_samples_off_is_named(metrics: Scalars, named: str, unnamed: str) -> None:
+    cut = {"rollout/truncated_share": 0.9, **metrics}
+    (alarm,) = raised_by(cut, max_staleness=0)
+    assert alarm.name == "truncated"
+    assert named in alarm.advice
+    assert unnamed not in alarm.advice
+
+
+def test_samples_that_were_carried_over_may_have_another_ratio() -> None:
+    """They began with other weights; those of one version must agree."""
+    ratio = {"off_policy/ratio/mean": 1.05}
+
+    def raised(oldest: float) -> list[str]:
+        alarms = Alarms()
+        versions = {"rollout/weight_version/min": oldest, "rollout/weight_version/max": 7.0}
+        return [alarm.name for alarm in alarms.check(8, ratio | versions)]
+
+    assert raised(6.0) == []
+    assert raised(7.0) == ["ratio_mean"]
+
+
+@pytest.mark.parametrize("lost_at", [1, 8])
+def test_steps_that_lack_an_engine_are_no_reason_to_tune(lost_at: int) -> None:
+    """Trainers wait for samples until another one has started; if they still do, it is said."""
+    alarms, raised = Alarms(max_staleness=2), list[Alarm]()
+    for step in range(1, lost_at + 30):
+        waits = AHEAD["training_waits"][1] if step >= lost_at else {}
+        lost = {"engine/lost": float(step == lost_at), "rollout/weight_version/max": float(step)}
+        raised += alarms.check(step, HEALTHY_AHEAD | waits | lost)
+    assert [(alarm.name, alarm.step) for alarm in raised] == [
+        ("engine_lost", lost_at),
+        ("training_waits", lost_at + QUIET_STEPS),
+    ]
+
+
+def test_time_in_no_phase_is_nothing_that_users_must_program() -> None:
+    (alarm,) = run(add_delay("unattributed", 2.0), seed=0, num_steps=ONSET + 3)
+    assert alarm.name == "unattributed_time"
+    assert "span" not in alarm.advice
+    assert "report it" in alarm.advice
 
 
 def test_duplicates_of_short_answers_are_no_alarm() -> None:

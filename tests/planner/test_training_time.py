@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hone.algorithms.configured import algorithm_of
 from hone.config.hardware import GPUS, Peaks, known_gpu
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
@@ -21,12 +23,19 @@ ROWS = [2048] * 128
 """Sixteen micro-batches of 16,384 tokens."""
 
 
-def plan_of(shape: str, *, world_size: int = 1, gpu: Peaks = GPUS[0], **trainer: Any) -> RunPlan:
+def plan_of(
+    shape: str,
+    *,
+    world_size: int = 1,
+    gpu: Peaks = GPUS[0],
+    sections: Mapping[str, Any] = {},
+    **trainer: Any,
+) -> RunPlan:
     found = public_shape(shape)
     assert found is not None
     # What is measured is from before the last chunk's logits stayed.
     trainer = {"logits_chunk_tokens": 1, **trainer}
-    cfg = PlanConfig.model_validate({"model": {"shape": shape}, "trainer": trainer})
+    cfg = PlanConfig.model_validate({"model": {"shape": shape}, "trainer": trainer, **sections})
     devices = Devices(kind="cuda", gpu=gpu, per_node=8)
     return resolve(cfg, ModelFacts.of_shape(found), devices, world_size=world_size)
 
@@ -105,6 +114,49 @@ def test_experts_take_what_was_measured_on_an_H100(recomputed: int, tokens_per_s
     compute = Compute(gpu, PlanningConfig())
     seconds = (3 + recomputed) * compute.forward_s(shape, rows, num_head_tokens=0)
     assert seconds == pytest.approx(sum(rows) / tokens_per_s, rel=0.09)
+
+
+KL_IN_LOSS = {"algorithm": {"kl": {"coef": 0.1}}}
+KL_IN_REWARD = {"algorithm": {"kl": {"coef": 0.1, "placement": "reward"}}}
+CRITIC = {"algorithm": {"advantage": "gae"}}
+HALVES = {"prompts_per_minibatch": 16}
+
+
+@table(
+    "sections, trainer, num_forward, num_headless",
+    [
+        ({}, {}, 0, 0),
+        (KL_IN_LOSS, {}, 1, 0),  # the reference's
+        (KL_IN_REWARD, {}, 2, 0),  # and the policy's
+        (KL_IN_REWARD, HALVES, 2, 0),
+        ({"teacher": {"path": "t"}}, {}, 2, 0),
+        ({"teacher": {"path": "t", "loss": "js"}}, {}, 1, 0),
+        ({"teacher": {"path": "t", "loss": "js"}}, HALVES, 2, 0),
+        ({}, HALVES, 1, 0),
+        ({}, {"num_epochs": 2}, 1, 0),
+        (CRITIC, {}, 0, 4),  # values, and as many as three to learn
+        (CRITIC, {"num_epochs": 2}, 1, 7),
+        (CRITIC, {"num_epochs": 3}, 1, 10),
+        ({"algorithm": KL_IN_REWARD["algorithm"] | CRITIC["algorithm"]}, {}, 2, 4),
+    ],
+)
+def test_every_pass_of_an_update_is_planned(
+    sections: dict[str, Any], trainer: dict[str, Any], num_forward: int, num_headless: int
+) -> None:
+    """Passes over all rows besides those that train the policy, with its head and without."""
+    shape, compute = public_shape("qwen3-0.6b"), Compute(GPUS[0], PlanningConfig())
+    assert shape is not None
+    rollout = {"prompts_per_step": 32, "n_samples_per_prompt": 4}
+    plan = plan_of("qwen3-0.6b", sections={"rollout": rollout, **sections}, **trainer)
+    one_s = seconds(plan_of("qwen3-0.6b", sections={"rollout": rollout}))
+    expected = trainer.get("num_epochs", 1) * one_s
+    expected += num_forward * compute.forward_s(shape, ROWS)
+    expected += num_headless * compute.forward_s(shape, ROWS, num_head_tokens=0)
+    assert seconds(plan) == pytest.approx(expected, rel=1e-3)
+    assert isinstance(plan.config, PlanConfig)
+    wanted = "policy" in algorithm_of(plan.config).needs.scores
+    several = plan.batch is not None and plan.batch.optimizer_steps_per_rollout > 1
+    assert plan.scores_policy == (wanted or several), "what a run does"
 
 
 def test_a_frozen_base_has_no_gradients_of_its_own() -> None:

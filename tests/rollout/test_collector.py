@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.config.rollout import RolloutConfig
 from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
+from hone.rollout.buffer import teaches
 from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.metrics import rollout_metrics
@@ -38,6 +40,7 @@ from tests.rollout.fakes import (
     make_collector,
     prompt,
 )
+from tests.tables import table
 
 
 def make(
@@ -198,6 +201,46 @@ def test_dynamic_sampling_keeps_means_within_the_range() -> None:
             rewards = [sample.reward.total for sample in group.samples if sample.reward]
             assert low < fmean(rewards) < high
             assert len(set(rewards)) > 1
+
+
+@table(
+    "rewards, kept",
+    [
+        ([0.0, 1.0, 0.5], True),  # a mean of 0.5
+        ([0.0, 0.25], False),  # of the lower border itself
+        ([0.0, 0.2502], True),
+        ([0.5, 1.25], False),  # of the upper one
+        ([0.5, 1.2498], True),
+        ([0.0, 0.1], False),
+        ([1.0, 2.0], False),
+        ([0.5, 0.5, 0.5], False),
+        ([0.5, None, 0.5], False),
+        ([0.0, None, 1.0], True),
+        ([0.5, None, None], False),
+        ([None, None], False),
+    ],
+)
+def test_a_group_teaches_within_the_range_and_not_on_its_borders(
+    rewards: list[float | None], kept: bool
+) -> None:
+    """Means of valid samples, from 0.125 to 0.875."""
+    samples = [
+        Sample(
+            id=f"g/{index}",
+            prompt=prompt(0),
+            index=index,
+            token_ids=[3],
+            logprobs=[-1.0],
+            weight_versions=[0],
+            loss_mask=[True],
+            stop_reason=StopReason.EOS,
+            reward=None if reward is None else Reward(total=reward),
+            failure=FailureKind.TIMEOUT if reward is None else None,
+        )
+        for index, reward in enumerate(rewards)
+    ]
+    cfg = RolloutConfig(dynamic_sampling=True, reward_range=(0.125, 0.875))
+    assert teaches(Group(id="g", prompt=prompt(0), samples=samples), cfg) == kept
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds() -> None:

@@ -718,6 +718,7 @@ def test_counters_go_on_over_a_loss(local):
             group._members[0].worker.kill()
     assert totals == sorted(totals)
     assert group.stats().num_running == 0
+    assert group.stats().num_lost == 1
 
 
 def test_statistics_are_those_of_all_engines(local):

@@ -86,6 +86,37 @@ def test_muon_moves_hidden_matrices_along_orthogonalised_momentum():
         torch.testing.assert_close(named[name].detach().double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def newton_schulz(x: Tensor) -> Tensor:
+    """Five steps of the polynomial of Keller Jordan's Muon, in float64."""
+    x, is_tall = x / x.norm(), x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    for _ in range(5):
+        product = x @ x.T
+        x = 3.4445 * x + (-4.7750 * product + 2.0315 * product @ product) @ x
+    return x.T if is_tall else x
+
+
+def test_muon_keeps_its_momentum_and_decays_matrices():
+    """Nesterov's of 0.95, to float32; the moves to what bfloat16 leaves of the polynomial."""
+    cfg = OptimizerConfig(name="muon", muon_lr=0.02, weight_decay=0.5)
+    named = parameters()
+    optimizer = ParameterOptimizer(named, cfg, {"embed"})
+    momentum = {name: torch.zeros(SHAPES[name], dtype=torch.float64) for name in ("wide", "tall")}
+    for step in range(4):
+        before = {n: p.detach().double() for n, p in named.items()}
+        run(optimizer, named, range(step, step + 1))
+        state = optimizer.state_dict()
+        for name, held in momentum.items():
+            g, lr = gradient(name, step).double(), 0.02 / (step + 1)
+            held.mul_(0.95).add_(0.05 * g)
+            own = state[f"momentum_buffer/{name}"].double()
+            torch.testing.assert_close(own, held, rtol=1e-5, atol=1e-7)
+            rows, columns = SHAPES[name]
+            moved = before[name] * (1 - lr * 0.5) - named[name].detach().double()
+            expected = newton_schulz(0.05 * g + 0.95 * held) * max(1.0, rows / columns) ** 0.5
+            assert float((moved / lr - expected).norm() / expected.norm()) < 0.06
+
+
 @table("rule", ["adamw", "muon"])
 def test_state_survives_a_round_trip_bit_for_bit(rule: str):
     cfg = OptimizerConfig.model_validate({"name": rule, "lr": 0.05})

@@ -132,6 +132,7 @@ class ValueObjective:
         if self._clip is None:
             return Loss(losses)
         old = batch.column("values/critic")
-        clipped = 0.5 * (old + (values - old).clamp(-self._clip, self._clip) - returns).square()
+        near = values.clamp(old - self._clip, old + self._clip)  # else the value, to the last bit
+        clipped = 0.5 * (near - returns).square()
         is_clipped = clipped.detach() > losses.detach()
         return Loss(torch.maximum(losses, clipped), {"train/vf_clipfrac": Mean.of(is_clipped)})

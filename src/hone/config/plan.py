@@ -241,6 +241,17 @@ class RunPlan:
         return "reference" in self.roles and self.roles["reference"].where == "here"
 
     @property
+    def scores_policy(self) -> bool:
+        """Whether trainers score the rows of `hone rl` before the update: where several optimizer
+        steps share them, and where rewards or advantages are made of log-probabilities."""
+        cfg, batch = self.config, self.batch
+        if not isinstance(cfg, RLConfig) or batch is None:
+            return False
+        has_teacher = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
+        is_asked = has_teacher or "policy" in cfg.algorithm.needs.scores
+        return batch.optimizer_steps_per_rollout > 1 or is_asked
+
+    @property
     def dtype(self) -> Dtype:
         """Format of forward and backward, of all roles."""
         return next(iter(self.roles.values())).dtype

@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 
 from hone.config.hardware import Peaks, installed_gpu, num_usable_cores
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import RunPlan
-from hone.config.tree import RLConfig
+from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
 from hone.loops.launch import Launch
+from hone.models.load import compute_dtype
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import DeviceMemory
@@ -36,7 +36,7 @@ from hone.rewards.scorer import FailureRateError
 from hone.trainer.prefixes import left_out, shared_prefixes
 from hone.types import Group, Row, Sample
 
-__all__ = ["Limits", "Recorder", "recording"]
+__all__ = ["Limits", "Recorder", "max_mismatch_kl", "recording"]
 
 _log = logging.getLogger(__name__)
 
@@ -77,16 +77,17 @@ class Limits:
         if self.peaks is None:
             return {}
         share = groups[:: self.num_engines]  # as the first engine has it
-        samples = [sample for group in share for sample in group.samples if sample.token_ids]
-        if not samples or not rows:
+        turns = [turn for group in share for sample in group.samples for turn in _turns(sample)]
+        if not turns or not rows:
             return {}
+        read_once = [len(group.prompt.token_ids) for group in share]
         of_one_engine_s = generation_time_s(
             self.shape,
             self.peaks,
-            [len(sample.prompt.token_ids) for sample in samples],
-            [len(sample.token_ids) for sample in samples],
+            [turn.num_before for turn in turns],
+            [turn.num_sampled for turn in turns],
             max_num_seqs=self.max_num_seqs,
-            prefill_lengths=[len(group.prompt.token_ids) for group in share],
+            prefill_lengths=read_once + [turn.num_observed for turn in turns if turn.num_observed],
             bytes_per_value=self.bytes_per_value,
             kv_bytes_per_value=self.kv_bytes_per_value,
             packs_rows=self.packs_rows,
@@ -116,6 +117,26 @@ class Limits:
             ratios["perf/R_gen"] = generate_s / max(seconds.get("generate", 0.0), 1e-9)
             limit_s = generate_s + train_s
         return ratios | {"perf/R_step": limit_s / max(seconds["step"], 1e-9)}
+
+
+class _TurnTokens(NamedTuple):
+    """Tokens of a turn of a sample."""
+
+    num_before: int
+    """The prompt's, and those of turns and observations so far."""
+    num_observed: int
+    """Of those, the environment's answer to the turn before."""
+    num_sampled: int
+
+
+def _turns(sample: Sample) -> Iterator[_TurnTokens]:
+    """Those in which the policy sampled anything."""
+    end = 0
+    for turn in sample.turns:
+        if turn.end > turn.start:
+            before = len(sample.prompt.token_ids) + turn.start
+            yield _TurnTokens(before, turn.start - end, turn.end - turn.start)
+        end = turn.end
 
 
 @dataclass(slots=True)
@@ -257,7 +278,7 @@ class Recorder:
         num_samples = sum(row.num_trained > 0 for row in rows)
         scalars["perf/samples_per_s"] = num_samples / max(seconds["step"], 1e-9)
         if groups:
-            sampled = sum(len(s.token_ids) for group in groups for s in group.samples)
+            sampled = sum(s.num_sampled for group in groups for s in group.samples)
             overlaps = self.limits is not None and self.limits.overlaps
             generating_s = seconds["step" if overlaps else "generate"]
             scalars["perf/generated_tokens_per_s"] = sampled / max(generating_s, 1e-9)
@@ -286,7 +307,7 @@ class Recorder:
             }
             self.log.samples(step, groups, advantages=advantages, policy=policy)
             self._unrecorded = None
-        lengths = [[len(sample.token_ids) for sample in group.samples] for group in groups]
+        lengths = [[sample.num_sampled for sample in group.samples] for group in groups]
         alarms = self.alarms.check(step, scalars, lengths=lengths, why_untrained=why_untrained)
         for alarm in alarms:
             self.log.event("alarm", message=str(alarm), **alarm.fields())
@@ -321,22 +342,26 @@ def _as_loaded(plan: RunPlan, limits: Limits) -> RunPlan:
     return replace(plan, model=facts, devices=replace(plan.devices, gpu=gpu))
 
 
+def max_mismatch_kl(cfg: RLConfig | SFTConfig, device: torch.device) -> float:
+    """The largest healthy divergence of engines and trainer, which is larger in a coarser number
+    format: that in which models compute, whatever a trainer keeps of them."""
+    is_rounded = compute_dtype(cfg.model, device).itemsize == 2
+    if isinstance(cfg, RLConfig):
+        is_rounded |= cfg.engine.packs_rows or cfg.engine.kv_cache_dtype == "fp8"
+    return 1e-2 if is_rounded else 1e-4
+
+
 @contextmanager
 def recording(
-    launch: Launch,
-    model: PreTrainedModel,
-    limits: Limits | None = None,
-    plan: RunPlan | None = None,
+    launch: Launch, limits: Limits | None = None, plan: RunPlan | None = None
 ) -> Generator[Recorder]:
     """The recorder of this process; the first one's writes into the run folder, also the samples
     of a step that fails. What alarms advise is for `plan`."""
     cfg, everyone = launch.cfg, launch.everyone
     is_rl = isinstance(cfg, RLConfig)
     runs_ahead = is_rl and cfg.pipeline.samples_ahead
-    is_rounded = is_rl and (cfg.engine.packs_rows or cfg.engine.kv_cache_dtype == "fp8")
-    is_fine = model.dtype == torch.float32 and not is_rounded
-    alarms = Alarms(  # engines mismatch more in a coarser number format
-        max_mismatch_kl=1e-4 if is_fine else 1e-2,
+    alarms = Alarms(
+        max_mismatch_kl=max_mismatch_kl(cfg, everyone.device),
         max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,
         plan=None if plan is None or limits is None else _as_loaded(plan, limits),
     )

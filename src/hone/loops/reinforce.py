@@ -303,7 +303,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 on_complete=_scoring_ahead(cfg, algorithm, models),
             )
         )
-        recorder = stack.enter_context(recording(start, model, limits, plan))
+        recorder = stack.enter_context(recording(start, limits, plan))
         if pools is not None:
             pools.report_to(recorder.event)
             recorder.engine_lanes = pools.engines.take_busy
@@ -348,7 +348,7 @@ def build_critic(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generat
             models=models,
             sampling=Sampling(data, None, None, collector, None),
             tokenizer=tokenizer,
-            recorder=stack.enter_context(recording(start, critic.policy.model, plan=plan)),
+            recorder=stack.enter_context(recording(start, plan=plan)),
         )
         if start.checkpoint is not None:
             built.load_state(start.checkpoint.parts)
@@ -609,9 +609,6 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
     dtype = compute_dtype(cfg.model, mesh.device)
     assert batch is not None
     beside = {name for name, role in plan.roles.items() if role.shares_devices_of == "policy"}
-    puts_kl_in_rewards = kl.coef > 0 and kl.placement == "reward"
-    samples_credit = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
-    scores_policy = batch.optimizer_steps_per_rollout > 1 or puts_kl_in_rewards or samples_credit
     return Limits(
         shape=ModelShape.from_config(model.config.to_dict()),
         peaks=None if plan.is_on_cpu else device_peaks(mesh.device, dtype),
@@ -627,7 +624,7 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
         # Frozen weights, beside which adapters are trained, get no gradients. Passes of a teacher
         # are not counted, which may be of any size.
         passes=(2.0 if cfg.model.lora.rank else 3.0) * batch.num_epochs
-        + scores_policy
+        + plan.scores_policy
         + (kl.coef > 0 and not cfg.cluster.num_references)
         + ("critic" in beside and 1 + 3.0 * batch.num_epochs),
     )

@@ -115,7 +115,7 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
         restore(models, state)
         data.train.load_state_dict(state["data"])
     start.save_config()
-    with recording(start, model) as recorder:
+    with recording(start) as recorder:
         yield SupervisedRun(
             cfg=cfg,
             launch=start,

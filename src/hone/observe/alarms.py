@@ -7,17 +7,20 @@ only after the symptom has been gone for `QUIET_STEPS` steps.
     for alarm in alarms.check(step, scalars):
         log.event("alarm", **alarm.fields())
 
-Alarms of numbers (what is sampled, learnt, delivered) come first. Advice on speed and memory is for
-healthy runs: none is given within `QUIET_STEPS` steps of one of those. It names a setting, a value,
-and what the planner estimates that to bring (`hone.observe.advice`); where the planner knows all
-that could be changed and nothing helps, nothing is said.
+Alarms of numbers (what is sampled, learnt, delivered) come first. Steps that are too large make
+many numbers leave their ranges: within `QUIET_STEPS` steps of that alarm, those that would name
+another cause are silent. Advice on speed and memory is for healthy runs: none is given within
+`QUIET_STEPS` steps of an alarm of numbers, or of an engine that was lost. It names a setting, a
+value, and what the planner estimates that to bring (`hone.observe.advice`); where the planner knows
+all that could be changed and nothing helps, nothing is said.
 
 A metric that a run does not have is not checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,24 +137,36 @@ class Alarms:
         if why_untrained is not None:
             untrained = Rule("untrained", above("train/untrained_steps", 0), why_untrained)
             numbers = (untrained, *numbers)
-        raised = [*self._raise(numbers, step)]
-        names = {rule.name for rule in numbers}
-        last_sick = max((self._last_breach.get(name, -QUIET_STEPS) for name in names), default=0)
+        raised = [*self._raise(_TOO_LARGE, step)]
+        is_caused = step - self._last_breach_of(_TOO_LARGE) < QUIET_STEPS
+        names = _NAME_OTHER_CAUSES if is_caused else frozenset[str]()
+        raised += self._raise(numbers, step, silent=names)
         raised += self._raise(_MACHINE, step)
+        last_sick = self._last_breach_of((*_TOO_LARGE, *numbers, _LOST_ENGINE))
         if step - last_sick >= QUIET_STEPS:
             raised += self._raise(self._tuning, step, is_tuning=True)
         return raised
 
+    def _last_breach_of(self, rules: Sequence[Rule]) -> float:
+        """The newest step with a symptom of one of the rules."""
+        return max(self._last_breach.get(rule.name, -math.inf) for rule in rules)
+
     def _raise(
-        self, rules: Sequence[Rule], step: int, *, is_tuning: bool = False
+        self,
+        rules: Sequence[Rule],
+        step: int,
+        *,
+        is_tuning: bool = False,
+        silent: Collection[str] = (),
     ) -> Iterator[Alarm]:
+        """Those of the names `silent` have symptoms, of which nothing is said."""
         for rule in rules:
             breach = rule.test(self._history)
             if breach is None:
                 continue
             last = self._last_breach.get(rule.name)
             self._last_breach[rule.name] = step
-            if last is not None and step - last <= QUIET_STEPS:
+            if rule.name in silent or (last is not None and step - last <= QUIET_STEPS):
                 continue
             found: Advice | None = Advice("", {}, None)
             if rule.candidates is not None and self._advisor is not None:
@@ -200,11 +215,41 @@ def _mismatch_rules(max_kl: float, max_staleness: int) -> tuple[Rule, ...]:
         *rules,
         Rule(
             "ratio_mean",
-            either(above(ratio, 1.03), below(ratio, 0.97)),
+            # Unfinished samples that were carried over are of another policy by right.
+            only_when(_is_of_one_version, either(above(ratio, 1.03), below(ratio, 0.97))),
             "The mean ratio of trainer to engine must be 1: the engine samples from another "
             "distribution (truncation, penalties, temperature) or holds other weights.",
         ),
     )
+
+
+def _is_of_one_version(now: Mapping[str, float]) -> bool:
+    """Whether all tokens of the step were sampled by the same weights."""
+    oldest, newest = (now.get(f"rollout/weight_version/{which}") for which in ("min", "max"))
+    return oldest == newest
+
+
+def _has_episodes(now: Mapping[str, float]) -> bool:
+    """Whether samples have several turns."""
+    return "rollout/turns/mean" in now
+
+
+def _runs_out_of_turns(now: Mapping[str, float]) -> bool:
+    """Whether more samples end because no turn is left than because no token is."""
+    return now.get("rollout/stop/max_turns", 0.0) > now.get("rollout/stop/length", 0.0)
+
+
+def _runs_out_of_tokens(now: Mapping[str, float]) -> bool:
+    return _has_episodes(now) and not _runs_out_of_turns(now)
+
+
+def _is_one_answer(now: Mapping[str, float]) -> bool:
+    return not _has_episodes(now) and not _runs_out_of_turns(now)
+
+
+def _has_its_engines(now: Mapping[str, float]) -> bool:
+    """Whether none was lost, for which there is another alarm."""
+    return now.get("engine/lost", 0.0) == 0
 
 
 def _answers_have_moved(now: Mapping[str, float]) -> bool:
@@ -356,6 +401,8 @@ _ENGINE = (
 )
 
 
+_TRUNCATED = above("rollout/truncated_share", 0.5, steps=2)
+
 _SAMPLING = (
     Rule(
         "failed_samples",
@@ -371,9 +418,23 @@ _SAMPLING = (
     ),
     Rule(
         "truncated",
-        above("rollout/truncated_share", 0.5, steps=2),
+        only_when(_is_one_answer, _TRUNCATED),
         "Most samples hit the length limit: raise rollout.max_completion_tokens, or check that "
         "the model's end-of-sequence ids and chat template are right.",
+    ),
+    Rule(
+        "truncated",
+        only_when(_runs_out_of_tokens, _TRUNCATED),
+        "Most episodes use up rollout.max_completion_tokens, which all turns of an episode share "
+        "with what the environment says (rollout/observation_tokens/mean): raise it, let the "
+        "environment say less or limit a turn (Observation.max_tokens), or allow fewer turns "
+        "(env.max_turns).",
+    ),
+    Rule(
+        "truncated",
+        only_when(_runs_out_of_turns, _TRUNCATED),
+        "Most episodes end because no turn is left: raise env.max_turns, or look in samples.jsonl "
+        "at why the environment does not end them.",
     ),
     Rule(
         "duplicates",
@@ -383,6 +444,24 @@ _SAMPLING = (
     ),
 )
 
+
+_TOO_LARGE = (
+    Rule(
+        "large_update",
+        above("train/update_to_weight_ratio", 0.1),
+        "One step changed the weights by more than a tenth: the learning rate is too high. Go back "
+        "to a checkpoint of before, with a lower one.",
+    ),
+)
+
+_NAME_OTHER_CAUSES = frozenset(
+    {
+        *("mismatch_kl", "mismatch_kl_growing", "ratio_mean", "stale_samples", "zero_spread"),
+        *("truncated", "duplicates", "entropy_collapse", "entropy_explosion", "clip_fraction"),
+        *("grad_norm_spike", "grad_norm_zero", "untrained", "skipped_steps"),
+    }
+)
+"""Symptoms that a policy has too once steps that are too large have broken it."""
 
 _LEARNING = (
     Rule(
@@ -427,18 +506,21 @@ _LEARNING = (
         "for the number format, or updates are not written back.",
     ),
     Rule(
-        "large_update",
-        above("train/update_to_weight_ratio", 0.1),
-        "One step changed the weights by more than a tenth: the learning rate is too high.",
-    ),
-    Rule(
         "skipped_steps",
         only_when(_has_trained_some, above("train/num_skipped_steps", 0)),
         "Optimizer steps were skipped because no token was left to train on.",
     ),
 )
 
+_LOST_ENGINE = Rule(
+    "engine_lost",
+    above("engine/lost", 0),
+    "An engine was lost, and steps take longer until another one has started in its place: the log "
+    "says why it ended.",
+)
+
 _MACHINE = (
+    _LOST_ENGINE,
     Rule(
         "out_of_memory",
         either(*(above(f"mem/{role}_replays", 0) for role in advice.TRAINED_OR_SCORED)),
@@ -455,12 +537,13 @@ _MACHINE = (
     Rule(
         "unattributed_time",
         share_above("time/unattributed_s", "time/step_s", 0.05, steps=2, floor=0.02),
-        "Time goes to something that no phase names: wrap it in a span, or look for garbage "
-        "collection and waiting workers.",
+        "Part of a step belongs to none of its phases (the other metrics time/..._s): look for a "
+        "disk or tracker (log.to) that is slow, and for other programs on the machine. Where there "
+        "are none it is a fault of hone: please report it with the run folder's trace.json.",
     ),
     Rule(
         "slow_phase",
-        only_when(lacks_cores, slow_phase),
+        only_when(_has_its_engines, only_when(lacks_cores, slow_phase)),
         "This phase suddenly takes far longer than before, and more threads want to run than the "
         "machine has cores (perf/load_per_core, perf/cpu_share): end other programs, or leave them "
         "cores with fewer threads (OMP_NUM_THREADS in the environment), reward.num_workers or "
@@ -468,8 +551,8 @@ _MACHINE = (
     ),
     Rule(
         "slow_phase",
-        only_when(lambda now: not lacks_cores(now), slow_phase),
-        "This phase suddenly takes far longer than before: look at trace.json of the step, an "
-        "engine that was restarted, other load on the machine, and the scoring workers.",
+        only_when(_has_its_engines, only_when(lambda now: not lacks_cores(now), slow_phase)),
+        "This phase suddenly takes far longer than before: look at trace.json of the step, other "
+        "load on the machine, and the scoring workers.",
     ),
 )

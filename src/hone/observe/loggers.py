@@ -278,7 +278,7 @@ def _histograms(groups: Sequence[Group], step: int | None) -> dict[str, Histogra
     found = {
         "staleness": Histogram.of(behind) if any(behind) else None,
         "reward": Histogram.of([s.reward.total for s in samples if s.reward is not None]),
-        "completion_tokens": Histogram.of([len(s.token_ids) for s in samples]),
+        "completion_tokens": Histogram.of([s.num_sampled for s in samples]),
     }
     return {name: histogram for name, histogram in found.items() if histogram is not None}
 
@@ -336,7 +336,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "prompt": sample.prompt.text,
         "answer": sample.prompt.answer,
         "text": sample.text,
-        "num_tokens": len(sample.token_ids),
+        "num_tokens": sample.num_sampled,
         "stop_reason": str(sample.stop_reason),
         "turns": [
             {

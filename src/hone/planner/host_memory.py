@@ -125,20 +125,15 @@ def trainer_role(step: TrainingMemory, number: int) -> HostRole:
 
 
 def _offloaded(run: RunMemory, num_local: int) -> Iterator[HostRole]:
-    role, engine = run.role, run.plan.engine
-    is_beside = role is not None and role.shares_devices_of is not None
-    if is_beside and run.is_vllm and engine is not None and engine.enable_sleep:
-        yield HostRole("engine", num_local, {"asleep": run.engine_weights})
+    if run.engine_asleep:
+        yield HostRole("engine", num_local, {"asleep": run.engine_asleep})
     if run.plan.trainer is None:
         return
-    step, sleeps = run.step, getattr(run.plan.trainer, "enable_sleep", False)
-    asleep = step.masters + step.optimizer + run.critic_at_rest if sleeps else 0
-    asleep += run.sleeping_weights if sleeps else 0
     beside = run.critic_beside
     parts = {
         "offloaded": run.offloaded,
-        "asleep": asleep,
-        "rounded up": step.host_padding + (beside.host_padding if beside else 0),
+        "asleep": run.trainer_asleep,
+        "rounded up": run.step.host_padding + (beside.host_padding if beside else 0),
         **_copied(run),
     }
     if any(parts.values()):

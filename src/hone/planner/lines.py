@@ -7,12 +7,13 @@ are local. Their link is `mini = micro x accumulation x data-parallel`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from hone.config.address import names_code
+from hone.config.cluster import ScorerName
 from hone.config.engine import BLOCK_SIZE
 from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight
-from hone.config.plan import BatchArithmetic, RunPlan
+from hone.config.plan import BatchArithmetic, Role, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.stages import stage_layers
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
@@ -316,33 +317,32 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
     run, gpu = RunMemory(plan), plan.devices.gpu
     has = "" if gpu is None or plan.is_on_cpu else f"{gpu.name} has {gpu.memory_gib}"
     if plan.batch is not None:
-        step, shards = run.step, plan.policy.axes.fsdp * plan.policy.axes.tensor
-        how = f"{shards} shards" if shards > 1 else "of one process"
+        step, how = run.step, _shards(plan.policy)
         held = {
-            "weights": (step.weights, plan.dtype),
-            "masters": (step.masters, "float32, where weights are not"),
-            "gradients": (step.gradients, "float32"),
-            "optimizer": (step.optimizer, "moments"),
+            "weights": (step.weights, f"{plan.dtype}, {how}"),
+            "masters": (step.masters, f"float32, where weights are not, {how}"),
+            "gradients": (step.gradients, f"float32, {how}"),
+            "optimizer": (step.optimizer, f"moments, {how}"),
         }
         if run.role is not None and run.role.shares_devices_of and run.engine_weights:
             form = "int8 in layers" if plan.packs_rows else plan.dtype
             held["engine"] = (run.engine_weights, f"{form}, the engine's own")
-        is_rl = isinstance(plan.config, RLConfig)
-        purposes = {
-            "reference": "for the KL term" if is_rl else "frozen",
-            "teacher": "frozen",
-            "reward model": "frozen, whole",
-        }
-        for role, num_bytes in run.frozen.items():
-            if num_bytes:
-                held[role.replace(" ", "_")] = (num_bytes, f"{plan.dtype}, {purposes[role]}")
+        purpose = "for the KL term" if isinstance(plan.config, RLConfig) else "frozen"
+        for name in get_args(ScorerName):
+            if num_bytes := run.frozen[name.replace("_", " ")]:
+                what = purpose if name == "reference" else "frozen"
+                of_each = "whole" if name == "reward_model" else _shards(plan.roles[name])
+                held[name] = (num_bytes, f"{plan.dtype}, {what}, {of_each}")
         if run.critic_beside is not None:
-            held["critic"] = (run.critic_at_rest, "its weights, masters and moments")
+            of_each = _shards(plan.roles["critic"])
+            held["critic"] = (run.critic_at_rest, f"its weights, masters and moments, {of_each}")
         for name, (num_bytes, what) in held.items():
-            yield _gib(f"{name}_gib", num_bytes, what if name == "engine" else f"{what}, {how}")
+            yield _gib(f"{name}_gib", num_bytes, what)
         total = sum(num_bytes for num_bytes, _ in held.values())
         yield _gib("total_gib", total, "of one device, before activations and KV cache")
-        yield _gib("host_gib", run.offloaded, "of a process, in host memory: what is offloaded")
+        asleep = run.trainer_asleep + run.engine_asleep
+        what = "what is offloaded" + ", and what sleeps" * bool(asleep)
+        yield _gib("host_gib", run.offloaded + asleep, f"of a process, in host memory: {what}")
         yield _gib("training_peak_gib", step.peak, _sentences(in_gib(step.parts), has))
         if run.critic is not None:
             yield _gib("critic_peak_gib", run.critic.peak, in_gib(run.critic.parts))
@@ -352,6 +352,12 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         for phase in run.phases():
             name = f"{phase.title.replace(' ', '_')}_peak_gib"
             yield _gib(name, phase.num_bytes, _sentences(in_gib(phase.parts), has))
+
+
+def _shards(role: Role) -> str:
+    """How processes divide the weights of a model that they hold together."""
+    number = role.axes.fsdp * role.axes.tensor
+    return f"{number} shards" if number > 1 else "of one process"
 
 
 def _gib(name: str, num_bytes: int, how: str) -> Line:

@@ -275,6 +275,23 @@ class RunMemory:
         shards no engine samples."""
         return self.step.weights if self.plan.policy.axes.world > 1 else 0
 
+    @property
+    def trainer_asleep(self) -> int:
+        """In host memory, while the engine works: what leaves the device of a trainer that sleeps,
+        and of a critic beside it."""
+        if not self._trainer_sleeps:
+            return 0
+        step = self.step
+        return step.masters + step.optimizer + self.sleeping_weights + self.critic_at_rest
+
+    @property
+    def engine_asleep(self) -> int:
+        """In host memory, while the trainer works: weights of an engine of vLLM that sleeps. Those
+        of the engine that is built in are delivered anew."""
+        if self.role is None or self.role.shares_devices_of is None or not self.is_vllm:
+            return 0
+        return self.engine_weights if self._engine[1].enable_sleep else 0
+
     def trainer_at_rest(self, *, has_moments: bool = True) -> dict[str, int]:
         """While the engine works."""
         asleep = self._trainer_sleeps

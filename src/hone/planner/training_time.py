@@ -124,7 +124,7 @@ class TrainingTime:
                 critic_s *= 1 + waits
             else:
                 work += (1 + passes) * values
-        scores = self._scores_itself * pace * forward
+        scores = plan.scores_policy * pace * forward
         work += scores
         if cfg.algorithm.kl.coef > 0 and cfg.model.lora.rank:  # the model without adapters
             work += forward
@@ -171,16 +171,8 @@ class TrainingTime:
         own = self._forward_s(
             shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
         )
-        beside_s = self._scores_itself * own / self._speed
+        beside_s = self.plan.scores_policy * own / self._speed
         return Scoring(seconds=seconds, beside_s=beside_s, left_s=left_s)
-
-    @property
-    def _scores_itself(self) -> bool:
-        """Whether trainers score the rows before the update."""
-        cfg, batch = self._config, self.plan.batch
-        assert batch is not None
-        has_teacher = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
-        return batch.optimizer_steps_per_rollout > 1 or has_teacher
 
     @property
     def _run(self) -> RunMemory:

@@ -339,6 +339,7 @@ class Buffer:
         now, scored, until = self._counted
         counts.counted_s += until - since
         counts.num_preemptions += now.num_preemptions - engine.num_preemptions
+        counts.num_lost_engines += now.num_lost - engine.num_lost
         counts.num_engine_steps += now.num_steps - engine.num_steps
         counts.num_generated_tokens += now.num_generated_tokens - engine.num_generated_tokens
         counts.engine_busy_s += now.busy_s - engine.busy_s

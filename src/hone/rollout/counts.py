@@ -25,6 +25,7 @@ class RolloutCounts:
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
+    num_lost_engines: int = 0
     num_engine_steps: int = 0
     num_generated_tokens: int = 0
     engine_busy_s: float = 0.0
@@ -83,6 +84,7 @@ _OF_ONE_PROCESS = (
     "num_cached_tokens",
     "num_prompt_tokens",
     "num_preemptions",
+    "num_lost_engines",
     "num_engine_steps",
     "num_generated_tokens",
     "sum_waiting",

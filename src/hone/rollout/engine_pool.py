@@ -340,7 +340,8 @@ class EnginePool(Pool[Request, _Member]):
 
     def _on_loss(self, member: _Member) -> None:
         gone = {"kv_cache_usage": 0.0, "kv_cache_bytes": 0, "weight_bytes": 0}
-        self._count(member, replace(member.stats, num_running=0, num_waiting=0, **gone))
+        stats = replace(member.stats, num_running=0, num_waiting=0, num_lost=1, **gone)
+        self._count(member, stats)
         member.stats = EngineStats()
 
     def _retryable(self, tasks: Mapping[str, Request], cause: str) -> Iterator[tuple[str, Request]]:

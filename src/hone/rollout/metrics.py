@@ -42,6 +42,7 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
     """How engine and reward workers fared."""
     metrics: Metrics = {
         "engine/preemptions": Sum(counts.num_preemptions),
+        "engine/lost": Sum(counts.num_lost_engines),
         "engine/steps": Sum(counts.num_engine_steps),
         "engine/waiting/mean": Mean(counts.sum_waiting, counts.num_polls),
         "engine/kv_cache_usage/max": Max(counts.max_kv_cache_usage),

@@ -105,6 +105,8 @@ ROWS: list[Row] = [
     ("dpo", "algorithm.desirable_weight=2", "warning",
      "algorithm.desirable_weight algorithm.loss"),
     ("dpo", "algorithm.loss={}", "error", "algorithm.loss"),
+    ("dpo", "algorithm.loss=kto data.examples_per_step=1", "error",
+     "algorithm.loss data.examples_per_step"),
     ("dpo", 'algorithm.loss={"exo_pair":1}', "error", "algorithm.loss algorithm.label_smoothing"),
     # the optimizer
     ("rl", "trainer.optimizer.lr=0", "warning", "trainer.optimizer.lr"),

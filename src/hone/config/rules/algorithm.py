@@ -167,6 +167,9 @@ RULES = (
           says="algorithm.loss is {algorithm.loss}, and algorithm.label_smoothing is 0",
           why="exo_pair compares with smoothed labels, and is infinite without",
           fix="algorithm.label_smoothing = 0.001"),
+    error("algorithm.loss = kto", "data.examples_per_step = 1", only=("dpo",),
+          why="its divergence is estimated by completions of a step's other rows",
+          fix="data.examples_per_step = 64 | another loss"),
     # The optimizer.
     warning(f"{_OPTIMIZER}.lr = 0", only=_TRAINING,
             why="nothing is learnt", fix="use 1e-6, which is usual for RL, or what you need"),
