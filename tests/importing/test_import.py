@@ -129,6 +129,26 @@ def test_no_value_of_any_setting_is_too_odd(framework: str, value: object) -> No
         assert yaml.load(recipe(found, "run.sh", "mine.yaml"), yaml.CSafeLoader)
 
 
+LONG = [
+    "solve it step by step " * 12,
+    "first\n\n  second: # no comment\n" * 3,
+    "a\u2028b\x85c\td\re",
+    "'quoted' \"twice\": {x}, [y] # z " * 5,
+    "x" * 300,
+]
+
+
+@table("text", LONG)
+def test_a_long_text_is_read_back(text: str, tmp_path: Path) -> None:
+    """In a value, in a comment beside one, and in a comment of its own."""
+    given = [Given("system_prompt", text, "line 1"), Given("apply_chat_template_kwargs", text, ""),
+             Given("prompt_data", f"data.jsonl,{text[:9].strip()}", "line 2")]  # fmt: skip
+    source = Source(framework="relax", program="train", command="rl", given=given)
+    file = tmp_path / "mine.yaml"
+    file.write_text(recipe(convert(source), "run.sh", "mine.yaml"), encoding="utf-8")
+    assert read_recipe(file).values["data"]["system_prompt"] == text
+
+
 def test_the_table_names_what_exists() -> None:
     by_name: dict[tuple[str, str], object] = {}
     for row in aliases():

@@ -67,7 +67,7 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
                 f"'{path}' is a Python program, which is read for trl alone. Name the script or "
                 "the command that starts it."
             )
-        program, given, notes = read_python(text, path)
+        program, given, notes = read_python(text, path, environment)
         return _source(framework, program, given, notes=notes)
     script = read_script(text, environment, path)
     source = _of_commands(
