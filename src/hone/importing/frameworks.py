@@ -115,7 +115,7 @@ def _of_commands(
         notes += [f"line {other[at].line}: a further run, of {other[at].text}, is left out"
                   for other, at, _ in runs[1:]]  # fmt: skip
         given = [*_of_config(given, folder, notes), *given]
-        processes = _launched(command[:number])
+        processes = _launched(command[:number]) or _launched(words)
         return _source(framework, program, given, processes=processes, notes=notes)
     known = ", ".join(PROGRAMS[framework])
     raise UserError(
