@@ -89,7 +89,7 @@ def test_a_recipe_passes_its_check(
     local += ["--eval.every_n_steps=0", "--eval.at_start=false", "--log.to=[]"]
     if command == "rl":
         local += ["--reward.functions=[{fn: exact_match}]"]
-    nproc = [] if found.is_apart else ["--nproc", str(found.processes)]
+    nproc = [] if found.is_spread else ["--nproc", str(found.processes)]
     code = main(["check", command, mine, *local, *nproc, "--gpu", "h200"])
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -141,7 +141,7 @@ LONG = [
 
 @table("text", LONG)
 def test_a_long_text_is_read_back(text: str, tmp_path: Path) -> None:
-    """In a value, in a comment beside one, and in a comment of its own."""
+    """In a value, in the comment at one, and in a comment of its own."""
     given = [Given("system_prompt", text, "line 1"), Given("apply_chat_template_kwargs", text, ""),
              Given("prompt_data", f"data.jsonl,{text[:9].strip()}", "line 2")]  # fmt: skip
     source = Source(framework="relax", program="train", command="rl", given=given)
@@ -347,7 +347,7 @@ def test_every_setting_that_a_function_asks_for_is_known() -> None:
         ), name
 
 
-def test_no_reward_is_missed_beside_a_reward_model() -> None:
+def test_no_reward_is_missed_where_a_model_scores() -> None:
     words = "openrlhf/cli/train_ppo_ray.py --reward_pretrain r --pretrain m --prompt_data d"
     to_do = convert(read_command("openrlhf", words.split())).to_do
     assert not any("reward" in text for text in to_do)

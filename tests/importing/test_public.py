@@ -104,7 +104,7 @@ NUMBERS = [
      {_P: 512, _N: 16, _MINI: 64, _PROMPT: 1024, _COMPLETION: 8192, _TENSOR: 1, _TOKENS: 32768,
       "eval.every_n_steps": 5, "eval.n_samples_per_prompt": 4, "algorithm.correction.low": 0.5,
       "algorithm.correction.high": 5.0, "data.eval.0.columns.answer": "label"}),
-    # 1,024 samples are all 128 prompts of 8; 128,000 rows are 1,000 steps; engines are apart.
+    # 1,024 samples are all 128 prompts of 8; 128,000 rows are 1,000 steps; 2 engines of 2.
     ("OpenRLHF/OpenRLHF: examples/scripts/train_reinforce_baseline_ray_agent_async.sh", 4,
      {_P: 128, _N: 8, _MINI: None, "run.steps": 1000, _COMPLETION: 64000, _ENGINES: 2, _TENSOR: 2,
       "cluster.num_trainers": 4, "cluster.num_references": 0, "pipeline.max_staleness": 1,

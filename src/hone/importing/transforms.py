@@ -576,7 +576,7 @@ def recompute_(value: Any, run: Imported, row: Alias) -> Any:
 
 
 def engines_(value: Any, run: Imported, row: Alias) -> Any:
-    """OpenRLHF's engines are apart in asynchronous training, whatever is colocated."""
+    """OpenRLHF's have devices of their own in asynchronous training, whatever is colocated."""
     if not value or (run.given(*_COLOCATED) and not run.given("train.async_enable", "async_train")):
         raise Nothing("each training process has an engine on its device")
     return value
@@ -593,7 +593,7 @@ _ROLES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def role_devices_(value: Any, run: Imported, row: Alias) -> Any:
-    """Devices of a model that is not beside the policy."""
+    """Devices of a model that does not lie on those of the policy."""
     role, what, shares = _ROLES[row.to[0]]
     if run.given(*_COLOCATED):
         raise Nothing(f"{what} lies on the devices of the policy")
@@ -716,7 +716,7 @@ def finish(run: Imported) -> None:
     if run.key("pipeline.max_staleness") and not run.key("cluster.num_engines"):
         run.to_do.append("cluster.num_engines: engines sample while the trainers train, on devices "
                          "of their own; say how many there are")  # fmt: skip
-    if run.is_apart:
+    if run.is_spread:
         one = Given("training processes", run.processes, "counted")
         run.set("cluster.num_trainers", run.processes, one)
         run.warn(_devices(run))
@@ -729,5 +729,5 @@ def _devices(run: Imported) -> str:
              "of the critic": run.key("cluster.num_critics"),
              "of the reference": run.key("cluster.num_references"),
              "of the reward model": run.key("cluster.num_reward_models")}  # fmt: skip
-    told = ", ".join(f"{number} ({what})" for what, number in parts.items() if number)
-    return f"{sum(parts.values())} devices are needed: {told}."
+    each = ", ".join(f"{number} ({what})" for what, number in parts.items() if number)
+    return f"{sum(parts.values())} devices are needed: {each}."

@@ -20,7 +20,7 @@ def recipe(found: Imported, origin: str, name: str) -> str:
     """YAML that `read_recipe` reads; `origin` is what it was imported from, `name` how the commands
     in it call it."""
     source = found.source
-    nproc = f" --nproc {found.processes}" if found.processes > 1 and not found.is_apart else ""
+    nproc = f" --nproc {found.processes}" if found.processes > 1 and not found.is_spread else ""
     lines = [
         f"# {origin} ({FRAMEWORKS[source.framework]}, {source.program}), as a recipe of hone.",
         f"#   hone check {source.command} {name}{nproc}",
