@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_a_recipe_passes_its_check(
     local += ["--eval.every_n_steps=0", "--eval.at_start=false", "--log.to=[]"]
     if command == "rl":
         local += ["--reward.functions=[{fn: exact_match}]"]
-    nproc = [] if found.key("cluster.num_engines") else ["--nproc", str(found.processes)]
+    nproc = [] if found.is_spread else ["--nproc", str(found.processes)]
     code = main(["check", command, mine, *local, *nproc, "--gpu", "h200"])
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -127,6 +128,26 @@ def test_no_value_of_any_setting_is_too_odd(framework: str, value: object) -> No
         found = convert(source)
         assert set(names) <= outcomes(found)
         assert yaml.load(recipe(found, "run.sh", "mine.yaml"), yaml.CSafeLoader)
+
+
+LONG = [
+    "solve it step by step " * 12,
+    "first\n\n  second: # no comment\n" * 3,
+    "a\u2028b\x85c\td\re",
+    "'quoted' \"twice\": {x}, [y] # z " * 5,
+    "x" * 300,
+]
+
+
+@table("text", LONG)
+def test_a_long_text_is_read_back(text: str, tmp_path: Path) -> None:
+    """In a value, in the comment at one, and in a comment of its own."""
+    given = [Given("system_prompt", text, "line 1"), Given("apply_chat_template_kwargs", text, ""),
+             Given("prompt_data", f"data.jsonl,{text[:9].strip()}", "line 2")]  # fmt: skip
+    source = Source(framework="relax", program="train", command="rl", given=given)
+    file = tmp_path / "mine.yaml"
+    file.write_text(recipe(convert(source), "run.sh", "mine.yaml"), encoding="utf-8")
+    assert read_recipe(file).values["data"]["system_prompt"] == text
 
 
 def test_the_table_names_what_exists() -> None:
@@ -207,6 +228,48 @@ COMMANDS = [
     ("relax", "relax/entrypoints/train.py --rollout-batch-size 16 --over-sampling-batch-size 24 "
      "--partial-rollout --partial-rollout-max-aborted-count 3",
      {"rollout.oversample_prompts": 8, "rollout.max_aborted_count": 3}),
+    # Where roles are.
+    ("openrlhf", "train_ppo_ray.py --colocate_all_models --actor_num_gpus_per_node 8 "
+     "--vllm_num_engines 4 --vllm_tensor_parallel_size 2 --deepspeed_enable_sleep",
+     {"engine.tensor_parallel_size": 2, "trainer.enable_sleep": True, "cluster.num_engines": 0}),
+    ("openrlhf", "train_ppo_ray.py --colocate_all_models --async_train --vllm_num_engines 2 "
+     "--actor_num_gpus_per_node 4 --vllm_tensor_parallel_size 2 --async_queue_size 3",
+     {"cluster.num_engines": 2, "cluster.num_trainers": 4, "pipeline.max_staleness": 3}),
+    ("openrlhf", "train_ppo_ray.py --ref_num_gpus_per_node 4 --reward_num_gpus_per_node 4 "
+     "--critic_num_gpus_per_node 4 --actor_num_gpus_per_node 4 --vllm_num_engines 2 "
+     "--vllm_tensor_parallel_size 2 --reward_pretrain r",
+     {"cluster.num_references": 4, "cluster.num_reward_models": 4, "cluster.num_critics": 4,
+      "cluster.num_trainers": 4, "cluster.num_engines": 2, "engine.tensor_parallel_size": 2}),
+    ("openrlhf", "train_ppo_ray.py --ref_num_nodes 2 --ref_num_gpus_per_node 4 "
+     "--colocate_actor_ref --critic_num_nodes 2 --critic_num_gpus_per_node 4 "
+     "--advantage_estimator rloo", {"cluster.num_references": 0, "cluster.num_critics": 0}),
+    ("verl", "verl.trainer.main_ppo reward_model.enable=True reward_model.model.path=r "
+     "reward_model.enable_resource_pool=True reward_model.n_gpus_per_node=2 reward_model.nnodes=2",
+     {"cluster.num_reward_models": 4, "reward.model.path": "r", "reward.functions.0.fn": None}),
+    ("verl", "verl.trainer.main_ppo reward_model.model.path=r",
+     {"reward.model.path": None, "reward.functions.0.fn": "math"}),
+    ("verl", "verl.trainer.main_ppo actor_rollout_ref.actor.fsdp_config.param_offload=True "
+     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+     {"trainer.enable_sleep": True, "trainer.offload": "none"}),
+    ("verl", "verl.trainer.sft_trainer engine.optimizer_offload=True",
+     {"trainer.offload": "optimizer"}),
+    ("verl", "verl.trainer.main_ppo algorithm.adv_estimator=gae "
+     "critic.fsdp_config.param_offload=True",
+     {"trainer.enable_sleep": True, "critic.offload": None}),
+    # Evaluation reads the columns that training reads.
+    ("openrlhf", "train_ppo_ray.py --prompt_data d --input_key question --label_key gold "
+     "--eval_dataset e", {"data.eval.0.columns.prompt": "question",
+     "data.eval.0.columns.answer": "gold"}),
+    ("verl", "verl.trainer.main_ppo data.prompt_key=messages data.train_files=[a,b] "
+     "data.val_files=[c,d]", {"data.train.1.columns.prompt": "messages",
+     "data.eval.1.columns.prompt": "messages"}),
+    ("relax", "relax/entrypoints/train.py --input-key a --prompt-data d --eval-prompt-data n e "
+     "--eval-input-key b",
+     {"data.train.0.columns.prompt": "a", "data.eval.0.columns.prompt": "b"}),
+    ("trl", "trl sft --dataset_name d", {"data.shuffle": True}),
+    ("trl", "trl sft --dataset_name d --shuffle_dataset False", {"data.shuffle": True}),
+    ("trl", "trl grpo --reward_funcs org/reward-model accuracy_reward",
+     {"reward.model.path": "org/reward-model", "reward.functions.0.fn": "math"}),
 ]  # fmt: skip
 
 
@@ -235,6 +298,13 @@ WARNED = [
     ("trl", "trl grpo --loss_type cispo --epsilon_high 5", "1 + algorithm.clip_high"),
     ("trl", "trl grpo --max_steps 10", "optimizer steps there"),
     ("relax", "relax/entrypoints/train.py --sglang-mem-fraction-static 0.8", "of free memory"),
+    ("openrlhf", "openrlhf/cli/train_ppo_ray.py --ref_num_gpus_per_node 4 "
+     "--reward_num_gpus_per_node 4 --critic_num_gpus_per_node 4 --actor_num_gpus_per_node 4 "
+     "--vllm_num_engines 2 --vllm_tensor_parallel_size 2 --reward_pretrain r",
+     "20 devices are needed: 4 (trainers), 4 (2 engines of 2), 4 (of the critic), 4 (of the "
+     "reference), 4 (of the reward model)"),
+    ("openrlhf", "openrlhf/cli/train_ppo_ray.py --colocate_critic_reward --reward_pretrain r "
+     "--reward_num_gpus_per_node 2", "shares the critic's devices there"),
 ]  # fmt: skip
 
 
@@ -242,6 +312,45 @@ WARNED = [
 def test_differences_of_meaning_are_told(framework: str, command: str, words: str) -> None:
     found = convert(read_command(framework, command.split()))
     assert any(words in text for text in found.differs), found.differs
+
+
+READ_BY_OTHERS = [
+    ("openrlhf", "openrlhf/cli/train_ppo_ray.py --async_train --vllm_num_engines 1 "
+     "--async_queue_size 2"),
+    ("relax", "relax/entrypoints/train.py --tool-key tools"),
+    ("verl", "verl.trainer.main_ppo reward_model.enable=True reward_model.model.path=r"),
+]  # fmt: skip
+
+
+@table("framework, command", READ_BY_OTHERS)
+def test_what_is_used_is_not_listed_as_unread(framework: str, command: str) -> None:
+    found = convert(read_command(framework, command.split()))
+    assert not found.unread
+    assert not [one for one, _ in found.missing if one.where]
+
+
+def test_every_setting_that_a_function_asks_for_is_known() -> None:
+    """Else it is used, and listed as a name that nobody knows."""
+    tree = ast.parse(Path(transforms.__file__).read_text(encoding="utf-8"))
+    asked = {
+        argument.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("run.given", "given")
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    }
+    assert len(asked) > 30
+    ends = [f".{name}" for row in aliases() for names in row.names.values() for name in names]
+    for name in map(str, asked):
+        assert any(end.endswith(f".{name}") for end in ends) or any(
+            find_alias(framework, name.split(".")) for framework in FRAMEWORKS
+        ), name
+
+
+def test_no_reward_is_missed_where_a_model_scores() -> None:
+    words = "openrlhf/cli/train_ppo_ray.py --reward_pretrain r --pretrain m --prompt_data d"
+    to_do = convert(read_command("openrlhf", words.split())).to_do
+    assert not any("reward" in text for text in to_do)
 
 
 def test_nought_is_not_always_off() -> None:

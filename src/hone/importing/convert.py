@@ -100,7 +100,7 @@ def _complete(found: Imported) -> None:
 def _take(row: Alias, one: Given, found: Imported) -> None:
     """Serve one setting by its row of the table."""
     target = next((key for key in row.to if found.has(key)), None)
-    if isinstance(one.value, Unread) and not row.always and not _is_text(found.tree, target):
+    if _is_unread(one.value) and not row.always and not _is_text(one.value, found.tree, target):
         found.unread.append((one, "only a run of the script could tell"))
     elif row.to and target is None:
         found.skip(one, f"{' and '.join(row.to)}: not of `hone {found.source.command}`")
@@ -161,6 +161,16 @@ def _is_same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _is_text(tree: type[Any], key: str | None) -> bool:
+def _is_unread(value: Any) -> bool:
+    """Whether a value is known only when the script runs, or has a part that is."""
+    if isinstance(value, list):
+        return any(isinstance(part, Unread) and part.is_expression for part in value)
+    return isinstance(value, Unread)
+
+
+def _is_text(value: Any, tree: type[Any], key: str | None) -> bool:
+    """Whether a value is a text for a key that takes any, to be filled in by a person."""
+    if not isinstance(value, Unread) or value.is_expression:
+        return False
     target = locate(tree, key.replace("*", "0").split(".")) if key else None
     return target is not None and target.annotation in (str, str | None, Path, Path | None)

@@ -67,10 +67,12 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
                 f"'{path}' is a Python program, which is read for trl alone. Name the script or "
                 "the command that starts it."
             )
-        program, given, notes = read_python(text, path)
+        program, given, notes = read_python(text, path, environment)
         return _source(framework, program, given, notes=notes)
     script = read_script(text, environment, path)
-    source = _of_commands(framework, script.commands, script.notes, f"'{path}'", path.parent)
+    source = _of_commands(
+        framework, script.commands, script.notes, f"'{path}'", path.parent, unsure=script.unsure
+    )
     for name in _VARIABLES.get(framework, ()):
         for text, line in script.variables.get(name, []):
             source.given.append(Given(name.lower(), value_of(text), _line(line)))
@@ -90,22 +92,30 @@ def _unread(path: Path, error: OSError | UnicodeDecodeError) -> str:
 def read_command(framework: str, words: Sequence[str]) -> Source:
     """Read the words of a command line. Raises UserError as `read_file` does."""
     command = [Word(word, 0) for word in words]
-    return _of_commands(framework, [command], [], "the command", Path())
+    return _of_commands(framework, [command], [], "the command", Path(), unsure={})
 
 
 def _of_commands(
-    framework: str, commands: list[list[Word]], notes: list[str], where: str, folder: Path
+    framework: str,
+    commands: list[list[Word]],
+    notes: list[str],
+    where: str,
+    folder: Path,
+    *,
+    unsure: Mapping[int, str],
 ) -> Source:
     starts = [(command, _program(framework, command)) for command in commands]
     runs = [(command, *start) for command, start in starts if start is not None]
     if runs:
         command, number, program = runs[0]
+        if why := unsure.get(next(place for place, one in enumerate(commands) if one is command)):
+            notes.append(f"{why}; it runs {command[number].text}")
         words = command[number + 1 :]
         given = [*(_overrides(words) if framework == "verl" else _flags(words))]
         notes += [f"line {other[at].line}: a further run, of {other[at].text}, is left out"
                   for other, at, _ in runs[1:]]  # fmt: skip
         given = [*_of_config(given, folder, notes), *given]
-        processes = _launched(command[:number])
+        processes = _launched(command[:number]) or _launched(words)
         return _source(framework, program, given, processes=processes, notes=notes)
     known = ", ".join(PROGRAMS[framework])
     raise UserError(

@@ -73,6 +73,12 @@ class Imported:
         return TREES[self.source.command]
 
     @property
+    def is_spread(self) -> bool:
+        """Whether a role has devices that are not the trainers'."""
+        roles = ("engines", "critics", "references", "reward_models")
+        return self.is_rl and any(self.key(f"cluster.num_{role}") for role in roles)
+
+    @property
     def is_rl(self) -> bool:
         """Whether it is for `hone rl`."""
         return self.source.command == "rl"

@@ -1,8 +1,10 @@
 """The commands of a shell script, as far as they can be known without running it.
 
-Variables (with defaults), arrays, sums of whole numbers, here-documents, quotes and continued lines
-are followed; of branches all are, one after another. What only a run could tell (`$(date)`, unset
-variables) stays in a word as it is written.
+Variables (with defaults), arrays, sums of whole numbers, here-documents, quotes, continued lines,
+functions and scripts within a word (`bash -c`) are followed. Of branches that is read which the
+shell would take. Where only a run could tell, the first is read, and a note says so; a loop is read
+once. What only a run could tell of a value (`$(date)`, unset variables) stays in a word as it is
+written.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hone.importing.conditions import Truth, both, either, holds, is_known, matches, opposite
 from hone.importing.source import Word
 
 __all__ = ["Script", "read_script"]
@@ -22,7 +25,15 @@ __all__ = ["Script", "read_script"]
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _EXPANSION = re.compile(r"([A-Za-z_]\w*|[@*#?$!0-9])(\[[@*]\])?(?:(:?[-=+])(.*))?\Z", re.S)
-_KEYWORDS = {"if", "then", "else", "elif", "do", "while", "until", "!", "{", "time", "exec"}
+_UNSET = re.compile(r"\$(?:([A-Za-z_]\w*|[1-9])|\{([A-Za-z_]\w*|[1-9])\})")
+_PLAIN = {"time", "exec", "command", "builtin", "nohup"}
+"""Words before a command that change nothing of what it runs."""
+_ASKING = ("if", "while", "until")
+_QUIET = {"true", ":", "false", "set", "shift", "cd", "mkdir"}
+"""Commands that print nothing, and change no variable."""
+_DECLARES = {"export", "declare", "local", "readonly", "typeset"}
+_SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh)")
+_SCRIPT_FLAG = re.compile(r"-[a-z]*c")
 _SUMS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -30,6 +41,16 @@ _SUMS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_COMPARES: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_MAX_DEPTH = 8
+"""Of functions and scripts within each other."""
 
 
 @dataclass(slots=True)
@@ -38,6 +59,8 @@ class Script:
 
     commands: list[list[Word]] = field(default_factory=list[list[Word]])
     """Each as its words, variables filled in."""
+    unsure: dict[int, str] = field(default_factory=dict[int, str])
+    """Why it is not known whether a command runs, or runs once, by its position."""
     variables: dict[str, list[Word]] = field(default_factory=dict[str, list[Word]])
     """What it sets, at its end."""
     notes: list[str] = field(default_factory=list[str])
@@ -52,14 +75,56 @@ def read_script(text: str, environment: Mapping[str, str], path: Path) -> Script
     return reader.read()
 
 
+@dataclass(slots=True, kw_only=True)
+class _Block:
+    """A compound command that is open: `if`, `case`, `for`, `while`, `{`, `(` or a function."""
+
+    kind: str
+    line: int
+    outer: Truth
+    """Whether it runs at all."""
+    gate: Truth
+    """What the list of commands around it has it depend on."""
+    runs: Truth
+    """Whether the part that is read now runs."""
+    start: int
+    """Of its condition, or of a function's body."""
+    word: str = ""
+    """What `case` asks for; the name of a function."""
+    asks: bool = False
+    """Whether a condition is read now."""
+    is_settled: bool = False
+    """Whether a branch was taken."""
+    why: str = ""
+    """What is not known of the part that is read now."""
+    sets: list[str] = field(default_factory=list[str])
+    """Variables that this part changes."""
+    sets_any: list[str] = field(default_factory=list[str])
+    """Variables that parts name, whether they run or not."""
+    unset: list[str] = field(default_factory=list[str])
+    """Variables of its conditions that nothing sets."""
+
+
 class _Reader:
-    def __init__(self, text: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, text: str, environment: Mapping[str, str], *, line: int = 1, depth: int = 0
+    ) -> None:
         self.text = text.replace("\r\n", "\n")
         self.at = 0
+        self.first_line = line
+        self.depth = depth  # of functions and scripts within each other
         self.environment = environment
         self.arrays: dict[str, list[Word]] = {}
-        self.depth = 0  # of branches
+        self.functions: dict[str, tuple[str, int]] = {}
+        self.blocks: list[_Block] = []
+        self.status: Truth = True  # of the last command
+        self.gate: Truth = True  # whether the list before lets the next command run
+        self.is_opposite = False  # behind `!`
+        self.is_piped = False
+        self.unset: list[str] = []  # what tests of this command ask for, and nothing sets
+        self.left = 0  # the line of an `exit` that runs
         self.documents: list[tuple[str, str]] = []  # here-documents whose text is still to come
+        self.output: list[str] | None = []  # what it prints; None where only a run could tell
         self.script = Script()
 
     def read(self) -> Script:
@@ -68,27 +133,30 @@ class _Reader:
             if self._skip_blank():
                 continue
             char = self.text[self.at]
-            if char in "\n;&|()":
-                self.at += 1
-                self._end(words)
-                words = []
-                if char == "\n":
-                    self._take_documents()
-            elif char in "<>":
+            if char in "\n;&|()" and not self.text.startswith("&>", self.at):
+                words = self._operator(words)
+            elif char in "<>&":
                 self._redirect(words)
             elif (found := _ASSIGNMENT.match(self.text, self.at)) and _is_start(words):
-                self.depth += sum(word.text == "if" for word in words)
-                words = []
                 self._assign(found)
+            elif not words and re.compile(r"\[\[\s").match(self.text, self.at):
+                words = self._test()
+            elif [word.text for word in words] == ["case"]:
+                words += self._word(split=False)
             else:
-                words += self._word()
+                words = self._keyword(words, self._word())
         self._end(words)
         self.script.variables = self.arrays
         return self.script
 
     @property
     def line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        return self.first_line + self.text.count("\n", 0, self.at)
+
+    @property
+    def runs(self) -> Truth:
+        """Whether the command that is read now runs."""
+        return both(self.blocks[-1].runs if self.blocks else True, self.gate)
 
     def _skip_blank(self) -> bool:
         """Skip blanks, continued lines and comments; whether there were any."""
@@ -97,26 +165,361 @@ class _Reader:
             self.at = found.end()
         return found is not None
 
+    def _operator(self, words: list[Word]) -> list[Word]:
+        """Go on behind what ends a command, or opens a group; the words of the next."""
+        sign = next(
+            sign for sign in ("&&", "||", ";;&", ";;", ";&", "((", *"\n;&|()")
+            if self.text.startswith(sign, self.at)
+        )  # fmt: skip
+        names = [word.text for word in words]
+        if sign == "((" and names in ([], ["for"]):
+            start, line = self.at, self.line
+            self.at = _closing(self.text, start)
+            return [*words, Word("((", line), Word(self.text[start + 2 : self.at - 2], line)]
+        if sign in ("(", "(("):
+            self.at += 1
+            if found := re.compile(r"\s*\)\s*\{").match(self.text, self.at):
+                self.at = found.end()
+                self._open("function", word=names[-1] if names else "")
+            else:
+                self._end(words)
+                self._open("(")
+            return []
+        self._end(words)
+        self.at += len(sign)
+        if sign in ("&&", "||"):
+            self.gate = self.status if sign == "&&" else opposite(self.status)
+        elif sign == "|":
+            self.is_piped = True
+        elif sign == ")":
+            self._close("(")
+        else:
+            self.gate = True
+            if not (self.blocks and self.blocks[-1].asks):
+                self.unset.clear()
+        if sign == "\n":
+            self._take_documents()
+        elif sign in (";;&", ";;", ";&"):
+            self._pattern()
+        return []
+
+    # Branches, loops, functions
+
+    def _keyword(self, words: list[Word], new: list[Word]) -> list[Word]:
+        """The words of a command with new ones, but for those that open, part or close a block."""
+        text = new[0].text if new and not words else ""
+        if len(words) == 2 and words[0].text == "case" and new and new[0].text == "in":
+            self._open("case", word=self._filled(words[1].text))
+            self._pattern()
+            return []
+        if words and words[0].text == "function" and len(words) == 1:
+            found = re.compile(r"(?:\s*\(\s*\))?\s*\{").match(self.text, self.at)
+            self.at = found.end() if found else self.at
+            self._open("function", word=new[0].text)
+            return []
+        match text:
+            case "if" | "while" | "until" | "{":
+                self._open(text)
+            case "then" | "do":
+                self._choose()
+            case "elif" | "else":
+                self._part(text)
+            case "fi" | "done" | "esac" | "}":
+                self._close(text)
+            case "!":
+                self.is_opposite = not self.is_opposite
+            case "":
+                return [*words, *new]
+            case _:
+                return [] if text in _PLAIN else new
+        return []
+
+    def _open(self, kind: str, *, word: str = "") -> None:
+        runs = False if kind == "function" else self.runs
+        self.blocks.append(
+            _Block(kind=kind, line=self.line, outer=self.runs, gate=self.gate, runs=runs,
+                   start=self.at, word=word, asks=kind in _ASKING)
+        )  # fmt: skip
+        self.gate = True
+
+    def _choose(self) -> None:
+        """Behind a condition: whether what follows is read."""
+        if not self.blocks or self.blocks[-1].kind not in _ASKING:
+            return
+        block = self.blocks[-1]
+        block.asks = False
+        written = " ".join(self.text[block.start : self.at].split()[:-1]).rstrip("; ")
+        truth = opposite(self.status) if block.kind == "until" else self.status
+        block.unset += self.unset
+        self.unset.clear()
+        self._take(block, truth, f"whether `{_short(written)}` holds")
+        if block.kind != "if" and block.runs:
+            block.why = (
+                f"how often the loop `{_short(written)}` runs is not known, and it is read once"
+            )
+        self.gate = True
+
+    def _take(self, block: _Block, truth: Truth, question: str) -> None:
+        """Read a branch where its condition holds, and the first where only a run could tell."""
+        block.runs = both(block.outer, truth) if not block.is_settled else False
+        block.is_settled |= block.runs is not False
+        block.why = (
+            f"{question} is known only when the script runs, and this branch is read"
+            if block.runs is None and truth is None
+            else ""
+        )
+
+    def _part(self, text: str) -> None:
+        """At `elif` and `else`."""
+        block = self.blocks[-1] if self.blocks else None
+        if block is None or block.kind != "if":
+            return
+        self._tell(block)
+        block.runs = False if block.is_settled else block.outer
+        block.start = self.at
+        block.line = self.line
+        block.asks = text == "elif"
+        block.is_settled |= text == "else"
+        self.status = self.gate = True
+
+    def _pattern(self) -> None:
+        """Read the patterns of the next branch of a `case`."""
+        block = self.blocks[-1] if self.blocks else None
+        if block is None or block.kind != "case":
+            return
+        self._tell(block)
+        self.gate = True
+        while self._skip_blank() or self.text.startswith(("\n", "("), self.at):
+            self.at += self.text.startswith(("\n", "("), self.at)
+        if re.compile(r"esac\b").match(self.text, self.at):
+            return
+        block.line = self.line
+        truth: Truth = False
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            if self.text[self.at] in "|\n;&(<>":
+                self.at += 1
+            elif not self._skip_blank():
+                pattern = "".join(map(_text, self._word(split=False)))
+                truth = either(truth, matches(block.word, self._filled(pattern)))
+        self.at += 1
+        block.unset += self.unset
+        self.unset.clear()
+        self._take(block, truth, f"what `case` has for `{_short(block.word)}`")
+
+    def _close(self, text: str) -> None:
+        kinds = {"fi": ("if",), "done": ("for", "while", "until"), "esac": ("case",),
+                 "}": ("{", "function")}.get(text, (text,))  # fmt: skip
+        if not self.blocks or self.blocks[-1].kind not in kinds:
+            return
+        block = self.blocks.pop()
+        self._tell(block)
+        if block.unset and block.sets_any and block.outer is not False:
+            self._tell_unset(block.line, block.unset, block.sets_any)
+        self.gate = block.gate
+        if block.kind == "function" and block.outer is not False:
+            body = self.text[block.start : self.at].rstrip().removesuffix("}")
+            self.functions[block.word] = (
+                body, self.first_line + self.text.count("\n", 0, block.start),
+            )  # fmt: skip
+            self.status = True
+        elif block.kind not in ("{", "(", "function"):
+            self.status = None
+
+    def _tell(self, block: _Block) -> None:
+        """Say of a part of a block, at its end, what is not known of it."""
+        if block.why and block.sets:
+            self.script.notes.append(
+                f"line {block.line}: {block.why}; it sets {_names(block.sets)}"
+            )
+        block.sets.clear()
+
+    def _tell_unset(self, line: int, unset: list[str], names: list[str]) -> None:
+        self.script.notes.append(
+            f"line {line}: {_names(unset)}, which nothing sets, counts as empty, and decides over "
+            f"{_names(names)}"
+        )
+
+    def _why(self, line: int) -> str:
+        """What is not known of a command here: of the nearest block, or of the list before it."""
+        blocks = (block for block in self.blocks[::-1] if block.why)
+        if (block := next(blocks, None)) is not None:
+            return f"line {block.line}: {block.why}"
+        return (
+            "" if self.runs else f"line {line}: whether it runs is known only when the script runs"
+        )
+
+    # Commands
+
     def _end(self, words: list[Word]) -> None:
-        while words and words[0].text in _KEYWORDS:
-            self.depth += words[0].text == "if"
-            words = words[1:]
-        if words and words[0].text in ("fi", "esac", "case"):
-            self.depth += 1 if words[0].text == "case" else -1
-        elif words and words[0].text in ("source", "."):
-            written = " ".join(map(_text, words))
-            self.script.notes.append(f"line {words[0].line}: what `{written}` sets is not read")
-        elif words and words[0].text in ("export", "declare", "local", "readonly"):
-            for word in words[1:]:
-                name, equals, value = word.text.partition("=")
-                if equals:
-                    self._set(name, [word._replace(text=value)])
-        elif words:
-            self.script.commands.append(words)
+        if not words:
+            return
+        name = words[0].text
+        if name == "for":
+            self._for(words)
+            return
+        if self.runs is not False:
+            status = self._run(name, words)
+            status = opposite(status) if self.is_opposite else status
+            self.status = None if self.is_piped or self.gate is None else status
+        self.is_opposite = self.is_piped = False
+
+    def _run(self, name: str, words: list[Word]) -> Truth:
+        """Do what a command does to what follows; whether it succeeds."""
+        match name:
+            case "[" | "[[" | "test":
+                inner = words[1:-1] if name == "[" else words[1:]
+                return holds([self._filled(word.text) for word in inner])
+            case "((":
+                made = self._sum(self._inner(words[1].text, words[1].line), "")
+                return bool(int(made)) if made else None
+            case "echo":
+                return self._print(" ".join(map(_text, words[1:])))
+            case "exit" | "return":
+                return self._leave(words)
+            case "source" | ".":
+                written = " ".join(map(_text, words))
+                self.script.notes.append(f"line {words[0].line}: what `{written}` sets is not read")
+                return None
+            case _ if name in _QUIET:
+                return name != "false"
+            case _ if name in _DECLARES:
+                for word in words[1:]:
+                    variable, equals, value = word.text.partition("=")
+                    if equals:
+                        self._set(variable, [word._replace(text=value)])
+                return True
+            case _:
+                return self._start(name, words)
+
+    def _print(self, text: str) -> Truth:
+        is_known = self.runs and self.output is not None and not text.startswith("-")
+        self.output = [*(self.output or ()), text] if is_known else None
+        return True
+
+    def _start(self, name: str, words: list[Word]) -> Truth:
+        """Take a program that is started."""
+        if any("torch_npu" in word.text or word.text == "npu-smi" for word in words):
+            self.script.notes.append(
+                f"line {words[0].line}: `{_short(' '.join(map(_text, words)))}` counts as failed: "
+                "hone runs on no NPU"
+            )
+            return False
+        self.output = None
+        if self._within(name, words):
+            return None
+        if why := self._why(words[0].line):
+            self.script.unsure[len(self.script.commands)] = why
+        if self.left:
+            self.script.notes.append(
+                f"line {self.left}: with what is known here the script ends there; the rest is "
+                "read as if it went on"
+            )
+            self.left = 0
+        self.script.commands.append(words)
+        return None
+
+    def _within(self, name: str, words: list[Word]) -> bool:
+        """Read the function, or the script within a word, that a command runs."""
+        if self.depth >= _MAX_DEPTH:
+            return False
+        if name in self.functions:
+            text, line = self.functions[name]
+            inner = self._reader(text, line)
+            arguments = {str(number): [word] for number, word in enumerate(words[1:], 1)}
+            arguments |= {"@": words[1:], "#": [Word(str(len(words) - 1), words[0].line)]}
+            hidden = {key: self.arrays.get(key) for key in arguments}
+            self.arrays.update(arguments)
+            self._merge(inner)
+            for key, before in hidden.items():
+                del self.arrays[key]
+                if before is not None:
+                    self.arrays[key] = before
+            return True
+        text = next(
+            (word for shell, flag, word in zip(words, words[1:], words[2:], strict=False)
+             if _SHELL.fullmatch(shell.text) and _SCRIPT_FLAG.fullmatch(flag.text)), None,
+        )  # fmt: skip
+        if name == "eval" and len(words) > 1:
+            text = words[1]._replace(text=" ".join(map(_text, words[1:])))
+        if text is None:
+            return False
+        self._merge(self._reader(text.text, text.line))
+        return True
+
+    def _reader(self, text: str, line: int) -> _Reader:
+        """A reader of a text within this one, of the same variables."""
+        inner = _Reader(text, self.environment, line=line, depth=self.depth + 1)
+        inner.arrays, inner.functions = self.arrays, self.functions
+        return inner
+
+    def _merge(self, inner: _Reader) -> None:
+        """Read what `inner` has before it, as commands of this script."""
+        made, before = inner.read(), len(self.script.commands)
+        why = self._why(inner.first_line)
+        for number in range(len(made.commands)):
+            if reason := made.unsure.get(number) or why:
+                self.script.unsure[before + number] = reason
+        self.script.commands += made.commands
+        self.script.notes += made.notes
+
+    def _leave(self, words: list[Word]) -> Truth:
+        """At `exit`: a branch that only a run could choose and that ends the script is not the one
+        that trains."""
+        unsure = next((block for block in self.blocks[::-1] if block.why), None)
+        if unsure is not None and unsure.kind in ("if", "case"):
+            unsure.is_settled = unsure.runs = False
+        elif words[0].text == "exit" and self.runs:
+            self.left = words[0].line
+        return None
+
+    def _for(self, words: list[Word]) -> None:
+        """Open a loop over the words behind `in`: its first pass is read."""
+        values = words[3:] if len(words) > 2 and words[2].text == "in" else []
+        is_counted = len(words) > 1 and words[1].text == "(("
+        self._open("for")
+        block = self.blocks[-1]
+        if is_counted:
+            block.why = "how often this loop runs is not known, and it is read once"
+        elif not values:
+            block.runs = False
+        elif block.runs is not False:
+            if len(values) > 1:
+                block.why = (f"of the loop over {words[1].text} the first pass alone is read, with "
+                             f"{values[0].text}")  # fmt: skip
+            self.arrays[words[1].text] = values[:1]
+
+    def _test(self) -> list[Word]:
+        """The words of `[[ ... ]]`, in which `&&`, `||`, brackets and `<` are words too."""
+        words = [Word("[[", self.line)]
+        self.at += 2
+        while self.at < len(self.text) and not self.text.startswith("]]", self.at):
+            sign = re.compile(r"&&|\|\||[()<>]").match(self.text, self.at)
+            if sign:
+                words.append(Word(sign[0], self.line))
+                self.at = sign.end()
+            elif self.text[self.at] == "\n":
+                self.at += 1
+            elif not self._skip_blank():
+                start = self.at
+                words += self._word(split=False)
+                self.at = max(self.at, start + 1)
+        self.at += 2
+        return words
+
+    def _filled(self, text: str) -> str:
+        """A word of a test, with variables that nothing sets as the shell has them: empty."""
+
+        def empty(found: re.Match[str]) -> str:
+            name = found[1] or found[2]
+            if name not in self.unset:
+                self.unset.append(name)
+            return ""
+
+        return _UNSET.sub(empty, text)
 
     def _redirect(self, words: list[Word]) -> None:
         """Skip where output goes; keep a here-document for `read` or a command."""
-        if words and words[-1].text.isdigit():
+        if words and words[-1].text.isdigit() and self.text[self.at - 1].isdigit():
             words.pop()  # the 2 of 2>file
         found = re.compile(r"<<-?[ \t]*['\"]?(\w+)['\"]?").match(self.text, self.at)
         if found is not None:
@@ -134,19 +537,15 @@ class _Reader:
             found = re.compile(rf"^[ \t]*{end}[ \t]*$", re.M).search(self.text, start)
             body = self.text[start : found.start() if found else len(self.text)]
             if name:
-                inner = _Reader(f"_=({body})", self.environment)
-                inner.arrays = self.arrays
-                inner.read()
-                self._set(name, [
-                    word._replace(text=word.text, line=word.line + self.line - 1)
-                    for word in self.arrays.pop("_")
-                ])  # fmt: skip
+                self._reader(f"_=({body})", self.line).read()
+                self._set(name, self.arrays.pop("_"))
             self.at = found.end() if found else len(self.text)
         self.documents.clear()
 
     def _assign(self, found: re.Match[str]) -> None:
         self.at = found.end()
-        if self.text[self.at : self.at + 1] == "(":
+        is_array = self.text[self.at : self.at + 1] == "("
+        if is_array:
             self.at += 1
             values: list[Word] = []
             while self.at < len(self.text) and self.text[self.at] != ")":
@@ -159,15 +558,27 @@ class _Reader:
             is_empty = self.at >= len(self.text) or self.text[self.at] in " \t\n;&|)"
             values = [Word("", self.line)] if is_empty else self._word(split=False)
         if found[2]:
-            values = [*self.arrays.get(found[1], []), *values]
+            values = _added(self.arrays.get(found[1], []), values, is_array=is_array)
         self._set(found[1], values)
 
     def _set(self, name: str, values: list[Word]) -> None:
-        before = self.arrays.get(name)
-        if self.depth > 0 and before and [*map(_text, before)] != [*map(_text, values)]:
+        is_new = [*map(_text, self.arrays.get(name, ()))] != [*map(_text, values)]
+        for block in self.blocks:
+            if is_new and name not in block.sets_any:
+                block.sets_any.append(name)
+        if self.unset:  # of a test before it: `[ -z "$X" ] && Y=1`
+            self._tell_unset(self.line, self.unset, [name])
+        if self.runs is False:
+            return
+        self.status = None if self.gate is None else True
+        unsure = next((block for block in self.blocks[::-1] if block.why), None)
+        if unsure is not None and is_new and name not in unsure.sets:
+            unsure.sets.append(name)
+        elif unsure is None and self.gate is None and is_new:
+            line = values[0].line if values else self.line
             self.script.notes.append(
-                f"line {values[0].line if values else self.line}: {name} depends on a branch; its "
-                f"last value, {' '.join(map(_text, values))!r}, is taken"
+                f"line {line}: whether {name} is set to {' '.join(map(_text, values))!r} is known "
+                "only when the script runs; it is taken"
             )
         self.arrays[name] = values
 
@@ -247,8 +658,9 @@ class _Reader:
             end = self.text.find("`", start + 1) + 1 if is_old else _closing(self.text, start + 1)
             self.at = end or len(self.text)
             written = self.text[start : self.at]
+            command = written[1 if is_old else 2 : -1].strip()
             return [
-                Word(self._place(written[1 if is_old else 2 : -1].strip(), line) or written, line)
+                Word(self._place(command, line) or self._printed(command, line) or written, line)
             ]
         if self.text.startswith("${", start):
             self.at = _closing(self.text, start + 1)
@@ -261,29 +673,51 @@ class _Reader:
         if found is None:
             return [Word(self.text[start : self.at], line)]
         name, is_all, rule, other = found.groups()
-        values = self.arrays.get(name)
-        if values is None and name in self.environment:
-            values = [Word(self.environment[name], line)]
+        is_all = is_all or name in "@*"
+        values = self._value(name, line)
         is_set = bool(values) and (
             not (rule or "").startswith(":") or any(map(_text, values or ()))
         )
         if rule and ("+" in rule) == is_set:
             text = self._inner(other, line)
-            if "=" in rule:
+            if "=" in rule and self.runs is not False:
                 self.arrays[name] = [Word(text, line)]
             return [Word(text, line)]
         if values is not None or rule:
             values = values or []
             joined = [Word(" ".join(map(_text, values)), line)]
             return values if (is_all and quoted) or (len(values) > 1 and not quoted) else joined
-        if name in "@*" or name.isdigit():
+        if name in "@*":
             return []  # arguments of the script: none
         if is_all:
-            self.script.notes.append(
-                f"line {line}: {name} is set nowhere in the script, and left out"
-            )
+            if self.runs is not False:
+                self.script.notes.append(
+                    f"line {line}: {name} is set nowhere in the script, and left out"
+                )
             return []
         return [Word(self.text[start : self.at], line)]
+
+    def _value(self, name: str, line: int) -> list[Word] | None:
+        """What a variable holds; None where nothing sets it."""
+        values = self.arrays.get(name)
+        if values is None and name in self.environment:
+            values = [Word(self.environment[name], line)]
+        if values is None and name == "#":
+            values = [Word("0", line)]
+        return values
+
+    def _printed(self, command: str, line: int) -> str | None:
+        """What a command prints, where tests and `echo` alone decide; None for any other."""
+        if self.depth >= _MAX_DEPTH:
+            return None
+        inner = self._reader(command, line)
+        inner.arrays = dict(self.arrays)
+        inner.read()
+        if not inner.output or not is_known("".join(inner.output)):
+            return None
+        if self.runs is not False:
+            self.script.notes += inner.script.notes
+        return "\n".join(inner.output)
 
     def _place(self, command: str, line: int) -> str | None:
         """What the usual commands say of a script's own folder; None for any other."""
@@ -300,12 +734,14 @@ class _Reader:
             match node:
                 case ast.Constant(value=int(value)):
                     return value
-                case ast.Name(id=name) if name in self.arrays:
-                    return int(self.arrays[name][0].text)
+                case ast.Name(id=name) if values := self._value(name, 0):
+                    return int(values[0].text)
                 case ast.BinOp(left=left, op=op, right=right) if type(op) in _SUMS:
                     return _SUMS[type(op)](work_out(left), work_out(right))
                 case ast.UnaryOp(op=ast.USub(), operand=operand):
                     return -work_out(operand)
+                case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARES:
+                    return int(_COMPARES[type(op)](work_out(left), work_out(right)))
                 case _:
                     raise ValueError
 
@@ -316,9 +752,11 @@ class _Reader:
 
     def _inner(self, text: str, line: int) -> str:
         """Text within an expansion, its own variables filled in."""
-        inner = _Reader(f'"{text.strip(chr(34))}"', self.environment)
-        inner.arrays = self.arrays
-        return " ".join(word.text for word in inner._word(split=False))
+        inner = self._reader(f'"{text.strip(chr(34))}"', line)
+        inner.blocks = self.blocks
+        made = " ".join(word.text for word in inner._word(split=False))
+        self.script.notes += inner.script.notes
+        return made
 
 
 def _text(word: Word) -> str:
@@ -326,8 +764,32 @@ def _text(word: Word) -> str:
 
 
 def _is_start(words: list[Word]) -> bool:
-    """Whether a command begins behind these words."""
-    return all(word.text in _KEYWORDS for word in words)
+    """Whether a variable may be set behind these words."""
+    return not words or (
+        words[0].text in _DECLARES and all(word.text.startswith("-") for word in words[1:])
+    )
+
+
+def _added(before: list[Word], values: list[Word], *, is_array: bool) -> list[Word]:
+    """What `+=` makes: elements of an array, or a longer text, whose further words keep their
+    lines."""
+    if is_array or not before or values[0].text[:1].isspace():
+        return [*before, *(values if is_array else [_stripped(word) for word in values])]
+    return [*before[:-1], before[-1]._replace(text=before[-1].text + values[0].text), *values[1:]]
+
+
+def _stripped(word: Word) -> Word:
+    return word._replace(text=word.text.strip())
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names)
+
+
+def _short(text: str) -> str:
+    """A text for a note."""
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
 def _pieces(words: list[Word]) -> list[Word]:

@@ -35,6 +35,8 @@ class Unread:
     """A value that is known only when the script runs."""
 
     text: str
+    is_expression: bool = False
+    """Of a program: no text in which something is to be filled in, as `$ROOT/model` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

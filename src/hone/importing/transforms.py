@@ -38,6 +38,7 @@ _KIND, _COEF, _PLACEMENT = (
     "algorithm.kl.coef",
     "algorithm.kl.placement",
 )
+_SCORES = ("reward.functions", "reward.model.path", "teacher.path", "env.path")
 _COLOCATED = ("train.colocate_all", "colocate_all_models", "colocate")
 
 
@@ -126,6 +127,15 @@ def template_(value: Any, run: Imported, row: Alias) -> Any:
     if value is None or "{}" not in value:
         return None
     return value.replace("\\n", "\n").replace("{}", "{prompt}")
+
+
+def columns_(value: Any, run: Imported, row: Alias) -> Any:
+    """A column of the rows for training, and of those for evaluation."""
+    key = next(key for key in row.to if run.has(key))
+    keys = [key]
+    if run.is_set("data.eval.0.path"):
+        keys.append(key.replace("data.train", "data.eval"))
+    return None if value is None else Keys(dict.fromkeys(keys, value))
 
 
 def longest_row_(value: Any, run: Imported, row: Alias) -> Any:
@@ -359,6 +369,8 @@ def reward_path_(value: Any, run: Imported, row: Alias) -> Any:
 def verl_default_reward_(value: Any, run: Imported, row: Alias) -> Any:
     if run.is_set("reward.functions.0.fn"):
         raise Nothing("the function is named (reward.functions)")
+    if run.given(*_REWARD_MODEL_SWITCHES):
+        raise Nothing("the reward model scores (reward.model)")
     run.warn("verl chooses a reward by data_source (gsm8k, MATH, ...) where none is named; here it "
              "is `math`, the nearest to these.")  # fmt: skip
     return Keys({"reward.functions.0.fn": "math"})
@@ -374,7 +386,7 @@ _TRL_REWARDS: dict[str, dict[str, Any]] = {
 def reward_list_(value: Any, run: Imported, row: Alias) -> Any:
     """Functions of the script, of a module, or TRL's own."""
     made = Keys()
-    for number, entry in enumerate(_list(value)):
+    for entry in _list(value):
         name = text_of(entry)
         if ":" not in name and not isinstance(entry, Unread):
             name = ":".join(name.rsplit(".", 1))
@@ -383,12 +395,24 @@ def reward_list_(value: Any, run: Imported, row: Alias) -> Any:
         is_theirs = not module.endswith(".py") and module.partition(".")[0] in ("", "trl")
         own = _TRL_REWARDS.get(function) if is_theirs else None
         if own is None and (":" not in name or isinstance(entry, Unread)):
-            raise NotServed(
-                f"{name}, which is no function in a file; reward models are not served yet"
-            )
+            is_model = isinstance(entry, str) and "/" in entry and "reward.model.path" not in made
+            if not is_model:
+                raise NotServed(f"{name}, which is no function in a file, and no first model")
+            made["reward.model.path"] = entry
+            continue
+        number = sum(key.endswith(".fn") for key in made)
         for key, part in (own or {"fn": name, "whole_groups": True}).items():
             made[f"reward.functions.{number}.{key}"] = part
     return made
+
+
+_REWARD_MODEL_SWITCHES = ("reward_model.enable", "reward.reward_model.enable")
+
+
+def reward_model_(value: Any, run: Imported, row: Alias) -> Any:
+    if run.source.framework == "verl" and not run.given(*_REWARD_MODEL_SWITCHES):
+        raise Nothing("reward_model.enable is off")
+    return value
 
 
 def overlong_(value: Any, run: Imported, row: Alias) -> Any:
@@ -551,21 +575,44 @@ def recompute_(value: Any, run: Imported, row: Alias) -> Any:
     return (value or None) if is_plain else f"{method}:{number}"
 
 
-def offload_(value: Any, run: Imported, row: Alias) -> Any:
-    """Each level has those before it. verl moves all weights while others use the device."""
-    if not value:
-        return None
-    if row.note.startswith("parameters"):
-        run.warn("param_offload moves whole models while others use the device there; "
-                 "trainer.offload `parameters` keeps them on the host for good.")  # fmt: skip
-        return "optimizer"
-    return "gradients" if row.note.startswith("gradients") else "optimizer"
-
-
 def engines_(value: Any, run: Imported, row: Alias) -> Any:
-    if not value or run.given(*_COLOCATED):
+    """OpenRLHF's have devices of their own in asynchronous training, whatever is colocated."""
+    if not value or (run.given(*_COLOCATED) and not run.given("train.async_enable", "async_train")):
         raise Nothing("each training process has an engine on its device")
     return value
+
+
+_ROLES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "cluster.num_references": ("ref", "the reference", ("train.colocate_actor_ref",
+                                                        "colocate_actor_ref")),
+    "cluster.num_critics": ("critic", "the critic", ()),
+    "cluster.num_reward_models": ("reward", "the reward model", ("train.colocate_critic_reward",
+                                                                 "colocate_critic_reward")),
+}  # fmt: skip
+"""By our key: how names of theirs begin, what it is, and what has it share another's devices."""
+
+
+def role_devices_(value: Any, run: Imported, row: Alias) -> Any:
+    """Devices of a model that does not lie on those of the policy."""
+    role, what, shares = _ROLES[row.to[0]]
+    if run.given(*_COLOCATED):
+        raise Nothing(f"{what} lies on the devices of the policy")
+    if run.given(*shares):
+        if role == "reward":
+            run.warn("the reward model shares the critic's devices there; here it lies beside the "
+                     "engines, or on the first trainer's device.")  # fmt: skip
+        raise Nothing(f"{what} shares another model's devices")
+    names = (f"{role}.num_nodes", f"{role}_num_nodes")
+    if run.source.framework == "verl":
+        pools = ("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool")
+        if not run.given(*pools):
+            raise Nothing(f"{what} lies on the devices of the policy")
+        names = ("reward_model.nnodes", "reward.reward_model.nnodes")
+    number = math.prod(_list(value)) * run.given(*names, default=1)
+    if number > 1 and role != "critic":
+        run.warn(f"{what} is divided over {number} devices there; here each of them holds a whole "
+                 f"copy ({row.to[0]}), and fewer may do.")  # fmt: skip
+    return number
 
 
 def engine_devices_(value: Any, run: Imported, row: Alias) -> Any:
@@ -579,9 +626,10 @@ def engine_devices_(value: Any, run: Imported, row: Alias) -> Any:
 
 
 def engine_size_(value: Any, run: Imported, row: Alias) -> Any:
-    if value > 1 and not run.key("cluster.num_engines"):
+    if not run.key("cluster.num_engines") and run.processes % value:
         raise NotServed(
-            "engines of several devices beside trainers; cluster.num_engines gives them their own"
+            f"engines of {value} devices beside {run.processes} trainers, whose number it does not "
+            "divide; cluster.num_engines gives them their own"
         )
     return value
 
@@ -595,9 +643,16 @@ def async_(value: Any, run: Imported, row: Alias) -> Any:
 
 
 def trainer_sleep_(value: Any, run: Imported, row: Alias) -> Any:
-    if value and (run.processes > 1 or run.key("cluster.num_engines")):
-        raise Nothing("states are sharded over processes; trainer.offload keeps them on the host")
+    if value and run.key("cluster.num_engines"):
+        raise Nothing("trainers share their devices with no engine")
     return value
+
+
+def between_phases_(value: Any, run: Imported, row: Alias) -> Any:
+    """verl keeps what these name on the host but while it is used."""
+    if not value:
+        return None
+    return trainer_sleep_(True, run, row) if run.is_rl else Keys({row.to[-1]: "optimizer"})
 
 
 # Records
@@ -654,12 +709,25 @@ def finish(run: Imported) -> None:
         )
     if not run.is_rl:
         return
-    if not any(
-        key.startswith(("reward.functions", "teacher.path", "env.path")) for key in run.values
-    ):
+    if not any(key.startswith(_SCORES) for key in run.values):
         run.to_do.append(
             "reward.functions: no reward is named that is served, so that `exact_match` scores"
         )
-    if run.key("cluster.num_engines"):
+    if run.key("pipeline.max_staleness") and not run.key("cluster.num_engines"):
+        run.to_do.append("cluster.num_engines: engines sample while the trainers train, on devices "
+                         "of their own; say how many there are")  # fmt: skip
+    if run.is_spread:
         one = Given("training processes", run.processes, "counted")
         run.set("cluster.num_trainers", run.processes, one)
+        run.warn(_devices(run))
+
+
+def _devices(run: Imported) -> str:
+    """How many devices all roles need together, which no framework's script says."""
+    size, engines = run.key("engine.tensor_parallel_size"), run.key("cluster.num_engines")
+    parts = {"trainers": run.processes, f"{engines} engines of {size}": engines * size,
+             "of the critic": run.key("cluster.num_critics"),
+             "of the reference": run.key("cluster.num_references"),
+             "of the reward model": run.key("cluster.num_reward_models")}  # fmt: skip
+    each = ", ".join(f"{number} ({what})" for what, number in parts.items() if number)
+    return f"{sum(parts.values())} devices are needed: {each}."

@@ -20,11 +20,7 @@ def recipe(found: Imported, origin: str, name: str) -> str:
     """YAML that `read_recipe` reads; `origin` is what it was imported from, `name` how the commands
     in it call it."""
     source = found.source
-    nproc = (
-        f" --nproc {found.processes}"
-        if found.processes > 1 and not found.key("cluster.num_engines")
-        else ""
-    )
+    nproc = f" --nproc {found.processes}" if found.processes > 1 and not found.is_spread else ""
     lines = [
         f"# {origin} ({FRAMEWORKS[source.framework]}, {source.program}), as a recipe of hone.",
         f"#   hone check {source.command} {name}{nproc}",
@@ -59,7 +55,7 @@ def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
     if texts:
         yield from ("#", f"# {title}:")
     for text in texts:
-        yield from wrap(text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ",
+        yield from wrap(_one_line(text), _WIDTH, initial_indent="#   ", subsequent_indent="#     ",
                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
 
 
@@ -107,7 +103,11 @@ def _section(values: dict[str, Any], depth: int, framework: str) -> Iterator[str
         pad = "  " * depth
         if isinstance(value, Value):
             text = to_yaml({name: value.value}).rstrip("\n").split("\n")
-            yield f"{pad}{text[0]}{_comment(value, framework)}"
+            comment = _comment(value, framework)
+            if len(text) > 1 and isinstance(value.value, str):  # no comment within a text
+                yield f"{pad}{comment.strip()}"
+                comment = ""
+            yield f"{pad}{text[0]}{comment}"
             yield from (f"{pad}{line}" for line in text[1:])
             continue
         yield f"{pad}{name}:"
@@ -131,4 +131,9 @@ def _comment(value: Value, framework: str) -> str:
         shown = "" if str(one.value) == str(value.value) else f" {text}".rstrip()
         whose = f"default of {FRAMEWORKS[framework]}"
         told.append(f"{one.name}{shown}, {one.where or whose}")
-    return f"  # {'; '.join(dict.fromkeys(told))}".replace("\n", " ")
+    return f"  # {_one_line('; '.join(dict.fromkeys(told)))}"
+
+
+def _one_line(text: str) -> str:
+    """A text for a comment, which ends where YAML sees a line end: also at U+2028."""
+    return "".join(character if character.isprintable() else " " for character in text)
