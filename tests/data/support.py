@@ -33,6 +33,14 @@ REWRITES_HISTORY = (
 )
 """A prompt that is no prefix of prompt plus answer."""
 
+SHORTENS_HISTORY = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if not loop.last or add_generation_prompt %}{{ 'a note to the prompt: ' }}{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}a header that answers lack<|im_start|>assistant\n{% endif %}"
+)
+"""A prompt that has more tokens than it has once an answer follows."""
+
 NO_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"

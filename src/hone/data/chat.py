@@ -40,6 +40,10 @@ class Rendered:
     messages: tuple[Message, ...] = ()
     """What the chat template rendered, where they are kept."""
 
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
@@ -49,6 +53,13 @@ class Demonstration:
     num_prompt_tokens: int
     is_cut: bool = False
     """The ids are those of the beginning alone, which is too long already."""
+    asked_ids: tuple[int, ...] = ()
+    """The prompt's ids where `token_ids` may begin with others: a reward model's template may write
+    a prompt anew once an answer follows."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.asked_ids or self.token_ids[: self.num_prompt_tokens]
 
 
 class Renderer:
@@ -151,7 +162,9 @@ class Renderer:
             examples, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
         )
         return [
-            row if row.is_cut else replace(row, token_ids=self._transcript(example, row))
+            row
+            if row.is_cut
+            else replace(row, token_ids=self._transcript(example, row), asked_ids=row.prompt_ids)
             for example, row in zip(examples, found, strict=True)
         ]
 

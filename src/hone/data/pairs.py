@@ -69,6 +69,10 @@ class _Rendered:
     completions: tuple[Demonstration, ...]
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.completions[0].prompt_ids
+
+    @property
     def is_cut(self) -> bool:
         return any(each.is_cut for each in self.completions)
 
