@@ -27,6 +27,7 @@ __all__ = [
     "read_examples",
     "required",
     "value_of",
+    "without_nulls",
 ]
 
 logger = logging.getLogger(__name__)
@@ -336,11 +337,21 @@ def as_message(turn: Any, row: Row) -> Message:
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         shown = shorten(json.dumps(turn, default=str))
         raise UserError(f"{row.location}: a chat message needs a role and content, got {shown}")
-    # Parquet fills absent fields with nulls, which chat templates would take for present.
-    message = {key: value for key, value in turn.items() if value is not None}
+    message: Message = without_nulls(turn)
     if "content" not in message and "tool_calls" not in message:
         raise UserError(f"{row.location}: a {turn['role']!r} message has no content")
     return {"content": "", **message}
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the fields of objects that are null, however deep they lie.
+
+    Arrow, and so Parquet and `datasets`, gives every object of a column the fields that any of them
+    has, and chat templates would take them for present.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+    return [without_nulls(held) for held in value] if isinstance(value, list) else value
 
 
 def _kind(value: Any) -> str:
