@@ -4,6 +4,8 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow.parquet
@@ -443,16 +445,16 @@ def test_nulls_that_parquet_adds_do_not_reach_the_prompt(tmp_path):
     ]
 
 
-def test_tools_without_a_template_are_told(caplog):
+def test_tools_without_a_template_are_warned_of_once(caplog):
     rows = [Row({"prompt": "a", "tools": [WEATHER]}, "f, line 1")]
     source = SourceConfig(path="f.jsonl")
     examples = map_rows(rows, source, choose_columns(rows, source), name="f")
-    for template, is_told in (("{prompt}", True), ("{prompt} {tools}", False)):
+    for template, is_warned in (("{prompt}", True), ("{prompt} {tools}", False)):
         caplog.clear()
         renderer = Renderer(char_tokenizer(), DataConfig(train=(), prompt_template=template))
         renderer.prompts(examples)
         renderer.prompts(examples)
-        assert caplog.text.count("the model does not see the columns tools") == is_told
+        assert caplog.text.count("the model does not see the columns tools") == is_warned
 
 
 NO_TOOLS = {
@@ -474,6 +476,28 @@ def test_what_is_no_tool_is_refused(case):
     examples = map_rows(rows, source, choose_columns(rows, source), name="f")
     with pytest.raises(UserError, match=message):
         Renderer(char_tokenizer(TAKES_TOOLS), DataConfig(train=())).prompts(examples)
+
+
+@table(
+    "value, text",
+    [
+        (Decimal("3.50"), "3.50"),
+        (date(2024, 2, 29), "2024-02-29"),
+        ([{"city": "Bern", "sum": None}], '[{"city": "Bern"}]'),
+        (None, r"f, line 1: column 'facts' holds null; put text"),
+        (float("nan"), r"f, line 1: column 'facts' holds nan, which is no number"),
+    ],
+)
+def test_a_column_in_a_prompt_template_is_its_text(value, text):
+    rows = [Row({"prompt": "a", "facts": value}, "f, line 1")]
+    source = SourceConfig(path="f.jsonl")
+    examples = map_rows(rows, source, choose_columns(rows, source), name="f")
+    renderer = Renderer(char_tokenizer(), DataConfig(train=(), prompt_template="{prompt}{facts}"))
+    if "line 1" in text:
+        with pytest.raises(UserError, match=text):
+            renderer.prompts(examples)
+    else:
+        assert renderer.prompts(examples)[0].text == f"a{text}"
 
 
 TURNS = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]

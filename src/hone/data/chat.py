@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from hone.config.data import DataConfig, fill_template, template_fields
 from hone.config.errors import UserError
-from hone.data.columns import Example, as_text, without_nulls
+from hone.data.columns import Example, text_of, without_nulls
 from hone.data.sources import shorten
 from hone.types import Message
 
@@ -90,7 +90,7 @@ class Renderer:
         self.uses_chat = uses_chat(tokenizer, cfg)
         self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
-        self._is_told = False
+        self._has_logged = False
         if not template_fields(self.template):
             raise UserError(
                 f"data.prompt_template {self.template!r} names no column, so all prompts would "
@@ -103,7 +103,7 @@ class Renderer:
         """Each example's prompt, ready to be sampled from. Of one that has far more than
         `max_tokens` the beginning alone is tokenised: all of it takes hundreds of times its
         size in memory."""
-        self._tell_of_arguments(examples)
+        self._log_arguments(examples)
         texts = [self._prompt_text(example) for example in examples]
         found: list[Rendered] = []
         encoded = self._encode(texts, examples, max_tokens)
@@ -256,7 +256,7 @@ class Renderer:
                     f"{example.location}: data.prompt_template names the column {name!r}; the row "
                     f"has {', '.join(values)}. For literal braces write {{{{{name}}}}}."
                 )
-            return as_text(values[name])
+            return text_of(without_nulls(values[name]), name, example.location)
 
         return fill_template(self.template, value_of)
 
@@ -278,13 +278,13 @@ class Renderer:
             ) from error
         return cast(str, text)
 
-    def _tell_of_arguments(self, examples: Sequence[Example]) -> None:
+    def _log_arguments(self, examples: Sequence[Example]) -> None:
         """Log once which columns the template gets beyond the messages, or that there is none."""
         names = (TOOLS, ARGUMENTS)
         found = [name for name in names if any(x.columns.get(name) for x in examples)]
-        if self._is_told or not found:
+        if self._has_logged or not found:
             return
-        self._is_told = True
+        self._has_logged = True
         if self.uses_chat:
             _log.info("the chat template gets the columns %s of each row", " and ".join(found))
         elif unread := [name for name in found if name not in template_fields(self.template)]:

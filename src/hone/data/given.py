@@ -91,8 +91,13 @@ def _row(row: Any, where: str) -> dict[str, Any]:
 
 def _plain(value: Any, where: str) -> Any:
     """A value for JSON. What pandas has for a missing value becomes null."""
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and math.isnan(value):
         return None
+    if isinstance(value, float) and math.isinf(value):
+        raise UserError(
+            f"{where} holds {value}, which JSON has no room for; give a number that is finite, or "
+            "None"
+        )
     if isinstance(value, str) and not value.isascii():
         _require_encodable(value, where)
     if value is None or isinstance(value, str | int | float):
