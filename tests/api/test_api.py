@@ -288,6 +288,12 @@ def test_kinds_of_rows(kind: str) -> None:
     assert given_rows(given, "data") == expected
 
 
+def test_columns_of_one_name_are_refused() -> None:
+    frame = pd.DataFrame([["a", 1, 2, 3]], columns=["prompt", "n", "n", "m"])
+    with pytest.raises(hone.UserError, match="data has several columns named n; rename them"):
+        given_rows(frame, "data")
+
+
 def test_an_infinite_number_is_no_missing_value() -> None:
     with pytest.raises(hone.UserError, match="data, row 2, column 'n' holds inf, which JSON has"):
         given_rows([{"n": math.nan}, {"n": math.inf}], "data")

@@ -12,11 +12,12 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hone.config.data import DataConfig, SourceConfig
+from hone.config.data import DataConfig, PairSourceConfig, SourceConfig
 from hone.config.errors import UserError
-from hone.config.tree import SFTDataConfig
+from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.chat import Demonstration, Rendered, Renderer
 from hone.data.columns import choose_columns, map_rows
+from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
 from hone.data.sft import load_sft
 from hone.data.sources import Row
@@ -349,7 +350,7 @@ CALCULATES = {
     "content": "so",
     "tool_calls": [{"function": {"name": "calculate", "arguments": {"sum": "1"}}}],
 }
-TOLD = {"role": "tool", "content": "30"}
+FOUND = {"role": "tool", "content": "30"}
 
 
 def in_transformers(messages, **arguments) -> str:
@@ -389,7 +390,7 @@ def test_tools_and_variables_of_a_row_reach_the_template(case, tmp_path, caplog)
 
 
 def test_every_kind_of_row_shows_its_tools(tmp_path):
-    """Demonstrations, what a reward model reads, and what an environment answers."""
+    """Demonstrations, pairs, what a reward model reads, and what an environment answers."""
     tokenizer = char_tokenizer(TAKES_TOOLS)
     row = {"messages": [*ASKED, CALLS], "tools": [WEATHER]}
     (found,) = load_rows(tmp_path, tokenizer, [row], max_tokens=2000)
@@ -397,6 +398,12 @@ def test_every_kind_of_row_shows_its_tools(tmp_path):
     assert json.dumps(WEATHER) in whole
     assert f"{tokenizer.decode(found.token_ids)}\n" == whole
     asked = in_transformers(ASKED, tools=[WEATHER])
+    pair = {"prompt": ASKED, "chosen": "30", "rejected": "40", "tools": [WEATHER]}
+    source = PairSourceConfig(path=write_rows(tmp_path / "p.jsonl", [pair]))
+    cfg = PairsDataConfig(train=(source,), max_tokens=2000)
+    (preference,) = load_pairs(cfg, tokenizer, seed=0).train.take(1)
+    texts = [tokenizer.decode(row.token_ids) for row in preference.rows]
+    assert texts == [f"{asked}30<|im_end|>", f"{asked}40<|im_end|>"]
     prompt = Prompt(
         id="a:1",
         token_ids=(1,),
@@ -427,12 +434,12 @@ def test_nulls_that_parquet_adds_do_not_reach_the_prompt(tmp_path):
     """Arrow gives each object the fields that any object of the column has, at any depth."""
     rows = [
         {
-            "messages": [*ASKED, CALLS, TOLD],
+            "messages": [*ASKED, CALLS, FOUND],
             "tools": [WEATHER],
             "chat_template_kwargs": QUIET,
         },
         {
-            "messages": [*ASKED, CALCULATES, TOLD],
+            "messages": [*ASKED, CALCULATES, FOUND],
             "tools": [CALCULATE],
             "chat_template_kwargs": {"length": {"most": 5}},
         },
@@ -445,7 +452,7 @@ def test_nulls_that_parquet_adds_do_not_reach_the_prompt(tmp_path):
     ]
 
 
-def test_tools_without_a_template_are_warned_of_once(caplog):
+def test_tools_that_no_template_writes_are_warned_of_once(caplog):
     rows = [Row({"prompt": "a", "tools": [WEATHER]}, "f, line 1")]
     source = SourceConfig(path="f.jsonl")
     examples = map_rows(rows, source, choose_columns(rows, source), name="f")
@@ -455,6 +462,8 @@ def test_tools_without_a_template_are_warned_of_once(caplog):
         renderer.prompts(examples)
         renderer.prompts(examples)
         assert caplog.text.count("the model does not see the columns tools") == is_warned
+    Renderer(char_tokenizer(CHATML), DataConfig(train=())).prompts(examples)
+    assert caplog.text.count("the chat template does not write tools") == 1
 
 
 NO_TOOLS = {

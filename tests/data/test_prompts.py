@@ -160,7 +160,7 @@ def test_split_of_a_prompt_that_is_there_once_depends_on_seed_and_id_alone(tmp_p
 REPEATED = [{"prompt": f"{i % 40}+1=", "answer": f"{i}"} for i in range(400)]
 
 
-def check_prompts_are_apart(train, evaluation) -> None:
+def check_no_prompt_is_on_both_sides(train, evaluation) -> None:
     """No prompt is on both sides, and each is there with all its ten rows."""
     asked, held_out = Counter(map(tuple, train)), Counter(map(tuple, evaluation))
     assert set((asked + held_out).values()) == {10}
@@ -174,7 +174,7 @@ def test_rows_that_repeat_a_prompt_stay_together(tmp_path):
     sources = source(tmp_path, "a", REPEATED[:130]), source(tmp_path, "b", REPEATED[130:])
     data = load(*sources, eval_fraction=0.2)
     train = [prompt for part in data.train.sources for prompt in part]
-    check_prompts_are_apart((p.token_ids for p in train), (p.token_ids for p in data.eval))
+    check_no_prompt_is_on_both_sides((p.token_ids for p in train), (p.token_ids for p in data.eval))
     cfg = DataConfig(train=sources, eval_fraction=0.2)
     found = read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=400)
     assert ids(found) == ids(train)
@@ -195,7 +195,7 @@ def test_demonstrations_of_a_prompt_stay_together(tmp_path, max_tokens):
     assert not train & held_out
 
 
-@pytest.mark.parametrize("kind", ["pairs", "a reward model's", "taken apart"])
+@pytest.mark.parametrize("kind", ["pairs", "a reward model's", "as single completions"])
 def test_preferences_of_a_prompt_stay_together(tmp_path, kind):
     """Also the two completions of one pair, and where a template writes the prompt anew once an
     answer follows."""
@@ -205,7 +205,7 @@ def test_preferences_of_a_prompt_stay_together(tmp_path, kind):
         PairsDataConfig(train=(PairSourceConfig(path=path),), eval_fraction=0.2),
         char_tokenizer(SHORTENS_HISTORY),
         seed=0,
-        is_unpaired=kind == "taken apart",
+        is_unpaired=kind == "as single completions",
         for_reward_model=kind == "a reward model's",
     )
     train = ids(loaded.train.take(len(loaded.train)))
@@ -214,8 +214,8 @@ def test_preferences_of_a_prompt_stay_together(tmp_path, kind):
         rows = [int(name.split(":")[1]) - 1 for name in names if not name.endswith("rejected")]
         return [REPEATED[row]["prompt"] for row in rows]
 
-    check_prompts_are_apart(asked(train), asked(ids(loaded.eval)))
-    if kind == "taken apart":
+    check_no_prompt_is_on_both_sides(asked(train), asked(ids(loaded.eval)))
+    if kind == "as single completions":
         assert {name.rpartition(":")[0] for name in train}.isdisjoint(
             name.rpartition(":")[0] for name in ids(loaded.eval)
         )

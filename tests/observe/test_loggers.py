@@ -88,13 +88,13 @@ def test_no_column_of_the_user_is_lost_in_what_is_generated() -> None:
 
 
 def test_a_row_says_the_same_once_and_another_value_twice() -> None:
-    for columns, apart in (
+    for columns, nested in (
         ({"answer": "480", "prompt": "1+1="}, {}),
         ({"answer": 480}, {"answer": 480}),
         ({"prompt": "not asked", "question": "1+1="}, {"prompt": "not asked"}),
     ):
         (sample, _) = answered(columns)
-        assert completion_row(sample).get("row", {}) == apart
+        assert completion_row(sample).get("row", {}) == nested
 
 
 def test_values_of_arrow_are_written_as_json_has_them() -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
@@ -279,7 +280,8 @@ class Renderer:
         return cast(str, text)
 
     def _log_arguments(self, examples: Sequence[Example]) -> None:
-        """Log once which columns the template gets beyond the messages, or that there is none."""
+        """Log once which columns the template gets beyond the messages, or that it has no place for
+        them."""
         names = (TOOLS, ARGUMENTS)
         found = [name for name in names if any(x.columns.get(name) for x in examples)]
         if self._has_logged or not found:
@@ -287,6 +289,11 @@ class Renderer:
         self._has_logged = True
         if self.uses_chat:
             _log.info("the chat template gets the columns %s of each row", " and ".join(found))
+            if TOOLS in found and TOOLS not in str(self.tokenizer.chat_template):
+                _log.warning(
+                    "warning: the chat template does not write tools, so that the model does not "
+                    "see them; name one that does in model.chat_template"
+                )
         elif unread := [name for name in found if name not in template_fields(self.template)]:
             _log.warning(
                 "warning: the model does not see the columns %s: prompts are rendered without a "
@@ -378,16 +385,20 @@ def template_arguments(
             f"template, as {{'enable_thinking': false}}, got {shorten(repr(arguments))}; mend or "
             "rename it"
         )
-    if arguments:
-        own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
-        if taken := sorted(own & arguments.keys()):
-            raise UserError(
-                f"{location}: {', '.join(taken)} in column {ARGUMENTS!r} would change how prompts "
-                f"are made, and not what a template reads; remove it (tools have the column "
-                f"{TOOLS!r}, a template the key model.chat_template)"
-            )
+    if taken := sorted(_own_arguments(type(tokenizer)) & arguments.keys()):
+        raise UserError(
+            f"{location}: {', '.join(taken)} in column {ARGUMENTS!r} would change how prompts "
+            f"are made, and not what a template reads; remove it (tools have the column "
+            f"{TOOLS!r}, a template the key model.chat_template)"
+        )
     tools = _tools(columns.get(TOOLS), location)
     return arguments | ({"tools": tools} if tools else {})
+
+
+@cache
+def _own_arguments(kind: type[PreTrainedTokenizerBase]) -> frozenset[str]:
+    """The arguments of `apply_chat_template` that are no variables of a template."""
+    return frozenset(inspect.signature(kind.apply_chat_template).parameters) - {"documents"}
 
 
 def _tools(value: Any, location: str) -> list[Any]:

@@ -37,6 +37,9 @@ def given_rows(data: Any, name: str) -> list[dict[str, Any]]:
     Raises UserError, which calls the argument `name`, for what is no such thing.
     """
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        names = [*map(str, data.columns)]
+        if twice := sorted({column for column in names if names.count(column) > 1}):
+            raise UserError(f"{name} has several columns named {', '.join(twice)}; rename them")
         data = data.to_dict("records")
     if isinstance(data, Mapping):
         raise UserError(

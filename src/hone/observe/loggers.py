@@ -333,13 +333,13 @@ def _training_row(
         row[_RENDERED] = rendered
     own |= row
     taken = {*own, *rest, *reserved, _RENDERED, GIVEN_COLUMNS}
-    columns, apart = dict[str, Any](), dict[str, Any]()
+    columns, nested = dict[str, Any](), dict[str, Any]()
     for name, value in prompt.metadata.items():
         if name not in taken:
             columns[name] = value
         elif name not in _OF_THE_ROW or own[name] != value:
-            apart[name] = value
-    return own | columns | ({GIVEN_COLUMNS: apart} if apart else {}) | rest
+            nested[name] = value
+    return own | columns | ({GIVEN_COLUMNS: nested} if nested else {}) | rest
 
 
 def _turn(sample: Sample) -> str | list[Message]:
