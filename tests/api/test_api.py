@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -285,6 +286,17 @@ def test_kinds_of_rows(kind: str) -> None:
     }[kind]
     expected = [{"prompt": "a"}, {"prompt": "b"}] if kind == "texts" else held
     assert given_rows(given, "data") == expected
+
+
+def test_columns_of_one_name_are_refused() -> None:
+    frame = pd.DataFrame([["a", 1, 2, 3]], columns=["prompt", "n", "n", "m"])
+    with pytest.raises(hone.UserError, match="data has several columns named n; rename them"):
+        given_rows(frame, "data")
+
+
+def test_an_infinite_number_is_no_missing_value() -> None:
+    with pytest.raises(hone.UserError, match="data, row 2, column 'n' holds inf, which JSON has"):
+        given_rows([{"n": math.nan}, {"n": math.inf}], "data")
 
 
 @pytest.mark.slow

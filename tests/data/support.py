@@ -33,6 +33,24 @@ REWRITES_HISTORY = (
 )
 """A prompt that is no prefix of prompt plus answer."""
 
+TAKES_TOOLS = (
+    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}"
+    "{% endif %}"
+)
+"""Tools and a switch of its own, as Qwen's template has them."""
+
+SHORTENS_HISTORY = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if not loop.last or add_generation_prompt %}{{ 'a note to the prompt: ' }}{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}a header that answers lack<|im_start|>assistant\n{% endif %}"
+)
+"""A prompt that has more tokens than it has once an answer follows."""
+
 NO_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"

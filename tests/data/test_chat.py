@@ -1,27 +1,37 @@
 """R6, data part: text becomes ids once, and those ids are measured, stored and sent."""
 
+import json
 import logging
 import random
 from collections.abc import Callable
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hone.config.data import DataConfig, SourceConfig
+from hone.config.data import DataConfig, PairSourceConfig, SourceConfig
 from hone.config.errors import UserError
-from hone.config.tree import SFTDataConfig
+from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.chat import Demonstration, Rendered, Renderer
 from hone.data.columns import choose_columns, map_rows
+from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
 from hone.data.sft import load_sft
 from hone.data.sources import Row
+from hone.data.turns import TurnRenderer
 from hone.models.tiny import make_bpe_tokenizer, make_char_tokenizer
+from hone.rollout.judge import Transcripts
+from hone.types import Observation, Prompt, Sample, StopReason, Turn
 from tests.data.support import (
     CHATML,
     NO_SYSTEM,
     REWRITES_HISTORY,
     SPELLS_BOS,
     STRIPS_THINKING,
+    TAKES_TOOLS,
     bpe_tokenizer,
     char_tokenizer,
     write_rows,
@@ -312,6 +322,191 @@ def test_prompt_template_fills_columns_and_leaves_other_braces():
     cfg = DataConfig(train=(), prompt_template=template)
     (prompt,) = Renderer(char_tokenizer(), cfg).prompts(examples)
     assert prompt.text == r"1+{prompt} in 5; {unit}; \boxed{} {"
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALCULATE = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "parameters": {"type": "object", "properties": {"sum": {"type": "string"}}},
+    },
+}
+QUIET = {"enable_thinking": False}
+ASKED = [{"role": "user", "content": "is it hot?"}]
+CALLS = {
+    "role": "assistant",
+    "content": "wait",
+    "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Bern"}}}],
+}
+CALCULATES = {
+    "role": "assistant",
+    "content": "so",
+    "tool_calls": [{"function": {"name": "calculate", "arguments": {"sum": "1"}}}],
+}
+FOUND = {"role": "tool", "content": "30"}
+
+
+def in_transformers(messages, **arguments) -> str:
+    """The text as a user of transformers writes it."""
+    return char_tokenizer(TAKES_TOOLS).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **arguments
+    )
+
+
+def loaded_texts(path: Path) -> list[str]:
+    cfg = DataConfig(train=(SourceConfig(path=str(path)),), max_prompt_tokens=2000, shuffle=False)
+    data = load_prompts(cfg, char_tokenizer(TAKES_TOOLS), seed=0)
+    return [prompt.text for prompt in data.train.take(len(data.train))]
+
+
+TOOL_ROWS = {
+    "tools": ({"tools": [WEATHER]}, {"tools": [WEATHER]}),
+    "tools as JSON text": ({"tools": json.dumps([WEATHER])}, {"tools": [WEATHER]}),
+    "nulls that the user writes": (
+        {"tools": json.dumps([{**WEATHER, "default": None}])},
+        {"tools": [{**WEATHER, "default": None}]},
+    ),
+    "variables": ({"chat_template_kwargs": QUIET}, QUIET),
+    "both": ({"tools": [WEATHER], "chat_template_kwargs": QUIET}, {"tools": [WEATHER], **QUIET}),
+    "none": ({"tools": [], "chat_template_kwargs": None}, {}),
+}
+
+
+@table("case", TOOL_ROWS)
+def test_tools_and_variables_of_a_row_reach_the_template(case, tmp_path, caplog):
+    columns, arguments = TOOL_ROWS[case]
+    caplog.set_level(logging.INFO)
+    for prompt in ("is it hot?", ASKED):
+        write_rows(tmp_path / "t.jsonl", [{"prompt": prompt, **columns}])
+        assert loaded_texts(tmp_path / "t.jsonl") == [in_transformers(ASKED, **arguments)]
+    assert (f"gets the columns {' and '.join(columns)} of" in caplog.text) == bool(arguments)
+
+
+def test_every_kind_of_row_shows_its_tools(tmp_path):
+    """Demonstrations, pairs, what a reward model reads, and what an environment answers."""
+    tokenizer = char_tokenizer(TAKES_TOOLS)
+    row = {"messages": [*ASKED, CALLS], "tools": [WEATHER]}
+    (found,) = load_rows(tmp_path, tokenizer, [row], max_tokens=2000)
+    whole = tokenizer.apply_chat_template([*ASKED, CALLS], tools=[WEATHER], tokenize=False)
+    assert json.dumps(WEATHER) in whole
+    assert f"{tokenizer.decode(found.token_ids)}\n" == whole
+    asked = in_transformers(ASKED, tools=[WEATHER])
+    pair = {"prompt": ASKED, "chosen": "30", "rejected": "40", "tools": [WEATHER]}
+    source = PairSourceConfig(path=write_rows(tmp_path / "p.jsonl", [pair]))
+    cfg = PairsDataConfig(train=(source,), max_tokens=2000)
+    (preference,) = load_pairs(cfg, tokenizer, seed=0).train.take(1)
+    texts = [tokenizer.decode(row.token_ids) for row in preference.rows]
+    assert texts == [f"{asked}30<|im_end|>", f"{asked}40<|im_end|>"]
+    prompt = Prompt(
+        id="a:1",
+        token_ids=(1,),
+        text=asked,
+        unrendered=ASKED,
+        messages=tuple(ASKED),
+        metadata={"prompt": ASKED, "tools": [WEATHER]},
+    )
+    transcripts = Transcripts(tokenizer, DataConfig(train=()), max_tokens=2000, path="judge")
+    ids = transcripts.of(prompt, "30", is_truncated=False)
+    assert tokenizer.decode(ids) == f"{asked}30<|im_end|>\n"
+    sample = Sample(
+        id="0/0",
+        prompt=prompt,
+        index=0,
+        token_ids=[5, tokenizer.eos_token_id],
+        logprobs=[0.0] * 2,
+        weight_versions=[0] * 2,
+        loss_mask=[True] * 2,
+        stop_reason=StopReason.EOS,
+        turns=[Turn(start=0, end=2, text="a", stop_reason=StopReason.EOS)],
+    )
+    observed, _, _ = TurnRenderer(tokenizer, DataConfig(train=()))(sample, Observation("hot"))
+    assert observed == "<|im_end|>\n<|im_start|>user\nhot<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_nulls_that_parquet_adds_do_not_reach_the_prompt(tmp_path):
+    """Arrow gives each object the fields that any object of the column has, at any depth."""
+    rows = [
+        {
+            "messages": [*ASKED, CALLS, FOUND],
+            "tools": [WEATHER],
+            "chat_template_kwargs": QUIET,
+        },
+        {
+            "messages": [*ASKED, CALCULATES, FOUND],
+            "tools": [CALCULATE],
+            "chat_template_kwargs": {"length": {"most": 5}},
+        },
+    ]
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert loaded_texts(path) == [
+        in_transformers(row["messages"], tools=row["tools"], **row["chat_template_kwargs"])
+        for row in rows
+    ]
+
+
+def test_tools_that_no_template_writes_are_warned_of_once(caplog):
+    rows = [Row({"prompt": "a", "tools": [WEATHER]}, "f, line 1")]
+    source = SourceConfig(path="f.jsonl")
+    examples = map_rows(rows, source, choose_columns(rows, source), name="f")
+    for template, is_warned in (("{prompt}", True), ("{prompt} {tools}", False)):
+        caplog.clear()
+        renderer = Renderer(char_tokenizer(), DataConfig(train=(), prompt_template=template))
+        renderer.prompts(examples)
+        renderer.prompts(examples)
+        assert caplog.text.count("the model does not see the columns tools") == is_warned
+    Renderer(char_tokenizer(CHATML), DataConfig(train=())).prompts(examples)
+    assert caplog.text.count("the chat template does not write tools") == 1
+
+
+NO_TOOLS = {
+    "names of tools": ({"tools": ["weather"]}, r"f, line 1: column 'tools' .* \['weather'\]; mend"),
+    "a text": ({"tools": "hammer"}, r"f, line 1: column 'tools' .* 'hammer'; mend"),
+    "an object": ({"tools": WEATHER}, r"f, line 1: column 'tools' .* a list of JSON schemas"),
+    "a list": ({"chat_template_kwargs": [1]}, r"f, line 1: .* an object of variables .* \[1\]"),
+    "an argument of ours": (
+        {"chat_template_kwargs": {"tokenize": True, "tools": [1]}},
+        r"f, line 1: tokenize, tools in column 'chat_template_kwargs' would change how",
+    ),
+}
+
+
+@table("case", NO_TOOLS)
+def test_what_is_no_tool_is_refused(case):
+    columns, message = NO_TOOLS[case]
+    rows, source = [Row({"prompt": "a", **columns}, "f, line 1")], SourceConfig(path="f.jsonl")
+    examples = map_rows(rows, source, choose_columns(rows, source), name="f")
+    with pytest.raises(UserError, match=message):
+        Renderer(char_tokenizer(TAKES_TOOLS), DataConfig(train=())).prompts(examples)
+
+
+@table(
+    "value, text",
+    [
+        (Decimal("3.50"), "3.50"),
+        (date(2024, 2, 29), "2024-02-29"),
+        ([{"city": "Bern", "sum": None}], '[{"city": "Bern"}]'),
+        (None, r"f, line 1: column 'facts' holds null; put text"),
+        (float("nan"), r"f, line 1: column 'facts' holds nan, which is no number"),
+    ],
+)
+def test_a_column_in_a_prompt_template_is_its_text(value, text):
+    rows = [Row({"prompt": "a", "facts": value}, "f, line 1")]
+    source = SourceConfig(path="f.jsonl")
+    examples = map_rows(rows, source, choose_columns(rows, source), name="f")
+    renderer = Renderer(char_tokenizer(), DataConfig(train=(), prompt_template="{prompt}{facts}"))
+    if "line 1" in text:
+        with pytest.raises(UserError, match=text):
+            renderer.prompts(examples)
+    else:
+        assert renderer.prompts(examples)[0].text == f"a{text}"
 
 
 TURNS = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]

@@ -1,20 +1,24 @@
 """Column mapping and detection."""
 
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+
+import pyarrow.parquet
 import pytest
 
 from hone.config.data import ColumnsConfig, SourceConfig
 from hone.config.errors import UserError
-from hone.data.columns import choose_columns, map_rows
-from hone.data.sources import Row
+from hone.data.columns import choose_columns, map_rows, read_examples
+from hone.data.sources import Row, read_source
 from tests.tables import table
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
 
 
-def map_dicts(rows, *, demonstrations=False, named=None, **settings):
+def map_dicts(rows, *, demonstrations=False, named=None, location="f, line {}", **settings):
     source = SourceConfig(path="d/f.jsonl", columns=ColumnsConfig(**(named or {})), **settings)
-    read = [Row(row, f"f, line {i}") for i, row in enumerate(rows, start=1)]
+    read = [Row(row, location.format(i)) for i, row in enumerate(rows, start=1)]
     columns = choose_columns(read, source, demonstrations=demonstrations)
     return map_rows(read, source, columns, name="f")
 
@@ -58,6 +62,57 @@ def test_rewards_get_the_answer_that_a_pattern_takes_out():
     assert (example.raw_answer, example.metadata) == ("5", row)
 
 
+def read_from_parquet(path, values, **settings):
+    """Examples of rows with these answers."""
+    rows = [{"prompt": "a", "answer": value} for value in values]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    source = SourceConfig(path=str(path), **settings)
+    return read_examples(read_source(source), source, "f")
+
+
+TEXTS = {
+    "decimal": ([Decimal("3.50"), Decimal("-0.05")], ["3.50", "-0.05"]),
+    "large decimal": ([Decimal("1E+3")], ["1000"]),
+    "date": ([date(2024, 2, 29)], ["2024-02-29"]),
+    "datetime": ([datetime(2024, 2, 29, 12, 5)], ["2024-02-29T12:05:00"]),
+    "time": ([time(12, 5)], ["12:05:00"]),
+    "bytes": (["4 \u20ac".encode()], ["4 \u20ac"]),
+    "number": ([0.5, 3.0], ["0.5", "3.0"]),
+    "boolean": ([True], ["true"]),
+    "list": (
+        [[{"on": date(2024, 2, 29), "costs": Decimal("3.50"), "is": b"x"}]],
+        ['[{"on": "2024-02-29", "costs": 3.5, "is": "x"}]'],
+    ),
+}
+
+
+@table("kind", TEXTS)
+def test_a_value_of_an_answer_is_its_text_and_no_quoted_one(kind, tmp_path):
+    values, texts = TEXTS[kind]
+    examples = read_from_parquet(tmp_path / "f.parquet", values)
+    assert [example.answer for example in examples] == texts
+    assert [example.raw_answer for example in examples] == values
+
+
+@table(
+    "values, message",
+    [
+        ([1.0, float("nan")], r"row 2: column 'answer' holds nan, which is no number; put text or"),
+        ([float("-inf")], r"row 1: column 'answer' holds -inf, which is no number"),
+        ([b"\xff\x00"], r"row 1: column 'answer' holds 2 bytes that are no UTF-8 text"),
+        ([timedelta(days=1)], r"row 1: column 'answer' holds timedelta, which is neither text nor"),
+    ],
+)
+def test_a_value_that_has_no_text_is_refused(values, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        read_from_parquet(tmp_path / "f.parquet", values)
+    with pytest.raises(UserError, match=message.replace("'answer'", "'task'").partition(";")[0]):
+        map_dicts(
+            [{"prompt": "a", "task": value} for value in values],
+            location="row {}",
+        )
+
+
 def test_no_answer_column_is_fine_and_completions_stay_for_the_rewards():
     (example,) = map_dicts([{"prompt": "a", "response": "b"}])
     assert example.answer is None
@@ -69,6 +124,7 @@ def test_nulls_that_parquet_adds_to_messages_are_removed():
     turn = {"role": "user", "content": "a", "tool_calls": None}
     (example,) = map_dicts([{"messages": [turn]}])
     assert example.prompt == [{"role": "user", "content": "a"}]
+    assert example.metadata["messages"] == example.prompt
 
 
 @table(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from hone.config.data import PairColumnsConfig, PairSourceConfig
 from hone.config.errors import UserError
 from hone.config.tree import PairsDataConfig
 from hone.data.pairs import load_pairs, read_pairs, taught_little
-from hone.data.sources import read_source
+from hone.data.sources import Row, read_source
 from hone.models.tiny import make_char_tokenizer
 from hone.rollout.judge import Transcripts
 from hone.types import Prompt
@@ -167,6 +169,17 @@ def test_a_row_may_lack_no_column_that_others_have(column: str, tmp_path: Path) 
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}
     with pytest.raises(UserError, match=f"line 2: nothing in column '{column}'"):
         read(tmp_path, pair, pair | {column: None}, reads_margin=True)
+
+
+def test_values_of_arrow_are_read_or_refused(tmp_path: Path) -> None:
+    """A margin may be a decimal; a label may be no date."""
+    source = written(tmp_path, [])
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": Decimal("0.5")}
+    (pair,) = read_pairs([Row(row, "row 1")], source, "pairs", reads_margin=True)
+    assert pair.margin == 0.5
+    row = {"prompt": "a", "completion": "b", "label": date(2024, 2, 29)}
+    with pytest.raises(UserError, match="row 1: the label must be true or false, got datetime"):
+        read_pairs([Row(row, "row 1")], source, "pairs", is_unpaired=True)
 
 
 @table("margin", ["much", True, float("nan")])

@@ -6,20 +6,25 @@ from collections import Counter
 
 import pytest
 
-from hone.config.data import ColumnsConfig, DataConfig, SourceConfig
+from hone.config.data import ColumnsConfig, DataConfig, PairSourceConfig, SourceConfig
 from hone.config.errors import UserError
-from hone.config.tree import SFTDataConfig
+from hone.config.tree import PairsDataConfig, SFTDataConfig
+from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
 from hone.data.reading import read_prompts
 from hone.data.sft import load_sft
 from hone.data.split import is_held_out
-from tests.data.support import CHATML, char_tokenizer, write_rows
+from tests.data.support import CHATML, SHORTENS_HISTORY, char_tokenizer, write_rows
 
 TOKENIZER = char_tokenizer()
 
 
 def rows(num: int, letter: str = "p", length: int = 5) -> list[dict]:
     return [{"prompt": letter * length, "answer": str(i), "kind": i % 2} for i in range(num)]
+
+
+def distinct(num: int) -> list[dict]:
+    return [{"prompt": f"{i}+1=", "answer": f"{i + 1}"} for i in range(num)]
 
 
 def source(folder, name: str, data: list[dict], **settings) -> SourceConfig:
@@ -124,29 +129,96 @@ def ids(prompts) -> set[str]:
 
 
 def test_split_is_disjoint_complete_and_of_the_asked_size(tmp_path):
-    data = load(source(tmp_path, "a", rows(2000)), eval_fraction=0.1)
+    data = load(source(tmp_path, "a", distinct(2000)), eval_fraction=0.1)
     train = ids(data.train.take(len(data.train)))
     assert not train & ids(data.eval)
     assert len(train | ids(data.eval)) == 2000
     assert abs(len(data.eval) - 200) < 67  # 5 standard deviations
 
 
-def test_split_of_a_row_depends_on_seed_and_id_alone(tmp_path):
-    alone = load(source(tmp_path, "a", rows(300)), eval_fraction=0.2)
-    cut = load(source(tmp_path, "a", rows(300), max_rows=150), eval_fraction=0.2)
+def test_split_of_a_prompt_that_is_there_once_depends_on_seed_and_id_alone(tmp_path):
+    alone = load(source(tmp_path, "a", distinct(300)), eval_fraction=0.2)
+    cut = load(source(tmp_path, "a", distinct(300), max_rows=150), eval_fraction=0.2)
     mixed = load(
         source(tmp_path, "b", rows(50)),
-        source(tmp_path, "a", rows(300)),
+        source(tmp_path, "a", distinct(300)),
         eval_fraction=0.2,
         shuffle=False,
     )
-    other = load(source(tmp_path, "a", rows(300)), eval_fraction=0.2, seed=1)
+    other = load(source(tmp_path, "a", distinct(300)), eval_fraction=0.2, seed=1)
     assert ids(cut.eval) == {i for i in ids(alone.eval) if int(i.split(":")[1]) <= 150}
     assert {i for i in ids(mixed.eval) if i.startswith("a:")} == ids(alone.eval)
     assert ids(other.eval) != ids(alone.eval)
-    more = load(source(tmp_path, "a", rows(300)), eval_fraction=0.4)
+    more = load(source(tmp_path, "a", distinct(300)), eval_fraction=0.4)
     assert ids(alone.eval) < ids(more.eval)
+    assert ids(alone.eval) == {
+        f"a:{i}" for i in range(1, 301) if is_held_out(f"a:{i}", seed=0, fraction=0.2)
+    }
     assert not any(is_held_out(f"a:{i}", seed=0, fraction=0.0) for i in range(100))
+
+
+REPEATED = [{"prompt": f"{i % 40}+1=", "answer": f"{i}"} for i in range(400)]
+
+
+def check_no_prompt_is_on_both_sides(train, evaluation) -> None:
+    """No prompt is on both sides, and each is there with all its ten rows."""
+    asked, held_out = Counter(map(tuple, train)), Counter(map(tuple, evaluation))
+    assert set((asked + held_out).values()) == {10}
+    assert asked
+    assert held_out
+    assert not asked.keys() & held_out.keys()
+
+
+def test_rows_that_repeat_a_prompt_stay_together(tmp_path):
+    """Also over sources, and in what is read as it is needed."""
+    sources = source(tmp_path, "a", REPEATED[:130]), source(tmp_path, "b", REPEATED[130:])
+    data = load(*sources, eval_fraction=0.2)
+    train = [prompt for part in data.train.sources for prompt in part]
+    check_no_prompt_is_on_both_sides((p.token_ids for p in train), (p.token_ids for p in data.eval))
+    cfg = DataConfig(train=sources, eval_fraction=0.2)
+    found = read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=400)
+    assert ids(found) == ids(train)
+
+
+@pytest.mark.parametrize("max_tokens", [100, 20])
+def test_demonstrations_of_a_prompt_stay_together(tmp_path, max_tokens):
+    """A prompt goes where it goes for `hone rl`, also where its first row is dropped."""
+    data = [{**row, "completion": "c" * (5 if i >= 40 else 50)} for i, row in enumerate(REPEATED)]
+    loaded = load_demonstrations(tmp_path, data, eval_fraction=0.2, max_tokens=max_tokens)
+    num_kept = 400 if max_tokens == 100 else 360
+    assert len(loaded.train) + len(loaded.eval) == num_kept
+    prompts = load(source(tmp_path, "a", data), eval_fraction=0.2)
+    assert ids(loaded.eval) == {i for i in ids(prompts.eval) if int(i[2:]) > 400 - num_kept}
+    sides = ids(loaded.train.sources[0]), ids(loaded.eval)
+    train, held_out = ({REPEATED[int(i[2:]) - 1]["prompt"] for i in side} for side in sides)
+    assert len(train) + len(held_out) == 40
+    assert not train & held_out
+
+
+@pytest.mark.parametrize("kind", ["pairs", "a reward model's", "as single completions"])
+def test_preferences_of_a_prompt_stay_together(tmp_path, kind):
+    """Also the two completions of one pair, and where a template writes the prompt anew once an
+    answer follows."""
+    data = [{**row, "chosen": f"{i}", "rejected": f"-{i}"} for i, row in enumerate(REPEATED)]
+    path = write_rows(tmp_path / "p.jsonl", data)
+    loaded = load_pairs(
+        PairsDataConfig(train=(PairSourceConfig(path=path),), eval_fraction=0.2),
+        char_tokenizer(SHORTENS_HISTORY),
+        seed=0,
+        is_unpaired=kind == "as single completions",
+        for_reward_model=kind == "a reward model's",
+    )
+    train = ids(loaded.train.take(len(loaded.train)))
+
+    def asked(names) -> list[str]:
+        rows = [int(name.split(":")[1]) - 1 for name in names if not name.endswith("rejected")]
+        return [REPEATED[row]["prompt"] for row in rows]
+
+    check_no_prompt_is_on_both_sides(asked(train), asked(ids(loaded.eval)))
+    if kind == "as single completions":
+        assert {name.rpartition(":")[0] for name in train}.isdisjoint(
+            name.rpartition(":")[0] for name in ids(loaded.eval)
+        )
 
 
 def test_named_evaluation_sources_are_used_whole_and_in_order(tmp_path):
@@ -161,6 +233,8 @@ def test_splits_that_leave_nothing_are_errors(tmp_path):
     with pytest.raises(UserError, match=r"= 0.999999 leaves none of the 2 rows of .*a.jsonl"):
         load(a, eval_fraction=0.999999)
     with pytest.raises(UserError, match=r"= 1e-06 holds out none of 2 rows"):
+        load(a, eval_fraction=1e-6)
+    with pytest.raises(UserError, match=r"Rows of a prompt stay together, .* 1 prompts in all"):
         load(a, eval_fraction=1e-6)
     with pytest.raises(UserError, match="no data: name at least one source"):
         load()

@@ -3,6 +3,8 @@
 import json
 import math
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,16 @@ from hypothesis import strategies as st
 
 from hone.config.run import LogConfig
 from hone.observe.histogram import Histogram
-from hone.observe.loggers import ENTROPY, PER_TOKEN, POLICY_LOGPROBS, RunLog, json_line
-from hone.types import NOT_SAMPLED, PerToken
+from hone.observe.loggers import (
+    ENTROPY,
+    PER_TOKEN,
+    POLICY_LOGPROBS,
+    RunLog,
+    completion_row,
+    json_line,
+    pair_row,
+)
+from hone.types import NOT_SAMPLED, PerToken, Sample
 from tests.observe.fake_run import make_group
 
 PLAIN = LogConfig(to=())
@@ -32,6 +42,66 @@ def write_steps(folder: Path, steps: range, *, resume_step: int | None = None) -
             log.log(step, {"reward/mean": step / 10})
             log.event("alarm", step=step)
             log.samples(step, [make_group(step, 0, rng)])
+
+
+def answered(columns: dict[str, Any]) -> list[Sample]:
+    """Two samples of a prompt whose row has these columns."""
+    group = make_group(1, 1, np.random.default_rng(0), num_samples=2)
+    prompt = replace(group.prompt, unrendered="1+1=", metadata=columns)
+    return [replace(sample, prompt=prompt) for sample in group.samples]
+
+
+OWN_NAMES = {
+    "id": 7,
+    "index": 3,
+    "reward": 0.25,
+    "turns": 2,
+    "token_ids": [1],
+    "rendered": "a",
+    "row": {"id": 1},
+    "completion": "older",
+    "response": "older",
+    "output": "older",
+    "ground_truth": "2",
+}
+"""Columns of a user whose names a row of `hone generate` has for itself, or that would be read in
+place of what it has."""
+OF_PAIRS = {"chosen": "old", "rejected": "older", "rejected_reward": 0.5, "margin": 2.0}
+
+
+def test_no_column_of_the_user_is_lost_in_what_is_generated() -> None:
+    columns = {"prompt": "1+1=", "answer": "480", "task": "default", "level": 3}
+    best, worst = answered(columns | OWN_NAMES | OF_PAIRS)
+    row = json.loads(json_line(completion_row(best)))
+    assert (row["prompt"], row["completion"], row["answer"]) == ("1+1=", best.text, "480")
+    assert (row["id"], row["index"]) == (best.id, best.index)
+    assert best.reward is not None
+    assert row["reward"] == best.reward.total
+    assert row["row"] == OWN_NAMES
+    assert row["level"] == 3
+    assert {name: row[name] for name in OF_PAIRS} == OF_PAIRS
+    pair = json.loads(json_line(pair_row(best, worst)))
+    assert (pair["chosen"], pair["rejected"]) == (best.text, worst.text)
+    assert pair["row"] == OWN_NAMES | OF_PAIRS
+    assert "margin" not in pair
+    assert [*pair][-1] == "loss_mask", "values for each token come last"
+
+
+def test_a_row_says_the_same_once_and_another_value_twice() -> None:
+    for columns, nested in (
+        ({"answer": "480", "prompt": "1+1="}, {}),
+        ({"answer": 480}, {"answer": 480}),
+        ({"prompt": "not asked", "question": "1+1="}, {"prompt": "not asked"}),
+    ):
+        (sample, _) = answered(columns)
+        assert completion_row(sample).get("row", {}) == nested
+
+
+def test_values_of_arrow_are_written_as_json_has_them() -> None:
+    values = {"cost": Decimal("3.5"), "on": date(2024, 2, 29), "said": b"a", "image": b"\xff\x00"}
+    row = json.loads(json_line({"given": values, **values}))
+    written = {"cost": 3.5, "on": "2024-02-29", "said": "a", "image": "/wA="}
+    assert row == {"given": written, **written}
 
 
 @pytest.mark.parametrize("name", ["metrics", "events", "samples", "histograms"])

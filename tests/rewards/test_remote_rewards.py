@@ -6,6 +6,9 @@ import shutil
 import socket
 import ssl
 import subprocess
+from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 
 import pytest
 
@@ -341,6 +344,17 @@ def test_a_judge_reads_the_prompt_as_the_row_has_it(prompt, asked, server):
     ((_, headers, content),) = server.requests
     assert content["messages"][0]["content"] == asked
     assert "Authorization" not in headers
+
+
+def test_values_of_arrow_are_sent_as_their_text_or_number(server):
+    sample = make_sample("1", cost=Decimal("3.50"), on=date(2024, 2, 29))
+    sample.prompt = replace(sample.prompt, raw_answer=Decimal("3.50"))
+    asks = judge(server, template="{completion} costs {cost} on {on}")
+    with scorer_of(asks, f"{server.url}/get_reward") as scorer:
+        assert scorer.score([sample])[0].valid
+    judged, scored = sorted((content for _, _, content in server.requests), key=len, reverse=True)
+    assert judged["messages"][0]["content"] == "1 costs 3.50 on 2024-02-29"
+    assert scored["labels"] == [3.5]
 
 
 VAGUE = {

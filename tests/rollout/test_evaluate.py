@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -250,6 +251,41 @@ def test_metrics_of_shaped_rewards_equal_a_recount_in_float64(num_samples: int) 
     assert scalars["eval/pass_threshold"] == 1.0
     assert scalars["eval/num_prompts"] == 40
     assert scalars["eval/num_samples"] == 40 * num_samples
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_rows_that_repeat_a_prompt_are_one_cluster(num_samples: int) -> None:
+    """Eight rows of a prompt are as many samples of it in one row; the means are those of rows."""
+    cfg, rule = EvaluationConfig(n_samples_per_prompt=num_samples), PassRule(("right",), 1.0)
+    rows = shaped_samples(20, num_samples * 8)
+    repeated = [
+        replace(
+            sample,
+            prompt=replace(sample.prompt, id=f"{sample.prompt.id}/{sample.index // num_samples}"),
+        )
+        for sample in rows
+    ]
+    scalars = to_scalars(summarise(repeated, cfg, rule))
+    expected = to_scalars(summarise(rows, cfg, rule))
+    for metric in ("reward", "reward/right", "reward/closeness"):
+        for name in (f"eval/{metric}/mean", f"eval/{metric}/stderr"):
+            assert scalars[name] == pytest.approx(expected[name], abs=1e-12), name
+    assert scalars["eval/num_prompts"] == 20
+    rates: dict[str, list[list[bool]]] = {}
+    for start in range(0, len(repeated), num_samples):
+        passed = [rule.passes(s) for s in repeated[start : start + num_samples] if s.valid]
+        if passed:
+            rates.setdefault(rows[start].prompt.id, []).append([p is True for p in passed])
+    by_prompt = [[sum(row) / len(row) for row in held] for held in rates.values()]
+    every = [rate for held in by_prompt for rate in held]
+    mean = sum(every) / len(every)
+    squares = sum((sum(held) - len(held) * mean) ** 2 for held in by_prompt)
+    error = (20 / 19 * squares) ** 0.5 / len(every)
+    assert scalars["eval/pass@1"] == pytest.approx(mean)
+    assert scalars["eval/pass@1/stderr"] == pytest.approx(error)
+    cfg = EvaluateConfig.model_validate({"model": {"path": "m"}, "eval": cfg.model_dump()})
+    each = f"160 rows of 20 prompts, {num_samples} sample"
+    assert str(_table(cfg, scalars).caption).startswith(each)
 
 
 ONE, HALF, ZERO = {"a": 1.0}, {"a": 0.5}, {"a": 0.0}

@@ -44,7 +44,9 @@ def _table(cfg: EvaluateConfig, scalars: Mapping[str, float]) -> Table:
     """Each metric beside its standard error; from which score on samples pass is said once."""
     prompts, samples = scalars["eval/num_prompts"], scalars["eval/num_samples"]
     num_each = cfg.eval.n_samples_per_prompt
-    words = f"{prompts:,.0f} rows, {num_each} sample{'s' * (num_each > 1)} each"
+    rows = samples / num_each
+    words = f"{rows:,.0f} rows" + f" of {prompts:,.0f} prompts" * (prompts < rows)
+    words += f", {num_each} sample{'s' * (num_each > 1)} each"
     failed = round(samples * scalars["eval/failed_share"])
     table = Table(
         "metric",
@@ -52,7 +54,7 @@ def _table(cfg: EvaluateConfig, scalars: Mapping[str, float]) -> Table:
         Column("\N{PLUS-MINUS SIGN}", justify="right"),
         title=Text(printable(cfg.model.path)),
         caption=f"{words}, {failed:,} of {samples:,.0f} not scored; "
-        "\N{PLUS-MINUS SIGN}: standard error over rows",
+        "\N{PLUS-MINUS SIGN}: standard error over prompts",
     )
     for name, value, error in evaluation_rows(scalars):
         table.add_row(Text(printable(name)), value, error)

@@ -129,7 +129,8 @@ class DataConfig(Section):
     """Sources to evaluate on. Empty: rows are held out of `train`, see `eval_fraction`."""
 
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the training rows held out for evaluation when `eval` is empty."""
+    """Share of the training prompts held out for evaluation when `eval` is empty, each with all
+    rows that repeat it."""
 
     shuffle: bool = True
     """Draw each epoch's order from `run.seed`; off: file order."""

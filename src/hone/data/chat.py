@@ -6,25 +6,33 @@ are the ids that are measured, stored and sent to the engine. Sampled ids never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import json
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
 from hone.config.data import DataConfig, fill_template, template_fields
 from hone.config.errors import UserError
-from hone.data.columns import Example, as_text
+from hone.data.columns import Example, text_of, without_nulls
 from hone.data.sources import shorten
 from hone.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Demonstration", "Rendered", "Renderer", "uses_chat"]
+__all__ = ["Demonstration", "Rendered", "Renderer", "template_arguments", "uses_chat"]
+
+_log = logging.getLogger(__name__)
 
 ENCODE_BATCH = 1024
 """Texts given to the tokenizer at a time: enough to use its threads, little enough memory."""
+TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
+"""Columns that a chat template gets with the messages, as in TRL."""
 CHARS_PER_TOKEN = 16
 """Of a text with more characters for each token that it may have, the beginning is tried first."""
 
@@ -40,6 +48,10 @@ class Rendered:
     messages: tuple[Message, ...] = ()
     """What the chat template rendered, where they are kept."""
 
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
@@ -49,6 +61,13 @@ class Demonstration:
     num_prompt_tokens: int
     is_cut: bool = False
     """The ids are those of the beginning alone, which is too long already."""
+    asked_ids: tuple[int, ...] = ()
+    """The prompt's ids where `token_ids` may begin with others: a reward model's template may write
+    a prompt anew once an answer follows."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.asked_ids or self.token_ids[: self.num_prompt_tokens]
 
 
 class Renderer:
@@ -72,6 +91,7 @@ class Renderer:
         self.uses_chat = uses_chat(tokenizer, cfg)
         self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
+        self._has_logged = False
         if not template_fields(self.template):
             raise UserError(
                 f"data.prompt_template {self.template!r} names no column, so all prompts would "
@@ -84,6 +104,7 @@ class Renderer:
         """Each example's prompt, ready to be sampled from. Of one that has far more than
         `max_tokens` the beginning alone is tokenised: all of it takes hundreds of times its
         size in memory."""
+        self._log_arguments(examples)
         texts = [self._prompt_text(example) for example in examples]
         found: list[Rendered] = []
         encoded = self._encode(texts, examples, max_tokens)
@@ -151,7 +172,9 @@ class Renderer:
             examples, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
         )
         return [
-            row if row.is_cut else replace(row, token_ids=self._transcript(example, row))
+            row
+            if row.is_cut
+            else replace(row, token_ids=self._transcript(example, row), asked_ids=row.prompt_ids)
             for example, row in zip(examples, found, strict=True)
         ]
 
@@ -234,16 +257,20 @@ class Renderer:
                     f"{example.location}: data.prompt_template names the column {name!r}; the row "
                     f"has {', '.join(values)}. For literal braces write {{{{{name}}}}}."
                 )
-            return as_text(values[name])
+            return text_of(without_nulls(values[name]), name, example.location)
 
         return fill_template(self.template, value_of)
 
     def _apply_template(
         self, messages: list[Message], example: Example, *, add_generation_prompt: bool
     ) -> str:
+        arguments = template_arguments(self.tokenizer, example.columns, example.location)
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **arguments,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
@@ -251,6 +278,29 @@ class Renderer:
                 "Mend the row, or name another template in model.chat_template"
             ) from error
         return cast(str, text)
+
+    def _log_arguments(self, examples: Sequence[Example]) -> None:
+        """Log once which columns the template gets beyond the messages, or that it has no place for
+        them."""
+        names = (TOOLS, ARGUMENTS)
+        found = [name for name in names if any(x.columns.get(name) for x in examples)]
+        if self._has_logged or not found:
+            return
+        self._has_logged = True
+        if self.uses_chat:
+            _log.info("the chat template gets the columns %s of each row", " and ".join(found))
+            if TOOLS in found and TOOLS not in str(self.tokenizer.chat_template):
+                _log.warning(
+                    "warning: the chat template does not write tools, so that the model does not "
+                    "see them; name one that does in model.chat_template"
+                )
+        elif unread := [name for name in found if name not in template_fields(self.template)]:
+            _log.warning(
+                "warning: the model does not see the columns %s: prompts are rendered without a "
+                "chat template. Use a tokenizer that has one with data.chat 'auto', or give one in "
+                "model.chat_template",
+                " and ".join(unread),
+            )
 
     def _encode(
         self, texts: Sequence[str], examples: Sequence[Example], max_tokens: int | None = None
@@ -317,6 +367,54 @@ class Renderer:
             f"{examples[0].location}: the tokenizer cannot encode this text ({error}): "
             f"{shorten(texts[0])}"
         )
+
+
+def template_arguments(
+    tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any], location: str
+) -> dict[str, Any]:
+    """What a row gives the chat template with its messages: its `tools`, a list of objects or that
+    as JSON text, and the variables in its `chat_template_kwargs`.
+
+    Raises UserError, which names `location`, where they are something else, or where a variable is
+    an argument by which hone renders.
+    """
+    arguments: Any = without_nulls(columns.get(ARGUMENTS) or {})
+    if not isinstance(arguments, dict):
+        raise UserError(
+            f"{location}: column {ARGUMENTS!r} must hold an object of variables for the chat "
+            f"template, as {{'enable_thinking': false}}, got {shorten(repr(arguments))}; mend or "
+            "rename it"
+        )
+    if taken := sorted(_own_arguments(type(tokenizer)) & arguments.keys()):
+        raise UserError(
+            f"{location}: {', '.join(taken)} in column {ARGUMENTS!r} would change how prompts "
+            f"are made, and not what a template reads; remove it (tools have the column "
+            f"{TOOLS!r}, a template the key model.chat_template)"
+        )
+    tools = _tools(columns.get(TOOLS), location)
+    return arguments | ({"tools": tools} if tools else {})
+
+
+@cache
+def _own_arguments(kind: type[PreTrainedTokenizerBase]) -> frozenset[str]:
+    """The arguments of `apply_chat_template` that are no variables of a template."""
+    return frozenset(inspect.signature(kind.apply_chat_template).parameters) - {"documents"}
+
+
+def _tools(value: Any, location: str) -> list[Any]:
+    tools: Any = without_nulls(value)
+    if isinstance(value, str) and value.strip():
+        try:
+            tools = json.loads(value)
+        except (ValueError, RecursionError):
+            tools = value
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UserError(
+            f"{location}: column {TOOLS!r} goes into the chat template, and must hold a list of "
+            "JSON schemas, as [{'type': 'function', 'function': {'name': ...}}], or that as JSON "
+            f"text, got {shorten(repr(value))}; mend it, or rename a column that is something else"
+        )
+    return tools or []
 
 
 def uses_chat(tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> bool:

@@ -12,13 +12,13 @@ from typing import Any
 from hone.config.data import SourceBase
 from hone.config.errors import UserError
 from hone.data.sources import Row, short_name, shorten
+from hone.observe.column_values import as_text
 from hone.types import Message
 
 __all__ = [
     "Columns",
     "Example",
     "as_message",
-    "as_text",
     "assistant_message",
     "choose_column",
     "choose_columns",
@@ -26,7 +26,9 @@ __all__ = [
     "prompt_in",
     "read_examples",
     "required",
+    "text_of",
     "value_of",
+    "without_nulls",
 ]
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,8 @@ class Example:
     """The demonstration as an assistant turn; None unless one was asked for."""
     task: str
     metadata: dict[str, Any]
-    """What rewards get: the row, with the column of the answer as `answer_pattern` leaves it."""
+    """What rewards get: the row, with the column of the answer as `answer_pattern` leaves it, and
+    messages as the chat template gets them."""
     columns: Mapping[str, Any]
     """The whole row, for prompt templates."""
     raw_answer: Any
@@ -145,9 +148,15 @@ def read_examples(
     return map_rows(rows, source, columns, name=name)
 
 
-def as_text(value: Any) -> str:
-    """Text as it is; numbers, lists and objects as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def text_of(value: Any, column: str, location: str) -> str:
+    """The value of a column as text. Raises UserError where it is none, such as null or NaN."""
+    try:
+        return as_text(value)
+    except ValueError as error:
+        raise UserError(
+            f"{location}: column {column!r} holds {error}; put text or a number there, or remove "
+            "the row"
+        ) from error
 
 
 class _RowReader:
@@ -176,9 +185,13 @@ class _RowReader:
             )
         task = self.default_task
         if self.chosen["task"] is not None:
-            task = as_text(required(row, self.chosen["task"], "task"))
+            task = text_of(
+                required(row, self.chosen["task"], "task"), self.chosen["task"], row.location
+            )
         answer, column = self._answer(row), self.chosen["answer"]
         raw, metadata = value_of(row.columns, column), dict(row.columns)
+        if self.chosen["prompt"] in metadata and not self.demonstrations:
+            metadata |= {self.chosen["prompt"]: prompt}
         if self.pattern is not None:
             raw = answer
             metadata |= {column: answer} if column in metadata else {}
@@ -208,9 +221,10 @@ class _RowReader:
                 )
 
     def _answer(self, row: Row) -> str | None:
-        if self.chosen["answer"] is None:
+        column = self.chosen["answer"]
+        if column is None:
             return None
-        answer = as_text(required(row, self.chosen["answer"], "answer"))
+        answer = text_of(required(row, column, "answer"), column, row.location)
         if self.pattern is None:
             return answer
         match = self.pattern.search(answer)
@@ -218,7 +232,7 @@ class _RowReader:
         if not found:
             raise UserError(
                 f"{row.location}: answer_pattern {self.pattern.pattern!r} finds nothing in "
-                f"column {self.chosen['answer']!r}: {shorten(answer)}"
+                f"column {column!r}: {shorten(answer)}"
             )
         return found.strip()
 
@@ -336,11 +350,21 @@ def as_message(turn: Any, row: Row) -> Message:
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         shown = shorten(json.dumps(turn, default=str))
         raise UserError(f"{row.location}: a chat message needs a role and content, got {shown}")
-    # Parquet fills absent fields with nulls, which chat templates would take for present.
-    message = {key: value for key, value in turn.items() if value is not None}
+    message: Message = without_nulls(turn)
     if "content" not in message and "tool_calls" not in message:
         raise UserError(f"{row.location}: a {turn['role']!r} message has no content")
     return {"content": "", **message}
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the fields of objects that are null, however deep they lie.
+
+    Arrow, and so Parquet and `datasets`, gives every object of a column the fields that any of them
+    has, and chat templates would take them for present.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+    return [without_nulls(held) for held in value] if isinstance(value, list) else value
 
 
 def _kind(value: Any) -> str:

@@ -25,6 +25,11 @@ class Located(Protocol):
 
 class RenderedRow(Protocol):
     @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Ids of what the model is asked, by which rows that repeat a prompt are known."""
+        ...
+
+    @property
     def is_cut(self) -> bool:
         """Only its beginning was tokenised, which breaks a limit."""
         ...

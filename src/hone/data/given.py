@@ -37,6 +37,9 @@ def given_rows(data: Any, name: str) -> list[dict[str, Any]]:
     Raises UserError, which calls the argument `name`, for what is no such thing.
     """
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        names = [*map(str, data.columns)]
+        if twice := sorted({column for column in names if names.count(column) > 1}):
+            raise UserError(f"{name} has several columns named {', '.join(twice)}; rename them")
         data = data.to_dict("records")
     if isinstance(data, Mapping):
         raise UserError(
@@ -91,8 +94,13 @@ def _row(row: Any, where: str) -> dict[str, Any]:
 
 def _plain(value: Any, where: str) -> Any:
     """A value for JSON. What pandas has for a missing value becomes null."""
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and math.isnan(value):
         return None
+    if isinstance(value, float) and math.isinf(value):
+        raise UserError(
+            f"{where} holds {value}, which JSON has no room for; give a number that is finite, or "
+            "None"
+        )
     if isinstance(value, str) and not value.isascii():
         _require_encodable(value, where)
     if value is None or isinstance(value, str | int | float):

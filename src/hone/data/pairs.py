@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -67,6 +68,10 @@ PairsData: TypeAlias = Data[Preference]
 @dataclass(frozen=True, slots=True)
 class _Rendered:
     completions: tuple[Demonstration, ...]
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.completions[0].prompt_ids
 
     @property
     def is_cut(self) -> bool:
@@ -223,7 +228,7 @@ def _labelled(
     label = required(row, columns["label"], "label")
     if label not in (True, False, 0, 1):
         raise UserError(
-            f"{row.location}: the label must be true or false, got {shorten(json.dumps(label))}"
+            f"{row.location}: the label must be true or false, got {shorten(repr(label))}"
         )
     said = _assistant(required(row, columns["completion"], "completion"), row, "completion")
     example = _example(row, source, row_id, prompt_in(row, columns["prompt"]), said)
@@ -273,8 +278,9 @@ def _margin(row: SourceRow, column: str | None) -> float:
     if column is None:
         return 0.0
     value = required(row, column, "margin")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        shown = shorten(json.dumps(value, default=str))
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        shown = shorten(repr(value))
         raise UserError(f"{row.location}: the margin must be a finite number, got {shown}")
     return float(value)
 

@@ -14,7 +14,7 @@ from hone.data.chat import Renderer
 from hone.data.columns import Columns, choose_columns, map_rows
 from hone.data.prompts import make_prompt, show_first
 from hone.data.sources import Row, count_rows, iter_source, source_names
-from hone.data.split import is_held_out
+from hone.data.split import HeldOut
 from hone.types import Prompt
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def read_prompts(
     """
     renderer = Renderer(tokenizer, cfg)
     limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
-    fraction = 0.0 if cfg.eval else cfg.eval_fraction
+    held_out = HeldOut(seed=seed, fraction=0.0 if cfg.eval else cfg.eval_fraction)
     is_shown = False
     for source, name in zip(cfg.train, source_names(cfg.train), strict=True):
         num_read = num_kept = num_long = 0
@@ -53,7 +53,7 @@ def read_prompts(
             for example, rendered in zip(
                 examples, renderer.prompts(examples, max_tokens=limit), strict=True
             ):
-                if is_held_out(example.id, seed=seed, fraction=fraction):
+                if held_out(example.id, rendered.prompt_ids):
                     continue
                 if len(rendered.token_ids) <= limit:
                     num_kept += 1

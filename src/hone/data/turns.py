@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.config.data import DataConfig
-from hone.data.chat import uses_chat
+from hone.data.chat import template_arguments, uses_chat
 from hone.data.sources import shorten
 from hone.types import Message, Observation, Sample, StopReason
 
@@ -68,7 +68,7 @@ class TurnRenderer:
                 "chat template; answer with a text, or use a tokenizer that has a template with "
                 "data.chat 'auto'"
             )
-        whole = self._render([*sample.prompt.messages, *_marked(sample), *messages])
+        whole = self._render(sample, [*sample.prompt.messages, *_marked(sample), *messages])
         *pieces, new = _MARKS.split(whole)
         held = [sample.prompt.text, *(turn.observed for turn in sample.turns[:-1])]
         if len(pieces) != len(held):
@@ -87,10 +87,12 @@ class TurnRenderer:
                 )
         return new
 
-    def _render(self, messages: list[Message]) -> str:
+    def _render(self, sample: Sample, messages: list[Message]) -> str:
+        prompt = sample.prompt
+        arguments = template_arguments(self.tokenizer, prompt.metadata, f"row {prompt.id}")
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True, **arguments
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RenderError(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +29,7 @@ import numpy as np
 import orjson
 
 from hone.config.run import LogConfig
+from hone.observe.column_values import json_value
 from hone.observe.disk import AppendedFile, writing
 from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
@@ -50,8 +52,15 @@ __all__ = [
     "sample_row",
 ]
 
+GIVEN_COLUMNS = "row"
+"""Of a row to train on, the object with the columns of the prompt's row whose names are taken."""
 _SAME_ROLES = ("completion", "response", "output", "ground_truth")
-"""Columns that would be taken for the completion or the answer beside ours."""
+"""Columns that would be read in place of the completion or the answer of the row."""
+_OF_PAIRS = ("margin",)
+"""Columns that say something of the completions of an earlier pair."""
+_OF_THE_ROW = ("prompt", "answer", "task")
+"""Fields of a sample that are columns of the prompt's row, as a rule."""
+_RENDERED = "rendered"
 PER_TOKEN = "prompt_token_ids"
 """The first of the fields of a sample's row that have a value for each token."""
 POLICY_LOGPROBS, ENTROPY = "policy_logprobs", "entropy"
@@ -127,7 +136,12 @@ def _json_array(values: PerToken) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    """What JSON lacks: bytes that are no text in base64, and what is no value of a column by its
+    name."""
+    try:
+        return json_value(value)
+    except ValueError:
+        return b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def _finite(value: Any) -> Any:
@@ -290,31 +304,42 @@ def _oldest_version(sample: Sample) -> int | None:
 
 def completion_row(sample: Sample) -> dict[str, Any]:
     """As `sample_row`, as a row of data to train on: `prompt` and `completion` as such a row has
-    them, and the other columns of the prompt's row."""
-    row, prompt = sample_row(sample), sample.prompt
-    rest = {key: row.pop(key) for key in [*row][[*row].index(PER_TOKEN) :]}
-    own = {"id": row.pop("id"), "prompt": prompt.unrendered, "completion": row.pop("text")}
-    if (rendered := row.pop("prompt")) != prompt.unrendered:
-        row["rendered"] = rendered
-    columns = {
-        name: value
-        for name, value in prompt.metadata.items()
-        if name not in own | row | rest and name not in _SAME_ROLES
-    }
-    return own | row | columns | rest
+    them, and the columns of the prompt's row. Columns whose names the row has for itself, or that
+    would be read in place of its completion or answer, are in the object `row`."""
+    return _training_row(sample, {"completion": sample.text}, _SAME_ROLES)
 
 
 def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
     """As `completion_row` of the better one, with `chosen` and `rejected` for its completion:
     texts, or messages where the prompt is a list of them."""
-    row: dict[str, Any] = {}
-    for key, value in completion_row(best).items():
-        if key == "completion":
-            row |= {"chosen": _turn(best), "rejected": _turn(worst)}
-            row |= {"rejected_reward": None if worst.reward is None else worst.reward.total}
-        else:
-            row[key] = value
-    return row
+    said = {
+        "chosen": _turn(best),
+        "rejected": _turn(worst),
+        "rejected_reward": None if worst.reward is None else worst.reward.total,
+    }
+    return _training_row(best, said, (*_SAME_ROLES, *_OF_PAIRS))
+
+
+def _training_row(
+    sample: Sample, said: Mapping[str, Any], reserved: Sequence[str]
+) -> dict[str, Any]:
+    """A row with the completions `said`, in which no column of the prompt's row has a name that is
+    `reserved`."""
+    row, prompt = sample_row(sample), sample.prompt
+    rest = {key: row.pop(key) for key in [*row][[*row].index(PER_TOKEN) :]}
+    del row["text"]
+    own = {"id": row.pop("id"), "prompt": prompt.unrendered, **said}
+    if (rendered := row.pop("prompt")) != prompt.unrendered:
+        row[_RENDERED] = rendered
+    own |= row
+    taken = {*own, *rest, *reserved, _RENDERED, GIVEN_COLUMNS}
+    columns, nested = dict[str, Any](), dict[str, Any]()
+    for name, value in prompt.metadata.items():
+        if name not in taken:
+            columns[name] = value
+        elif name not in _OF_THE_ROW or own[name] != value:
+            nested[name] = value
+    return own | columns | ({GIVEN_COLUMNS: nested} if nested else {}) | rest
 
 
 def _turn(sample: Sample) -> str | list[Message]:

@@ -5,7 +5,6 @@ Source: OpenAI's `POST /chat/completions`, as vLLM, SGLang and others serve it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from pydantic import Field, model_validator
 
 from hone.config.address import address_problem
 from hone.config.data import fill_template, template_fields
+from hone.observe.column_values import as_text
 from hone.rewards.base import compile_regex
 from hone.rewards.remote import Remote, shown
 from hone.rewards.shapes import InvalidScoreError, ScoreTypeError
@@ -87,7 +87,10 @@ class Judge(Remote):
                     f"the template names {name!r}, which this row does not have (it has {held}). "
                     f"For literal braces write {{{{{name}}}}}."
                 )
-            return _as_text(values[name])
+            try:
+                return _as_text(values[name])
+            except ValueError as error:
+                raise ValueError(f"the template names {name!r}, which holds {error}") from error
 
         return fill_template(self.template, value_of)
 
@@ -125,4 +128,4 @@ def _as_text(value: Any) -> str:
         case [{"role": _, "content": _}, *_]:
             return "\n\n".join(f"{each['role']}: {_as_text(each['content'])}" for each in value)
         case _:
-            return json.dumps(value, ensure_ascii=False, default=str)
+            return as_text(value)

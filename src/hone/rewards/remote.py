@@ -25,6 +25,7 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Re
 from pydantic import Field, PrivateAttr, model_validator
 
 from hone.config.address import address_problem
+from hone.observe.column_values import json_value
 from hone.rewards.base import Builtin
 from hone.rewards.shapes import ScoreTypeError
 from hone.types import FailureKind
@@ -98,7 +99,7 @@ class Remote(Builtin):
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         for name, value in self.headers.items():
             headers[name] = _VARIABLE.sub(lambda found: secrets[found[1]], value)
-        data = json.dumps(content, default=str).encode()
+        data = json.dumps(content, default=json_value).encode()
         limit = f"{self._timeout_s:g} s of `reward.timeout_s`"
         deadline, wait_s, attempts = monotonic() + self._timeout_s, _FIRST_WAIT_S, 0
         while True:

@@ -281,60 +281,79 @@ def summarise(samples: Sequence[Sample], cfg: EvaluationConfig, rule: PassRule |
 
     Failed samples are counted and left out; a prompt without any valid sample does not enter. There
     is pass@k where `rule`, from `pass_rule`, says by what samples pass. `stderr` is the standard
-    error over prompts.
+    error over prompts: rows that repeat a prompt, which have the same token ids, are one cluster.
     """
-    metrics = _summary(samples, cfg, "eval", rule)
+    prompts = {sample.prompt.id: sample.prompt.token_ids for sample in samples}
+    numbers = {ids: number for number, ids in enumerate(dict.fromkeys(prompts.values()))}
+    prompt_of = {row: numbers[ids] for row, ids in prompts.items()}
+    metrics = _summary(samples, cfg, "eval", rule, prompt_of)
     by_task: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_task[sample.prompt.task].append(sample)
     if len(by_task) > 1:
         for task, members in sorted(by_task.items()):
-            metrics |= _summary(members, cfg, f"eval/{task}", rule)
+            metrics |= _summary(members, cfg, f"eval/{task}", rule, prompt_of)
     return metrics
 
 
 def _summary(
-    samples: Sequence[Sample], cfg: EvaluationConfig, prefix: str, rule: PassRule | str
+    samples: Sequence[Sample],
+    cfg: EvaluationConfig,
+    prefix: str,
+    rule: PassRule | str,
+    prompt_of: Mapping[str, int],
 ) -> Metrics:
+    """Of some of the samples; `prompt_of` is the number of the prompt that a row, by id, has."""
     valid = [sample for sample in samples if sample.valid]
     metrics: Metrics = {
-        f"{prefix}/num_prompts": Sum(len({sample.prompt.id for sample in samples})),
+        f"{prefix}/num_prompts": Sum(len({prompt_of[sample.prompt.id] for sample in samples})),
         f"{prefix}/num_samples": Sum(len(samples)),
         f"{prefix}/completion_tokens/mean": Mean.of([float(s.num_sampled) for s in valid]),
         f"{prefix}/truncated_share": Mean.of([s.truncated for s in valid]),
         f"{prefix}/failed_share": Mean.of([not s.valid for s in samples]),
     }
-    totals = [(s.prompt.id, s.reward.total) for s in valid if s.reward is not None]
+    totals = [(prompt_of[s.prompt.id], s.reward.total) for s in valid if s.reward is not None]
     metrics |= _mean(f"{prefix}/reward", totals)
     for part in sorted({name for sample in valid for name in _parts(sample)}):
-        values = [(s.prompt.id, _parts(s)[part]) for s in valid if part in _parts(s)]
+        values = [(prompt_of[s.prompt.id], _parts(s)[part]) for s in valid if part in _parts(s)]
         metrics |= _mean(f"{prefix}/reward/{part}", values)
-    return metrics if isinstance(rule, str) else metrics | _passed(valid, cfg, prefix, rule)
+    if isinstance(rule, str):
+        return metrics
+    return metrics | _passed(valid, cfg, prefix, rule, prompt_of)
 
 
-def _mean(name: str, values: Iterable[tuple[str, float]]) -> Metrics:
-    """Mean and standard error of values of samples, each beside the id of its prompt."""
-    by_prompt: dict[str, list[float]] = defaultdict(list)
-    for prompt_id, value in values:
-        by_prompt[prompt_id].append(value)
+def _mean(name: str, values: Iterable[tuple[int, float]]) -> Metrics:
+    """Mean and standard error of values of samples, each with the number of its prompt."""
+    by_prompt: dict[int, list[float]] = defaultdict(list)
+    for number, value in values:
+        by_prompt[number].append(value)
     metrics: Metrics = {f"{name}/mean": Mean.of(list(chain(*by_prompt.values())))}
     error = standard_error(by_prompt.values())
     return metrics if error is None else metrics | {f"{name}/stderr": Last(error)}
 
 
-def _passed(valid: Sequence[Sample], cfg: EvaluationConfig, prefix: str, rule: PassRule) -> Metrics:
-    by_prompt: dict[str, list[bool]] = defaultdict(list)
+def _passed(
+    valid: Sequence[Sample],
+    cfg: EvaluationConfig,
+    prefix: str,
+    rule: PassRule,
+    prompt_of: Mapping[str, int],
+) -> Metrics:
+    """pass@k is the mean over rows, of which each has samples of its own."""
+    by_row: dict[str, list[bool]] = defaultdict(list)
     for sample in valid:
         if (passed := rule.passes(sample)) is not None:
-            by_prompt[sample.prompt.id].append(passed)
+            by_row[sample.prompt.id].append(passed)
     metrics: Metrics = {}
     k = 1
     while k <= cfg.n_samples_per_prompt:
-        counted = [passed for passed in by_prompt.values() if len(passed) >= k]
-        if counted:
-            rates = [pass_at_k(len(passed), sum(passed), k) for passed in counted]
-            metrics[f"{prefix}/pass@{k}"] = Mean.of(rates)
-            if (error := standard_error([rate] for rate in rates)) is not None:
+        rates: dict[int, list[float]] = defaultdict(list)
+        for row, passed in by_row.items():
+            if len(passed) >= k:
+                rates[prompt_of[row]].append(pass_at_k(len(passed), sum(passed), k))
+        if rates:
+            metrics[f"{prefix}/pass@{k}"] = Mean.of(list(chain(*rates.values())))
+            if (error := standard_error(rates.values())) is not None:
                 metrics[f"{prefix}/pass@{k}/stderr"] = Last(error)
         k *= 2
     return metrics | ({f"{prefix}/pass_threshold": Last(rule.threshold)} if metrics else {})

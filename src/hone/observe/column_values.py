@@ -1,0 +1,56 @@
+"""Values of columns, as Parquet and `datasets` have them, in text and in JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import date, time
+from decimal import Decimal
+from typing import Any
+
+__all__ = ["as_text", "json_value"]
+
+
+def as_text(value: Any) -> str:
+    """Text as it is, and bytes as UTF-8; numbers, also decimals, as their digits; dates and times
+    as ISO 8601 has them; lists and objects as JSON.
+
+    Raises ValueError, which says what the value is, for null, for a number that is not finite, and
+    for what is none of these.
+    """
+    match value:
+        case str():
+            return value
+        case None:
+            raise ValueError("null")
+        case float() | Decimal() if not math.isfinite(value):
+            raise ValueError(f"{value}, which is no number")
+        case Decimal():
+            return f"{value:f}"
+        case date() | time():
+            return value.isoformat()
+        case bytes():
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                raise ValueError(f"{len(value):,} bytes that are no UTF-8 text") from None
+        case _:
+            return json.dumps(value, ensure_ascii=False, default=json_value)
+
+
+def json_value(value: Any) -> Any:
+    """What stands in JSON for a value that it lacks, as `default` of `json.dumps`: a number for a
+    decimal, and for dates, times and bytes their text.
+
+    Raises ValueError for what has neither.
+    """
+    match value:
+        case Mapping():
+            return dict(value)
+        case Decimal():
+            return int(value) if value == value.to_integral_value() else float(value)
+        case date() | time() | bytes():
+            return as_text(value)
+        case _:
+            raise ValueError(f"{type(value).__name__}, which is neither text nor number")
