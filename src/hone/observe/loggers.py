@@ -32,7 +32,7 @@ from hone.observe.disk import AppendedFile, writing
 from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
 from hone.observe.whole_file import whole_file
-from hone.types import NOT_SAMPLED, Group, Message, PerToken, Sample
+from hone.types import NOT_SAMPLED, Group, Message, PerToken, Sample, with_opened_tag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -293,7 +293,8 @@ def completion_row(sample: Sample) -> dict[str, Any]:
     them, and the other columns of the prompt's row."""
     row, prompt = sample_row(sample), sample.prompt
     rest = {key: row.pop(key) for key in [*row][[*row].index(PER_TOKEN) :]}
-    own = {"id": row.pop("id"), "prompt": prompt.unrendered, "completion": row.pop("text")}
+    del row["text"]
+    own = {"id": row.pop("id"), "prompt": prompt.unrendered, "completion": _said(sample)}
     if (rendered := row.pop("prompt")) != prompt.unrendered:
         row["rendered"] = rendered
     columns = {
@@ -312,6 +313,7 @@ def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
         if key == "completion":
             row |= {"chosen": _turn(best), "rejected": _turn(worst)}
             row |= {"rejected_reward": None if worst.reward is None else worst.reward.total}
+            row |= {"rejected_stop_reason": str(worst.stop_reason)}
         else:
             row[key] = value
     return row
@@ -319,8 +321,12 @@ def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
 
 def _turn(sample: Sample) -> str | list[Message]:
     if isinstance(sample.prompt.unrendered, str):
-        return sample.text
-    return [{"role": "assistant", "content": sample.text}]
+        return _said(sample)
+    return [{"role": "assistant", "content": _said(sample)}]
+
+
+def _said(sample: Sample) -> str:
+    return with_opened_tag(sample.prompt.text, sample.text)
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
