@@ -229,7 +229,7 @@ def measure(args: argparse.Namespace) -> None:
         pool = EnginePool(workers, restart=None, timeout_s=600.0, max_restarts=0)
         deliver(pool, 0)
         with rare_collections():
-            measure_steps(args, pool, workers, decoder(tokenizer))
+            measure_steps(args, pool, workers, decoder(tokenizer, ()))
 
 
 def measure_steps(

@@ -13,6 +13,7 @@ This module imports torch for type checkers only, so planners and configuration 
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -65,10 +66,32 @@ __all__ = [
     "Trainer",
     "Turn",
     "WeightManifest",
+    "opened_tag",
+    "with_opened_tag",
 ]
 
 Message = dict[str, Any]
 """One chat turn, `{"role": ..., "content": ...}`, as chat templates take it."""
+
+_OPENED = re.compile(r"<\w+>\s*\Z")
+
+
+def opened_tag(prompt: str) -> str:
+    """The tag that a rendered prompt ends with, and the blanks behind it: `<think>` of templates of
+    reasoning models, which a completion then closes without having opened it. Else empty."""
+    found = _OPENED.search(prompt)
+    return found[0] if found else ""
+
+
+def with_opened_tag(prompt: str, completion: str) -> str:
+    """What a completion is as a message: where it closes a tag that its prompt has opened, the tag
+    stands before it."""
+    opened = opened_tag(prompt)
+    tag = opened.rstrip()
+    is_closed = bool(tag) and tag.replace("<", "</") in completion
+    return (
+        completion if not is_closed or completion.lstrip().startswith(tag) else opened + completion
+    )
 
 
 NOT_SAMPLED = -1

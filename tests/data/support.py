@@ -106,3 +106,77 @@ def write_rows(path: Path, rows) -> str:
     """A JSONL file; returns its name for a source."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+LLAMA3 = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>"
+    "\n\n{% if m.tool_calls %}<|python_tag|>{{ m.tool_calls[0].function.name }}"
+    "({{ m.tool_calls[0].function.arguments | tojson }})<|eom_id|>"
+    "{% else %}{{ m['content'] | trim }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+OPENS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] if '</think>' not in m['content'] else m['content'].split('</think>')[-1] }}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""As DeepSeek's: the header opens what the model thinks, and an answer's thoughts are left out."""
+
+_DIALECTS = {
+    "gemma": (
+        GEMMA,
+        ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
+        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"},
+    ),
+    "llama3": (
+        LLAMA3,
+        [
+            "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+            "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|finetune_right_pad_id|>",
+        ],
+        {
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|eot_id|>",
+            "pad_token": "<|finetune_right_pad_id|>",
+        },
+    ),
+    "qwen": (
+        CHATML,
+        [
+            "<|endoftext|>", "<|im_start|>", "<|im_end|>",
+            "<think>", "</think>", "<tool_call>", "</tool_call>",
+        ],
+        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    ),
+}  # fmt: skip
+
+
+def dialect(name: str, template: str | None = "its own", **tokens: str) -> PreTrainedTokenizerFast:
+    """One token a character, with the special tokens and the turns of a family; `tokens` such as
+    `eos_token` in place of its own."""
+    own, special, named = _DIALECTS[name]
+    alphabet = ["\n", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*special, *alphabet])}))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    if bos := named.get("bos_token"):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named | tokens)
+    wrapped.chat_template = own if template == "its own" else template
+    return wrapped
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> tuple[int, ...]:
+    ids = tokenizer.convert_tokens_to_ids([*tokens])
+    assert isinstance(ids, list)
+    return tuple(ids)

@@ -196,19 +196,20 @@ def test_R6_demonstrations_go_on_from_the_prompt_as_asked(kind, template):
     check_demonstrations(TOKENIZERS[kind](TEMPLATES[template]))
 
 
-def trusts_the_whole(self, example, prompt, whole, end):
+def trusts_the_whole(self, example, prompt, text, whole):
     """The prompt's ids are cut from the rendering of prompt and answer, unchecked."""
+    end = self.tokenizer.eos_token_id
     return Demonstration((*whole, end) if whole[-1] != end else whole, len(prompt.token_ids))
 
 
-def re_encodes_the_row(self, example, prompt, whole, end):
-    row = demonstration_of(self, example, prompt, whole, end)
+def re_encodes_the_row(self, example, prompt, text, whole):
+    row = demonstration_of(self, example, prompt, text, whole)
     text = self.tokenizer.decode(row.token_ids, skip_special_tokens=False)
     ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
     return Demonstration(ids, row.num_prompt_tokens)
 
 
-def keeps_the_tail(self, example, prompt, whole, end):
+def keeps_the_tail(self, example, prompt, text, whole):
     return Demonstration(
         (*prompt.token_ids, *whole[len(prompt.token_ids) :]), len(prompt.token_ids)
     )
@@ -526,6 +527,12 @@ MISTAKES = {
         "line 1: .* system message of its own",
     ),
     "messages, no template": (None, {}, [TURNS], "line 1: .* list of chat messages, but"),
+    "template of text": (
+        CHATML,
+        {"prompt_template": "Sum: {prompt}"},
+        [TURNS],
+        r"line 1: .* data.prompt_template 'Sum: \{prompt\}' is text around a prompt that is text",
+    ),
     "template refuses": (NO_SYSTEM, {}, [TURNS], "line 1: .*System role not supported"),
     "unknown field": (
         None,

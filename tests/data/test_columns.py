@@ -127,6 +127,23 @@ def test_nulls_that_parquet_adds_to_messages_are_removed():
     assert example.metadata["messages"] == example.prompt
 
 
+def test_content_in_parts_is_the_text_of_the_parts():
+    """As APIs have it, and Parquet, which fills up what other parts have."""
+    parts = [{"type": "text", "text": "1", "image": None}, {"type": "text", "text": "+1="}]
+    (example,) = map_dicts([{"messages": [{"role": "user", "content": parts}]}])
+    assert example.prompt == [{"role": "user", "content": "1+1="}]
+    row = {"prompt": "1+1=", "completion": [{"role": "assistant", "content": parts[:1]}]}
+    (example,) = map_dicts([row], demonstrations=True)
+    assert example.completion == {"role": "assistant", "content": "1"}
+
+
+def test_a_call_of_a_tool_is_a_demonstration():
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    (example,) = map_dicts([{"messages": [USER, turn]}], demonstrations=True)
+    assert example.completion == {"role": "assistant", "content": "", "tool_calls": calls}
+
+
 @table(
     "pattern, text, answer",
     [
@@ -239,6 +256,21 @@ BAD_ROWS = {
         [{"prompt": [{"role": "user"}]}],
         {},
         r"line 1: a 'user' message has no content",
+    ),
+    "an image": (
+        [{"prompt": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]}],
+        {},
+        r"line 1: the content of a message must be text, or .*, got .*image.* cannot be used",
+    ),
+    "content an object": (
+        [{"prompt": [USER, {"role": "tool", "content": {"sum": 2}}]}],
+        {},
+        r'line 1: the content .*, got \{"sum": 2\}\. Write what a tool gives as JSON in a text',
+    ),
+    "empty message": (
+        [{"messages": [USER, {"role": "assistant", "content": ""}]}],
+        {"demonstrations": True},
+        r"f, line 1: a demonstration .* with text or tool_calls",
     ),
     "nothing to sample": ([{"messages": [USER, ASSISTANT]}], {}, r"ends with an assistant message"),
     "pattern without match": (

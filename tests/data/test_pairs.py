@@ -74,6 +74,42 @@ def test_pairs_are_read_in_their_layouts(
     assert tuple(x.completion["content"] for x in pair.completions) == said
 
 
+@table(
+    "row",
+    [
+        {"prompt": "2+2=", "chosen": "2+2=4", "rejected": "2+2=5"},
+        {"prompt": "2+2=", "completion": "2+2=4", "label": True},
+    ],
+)
+def test_a_prompt_that_all_completions_repeat_is_taken_off(
+    row: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = {key: "Hi" if key == "prompt" else row[key] for key in row}
+    names = [key for key in row if key in ("chosen", "rejected", "completion")]
+    greeting = other | dict.fromkeys(names, "Hi there")
+    is_unpaired = "label" in row
+    items = read(tmp_path, row, greeting, is_unpaired=is_unpaired)
+    said = [[x.completion["content"] for x in item.completions] for item in items]
+    assert said == [[row[name][4:] for name in names], [" there"] * len(names)]
+    told = f"{' and '.join(names)} of all 2 rows begin with the prompt, which is taken off them"
+    assert told in caplog.text
+    source = written(tmp_path, [row])
+    assert (
+        "of all first 1 rows"
+        in taught_little(read_source(source), source, is_unpaired=is_unpaired)[0]
+    )
+    # In one row of many it is what is said.
+    items = read(tmp_path, greeting, row | dict.fromkeys(names, "4"), is_unpaired=is_unpaired)
+    assert items[0].completions[0].completion["content"] == "Hi there"
+
+
+def test_turns_that_both_share_may_end_a_longer_prompt(tmp_path: Path) -> None:
+    asked = [{"role": "system", "content": "Add."}, *ASK]
+    row = {"prompt": asked, "chosen": [*ASK, says("4")], "rejected": [*ASK, says("5")]}
+    (pair,) = read(tmp_path, row)
+    assert [x.prompt for x in pair.completions] == [asked, asked]
+
+
 def test_completions_with_labels_and_pairs_taken_apart(tmp_path: Path) -> None:
     row = {"prompt": "2+2=", "completion": "4", "label": True}
     items = read(tmp_path, row, row | {"completion": "5", "label": 0}, is_unpaired=True)

@@ -17,6 +17,7 @@ from hone.loops import reinforce
 from hone.loops.inputs import decoder, prompts_of
 from hone.loops.workers import make_engine
 from hone.models.load import load_model
+from hone.models.support import declared_eos_ids
 from hone.models.tokenizer import load_tokenizer
 from hone.rollout.episodes import Episodes
 from hone.rollout.requests import Decode, request_seed, sampling_params
@@ -77,7 +78,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decode(inputs: Path) -> Decode:
-    return decoder(load_tokenizer(tiny_config(inputs, inputs / "none").model))
+    tokenizer = load_tokenizer(tiny_config(inputs, inputs / "none").model)
+    return decoder(tokenizer, declared_eos_ids(tokenizer))
 
 
 def configured(inputs: Path, folder: Path, name: str = "Echo", **sections: Any) -> RLConfig:
@@ -117,7 +119,8 @@ def by_hand(cfg: RLConfig, sample: Mapping[str, Any], number: int) -> Sample:
             seed=request_seed(cfg.run.seed, "rollout", number, prompt.id, index),
         ),
     )
-    decode, ids, mask, logprobs, request = decoder(tokenizer), [], [], [], first
+    decode = decoder(tokenizer, declared_eos_ids(tokenizer))
+    ids, mask, logprobs, request = [], [], [], first
     for turn in range(4):
         engine.submit([request])
         drawn = finished(engine)

@@ -166,5 +166,5 @@ def test_too_many_without_a_score_end_the_run(make_config: MakeConfig, tmp_path:
     """Of a model that is made for fewer tokens than samples have."""
     path = make_classifier(tmp_path / "judge", context=8)
     cfg = make_config(reward={"functions": [], "model": {"path": str(path)}})
-    with pytest.raises(FailureRateError, match="11 tokens, more than its context of 8"):
+    with pytest.raises(FailureRateError, match=r"\d+ tokens, more than its context of 8"):
         reinforce.run(cfg)

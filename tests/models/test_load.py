@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +21,7 @@ from hone.models.load import (
     blank_model,
     compute_dtype,
     load_deferred,
+    load_end_ids,
     load_model,
 )
 from hone.models.support import check_supported, context_length, eos_token_ids
@@ -415,6 +417,21 @@ def test_eos_ids_are_merged_from_all_three_places(folder):
 def test_eos_ids_of_the_generation_config_file(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 12]}))
     assert {11, 12} <= set(eos_token_ids(load(folder), None))
+
+
+@table("declares", ["generation_config.json", "config.json", "random"])
+def test_the_ends_are_known_before_the_model_is_loaded(folder, declares, tmp_path):
+    """What is trained and what sampling ends at is one thing."""
+    folder = shutil.copytree(folder, tmp_path / declares)
+    cfg = ModelConfig(path=str(folder), init="random" if declares == "random" else "pretrained")
+    file = "generation_config.json" if declares == "random" else declares
+    fields = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    (folder / file).write_text(json.dumps(fields | {"eos_token_id": [5, 9]}))
+    tokenizer = load_tokenizer(cfg)
+    model = load_model(cfg, device="cpu", seed=0)
+    ends = load_end_ids(cfg, tokenizer)
+    assert ends == eos_token_ids(model, tokenizer)
+    assert ({5, 9} <= set(ends)) == (declares != "random")
 
 
 def test_context_length(folder):

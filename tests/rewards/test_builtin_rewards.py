@@ -251,6 +251,23 @@ def test_format(settings, completion, expected):
 
 
 @table(
+    "settings, prompt, completion, expected",
+    [
+        ({"tags": ("think", "answer")}, "user\n<think>\n", "a</think><answer>2</answer>", 1),
+        ({"tags": ("think", "answer")}, "user\n<think>", "<think>a</think><answer>2</answer>", 1),
+        ({"tags": ("think", "answer")}, "user\n<think>\n", "a<answer>2</answer>", 0),
+        ({"tags": ("think", "answer")}, "user\n", "a</think><answer>2</answer>", 0),
+        ({"tags": ("think", "answer")}, "<think>user\n", "a</think><answer>2</answer>", 0),
+        ({"pattern": "^<think>.*</think>2$"}, "user\n<think>\n", "a</think>2", 1),
+        ({"pattern": "^a</think>2$"}, "user\n<think>\n", "a</think>2", 1),
+        ({"pattern": "^2$"}, "<assistant>", "2", 1),
+    ],
+)
+def test_format_counts_a_tag_that_the_prompt_has_opened(settings, prompt, completion, expected):
+    assert Format(**settings)(completion=completion, prompt=prompt) == expected
+
+
+@table(
     "num_tokens, width, expected",
     [(100, None, 1.0), (50, None, 0.5), (150, None, 0.5), (0, None, 0.0), (250, None, 0.0),
      (90, 20, 0.5), (120, 20, 0.0), (100, 20, 1.0)],

@@ -142,7 +142,8 @@ class DataConfig(Section):
     """System message put before every chat prompt."""
 
     prompt_template: str = "{prompt}"
-    """Text around a plain-text prompt; `{prompt}` and any other column may be named."""
+    """Text around a plain-text prompt; `{prompt}` and any other column may be named. Beside chat
+    messages it is an error."""
 
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, in tokens, after rendering."""

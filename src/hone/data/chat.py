@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,7 @@ from hone.config.data import DataConfig, fill_template, template_fields
 from hone.config.errors import UserError
 from hone.data.columns import Example, text_of, without_nulls
 from hone.data.sources import shorten
-from hone.types import Message
+from hone.types import Message, opened_tag
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
 """Columns that a chat template gets with the messages, as in TRL."""
 CHARS_PER_TOKEN = 16
 """Of a text with more characters for each token that it may have, the beginning is tried first."""
+_NO_TEMPLATE = DataConfig.model_fields["prompt_template"].default
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,11 @@ class Renderer:
         cfg: DataConfig,
         *,
         keeps_messages: bool = False,
+        end_ids: Collection[int] = (),
     ) -> None:
-        """`keeps_messages` for environments, which may add to them."""
+        """`keeps_messages` for environments, which may add to them. `end_ids`, for demonstrations,
+        are those that end a turn of the model (`hone.models.load.load_end_ids`); that of the
+        tokenizer is one in any case."""
         self.tokenizer = tokenizer
         self.template = cfg.prompt_template
         self.system_prompt = cfg.system_prompt
@@ -92,6 +96,9 @@ class Renderer:
         self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
         self._has_logged = False
+        end = tokenizer.eos_token_id
+        self.end = (end,) if isinstance(end, int) else ()
+        self.end_ids = frozenset((*end_ids, *self.end))
         if not template_fields(self.template):
             raise UserError(
                 f"data.prompt_template {self.template!r} names no column, so all prompts would "
@@ -109,7 +116,7 @@ class Renderer:
         found: list[Rendered] = []
         encoded = self._encode(texts, examples, max_tokens)
         for example, text, (ids, is_cut) in zip(examples, texts, encoded, strict=True):
-            if not (token_ids := (*self.start_ids, *ids)):
+            if not (token_ids := self._started(ids)):
                 raise UserError(f"{example.location}: the prompt renders to no tokens at all")
             messages = tuple(self._messages(example)) if self.keeps_messages else ()
             found.append(Rendered(text, token_ids, is_cut, messages))
@@ -122,13 +129,13 @@ class Renderer:
         max_prompt_tokens: int | None = None,
         max_tokens: int | None = None,
     ) -> list[Demonstration]:
-        """Each example's prompt and completion up to and with the end token.
+        """Each example's prompt and completion up to and with the token at which sampling would
+        have ended; a truncated completion is followed by nothing.
 
         The prompt's ids are those that `prompts` gives, and so those a model will be asked with.
         Rows that have far more tokens than the limits are cut as there.
         """
-        end = self.tokenizer.eos_token_id
-        if not isinstance(end, int):
+        if not self.end:
             raise UserError(
                 "the tokenizer declares no end-of-sequence token, so a model could not learn "
                 "where an answer ends; set eos_token in its tokenizer_config.json"
@@ -140,24 +147,26 @@ class Renderer:
         ]
         encoded = self._encode(texts, examples, max_tokens)
         found: list[Demonstration] = []
-        for example, prompt, (ids, is_cut) in zip(examples, prompts, encoded, strict=True):
+        for example, prompt, text, (ids, is_cut) in zip(
+            examples, prompts, texts, encoded, strict=True
+        ):
             num_prompt = len(prompt.token_ids)
             if prompt.is_cut:
                 row = Demonstration(prompt.token_ids, num_prompt, is_cut=True)
             elif is_cut:
-                row = Demonstration((*self.start_ids, *ids), num_prompt, is_cut=True)
+                row = Demonstration(self._started(ids), num_prompt, is_cut=True)
             else:
-                row = self._demonstration(example, prompt, (*self.start_ids, *ids), end)
+                row = self._demonstration(example, prompt, text, self._started(ids))
             found.append(row)
         return found
 
-    def transcript(self, example: Example, *, ends: bool = True) -> tuple[int, ...]:
+    def transcript(self, example: Example) -> tuple[int, ...]:
         """A prompt with its completion as a reward model reads them. Under a chat template all that
         it writes, also behind the end token, since that text is what such models are trained and
-        asked with; without one up to and with the end token. A completion that does not end is
-        followed by nothing."""
+        asked with; without one up to and with the end token. A truncated completion is followed by
+        nothing."""
         (found,) = self.demonstrations([example])
-        return self._transcript(example, found) if ends else found.token_ids[:-1]
+        return self._transcript(example, found)
 
     def transcripts(
         self,
@@ -179,7 +188,7 @@ class Renderer:
         ]
 
     def _transcript(self, example: Example, found: Demonstration) -> tuple[int, ...]:
-        if not self.uses_chat:
+        if not self.uses_chat or example.is_truncated:
             return found.token_ids
         assert example.completion is not None
         messages = [*self._messages(example), example.completion]
@@ -187,33 +196,51 @@ class Renderer:
         return self._encode_whole([text], [example])[0]
 
     def _demonstration(
-        self, example: Example, prompt: Rendered, whole: tuple[int, ...], end: int
+        self, example: Example, prompt: Rendered, text: str, whole: tuple[int, ...]
     ) -> Demonstration:
-        num_prompt = len(prompt.token_ids)
-        if whole[:num_prompt] == prompt.token_ids:
-            completion = whole[num_prompt:]
-        else:
-            # A template that rewrites history, or a token across the border: the prompt must
-            # stay what it is at sampling time, so the completion is rendered by itself.
-            completion = self._completion_alone(example)
-        if end in completion:
-            # What a template puts after the end token (a line break) is never sampled.
-            last = len(completion) - 1 - completion[::-1].index(end)
-            completion = completion[: last + 1]
-        else:
-            completion = (*completion, end)
-        return Demonstration((*prompt.token_ids, *completion), num_prompt)
+        """Of a prompt with its answer: `text`, of which `whole` are the ids."""
+        completion = self._completion(example, prompt, text, whole)
+        if not example.is_truncated:
+            completion = self._ended(example, completion)
+        return Demonstration((*prompt.token_ids, *completion), len(prompt.token_ids))
 
-    def _completion_alone(self, example: Example) -> tuple[int, ...]:
-        assert example.completion is not None
-        others = example.completion.keys() - {"role", "content"}
-        if others:
-            raise UserError(
-                f"{example.location}: the chat template does not keep the prompt as it was once "
-                f"an answer follows, so the demonstration's {', '.join(sorted(others))} cannot be "
-                "rendered; put everything to be learned into its content"
+    def _completion(
+        self, example: Example, prompt: Rendered, text: str, whole: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The ids behind the prompt, which must stay what it is at sampling time: where a template
+        rewrites it, or a token lies across its border, they are those of the completion alone."""
+        num_prompt = len(prompt.token_ids)
+        goes_on = whole[:num_prompt] == prompt.token_ids
+        said = text[len(prompt.text) :]
+        if not goes_on and not text.startswith(prompt.text):
+            said = _content_alone(
+                example,
+                "the chat template does not keep the prompt as it was once an answer follows",
             )
-        return self._encode([example.completion["content"]], [example])[0][0]
+        once = _without_opened(said, prompt.text)
+        if goes_on and once == said:
+            return whole[num_prompt:]
+        return self._encode([once], [example])[0][0]
+
+    def _ended(self, example: Example, completion: tuple[int, ...]) -> tuple[int, ...]:
+        """Up to and with the first of the end tokens behind what is said; what a template puts
+        after it, a line break or the end of all text, is never sampled. Where there is none, the
+        tokenizer's is put there."""
+        assert example.completion is not None
+        places = [place for place, token in enumerate(completion) if token in self.end_ids]
+        if not places:
+            return (*completion, *self.end)
+        last = places.pop()
+        behind = self._spelt(completion[last + 1 :])
+        if behind and example.completion["content"].rstrip().endswith(behind):
+            return (*completion, *self.end)  # the text spells an end token, and goes on
+        while places and not self._spelt(completion[places[-1] + 1 : last]):
+            last = places.pop()
+        return completion[: last + 1]
+
+    def _spelt(self, ids: tuple[int, ...]) -> str:
+        """The text of ids but for blanks around it."""
+        return cast(str, self.tokenizer.decode([*ids])).strip() if ids else ""
 
     def _prompt_text(self, example: Example) -> str:
         messages = self._messages(example)
@@ -223,16 +250,34 @@ class Renderer:
 
     def _whole_text(self, example: Example, prompt: Rendered) -> str:
         assert example.completion is not None
-        if self.uses_chat:
-            messages = [*self._messages(example), example.completion]
-            return self._apply_template(messages, example, add_generation_prompt=False)
-        return prompt.text + example.completion["content"]
+        if example.is_truncated:
+            return prompt.text + _content_alone(example, "the completion was cut as it was sampled")
+        if not self.uses_chat:
+            return prompt.text + _content_alone(example, "it is rendered without chat template")
+        messages = [*self._messages(example), example.completion]
+        text = self._apply_template(messages, example, add_generation_prompt=False)
+        if "tool_calls" in example.completion:
+            without = {k: v for k, v in example.completion.items() if k != "tool_calls"}
+            messages[-1] = without
+            if text == self._apply_template(messages, example, add_generation_prompt=False):
+                raise UserError(
+                    f"{example.location}: the demonstration calls tools, and the chat template "
+                    "does not write that; name one that does in model.chat_template"
+                )
+        return text
 
     def _messages(self, example: Example) -> list[Message]:
         if isinstance(example.prompt, str):
             messages: list[Message] = [{"role": "user", "content": self._fill_template(example)}]
         elif self.uses_chat:
             messages = example.prompt
+            if self.template != _NO_TEMPLATE:
+                raise UserError(
+                    f"{example.location}: the prompt is a list of chat messages, and "
+                    f"data.prompt_template {shorten(repr(self.template))} is text around a prompt "
+                    "that is text. Remove data.prompt_template: what stands before a dialogue goes "
+                    "into data.system_prompt"
+                )
         else:
             raise UserError(
                 f"{example.location}: the prompt is a list of chat messages, but prompts are "
@@ -301,6 +346,10 @@ class Renderer:
                 "model.chat_template",
                 " and ".join(unread),
             )
+
+    def _started(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Ids behind the begin-of-text token, unless the text itself begins with it."""
+        return ids if ids[: len(self.start_ids)] == self.start_ids else (*self.start_ids, *ids)
 
     def _encode(
         self, texts: Sequence[str], examples: Sequence[Example], max_tokens: int | None = None
@@ -433,6 +482,29 @@ def uses_chat(tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> bool:
             "template); put the text into data.prompt_template instead"
         )
     return is_chat
+
+
+def _content_alone(example: Example, since: str) -> str:
+    """The text of a demonstration that no template renders. Raises UserError, which says `since`
+    when it cannot be rendered, where it has more than its text."""
+    assert example.completion is not None
+    others = example.completion.keys() - {"role", "content"}
+    if others:
+        raise UserError(
+            f"{example.location}: {since}, so the demonstration's {', '.join(sorted(others))} "
+            "cannot be rendered; put everything to be learned into its content"
+        )
+    return cast(str, example.completion["content"])
+
+
+def _without_opened(said: str, prompt: str) -> str:
+    """What is said behind a prompt, without a tag that the prompt has opened already, as templates
+    of reasoning models do with `<think>`."""
+    opened = opened_tag(prompt)
+    tag = opened.rstrip()
+    if not tag or not said.lstrip().startswith(tag):
+        return said
+    return said.lstrip().removeprefix(tag).removeprefix(opened[len(tag) :])
 
 
 def _start_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from hone.config.data import SourceBase
 from hone.config.errors import UserError
 from hone.data.sources import Row, short_name, shorten
 from hone.observe.column_values import as_text
-from hone.types import Message
+from hone.types import Message, StopReason
 
 __all__ = [
     "Columns",
@@ -22,6 +22,8 @@ __all__ = [
     "assistant_message",
     "choose_column",
     "choose_columns",
+    "is_truncated",
+    "log_truncated",
     "map_rows",
     "prompt_in",
     "read_examples",
@@ -52,6 +54,7 @@ ambiguous. verl's `reward_model.ground_truth` is nothing else, and so comes firs
 an `answer` and a `solution`, the latter is the way to the former."""
 
 
+_UNFINISHED = frozenset(StopReason) - {StopReason.EOS, StopReason.STOP_STRING}
 _NOUNS = {"chosen": "chosen completion", "rejected": "rejected completion"}
 
 
@@ -96,6 +99,8 @@ class Example:
     """The whole row, for prompt templates."""
     raw_answer: Any
     """The answer before it is made a text, or what `answer_pattern` took out of it."""
+    is_truncated: bool = False
+    """The completion was cut as it was sampled, so that it does not end (`is_truncated`)."""
 
 
 def choose_columns(
@@ -145,7 +150,9 @@ def read_examples(
     """`map_rows` by the columns of `choose_columns`, which are logged."""
     columns = choose_columns(rows, source, demonstrations=demonstrations)
     logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
-    return map_rows(rows, source, columns, name=name)
+    examples = map_rows(rows, source, columns, name=name)
+    log_truncated(source, examples)
+    return examples
 
 
 def text_of(value: Any, column: str, location: str) -> str:
@@ -205,6 +212,7 @@ class _RowReader:
             metadata=metadata,
             columns=row.columns,
             raw_answer=raw,
+            is_truncated=self.demonstrations and is_truncated(row, "stop_reason"),
         )
 
     def check_kinds(self, row: Row, kinds: dict[str, tuple[str, str]]) -> None:
@@ -247,8 +255,8 @@ class _RowReader:
         message = assistant_message(
             value,
             row,
-            must="a demonstration must be non-empty text, or one assistant message with text at "
-            "the end of the dialogue; remove the row",
+            must="a demonstration must be non-empty text, or one assistant message with text or "
+            "tool_calls at the end of the dialogue; remove the row",
         )
         if not prompt:
             raise UserError(f"{row.location}: no message stands before the demonstration")
@@ -314,7 +322,8 @@ def prompt_in(row: Row, column: str | None) -> str | list[Message]:
 
 def assistant_message(value: Any, row: Row, *, must: str, may_be_empty: bool = False) -> Message:
     """A completion, text or a list of one message, as the assistant's message. Raises UserError,
-    with what it `must` be, where it is neither or, unless that may be, says nothing."""
+    with what it `must` be, where it is neither or, unless that may be, says nothing and calls no
+    tool."""
     turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
     is_turn = isinstance(turns, list) and len(turns) == 1
     message = as_message(turns[0], row) if is_turn else {"role": "", "content": ""}
@@ -322,7 +331,7 @@ def assistant_message(value: Any, row: Row, *, must: str, may_be_empty: bool = F
     if (
         message["role"] != "assistant"
         or not isinstance(content, str)
-        or not (content or may_be_empty)
+        or not (content or may_be_empty or message.get("tool_calls"))
     ):
         shown = shorten(json.dumps(turns, default=str))
         raise UserError(f"{row.location}: {must}, got {shown}")
@@ -353,7 +362,44 @@ def as_message(turn: Any, row: Row) -> Message:
     message: Message = without_nulls(turn)
     if "content" not in message and "tool_calls" not in message:
         raise UserError(f"{row.location}: a {turn['role']!r} message has no content")
-    return {"content": "", **message}
+    return {**message, "content": _text_of(message.get("content", ""), row)}
+
+
+def _text_of(content: Any, row: Row) -> str:
+    """The content of a message; where it is a list of parts, as APIs have it, their text. Raises
+    UserError where it is no text: a template would write Python's spelling of it."""
+    parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            shown = shorten(json.dumps(content, default=str))
+            raise UserError(
+                f"{row.location}: the content of a message must be text, or a list of parts such "
+                f'as {{"type": "text", "text": "..."}}, got {shown}. Write what a tool gives as '
+                "JSON in a text; a row with an image cannot be used"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def is_truncated(row: Row, column: str) -> bool:
+    """Whether a column says, as the `stop_reason` that `hone generate` writes, that a completion
+    was cut before the model had ended it, at the length limit for example."""
+    value = row.columns.get(column)
+    return isinstance(value, str) and value in _UNFINISHED
+
+
+def log_truncated(source: SourceBase, examples: Sequence[Example]) -> None:
+    """Say how many completions of a source do not end, if any."""
+    if cut := sum(example.is_truncated for example in examples):
+        logger.info(
+            "%s: %s of %s completions were cut as they were sampled, by their stop_reason: no end "
+            "token is trained behind them",
+            source.path,
+            f"{cut:,}",
+            f"{len(examples):,}",
+        )
 
 
 def without_nulls(value: Any) -> Any:

@@ -5,8 +5,8 @@
     {"prompt": "2+2=", "completion": "4", "label": true}
 
 These are the columns of TRL, plain and conversational, unless a source names others; without
-`prompt` it is what `chosen` and `rejected` have in common at their start. An empty completion is
-one that ends at once: its end token alone is trained.
+`prompt` it is what `chosen` and `rejected` have in common at their start. Where all of them repeat
+it, it is taken off. An empty completion is one that ends at once: its end token alone is trained.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -30,8 +30,11 @@ from hone.data.columns import (
     as_message,
     assistant_message,
     choose_column,
+    is_truncated,
+    log_truncated,
     prompt_in,
     required,
+    value_of,
 )
 from hone.data.filters import LengthLimit
 from hone.data.sources import Row as SourceRow
@@ -61,6 +64,7 @@ class Compared:
 
 
 _NAMES = ("chosen", "rejected")
+_STOP_REASONS = ("stop_reason", "rejected_stop_reason")
 _NOTHING: Message = {"role": "assistant", "content": ""}
 PairsData: TypeAlias = Data[Preference]
 
@@ -85,14 +89,16 @@ def load_pairs(
     seed: int,
     is_unpaired: bool = False,
     for_reward_model: bool = False,
+    end_ids: Collection[int] = (),
 ) -> PairsData:
     """Read, render, filter and split the preferences of all sources. With `is_unpaired` each
     completion is an item of its own. Of a pair both rows keep the limits. `for_reward_model` they
-    are rendered as such a model reads them, and a source may have a column of margins.
+    are rendered as such a model reads them, and a source may have a column of margins. `end_ids` as
+    in `Renderer`.
 
     Raises UserError for anything wrong with the data.
     """
-    renderer = Renderer(tokenizer, cfg)
+    renderer = Renderer(tokenizer, cfg, end_ids=end_ids)
 
     def render(items: Sequence[Compared]) -> list[_Rendered]:
         split = next((item for item in items if item.is_split), None)
@@ -151,9 +157,11 @@ def read_pairs(
     columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
     told = ", ".join(f"{role} from '{column}'" for role, column in columns.items() if column)
     logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
+    rows, repeated = _without_prompt(rows, columns)
     items = _map_rows(rows, source, columns, name)
-    for problem in _teaching_little(items):
+    for problem in repeated + _teaching_little(items):
         logger.warning("%s: %s", source.path, problem)
+    log_truncated(source, [example for item in items for example in item.completions])
     has_pairs = "chosen" in columns
     return [each for x in items for each in _singles(x)] if is_unpaired and has_pairs else items
 
@@ -168,7 +176,8 @@ def taught_little(
     """What `read_pairs` would warn of, of the first rows of a source; nothing is logged. Raises
     UserError as it does."""
     columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
-    return _teaching_little(_map_rows(rows, source, columns, source.path), "first ")
+    rows, repeated = _without_prompt(rows, columns, "first ")
+    return repeated + _teaching_little(_map_rows(rows, source, columns, source.path), "first ")
 
 
 def _choose_columns(
@@ -188,6 +197,26 @@ def _choose_columns(
     elif reads_margin:
         columns["margin"] = choose("margin", required=False)
     return columns
+
+
+def _without_prompt(
+    rows: Sequence[SourceRow], columns: Mapping[str, str | None], which: str = ""
+) -> tuple[Sequence[SourceRow], list[str]]:
+    """Rows whose completions do not repeat the prompt, which would be asked and then trained; and
+    where they did, a line on it. They are taken to repeat it where all texts of a source begin with
+    it: in a few rows an answer to `Hi` may begin so by chance."""
+    names = [column for role in (*_NAMES, "completion") if (column := columns.get(role))]
+    found: list[SourceRow] = []
+    for row in rows:
+        asked, *said = (value_of(row.columns, name) for name in (columns["prompt"], *names))
+        if not isinstance(asked, str) or not asked.strip():
+            return rows, []
+        if not all(isinstance(text, str) and text.startswith(asked) for text in said):
+            return rows, []
+        rest = {name: text[len(asked) :] for name, text in zip(names, said, strict=True)}
+        found.append(SourceRow({**row.columns, **rest}, row.location))
+    what = f"{' and '.join(names)} of all {which}{len(rows):,} rows begin with the prompt"
+    return found, [f"{what}, which is taken off them"]
 
 
 def _map_rows(
@@ -231,7 +260,8 @@ def _labelled(
             f"{row.location}: the label must be true or false, got {shorten(repr(label))}"
         )
     said = _assistant(required(row, columns["completion"], "completion"), row, "completion")
-    example = _example(row, source, row_id, prompt_in(row, columns["prompt"]), said)
+    asked, is_cut = prompt_in(row, columns["prompt"]), is_truncated(row, "stop_reason")
+    example = _example(row, source, row_id, asked, said, is_truncated=is_cut)
     return Compared(row_id, row.location, (example,), (bool(label),))
 
 
@@ -256,6 +286,10 @@ def _pair(
     asked: str | list[Message] = values[0][:start]
     if has_own_prompt:
         asked = prompt_in(row, prompt)
+    elif isinstance(value_of(row.columns, prompt), list):
+        own = prompt_in(row, prompt)
+        # The turns that both share may be the end of a prompt that begins before them.
+        asked = own if own[-start:] == asked else asked
     said = [
         _assistant(value[start:], row, name) for value, name in zip(values, _NAMES, strict=True)
     ]
@@ -267,7 +301,10 @@ def _pair(
     return Compared(
         row_id,
         row.location,
-        tuple(_example(row, source, row_id, asked, message) for message in said),
+        tuple(
+            _example(row, source, row_id, asked, message, is_truncated=is_truncated(row, column))
+            for message, column in zip(said, _STOP_REASONS, strict=True)
+        ),
         (True, False),
         margin=_margin(row, columns.get("margin")),
         is_split=kinds == {str} and not has_own_prompt,
@@ -313,7 +350,14 @@ def _example(
     row_id: str,
     prompt: str | list[Message],
     completion: Message,
+    *,
+    is_truncated: bool,
 ) -> Example:
+    if is_truncated and not completion["content"]:
+        raise UserError(
+            f"{row.location}: by its stop_reason a completion was cut before it said anything, so "
+            "that nothing of it can be learned; remove the row"
+        )
     return Example(
         id=row_id,
         location=row.location,
@@ -324,6 +368,7 @@ def _example(
         metadata=dict(row.columns),
         columns=row.columns,
         raw_answer=None,
+        is_truncated=is_truncated,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,14 +24,20 @@ RowStream: TypeAlias = Stream[Row]
 SFTData: TypeAlias = Data[Row]
 
 
-def load_sft(cfg: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> SFTData:
+def load_sft(
+    cfg: SFTDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    end_ids: Collection[int] = (),
+) -> SFTData:
     """Read, render, filter and split the demonstrations of all sources.
 
     Rows carry `token_ids` and `loss_mask`: true on the completion with its end token, and on the
-    prompt (but for its first token) with `train_on_prompt`. Raises UserError for anything wrong
-    with the data.
+    prompt (but for its first token) with `train_on_prompt`. `end_ids` as in `Renderer`. Raises
+    UserError for anything wrong with the data.
     """
-    renderer = Renderer(tokenizer, cfg)
+    renderer = Renderer(tokenizer, cfg, end_ids=end_ids)
     shown: list[str] = []
 
     def make(example: Example, row: Demonstration) -> Row:

@@ -11,7 +11,7 @@ than it was sampled from.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
@@ -37,9 +37,17 @@ class RenderError(ValueError):
 class TurnRenderer:
     """Renders observations for one tokenizer, as `Renderer` does prompts."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: DataConfig,
+        *,
+        end_ids: Collection[int] = (),
+    ) -> None:
+        """`end_ids` are those that end a turn of the model (`hone.models.load.load_end_ids`)."""
         self.tokenizer = tokenizer
         self.uses_chat = uses_chat(tokenizer, cfg)
+        self.ends = {end: cast(str, tokenizer.decode([end])) for end in end_ids}
 
     def __call__(
         self, sample: Sample, observation: Observation
@@ -59,7 +67,7 @@ class TurnRenderer:
             assert isinstance(content, str)
             return content, (), self._encode(content)
         text = self._behind_last_turn(sample, messages)
-        return text, messages, self._encode(text.removeprefix(self._ended_by(sample)))
+        return text, messages, self._encode(text.removeprefix(self._ended_by(sample, text)))
 
     def _behind_last_turn(self, sample: Sample, messages: Sequence[Message]) -> str:
         if not self.uses_chat:
@@ -100,12 +108,17 @@ class TurnRenderer:
             ) from error
         return cast(str, text)
 
-    def _ended_by(self, sample: Sample) -> str:
-        """The text of the end token that the policy has sampled, else nothing."""
+    def _ended_by(self, sample: Sample, text: str) -> str:
+        """The end token that `text`, which follows the policy's last turn, begins with, where the
+        policy has sampled it, or another one that ends a turn as well; else nothing."""
         turn = sample.turns[-1]
         if turn.stop_reason is not StopReason.EOS:
             return ""
-        return cast(str, self.tokenizer.decode([sample.token_ids[turn.end - 1]]))
+        last = sample.token_ids[turn.end - 1]
+        ends = [cast(str, self.tokenizer.decode([last]))]
+        if last in self.ends:
+            ends += self.ends.values()
+        return next(filter(text.startswith, ends), "")
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:

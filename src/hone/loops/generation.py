@@ -31,6 +31,7 @@ from hone.loops.inputs import (
 )
 from hone.loops.launch import join
 from hone.loops.workers import judged
+from hone.models.load import load_end_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.kept_result import settings_text
@@ -104,6 +105,7 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
     )
     with ExitStack() as stack:
         scorer = scores = None
+        end_ids = load_end_ids(cfg.model, tokenizer)
         if cfg.reward.has_parts and tp.rank == 0:
             limit = cfg.generation.max_completion_tokens
             rewards = share_of_workers(cfg.reward, processes_per_engine=tp.size)
@@ -111,14 +113,16 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
             first = list(islice(prompts, _TRIED_PROMPTS))
             prompts = chain(first, prompts)
             if mesh.is_first:
-                try_out(scorer, first, tokenizer, TurnRenderer(tokenizer, cfg.data))
+                turns = TurnRenderer(tokenizer, cfg.data, end_ids=end_ids)
+                try_out(scorer, first, tokenizer, turns)
             scores = judged(scorer, transcripts_of(cfg, first), cfg, mesh.device)
         own = (
             (number, prompt)
             for number, prompt in enumerate(prompts)
             if number % tp.num_replicas == tp.replica and not any(x.has(number) for x in parts)
         )
-        episodes = Episodes(decode=decoder(tokenizer), run_seed=cfg.run.seed, purpose="generate")
+        decode = decoder(tokenizer, end_ids)
+        episodes = Episodes(decode=decode, run_seed=cfg.run.seed, purpose="generate")
         engine = load_engine(cfg, mesh, tp, tokenizer)
         batch = Batch(
             own,

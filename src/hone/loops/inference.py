@@ -24,7 +24,7 @@ from hone.loops.engine_ranks import EngineRanks
 from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
 from hone.loops.launch import join
 from hone.loops.workers import judged, make_engine
-from hone.models.load import load_model
+from hone.models.load import load_end_ids, load_model
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.environment import save_environment
@@ -89,7 +89,8 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh, ranks: EngineRanks) -> list[Samp
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
     data = prompts_of(cfg, tokenizer)
-    turns = TurnRenderer(tokenizer, cfg.data)
+    end_ids = load_end_ids(cfg.model, tokenizer)
+    turns = TurnRenderer(tokenizer, cfg.data, end_ids=end_ids)
     rewards = share_of_workers(cfg.reward, processes_per_engine=ranks.tp.size)
     with ExitStack() as stack:
         scorer = scores = None
@@ -118,7 +119,7 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh, ranks: EngineRanks) -> list[Samp
                 cfg=cfg.eval,
                 stop=cfg.eval.stop,
                 episodes=Episodes(
-                    decode=decoder(tokenizer),
+                    decode=decoder(tokenizer, end_ids),
                     max_turns=scorer.max_turns,
                     render=turns,
                     run_seed=cfg.run.seed,

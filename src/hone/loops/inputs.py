@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,7 @@ from hone.data.sources import shorten
 from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
 from hone.models.load import load_config
-from hone.models.support import classifies, context_length
+from hone.models.support import classifies, context_length, silent_token_ids
 from hone.models.tokenizer import load_tokenizer
 from hone.rewards.scorer import Scorer
 from hone.rollout.judge import Transcripts
@@ -71,13 +71,16 @@ def transcripts_of(
     return found
 
 
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Token ids to text without special tokens, exactly as the tokens spell it."""
+def decoder(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> Decode:
+    """Token ids to text, exactly as the tokens spell it, without `silent_token_ids`. `end_ids` are
+    those that end a turn of the model."""
+    silent = np.array(sorted(silent_token_ids(end_ids, tokenizer)), np.int64)
 
     def decode(token_ids: Sequence[int]) -> str:
+        ids = np.asarray(token_ids, np.int64)
         text = tokenizer.decode(
-            np.asarray(token_ids),  # of a list transformers looks at each number
-            skip_special_tokens=True,
+            ids[~np.isin(ids, silent)],  # of a list transformers looks at each number
+            skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)

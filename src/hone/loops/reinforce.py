@@ -37,7 +37,7 @@ from hone.loops.untrained import Untrained, is_stalled, why_untrained
 from hone.loops.workers import Pools, judged, make_engine, reserved_gpus, thread_pools
 from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
-from hone.models.load import blank_model, compute_dtype, load_value_model
+from hone.models.load import blank_model, compute_dtype, load_end_ids, load_value_model
 from hone.models.tokenizer import load_tokenizer, require_same_tokens
 from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
@@ -407,7 +407,8 @@ def _scoring(
     limit = cfg.rollout.max_completion_tokens
     with Scorer(rewards, max_completion_tokens=limit, env=cfg.env) as scorer:
         if mesh.is_first:
-            try_out(scorer, data.all_rows(), tokenizer, TurnRenderer(tokenizer, cfg.data))
+            turns = TurnRenderer(tokenizer, cfg.data, end_ids=load_end_ids(cfg.model, tokenizer))
+            try_out(scorer, data.all_rows(), tokenizer, turns)
         yield scorer
 
 
@@ -433,13 +434,14 @@ def _sampling(
     processes too, where this is the first and there are some."""
     mesh = trainer.mesh
     lead_all = lead_critic or (lambda lead: lead)
+    end_ids = load_end_ids(cfg.model, tokenizer)
     collector_of = partial(
         Collector,
         prompts=data.train,
         rollout_cfg=cfg.rollout,
         pipeline_cfg=cfg.pipeline,
-        decode=decoder(tokenizer),
-        render=TurnRenderer(tokenizer, cfg.data),
+        decode=decoder(tokenizer, end_ids),
+        render=TurnRenderer(tokenizer, cfg.data, end_ids=end_ids),
         seed=cfg.run.seed,
         max_failure_rate=cfg.reward.max_failure_rate,
         on_complete=on_complete,

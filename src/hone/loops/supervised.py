@@ -29,7 +29,7 @@ from hone.loops.recorder import recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Run
 from hone.models.adapters import adapt, is_adapted
-from hone.models.load import load_value_model
+from hone.models.load import load_end_ids, load_value_model
 from hone.models.tokenizer import load_tokenizer, require_padding
 from hone.observe.metrics import Mean, Metrics
 from hone.planner.rungs import Rungs
@@ -40,7 +40,7 @@ from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
 from hone.trainer.trainer import Trainer
 from hone.types import Row
 
-__all__ = ["SupervisedRun", "build_run", "evaluate", "run"]
+__all__ = ["SupervisedRun", "build_run", "evaluate", "load_rows", "run"]
 
 
 def run(cfg: SFTConfig) -> Outcome:
@@ -99,7 +99,7 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
     """Build a run, restored from its checkpoint."""
     mesh = start.mesh
     tokenizer = load_tokenizer(cfg.model)
-    data = _data(cfg, tokenizer)
+    data = load_rows(cfg, tokenizer)
     load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
     pad_id = require_padding(tokenizer) if isinstance(cfg, RewardModelingConfig) else None
     model = load() if pad_id is None else _value_model(cfg, mesh, pad_id)
@@ -141,15 +141,18 @@ def _value_model(cfg: SFTConfig, mesh: Mesh, pad_id: int) -> PreTrainedModel:
     return model
 
 
-def _data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
+def load_rows(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
+    """What `cfg.data` has to train and to evaluate on. Raises UserError."""
+    end_ids = load_end_ids(cfg.model, tokenizer)
     if not isinstance(cfg, PairsConfig):
-        return load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
+        return load_sft(cfg.data, tokenizer, seed=cfg.run.seed, end_ids=end_ids)
     return load_pairs(
         cfg.data,
         tokenizer,
         seed=cfg.run.seed,
         is_unpaired=cfg.is_unpaired,
         for_reward_model=cfg.for_reward_model,
+        end_ids=end_ids,
     )
 
 

@@ -172,7 +172,13 @@ def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
         ranks = dist.new_group(backend="gloo", timeout=patience)
         assert isinstance(ranks, dist.ProcessGroup)
         group = LockStep(ranks)
-    return EngineWorker(engine, receiver.receive, name=name, group=group, decode=decoder(tokenizer))
+    return EngineWorker(
+        engine,
+        receiver.receive,
+        name=name,
+        group=group,
+        decode=decoder(tokenizer, eos_token_ids(model, tokenizer)),
+    )
 
 
 def build_scorer(role: ScorerName, cfg: RLConfig) -> FrozenScorer | RewardModel:

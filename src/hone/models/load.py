@@ -19,6 +19,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from hone.attention import ATTENTION_NAME
@@ -31,7 +32,7 @@ from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
 from hone.models.int8_rows import is_packed, pack_layers, packed_like
 from hone.models.parity import require_parity
-from hone.models.support import check_supported, classifies
+from hone.models.support import check_supported, classifies, declared_eos_ids
 from hone.models.tensor_parallel import (
     TensorParallel,
     check_divides,
@@ -52,6 +53,7 @@ __all__ = [
     "compute_dtype",
     "load_config",
     "load_deferred",
+    "load_end_ids",
     "load_model",
     "load_value_model",
 ]
@@ -193,18 +195,38 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     place = _place(cfg)
     if not Path(place).exists():
         logger.info("%s comes from the Hugging Face hub; a first download may take long", cfg.path)
+    config = _config(cfg)
+    check_supported(config)
+    if config.model_type not in SPECS:
+        require_parity(config, trust_remote_code=cfg.trust_remote_code)
+    return config
+
+
+def load_end_ids(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a turn of the model of `cfg`, which is not loaded (`declared_eos_ids`).
+    Raises as `load_config`."""
+    declared = None if cfg.init == "random" else _generation_config(cfg)
+    return declared_eos_ids(declared, _config(cfg), tokenizer)
+
+
+def _config(cfg: ModelConfig) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=cfg.trust_remote_code)
+        return AutoConfig.from_pretrained(_place(cfg), trust_remote_code=cfg.trust_remote_code)
     except OSError as error:
         raise FileNotFoundError(
             f"model.path={cfg.path!r} holds no usable config.json: {error}"
         ) from error
     except ValueError as error:
         raise UserError(f"model.path={cfg.path!r} is of no known family: {error}") from error
-    check_supported(config)
-    if config.model_type not in SPECS:
-        require_parity(config, trust_remote_code=cfg.trust_remote_code)
-    return config
+
+
+def _generation_config(cfg: ModelConfig) -> GenerationConfig | None:
+    """What `generation_config.json` says; None without one."""
+    try:
+        return GenerationConfig.from_pretrained(_place(cfg))
+    except OSError:
+        logger.debug("%s has no generation_config.json", cfg.path)
+        return None
 
 
 def _place(cfg: ModelConfig) -> str:
@@ -225,10 +247,9 @@ def _skeleton(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **_options(cfg, device))
     if cfg.init != "random":
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(_place(cfg))
-        except OSError:
-            logger.debug("%s has no generation_config.json", cfg.path)
+        declared = _generation_config(cfg)
+        if declared is not None:
+            model.generation_config = declared
     return model.eval()
 
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
 from hone.families.registry import unserved
 
-__all__ = ["check_supported", "classifies", "context_length", "eos_token_ids"]
+__all__ = [
+    "check_supported",
+    "classifies",
+    "context_length",
+    "declared_eos_ids",
+    "eos_token_ids",
+    "silent_token_ids",
+]
+
+_SAID = "what the assistant has said"
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -32,14 +44,54 @@ def context_length(config: PreTrainedConfig) -> int:
 def eos_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[int, ...]:
-    """Every id that ends a sequence, ascending.
+    """`declared_eos_ids` of a model that is loaded; `hone.models.load.load_end_ids` has them
+    before."""
+    return declared_eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
+
+
+def declared_eos_ids(*places: object) -> tuple[int, ...]:
+    """Every id that ends a turn, ascending.
 
     Checkpoints declare them in up to three places that often disagree: `generation_config.json`
-    (several ids), `config.json` and the tokenizer. A completion ends at any of them.
+    (several ids), `config.json` and the tokenizer. Sampling ends at any of them, and so does what a
+    demonstration trains.
     """
     ids: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        declared = getattr(source, "eos_token_id", None)
+    for place in places:
+        declared = getattr(place, "eos_token_id", None)
         if declared is not None:
             ids.update(declared if isinstance(declared, list | tuple) else [declared])
     return tuple(sorted(ids))
+
+
+def silent_token_ids(
+    end_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """The ids that are no part of a completion's text: `end_ids`, the padding, and the token by
+    which the chat template ends a turn.
+
+    All others are text, special or not: marks of thoughts and of calls of tools say something.
+    """
+    padding = tokenizer.pad_token_id
+    paddings = [padding] if isinstance(padding, int) else []
+    return frozenset((*end_ids, *paddings, *_template_end_ids(tokenizer)))
+
+
+def _template_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special token that the chat template writes behind what an assistant says.
+
+    A model may be trained to write it although no file declares it, as base models are with a
+    template of ChatML: sampling then goes on behind it, to the end token. None without a template,
+    and of one that refuses a plain question with its answer.
+    """
+    if tokenizer.chat_template is None:
+        return []
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, TypeError, ValueError):
+        return []
+    assert isinstance(text, str)
+    behind = text.partition(_SAID)[2].lstrip()
+    tokens = tokenizer.added_tokens_decoder.items()
+    return [i for i, token in tokens if token.special and behind.startswith(token.content)]

@@ -34,7 +34,7 @@ from hone.observe.disk import AppendedFile, writing
 from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
 from hone.observe.whole_file import whole_file
-from hone.types import NOT_SAMPLED, Group, Message, PerToken, Sample
+from hone.types import NOT_SAMPLED, Group, Message, PerToken, Sample, with_opened_tag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -306,7 +306,7 @@ def completion_row(sample: Sample) -> dict[str, Any]:
     """As `sample_row`, as a row of data to train on: `prompt` and `completion` as such a row has
     them, and the columns of the prompt's row. Columns whose names the row has for itself, or that
     would be read in place of its completion or answer, are in the object `row`."""
-    return _training_row(sample, {"completion": sample.text}, _SAME_ROLES)
+    return _training_row(sample, {"completion": _said(sample)}, _SAME_ROLES)
 
 
 def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
@@ -316,6 +316,7 @@ def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
         "chosen": _turn(best),
         "rejected": _turn(worst),
         "rejected_reward": None if worst.reward is None else worst.reward.total,
+        "rejected_stop_reason": str(worst.stop_reason),
     }
     return _training_row(best, said, (*_SAME_ROLES, *_OF_PAIRS))
 
@@ -344,8 +345,12 @@ def _training_row(
 
 def _turn(sample: Sample) -> str | list[Message]:
     if isinstance(sample.prompt.unrendered, str):
-        return sample.text
-    return [{"role": "assistant", "content": sample.text}]
+        return _said(sample)
+    return [{"role": "assistant", "content": _said(sample)}]
+
+
+def _said(sample: Sample) -> str:
+    return with_opened_tag(sample.prompt.text, sample.text)
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from hone.rewards.base import Builtin, compile_regex
 from hone.rewards.code import count_passed, program_in, read_tests
 from hone.rewards.judge import Judge
 from hone.rewards.remote import Service
+from hone.types import with_opened_tag
 
 __all__ = [
     "BUILTINS",
@@ -82,7 +83,8 @@ class Format(Builtin):
 
     tags: tuple[str, ...] = ()
     """Tags that must each open and close exactly once, one behind the other in this order:
-    `[think, answer]` wants `<think>..</think>..<answer>..</answer>`."""
+    `[think, answer]` wants `<think>..</think>..<answer>..</answer>`. A first tag that the prompt
+    has opened, as templates of reasoning models do, counts as the completion's."""
 
     @model_validator(mode="after")
     def _demands_something(self) -> Format:
@@ -96,13 +98,17 @@ class Format(Builtin):
     def isolated(self) -> bool:
         return self.pattern is not None  # a regular expression may backtrack for ever
 
-    def __call__(self, *, completion: str) -> float:
+    def __call__(self, *, completion: str, prompt: str = "") -> float:
+        said = {completion, with_opened_tag(prompt, completion)}
+        return float(any(map(self._fits, said)))
+
+    def _fits(self, completion: str) -> bool:
         if self.pattern is not None and not compile_regex(self.pattern).search(completion):
-            return 0.0
+            return False
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
         places = [completion.find(mark) for mark in marks]
         once = all(completion.count(mark) == 1 for mark in marks)
-        return float(once and places == sorted(places))
+        return once and places == sorted(places)
 
 
 class Length(Builtin):

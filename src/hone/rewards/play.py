@@ -174,6 +174,12 @@ def _messages(answer: Sequence[Any]) -> tuple[dict[str, Any], ...]:
             "answered with a list that is not of chat messages, such as "
             '[{"role": "user", "content": "..."}]'
         )
+    for one in messages:
+        if not isinstance(content := one.get("content", ""), str):
+            raise InvalidScoreError(
+                f"answered with a message whose content is {content!r:.80}; it must be text: "
+                "a chat template would write Python's spelling of anything else"
+            )
     try:
         json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError) as error:

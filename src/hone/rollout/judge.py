@@ -37,7 +37,7 @@ from hone.rewards.scorer import Scorer, ScorerStats
 from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.collating import collate
 from hone.trainer.parallel_model import ParallelModel
-from hone.types import FailureKind, Prompt, Reward, Row, Sample
+from hone.types import FailureKind, Prompt, Reward, Row, Sample, with_opened_tag
 
 __all__ = ["Judge", "PooledRewardModel", "RewardModel", "Transcripts"]
 
@@ -81,13 +81,17 @@ class Transcripts:
             location=f"row {prompt.id}",
             prompt=prompt.unrendered or prompt.text,
             answer=None,
-            completion={"role": "assistant", "content": completion},
+            completion={
+                "role": "assistant",
+                "content": with_opened_tag(prompt.text, completion),
+            },
             task=prompt.task,
             metadata={},
             columns=prompt.metadata,
             raw_answer=None,
+            is_truncated=is_truncated,
         )
-        return list(self._renderer.transcript(example, ends=not is_truncated))
+        return list(self._renderer.transcript(example))
 
 
 _Sequences = Sequence[Sequence[int]]

@@ -13,7 +13,7 @@ from hone.types import Prompt, Request, SamplingParams
 __all__ = ["Decode", "request_seed", "requests_for", "sampling_params"]
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens left out."""
+"""Token ids to text, without those that end or pad."""
 
 
 def request_seed(run_seed: int, purpose: str, number: int, prompt_id: str, index: int) -> int:
