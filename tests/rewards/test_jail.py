@@ -43,7 +43,10 @@ ATTEMPTS: dict[str, tuple[str, str]] = {
         "def reaches(): return bool(open('/proc/{pid}/mem', 'rb'))",
     ),
     "a kill": ("signals", "import os\ndef reaches():\n    os.kill({pid}, 9)\n    return True"),
-    "a kill of all": ("signals", "import os\ndef reaches():\n    os.kill({pid}, 0); return True"),
+    "a signal that only asks": (
+        "signals",
+        "import os\ndef reaches():\n    os.kill({pid}, 0); return True",
+    ),
     "a kill by way of a pipe": (
         "signals",
         "import fcntl, os\ndef reaches():\n    read, write = os.pipe()\n"

@@ -1,8 +1,9 @@
 """Where programs that a model wrote run: processes behind walls, started by a process of their own.
 
     jail = Jail()
-    with jail.run("script", [program, given, written], deadline) as ended:
-        ended.wait()
+    with jail.run() as programs:
+        pid = programs.start("script", [program, given, written])
+        status = programs.wait(pid, deadline)
 
 `launcher.py` is that process and `walls.py` what it raises; SECURITY.md says what they contain.
 What asks it (a reward worker) has keys in its environment, and judges; it never runs a program.
