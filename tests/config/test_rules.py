@@ -384,11 +384,11 @@ def test_R22_a_misspelt_projection_is_told_with_the_nearest_and_all(workspace: P
 
 
 NEEDS: list[tuple[str, str, str, str, str]] = [
-    ("rl", "cluster.num_engines=1", "ray", "cluster.num_engines", "ray>=2.50"),
+    ("rl", "cluster.num_engines=1", "ray", "cluster.num_engines", "ray>=2.52"),
     ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1", "ray", "cluster.num_references",
-     "ray>=2.50"),
+     "ray>=2.52"),
     ("rl", "cluster.num_critics=1 algorithm.advantage=gae cluster.address=auto", "ray",
-     "cluster.address", "ray>=2.50"),
+     "cluster.address", "ray>=2.52"),
     ("rl", "data.train.0.path=openai/gsm8k", "datasets", "data.train.0.path", "datasets>=4.7,<6"),
     ("sft", "data.train.1.path=saved", "datasets", "data.train.1.path", "datasets>=4.7,<6"),
     ("generate", "data.train.0.path=rows.parquet", "pyarrow", "data.train.0.path", "pyarrow>=17"),

@@ -40,7 +40,14 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_this_machine_gets_a_finding_of_every_check(machine: Machine) -> None:
-    for check in (host.versions, host.cores, host.memory, host.open_files, host.disk):
+    for check in (
+        host.versions,
+        host.cores,
+        host.memory,
+        host.open_files,
+        host.disk,
+        host.programs,
+    ):
         found = check(machine)
         assert found.measured
         assert found.expected
@@ -263,3 +270,12 @@ def test_a_folder_that_cannot_be_written_is_wrong(
     assert found.level == "wrong"
     assert os.strerror(number) in found.measured
     assert "--run.dir" in found.remedy
+
+
+def test_walls_that_are_missing_are_named_with_what_programs_can_do(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "missing_walls", lambda: {"network": "use the network"})
+    found = host.programs(machine)
+    assert (found.level, "network" in found.measured) == ("slow", True)
+    assert "use the network" in found.remedy

@@ -1,21 +1,20 @@
 """`code_tests`: what passes, what does not, and what a program cannot do."""
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import json
-import os
-import socket
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from time import monotonic
+from typing import Any
 
 import pytest
 
 from hone.rewards import code
 from hone.rewards.builtin import CodeTests, build
-from hone.rewards.code import Example, count_passed, program_in, read_tests
+from hone.rewards.code import Call, Example, count_passed, program_in, read_tests
+from hone.rewards.jail import Jail
+from tests.tables import table
 
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = ["assert add(1, 2) == 3", "assert add(0, -1) == -1"]
@@ -23,8 +22,24 @@ SUMS = json.dumps({"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", "7"]})
 READ_ALL = "import sys\nprint(sum(int(x) for x in sys.stdin.read().split()))"
 
 
-def score(completion: str, answer: str, **args: object) -> float:
-    return build("code_tests", args)(completion=completion, answer=answer)
+@pytest.fixture(scope="module")
+def jail() -> Iterator[Jail]:
+    jail = Jail()
+    yield jail
+    jail.close()
+
+
+@pytest.fixture
+def score(jail: Jail) -> Callable[..., float]:
+    """What `code_tests` gives, in a jail that lives longer than a test."""
+
+    def score(completion: str, answer: str, **args: object) -> float:
+        reward = build("code_tests", args)
+        assert isinstance(reward, CodeTests)
+        reward._jail = jail
+        return reward(completion=completion, answer=answer)
+
+    return score
 
 
 @pytest.mark.parametrize(
@@ -44,12 +59,14 @@ def score(completion: str, answer: str, **args: object) -> float:
         (f"{READ_ALL}\nsys.exit(1)", SUMS, 0.0, 0.0),
         (f"```python\n{ADD}```\nOutput:\n```\n42\n```", json.dumps(ASSERTS), 1.0, 1.0),
         (f"```bash\nls\n```\nNow:\n```python3\n{ADD}```", json.dumps(ASSERTS), 1.0, 1.0),
-        (f"import os\nos.fork()\n{ADD}", json.dumps([*ASSERTS, "assert 0"]), 0.0, 2 / 3),
+        (f"import os\nif not os.fork(): os._exit(0)\n{ADD}", json.dumps(ASSERTS), 1.0, 1.0),
         ("print(3)", SUMS, 0.0, 1 / 2),
         ("import sys\nsys.stdout.write('3  \\n\\n')", SUMS, 0.0, 1 / 2),
     ],
 )
-def test_what_passes(completion: str, answer: str, all_passed: float, share: float) -> None:
+def test_what_passes(
+    score: Callable[..., float], completion: str, answer: str, all_passed: float, share: float
+) -> None:
     assert score(completion, answer) == all_passed
     assert score(completion, answer, partial_credit=True) == pytest.approx(share)
 
@@ -66,12 +83,16 @@ else:
 """
 
 
-def test_an_example_does_not_find_what_another_one_has_left() -> None:
+def test_an_example_does_not_find_what_another_one_has_left(
+    score: Callable[..., float],
+) -> None:
     twice = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
     assert score(REMEMBERS, twice) == 1.0
 
 
-def test_what_a_program_does_to_its_folder_is_no_error_of_ours() -> None:
+def test_what_a_program_does_to_its_folder_is_no_error_of_ours(
+    score: Callable[..., float],
+) -> None:
     rude = "import os, shutil\nprint(7)\nshutil.rmtree(os.getcwd())"
     assert score(rude, SUMS, partial_credit=True) == 1 / 2
 
@@ -80,25 +101,27 @@ def test_what_a_program_does_to_its_folder_is_no_error_of_ours() -> None:
     "endless",
     ["while True: pass", "import time\ntime.sleep(99)", "import os\nos.fork()\nwhile 1: 0"],
 )
-def test_what_never_ends_fails_at_the_deadline(endless: str) -> None:
+def test_what_never_ends_fails_at_the_deadline(score: Callable[..., float], endless: str) -> None:
     for answer in (json.dumps(ASSERTS), SUMS):
         assert score(endless, answer, timeout_s=0.5) == 0.0
 
 
 def test_what_has_passed_before_the_deadline_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jail: Jail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deadline comes when the third test has begun, which never ends."""
-    began = tmp_path / "began"
+    """The deadline comes when two verdicts have, and the third test never ends."""
+    receive = code._receive
 
-    def deadline_has_come() -> float:
-        while not began.exists():
-            time.sleep(0.01)
-        return 60.0
+    def receive_two(sock: Any, deadline: float) -> bytes:
+        if len(seen) == 2:
+            raise TimeoutError
+        found = receive(sock, deadline)
+        seen.extend(found)
+        return found
 
-    endless = f"open({str(began)!r}, 'w').close()\nwhile True: pass"
-    monkeypatch.setattr(code, "monotonic", deadline_has_come)
-    assert count_passed(ADD, [*ASSERTS, endless], deadline=60.0) == 2
+    seen: list[int] = []
+    monkeypatch.setattr(code, "_receive", receive_two)
+    assert count_passed(ADD, [*ASSERTS, "while True: pass"], monotonic() + 60, jail) == 2
 
 
 @pytest.mark.parametrize(
@@ -110,9 +133,14 @@ def test_what_has_passed_before_the_deadline_counts(
         ("[1, 2]", "no JSON list of texts"),
         ('{"inputs": []}', "need the lists `inputs` and `outputs`"),
         ('{"inputs": ["1"], "outputs": []}', "have 1 `inputs` and 0 `outputs`"),
+        ('{"fn_name": "a b", "inputs": [[1]], "outputs": [1]}', "no name of a function"),
+        ('{"fn_name": "f", "inputs": [1], "outputs": [1]}', "are lists of arguments"),
+        ('{"fn_name": "f", "inputs": ["1 2"], "outputs": [1]}', "one JSON value a line"),
     ],
 )
-def test_tests_that_cannot_be_read_are_errors_of_the_data(answer: str, told: str) -> None:
+def test_tests_that_cannot_be_read_are_errors_of_the_data(
+    score: Callable[..., float], answer: str, told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
         score(ADD, answer)
 
@@ -124,44 +152,191 @@ def test_tests_are_read_in_three_layouts() -> None:
     assert program_in("no fence") == "no fence"
 
 
-@pytest.fixture
-def listening() -> Iterator[int]:
-    """A port of this host that accepts connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=server.accept, daemon=True).start()
-        yield server.getsockname()[1]
-
-
-def test_a_program_has_no_network_no_environment_and_a_folder_of_its_own(
-    listening: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SECRET_KEY", "hunter2")
-    program = (
-        "import os, socket\n"
-        "def connects():\n"
-        f"    try: socket.create_connection(('127.0.0.1', {listening}), 1); return True\n"
-        "    except OSError: return False\n"
-    )
-    deadline = monotonic() + 60
-    if count_passed("", [_NAMESPACES], deadline):  # not in every container
-        assert count_passed(program, ["assert not connects()"], deadline) == 1
-    here = ["assert 'SECRET_KEY' not in os.environ", f"assert os.getcwd() != {os.getcwd()!r}"]
-    assert count_passed(program, [*here, "assert 'job.json' not in os.listdir('.')"], deadline) == 3
-
-
-_NAMESPACES = """
-import os
-assert os.readlink("/proc/self/ns/net") != "%s"
-""" % (os.readlink("/proc/self/ns/net") if Path("/proc/self/ns/net").exists() else "")
-
-
-def test_files_are_bounded(tmp_path: Path) -> None:
-    large = f"open({str(tmp_path / 'x')!r}, 'wb').write(bytes(1 << 27))"
-    assert count_passed("", [large], monotonic() + 60) == 0
-    assert (tmp_path / "x").stat().st_size <= 1 << 26
-
-
 def test_the_setting_is_checked() -> None:
     with pytest.raises(ValueError, match=r"no setting 'timeout'.*timeout_s"):
         build("code_tests", {"timeout": 3})
     assert CodeTests().isolated
+
+
+# Programs and tests that are right and more than numbers: values, objects and exceptions on both
+# sides of the judge.
+RIGHT = {
+    "a list changed in place": (
+        "def double(x):\n    for i in range(len(x)): x[i] *= 2",
+        "x = [1, 2]\ndouble(x)\nassert x == [2, 4]",
+    ),
+    "kinds of values": (
+        "from collections import Counter, deque\nfrom fractions import Fraction\n"
+        "def f(): return (1, 2.5, {3, None}, {(1, 2): b'x'}, Fraction(1, 3), deque([1]), 2**99)",
+        "from collections import deque\nfrom fractions import Fraction\n"
+        "assert f() == (1, 2.5, {3, None}, {(1, 2): b'x'}, Fraction(1, 3), deque([1]), 2**99)\n"
+        "assert type(f()) is tuple",
+    ),
+    "a subclass of a value": (
+        "from collections import Counter\ndef f(x): return Counter(x)",
+        "assert f('aab') == {'a': 2, 'b': 1}",
+    ),
+    "a generator": ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "an object": (
+        "class Stack:\n    def __init__(self): self.held = []\n"
+        "    def push(self, x): self.held.append(x)\n    def __len__(self): return len(self.held)",
+        "stack = Stack()\nstack.push(3)\nassert len(stack) == 1 and stack.held == [3]\n"
+        "assert isinstance(stack, Stack) and not isinstance(3, Stack)",
+    ),
+    "objects of one program": (
+        "import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+        "    def __add__(self, other): return P(self.x + other.x)",
+        "assert P(1) + P(2) == P(3)\nassert P(1) != P(2)",
+    ),
+    "an exception": (
+        "class Bad(ValueError): pass\ndef f(x):\n    raise Bad('no')",
+        "try:\n    f(1)\nexcept Bad as error:\n    assert str(error) == 'no'\nelse:\n    assert 0",
+    ),
+    "a built-in exception": (
+        "def f(x): return 1 / x",
+        "try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nelse:\n    assert 0",
+    ),
+    "a function of the test": (
+        "def apply(f, x): return [f(one) for one in x]",
+        "assert apply(lambda one: one + 1, [1, 2]) == [2, 3]",
+    ),
+    "an object of the test": (
+        "def length(node):\n    return 0 if node is None else 1 + length(node.next)",
+        "class Node:\n    def __init__(self, next): self.next = next\n"
+        "assert length(Node(Node(None))) == 2",
+    ),
+    "a check as HumanEval has it": (
+        ADD,
+        "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)",
+    ),
+    "modules that a test uses without an import": (
+        "import math\ndef f(x): return math.sqrt(x)",
+        "assert math.isclose(f(2), 1.41421356, rel_tol=1e-6)",
+    ),
+    "a function called as a built-in": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+    "numpy": (
+        "import numpy as np\ndef f(x): return np.array(x) * 2",
+        "assert np.array_equal(f([1, 2]), np.array([2, 4]))\nassert f([1]).sum() == 2",
+    ),
+}
+
+
+@table("name", RIGHT)
+def test_right_programs_pass_whatever_they_give(jail: Jail, name: str) -> None:
+    program, test = RIGHT[name]
+    assert count_passed(program, [test], monotonic() + 60, jail) == 1
+
+
+# Programs that are wrong and mean to pass TESTS.
+WRONG = {
+    "an object that equals everything": (
+        "class Same(int):\n    __eq__ = lambda *_: True\n    __hash__ = None\n"
+        "def add(a, b): return Same()"
+    ),
+    "an object with every operation": (
+        "class Same:\n    __eq__ = __ne__ = __sub__ = __rsub__ = lambda *_: True\n"
+        "def add(a, b): return Same()"
+    ),
+    "built-ins that are its own": (
+        "def set(x): return 0\nabs = round = set\ndef add(a, b): return 99"
+    ),
+    "built-ins that are patched": (
+        "import builtins, math\nbuiltins.set = builtins.abs = lambda x: 0\n"
+        "math.isclose = lambda *_, **__: True\ndef add(a, b): return 99"
+    ),
+    "a module of its own": (
+        "class math:\n    isclose = lambda *_, **__: True\ndef add(a, b): return 99"
+    ),
+    "frames": (
+        "import sys\nframe = sys._getframe()\nheld = ''\nwhile frame:\n"
+        "    held += repr(frame.f_locals) + repr(frame.f_globals); frame = frame.f_back\n"
+        "def add(a, b): return 1234567 if ''.join(['assert', ' add(']) in held else 0"
+    ),
+    "all objects": (
+        "import gc\ndef add(a, b):\n    wanted = lambda: ''.join(['12345', '67'])\n"
+        "    return int(wanted()) if any(wanted() in str(x) for x in gc.get_objects()\n"
+        "        if type(x) in (str, bytes, list, tuple, dict)) else 0"
+    ),
+    "files": (
+        "import os\nheld = ''\nfor folder, _, files in os.walk('/proc/self/fd'):\n"
+        "    for name in files:\n        try: held += os.readlink(folder + '/' + name)\n"
+        "        except OSError: pass\n"
+        "def add(a, b): return 1234567 if os.listdir('.') else 0"
+    ),
+    "inherited descriptors": (
+        "import os\nfor number in range(64):\n"
+        "    for text in (b'1', b'11', b'{\"value\": true}\\n', b'{\"loaded\": true}\\n'):\n"
+        "        try: os.write(number, text)\n        except OSError: pass\n"
+        "def add(a, b): return 0"
+    ),
+    "closed descriptors": "import os\nos.closerange(0, 4096)\ndef add(a, b): return 0",
+    "an exit": "import os\nos._exit(0)",
+    "an exit when it is called": "import os\ndef add(a, b): os._exit(0)",
+    "an exit by an exception": "def add(a, b): raise SystemExit(0)",
+    "a signal": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "a signal to its group": "import os, signal\nos.killpg(0, signal.SIGKILL)",
+    "a printed verdict": "print('1' * 99, flush=True)\ndef add(a, b): return 0",
+    "an answer that is no value": (
+        "import gc\nfrom hone.rewards.peer import Peer\n"
+        "Peer.encode = lambda self, value: ['class', 'print']\ndef add(a, b): return 0"
+    ),
+    "a verdict by another process": (
+        "import os\nfor pid in range(1, 300):\n    for number in range(3, 10):\n"
+        "        try: os.write(os.open(f'/proc/{pid}/fd/{number}', os.O_WRONLY), b'11111')\n"
+        "        except OSError: pass\ndef add(a, b): return 0"
+    ),
+}
+TESTS = [
+    "assert add(1000000, 234567) == 1234567",
+    "assert set([add(1, 2)]) == set([3])",
+    "assert abs(add(1, 2) - 3) < 1e-6",
+    "assert math.isclose(add(1, 2), 3)",
+    "assert not add(1, 2) != 3",
+]
+
+
+@table("name", WRONG)
+def test_wrong_programs_that_mean_to_pass_do_not(jail: Jail, name: str) -> None:
+    passed = count_passed(WRONG[name], TESTS, monotonic() + 60, jail)
+    assert passed == 0
+    assert count_passed(ADD, TESTS, monotonic() + 60, jail) == len(TESTS), "the jail goes on"
+
+
+# As `fn_name` of APPS and TACO: program, arguments, value in the data, whether that is right.
+CALLS: dict[str, tuple[str, Any, Any, bool]] = {
+    "a function": (ADD, [1, 2], 3, True),
+    "a wrong one": ("def add(a, b): return a - b", [1, 2], 3, False),
+    "a value in a list of its own": (ADD, [1, 2], [3], True),
+    "a method": ("class Solution:\n    def add(self, a, b): return a + b", [1, 2], [3], True),
+    "annotations without imports": (
+        "class Solution:\n    def add(self, a: List[int], b: Optional[int]) -> int:\n"
+        "        return Counter(a)[b]",
+        *([[1, 1, 2], 1], [2], True),
+    ),
+    "a tuple for a list": ("def add(a, b): return (a, b)", [1, 2], [[1, 2]], True),
+    "tuples in a list": ("def add(a, b): return [(a, b)]", [1, 2], [[[1, 2]]], True),
+    "an empty list": ("def add(a, b): return []", [1, 2], [], True),
+    "text for a number": ("def add(a, b): return '3'", [1, 2], [3], False),
+    "keys that JSON made texts": (
+        "def add(a, b): return {1: a[7] + b}",
+        *([{"7": 1}, 2], [{"1": 3}], True),
+    ),
+    "a value a line": (ADD, "[1]\n[2]", "[1, 2]", True),
+    "an exception": ("def add(a, b): raise ValueError", [1, 2], [3], False),
+    "an exit": ("def add(a, b): raise SystemExit", [1, 2], [3], False),
+    "another name": ("def plus(a, b): return a + b", [1, 2], [3], False),
+    "an object that equals everything": (
+        "class Same(list):\n    __eq__ = lambda *_: True\ndef add(a, b): return Same([9])",
+        *([1, 2], [3], False),
+    ),
+    "too few arguments": (ADD, [1], [3], False),
+}
+
+
+@table("name", CALLS)
+def test_a_function_that_the_tests_name_is_called(jail: Jail, name: str) -> None:
+    program, args, wanted, is_right = CALLS[name]
+    answer = json.dumps({"fn_name": "add", "inputs": [args, args], "outputs": [wanted, wanted]})
+    tests = read_tests(answer)
+    assert isinstance(tests[0], Call)
+    assert count_passed(program, tests, monotonic() + 60, jail) == 2 * is_right

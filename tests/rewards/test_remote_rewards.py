@@ -393,7 +393,7 @@ def test_a_key_is_in_no_message(path, server, monkeypatch):
 def test_a_key_that_is_not_there_ends_the_start(value, told, server, monkeypatch):
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
-    with pytest.raises(UserError, match=f"JUDGE_KEY, which `headers` names, {told}"):
+    with pytest.raises(UserError, match=f"JUDGE_KEY, which `headers` or the address names, {told}"):
         tried(judge(server, headers=BEARER))
     assert server.requests == []
 

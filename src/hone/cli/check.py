@@ -29,10 +29,12 @@ from hone.config.paths import must_be_local
 from hone.config.plan import RECIPE_TREES, Command, RunPlan
 from hone.config.printable import printable
 from hone.config.recipe import read_recipe, to_yaml
+from hone.config.reward import RewardConfig
 from hone.config.rules import Finding
 from hone.config.sharing import command_of, key_paths
 from hone.config.tree import RLConfig
 from hone.planner.lines import Line, plan_lines
+from hone.rewards.jail import missing_walls
 
 __all__ = ["run"]
 
@@ -73,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
     gpu = None if name is None else known_gpu(name)
     plan = plan_here(cfg, nproc, gpu=gpu)
     findings = _findings(plan, known)
-    notes = [*notes, *_unknown_sizes(plan)]
+    notes = [*notes, *_unknown_sizes(plan), *_walls(cfg)]
     if as_json:
         _print_json(plan, findings, notes)
     else:
@@ -116,6 +118,25 @@ def _unknown_sizes(plan: RunPlan) -> Iterator[str]:
             f"The sizes of model.path '{path}' are not known here, so memory was not checked: run "
             f"`hf download {path} config.json`, or name a folder with that file."
         )
+
+
+def _walls(cfg: Command) -> Iterator[str]:
+    """Which walls are around the programs that a recipe runs, on this machine."""
+    reward = getattr(cfg, "reward", None)
+    if not isinstance(reward, RewardConfig):
+        return
+    if not any(function.fn == "code_tests" for function in reward.functions):
+        return
+    missing = missing_walls()
+    yield (
+        "Walls around programs of `code_tests` on this machine: "
+        + (
+            f"all but {', '.join(missing)}, so programs can {'; '.join(missing.values())} "
+            "(SECURITY.md)."
+            if missing
+            else "all are up."
+        )
+    )
 
 
 def _planned_for(plan: RunPlan) -> str:

@@ -61,6 +61,7 @@ CHECKS: dict[str, tuple[Callable[[Machine], Finding | None], str]] = {
     "open files": (host.open_files, ""),
     "/dev/shm": (host.shared_memory, ""),
     "disk": (host.disk, ""),
+    "programs": (host.programs, "`python -I -c 'print(1)'` must work with few rights."),
     "driver": (gpus.driver, _DRIVER),
     "torch": (gpus.torch_build, _TORCH),
     "GPU memory": (gpus.free_memory, _GPU),

@@ -22,6 +22,7 @@ from hone.config.errors import UserError
 from hone.config.flags import Flag, parse_flags
 from hone.config.recipe import Key, read_recipe, resolve_recipe, to_yaml
 from hone.config.schema import Field, fields, is_section, locate, members
+from hone.config.secret import secret_problem
 from hone.config.sharing import SAME, UNREAD, is_for_rl, parts, training_tree
 from hone.config.tree import TREES, EvaluateConfig, RLConfig, SFTConfig
 from hone.config.unknown import unknown_key
@@ -70,11 +71,14 @@ def load_noted(
         draft.name_run_folder(recipe.stem)
     draft.refuse_booleans_as_numbers()
     draft.refuse_impossible_paths()
+    draft.refuse_secrets(draft.values)
     try:
         config = tree.model_validate(draft.values)
     except ValidationError as error:
         draft.explain(error)
         config = None
+    if config is not None:  # of sections that a program has made, too
+        draft.refuse_secrets(config.model_dump(mode="json"))
     if config is None or draft.problems:
         raise UserError(_report(draft.problems))
     if ("output",) not in draft.origins:
@@ -275,6 +279,14 @@ class _Draft:
             problem = _path_problem(given) if is_path and isinstance(given, str) else None
             if problem is not None:
                 self._problem(at, f"{problem[0]} ({self._origin(at)}); {problem[1]}")
+
+    def refuse_secrets(self, values: Mapping[str, Any]) -> None:
+        """Keys and passwords, before any of them is written."""
+        for at in _leaves(values):
+            given = _dig(values, at)
+            problem = secret_problem(at, given) if isinstance(given, str) else None
+            if problem is not None:
+                self._problem(at, f"{problem} ({self._origin(at)})")
 
     def explain(self, error: ValidationError) -> None:
         """Turn pydantic's findings into text for people."""

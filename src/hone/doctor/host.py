@@ -16,9 +16,10 @@ from packaging.specifiers import SpecifierSet
 
 from hone.config.extras import installed_version, is_installed
 from hone.config.hardware import available_host_bytes, num_usable_cores
-from hone.doctor.machine import Finding, Machine, judge
+from hone.doctor.machine import Finding, Machine, ReadingError, judge
+from hone.rewards.jail import JailError, missing_walls
 
-__all__ = ["cores", "disk", "memory", "open_files", "shared_memory", "versions"]
+__all__ = ["cores", "disk", "memory", "open_files", "programs", "shared_memory", "versions"]
 
 GIB, MB = 2**30, 1e6
 _TOLD = ("torch", "transformers", "vllm", "ray", "flash-attn-4", "torchao")
@@ -136,6 +137,24 @@ def shared_memory(machine: Machine) -> Finding | None:
             "slow" if one_device else "wrong",
             "Remove what is left there, or give it more: `docker run --shm-size 16g`, in "
             "Kubernetes an emptyDir of medium Memory.",
+        ),
+    )
+
+
+def programs(machine: Machine) -> Finding:
+    """The walls around programs that a model wrote, which the reward `code_tests` runs."""
+    try:
+        missing = missing_walls()
+    except (JailError, TimeoutError) as error:
+        raise ReadingError(f"no program can be started: {error}") from None
+    return judge(
+        f"no wall for: {', '.join(missing)}" if missing else "all walls are up",
+        "walls for secrets, signals, network, files, disk and forks",
+        (
+            missing,
+            "slow",
+            f"Only for the reward code_tests, whose programs can {'; '.join(missing.values())}. "
+            "SECURITY.md says which kernel and which rights of a container each wall needs.",
         ),
     )
 

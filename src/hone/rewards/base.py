@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hone.config.base import Section
@@ -24,6 +26,12 @@ class Builtin(Section):
 
     def limit_time(self, timeout_s: float) -> None:
         """Told before the first call: after so many seconds a call is ended from outside."""
+
+    def settle(self, folder: Path | None) -> Sequence[str]:
+        """Get ready in a worker, before the first call. What a call leaves behind belongs into the
+        folder, which is removed when the worker ends, however it does. Gives what the user is to be
+        warned of, each once a run."""
+        return ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from hone.config.address import is_address
@@ -24,6 +25,7 @@ from hone.config.reward import CODE_TIMEOUT_S
 from hone.config.signatures import did_you_mean
 from hone.rewards.base import Builtin, compile_regex
 from hone.rewards.code import count_passed, program_in, read_tests
+from hone.rewards.jail import Jail, JailError
 from hone.rewards.judge import Judge
 from hone.rewards.remote import Service
 from hone.types import with_opened_tag
@@ -196,9 +198,8 @@ class CodeTests(Builtin):
 
     The program is the last fenced block of Python, or the whole completion. The answer has the
     tests: Python with assertions, a JSON list of such texts (MBPP), or a JSON object with `inputs`
-    and `outputs` of a whole program (APPS). What it is run in, and what that does not protect from,
-    is in `hone.rewards.code`. A program that means to can make assertions pass, for example by
-    objects that equal everything; `inputs` and `outputs` it cannot.
+    and `outputs` of a whole program, or of the function `fn_name` (APPS, TACO). It runs in a jail,
+    and is judged outside of its process: SECURITY.md says what that contains.
     """
 
     timeout_s: float = Field(default=CODE_TIMEOUT_S, gt=0)
@@ -208,13 +209,28 @@ class CodeTests(Builtin):
     partial_credit: bool = False
     """Give the share of tests that pass."""
 
+    _jail: Jail | None = PrivateAttr(default=None)
+
     @property
     def isolated(self) -> bool:
         return True
 
+    def settle(self, folder: Path | None) -> Sequence[str]:
+        self._jail = Jail(folder)
+        return list(self._jail.missing.values())
+
     def __call__(self, *, completion: str, answer: str | None) -> float:
         tests = read_tests(_required(answer))
-        passed = count_passed(program_in(completion), tests, monotonic() + self.timeout_s)
+        if self._jail is None:
+            self.settle(None)
+            assert self._jail is not None
+        try:
+            passed = count_passed(
+                program_in(completion), tests, monotonic() + self.timeout_s, self._jail
+            )
+        except JailError:
+            self._jail = None  # the next call starts another one
+            raise
         return passed / len(tests) if self.partial_credit else float(passed == len(tests))
 
 

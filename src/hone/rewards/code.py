@@ -1,68 +1,32 @@
-"""Run a program that a model wrote against tests, in processes of its own.
+"""Test a program that a model wrote.
 
-    count_passed("def f(x): return x + 1", ["assert f(1) == 2"], deadline=monotonic() + 5)
+    count_passed("def f(x): return x + 1", ["assert f(1) == 2"], monotonic() + 5, jail)
 
-Each process has a folder of its own to work in, an empty environment (no keys of
-trackers or hubs), no network where Linux lets a user make a namespace without one, files of 64 MiB
-at most and no core dumps. Memory and descendants are bounded by the reward worker around it. It
-does not hide files: what this user can read and write, the program can. Where that matters, run
-hone in a container.
+The program runs in a jail (`jail.py`) and gives values; what they are compared with is never in its
+process. Assertions run in a second process of the jail, since they are code too; what a program
+writes, and the values of calls, are compared here.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import secrets
-import signal
-import subprocess
-import sys
+import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
-__all__ = ["Example", "count_passed", "program_in", "read_tests"]
+from hone.rewards.jail import Jail
+from hone.rewards.peer import Link, Peer, RemoteError
+
+__all__ = ["Call", "Example", "count_passed", "program_in", "read_tests"]
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)[ \t]*")
 _PYTHON = ("python", "python3", "py")
-
-# argv[1] is the program. With a file of tests, which is deleted before the program runs, each that
-# passes writes the secret to the standard output, which the program has not. Without, the program
-# reads and writes what it likes.
-_RUNNER = """
-import ctypes, json, os, resource, sys
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, 1 << 26))
-if sys.platform == "linux":
-    ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER | CLONE_NEWNET
-with open(sys.argv[1], encoding="utf-8") as file:
-    program = file.read()
-def run(program, secret, tests):
-    out = os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    names = {"__name__": "program"}
-    exec(compile(program, "program.py", "exec"), names)
-    for number, test in enumerate(tests):
-        try:
-            exec(compile(test, "test.py", "exec"), names)
-        except BaseException:
-            continue
-        os.write(out, b"%s%d\\n" % (secret, number))
-if len(sys.argv) > 2:
-    with open(sys.argv[2], encoding="utf-8") as file:
-        job = json.load(file)
-    os.remove(sys.argv[2])
-    run(program, job["secret"].encode(), job["tests"])
-else:
-    exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
-"""
 
 
 _TESTS_NOTHING = (
@@ -78,6 +42,42 @@ class Example:
 
     stdin: str
     stdout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A test of a function: what it is called, with what, and the value that is wanted."""
+
+    name: str
+    args: tuple[Any, ...]
+    value: Any
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value counts as the one wanted, as the data sets' own graders have it: a tuple
+        is a list, and the value that is wanted may stand in a list of its own.
+
+        Source: `eval/testing_util.py` of APPS, which TACO's grader comes from.
+        """
+        wanted = [self.value]
+        if isinstance(self.value, list) and self.value:
+            wanted.append(self.value[0])
+        return any(_as_lists(value) == _as_lists(one) for one in map(_with_numbers, wanted))
+
+
+def _as_lists(value: Any) -> Any:
+    """A value in which tuples are lists, as JSON has them."""
+    if isinstance(value, list | tuple):
+        return [_as_lists(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _as_lists(one) for key, one in value.items()}
+    return value
+
+
+def _with_numbers(value: Any) -> Any:
+    """A dict whose keys are all whole numbers, which JSON makes texts; anything else as it is."""
+    if isinstance(value, dict) and all(re.fullmatch(r"-?\d+", key) for key in value):
+        return {int(key): one for key, one in value.items()}
+    return value
 
 
 def program_in(completion: str) -> str:
@@ -100,9 +100,10 @@ def program_in(completion: str) -> str:
     return completion
 
 
-def read_tests(text: str) -> list[str] | list[Example]:
+def read_tests(text: str) -> list[str] | list[Example] | list[Call]:
     """Tests as data sets have them: Python with assertions; a JSON list of such texts, as in MBPP's
-    `test_list`; or a JSON object with the lists `inputs` and `outputs`, as in APPS and TACO.
+    `test_list`; or a JSON object with the lists `inputs` and `outputs`, as in APPS and TACO, of a
+    whole program, or with `fn_name` of a function, which gets each of `inputs` as its arguments.
 
     Raises ValueError for anything else.
     """
@@ -130,38 +131,124 @@ def read_tests(text: str) -> list[str] | list[Example]:
     return found
 
 
-def _examples(found: Mapping[str, Any]) -> list[Example]:
+def _examples(found: Mapping[str, Any]) -> list[Example] | list[Call]:
     inputs, outputs = found.get("inputs"), found.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
         raise ValueError("tests in a JSON object need the lists `inputs` and `outputs`")
     if len(inputs) != len(outputs):
         raise ValueError(f"the tests have {len(inputs)} `inputs` and {len(outputs)} `outputs`")
     pairs = zip(inputs, outputs, strict=True)
+    name = found.get("fn_name")
+    if name is not None:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"`fn_name` of the tests is {name!r}, which is no name of a function")
+        return [_call(name, given, wanted) for given, wanted in pairs]
     return [Example(_joined(given), _joined(wanted)) for given, wanted in pairs]
+
+
+def _call(name: str, given: Any, wanted: Any) -> Call:
+    """A call with a list of arguments; or with a text of one JSON value a line and a JSON value as
+    what is wanted, as LiveCodeBench and data made from it have them."""
+    if isinstance(given, str):
+        try:
+            given = [json.loads(line) for line in given.splitlines() if line.strip()]
+            wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+        except ValueError as error:
+            raise ValueError(
+                f"`inputs` of tests with `fn_name` are lists of arguments, or texts with one JSON "
+                f"value a line: {error}"
+            ) from None
+    if not isinstance(given, list):
+        raise ValueError(
+            f"`inputs` of tests with `fn_name` are lists of arguments, and one is {given!r}"
+        )
+    return Call(name, tuple(_with_numbers(one) for one in given), wanted)
 
 
 def _joined(lines: Any) -> str:
     return "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
 
-def count_passed(program: str, tests: Sequence[str] | Sequence[Example], deadline: float) -> int:
+def count_passed(
+    program: str,
+    tests: Sequence[str] | Sequence[Example] | Sequence[Call],
+    deadline: float,
+    jail: Jail,
+) -> int:
     """How many tests pass before `deadline`, a time of `time.monotonic`. Assertions share one
-    process, in order; every example has one, and a folder, so that none finds what another one has
-    left."""
-    passed = 0
+    process of the program, in order, and so do calls; every example has one, and a folder, so that
+    none finds what another one has left."""
     texts = [test for test in tests if isinstance(test, str)]
-    if texts:
-        secret = secrets.token_hex(16)
-        job = json.dumps({"secret": secret, "tests": texts})
-        written, _ = _run(program, deadline, job=job)
-        # Each test once, however many processes the program has made of itself.
-        lines = set(written.splitlines())
-        passed += sum(f"{secret}{number}" in lines for number in range(len(texts)))
+    calls = [test for test in tests if isinstance(test, Call)]
+    passed = _count_true(program, texts, deadline, jail) if texts else 0
+    passed += _count_answered(program, calls, deadline, jail) if calls else 0
     for test in tests:
         if isinstance(test, Example) and monotonic() < deadline:
-            written, has_ended = _run(program, deadline, stdin=test.stdin)
-            passed += has_ended and _lines(written) == _lines(test.stdout)
+            passed += _passes(program, test, deadline, jail)
     return passed
+
+
+def _count_true(program: str, tests: Sequence[str], deadline: float, jail: Jail) -> int:
+    """How many assertions hold, as a process says that the program cannot reach."""
+    with (
+        jail.run() as programs,
+        _file_of(f"\n{program}") as text,
+        _file_of(json.dumps(tests)) as asked,
+        _linked() as (of_program, of_judge),
+        _linked() as (ours, verdicts),
+    ):
+        programs.start("serve", [text, of_program.fileno()])
+        programs.start("judge", [asked, of_judge.fileno(), verdicts.fileno()])
+        for end in (of_program, of_judge, verdicts):
+            end.close()  # so that a judge which has ended is seen
+        passed = 0
+        with suppress(TimeoutError):
+            while piece := _receive(ours, deadline):
+                passed += piece.count(b"1")
+        return min(passed, len(tests))
+
+
+def _count_answered(program: str, calls: Sequence[Call], deadline: float, jail: Jail) -> int:
+    """How many calls of a function give the value that is wanted."""
+    passed, function = 0, None
+    with jail.run() as programs, _file_of(f"prelude\n{program}") as text, _linked() as (ours, its):
+        programs.start("serve", [text, its.fileno()])
+        its.close()
+        peer = Peer(Link(ours, deadline), is_judge=True)
+        with suppress(RemoteError):
+            if peer.link.receive() != {"loaded": True}:
+                return 0
+            for call in calls:
+                try:
+                    function = function or _named(peer, call.name)
+                    passed += call.accepts(function(*call.args))
+                except RemoteError:
+                    raise
+                except Exception:  # noqa: BLE001 - what the program has raised
+                    continue
+    return passed
+
+
+def _named(peer: Peer, name: str) -> Any:
+    """The method of `class Solution` of the name, or else the function."""
+    if peer.has(["Solution"]):
+        return getattr(peer.result("name", "Solution")(), name)
+    return peer.result("name", name)
+
+
+def _passes(program: str, test: Example, deadline: float, jail: Jail) -> bool:
+    """Whether a program writes what is wanted, and ends without an error."""
+    with (
+        jail.run() as programs,
+        _file_of(program) as text,
+        _file_of(test.stdin) as given,
+        tempfile.TemporaryFile() as written,  # without a name: the program cannot remove it
+    ):
+        process = programs.start("script", [text, given, written.fileno()])
+        if programs.wait(process, deadline) != 0:
+            return False
+        written.seek(0)
+        return _lines(written.read().decode(errors="replace")) == _lines(test.stdout)
 
 
 def _lines(text: str) -> list[str]:
@@ -169,43 +256,24 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _run(
-    program: str, deadline: float, *, stdin: str = "", job: str | None = None
-) -> tuple[str, bool]:
-    """What a process has written until its end or the deadline, at which it is killed; and whether
-    it ended by itself, without an error. `job` are the tests for its runner."""
-    files = {"program.py": program} | ({} if job is None else {"job.json": job})
-    with (
-        tempfile.TemporaryDirectory(prefix="hone-code-", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as given,  # without names: the program cannot remove them
-        tempfile.TemporaryFile() as written,
-    ):
-        for name, text in files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
-        with subprocess.Popen(
-            [sys.executable, "-I", "-c", _RUNNER, *files],
-            stdin=given,
-            stdout=written,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"},
-            start_new_session=True,
-        ) as process:
-            try:
-                process.wait(max(deadline - monotonic(), 0.01))
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                _kill(process)
-            has_ended = process.returncode == 0
-        written.seek(0)
-        return written.read().decode(errors="replace"), has_ended
+@contextmanager
+def _file_of(text: str) -> Generator[int]:
+    """The descriptor of a file without a name."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode(errors="replace"))
+        file.flush()
+        file.seek(0)
+        yield file.fileno()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.kill()
+@contextmanager
+def _linked() -> Generator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+def _receive(sock: socket.socket, deadline: float) -> bytes:
+    """Raises TimeoutError at the deadline."""
+    sock.settimeout(max(deadline - monotonic(), 0.001))
+    return sock.recv(1 << 12)

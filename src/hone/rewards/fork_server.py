@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -30,6 +31,7 @@ import psutil
 from hone.config.errors import UserError
 from hone.rewards import wire
 from hone.rewards.builtin import warm_up_math
+from hone.rewards.jail import remove_tree
 from hone.rewards.pool import ONE_THREAD, describe_exit
 from hone.rewards.score import Verdict
 from hone.rewards.worker import Job, become_subreaper, size_of, ticket_of, work
@@ -124,6 +126,8 @@ class ForkServer:
                 _kill(child)
             self._reap()
             time.sleep(0.001)
+        if self.job.scratch is not None:
+            remove_tree(Path(self.job.scratch))
 
     def fail(self, error: str) -> None:
         """Tell the driver why the functions cannot be loaded; it closes when it has read that."""
@@ -175,7 +179,8 @@ class ForkServer:
             self.fail(str(message["error"]))
         elif "signatures" in message:
             worker.is_ready = True
-            self.driver.put(pickle.dumps(("signatures", message["signatures"])))
+            warnings = list(map(str, message["warnings"]))
+            self.driver.put(pickle.dumps(("signatures", message["signatures"], warnings)))
         elif "function" in message:
             worker.function = range(len(self.job.names))[message["function"]]
             worker.since = time.monotonic()
@@ -257,6 +262,7 @@ class ForkServer:
             worker.stream.ended = True
             self._watch(worker.stream)
             worker.stream.close()
+            self._remove_folder(worker)
             kind, detail = self._why_it_ended(worker, status)
             if not worker.is_ready:
                 self.fail(f"importing {self.job.described}: {detail}")
@@ -269,6 +275,13 @@ class ForkServer:
         for child in psutil.Process().children():
             if child.pid not in self.workers:  # what a dead worker left behind is now our child
                 _kill(child)
+
+    def _remove_folder(self, worker: _Worker) -> None:
+        """What a worker has left of its programs. What cannot be removed yet, since one of them
+        goes on for a moment, is when all have ended."""
+        if self.job.scratch is not None:
+            with contextlib.suppress(OSError):
+                remove_tree(_folder_of(self.job.scratch, worker.pid))
 
     def _reap(self) -> list[tuple[_Worker, int]]:
         """Wait for all children that have ended; the workers among them, with their exit codes."""
@@ -338,6 +351,10 @@ def _observation(message: Mapping[str, Any]) -> Observation:
     )
 
 
+def _folder_of(scratch: str, pid: int) -> Path:
+    return Path(scratch) / str(pid)
+
+
 def _num_descendants(pid: int) -> int:
     try:
         return len(psutil.Process(pid).children(recursive=True))
@@ -368,7 +385,11 @@ def _be_worker(sock: socket.socket, job: Job) -> NoReturn:
     os.closerange(3, sock.fileno())
     os.closerange(sock.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     try:
-        work(sock, job)
+        folder = None
+        if job.scratch is not None:
+            folder = _folder_of(job.scratch, os.getpid())
+            folder.mkdir(mode=0o711)
+        work(sock, job, folder)
     except MemoryError:
         os._exit(OUT_OF_MEMORY_EXIT)  # not even the verdict could be written
     finally:

@@ -15,14 +15,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from hone.config.errors import UserError
 from hone.rewards import wire
+from hone.rewards.jail import remove_tree, warn_of
 from hone.rewards.play import EpisodeSoFar
 from hone.rewards.score import Verdict
 from hone.rewards.worker import Job, encode_request
@@ -52,7 +56,11 @@ class Pool:
         self.signatures: list[dict[str, Any]] | None = None
         """Of each function the `columns` of the data that it needs and the `framework` in whose
         shape it is called; None until the first worker has loaded them."""
-        self._job = job
+        self._scratch = None
+        if any(function.spec == "code_tests" for function in job.functions):
+            self._scratch = tempfile.mkdtemp(prefix="hone-code-")
+            os.chmod(self._scratch, 0o711)  # programs may be another user's, who passes through
+        self._job = job = replace(job, scratch=self._scratch)
         self._pending: set[int] = set()  # tickets
         self._verdicts: list[tuple[int, Verdict]] = []
         self._process, self._stream = _start_fork_server(job)
@@ -110,6 +118,8 @@ class Pool:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._scratch is not None:
+            remove_tree(Path(self._scratch))
 
     def _wait(self, timeout_s: float) -> None:
         sock = self._stream.sock
@@ -124,7 +134,9 @@ class Pool:
             if what == "error":
                 raise ValueError(*rest)
             if what == "signatures":
-                (self.signatures,) = rest
+                self.signatures, missing = rest
+                if missing:
+                    warn_of(tuple(missing))
                 continue
             ticket, verdict, is_killed = rest
             self.num_kills += is_killed

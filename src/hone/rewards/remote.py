@@ -25,6 +25,7 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Re
 from pydantic import Field, PrivateAttr, model_validator
 
 from hone.config.address import address_problem
+from hone.config.secret import VARIABLE, variables_of, with_variables
 from hone.observe.column_values import json_value
 from hone.rewards.base import Builtin
 from hone.rewards.shapes import ScoreTypeError
@@ -43,7 +44,6 @@ _SHOWN_CHARS = 200
 """Of an answer, in messages."""
 _SECRET = re.compile("auth|cookie|key|secret|token", re.IGNORECASE)
 """Names of headers whose values are not to be written into a run folder."""
-_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 
 
 class ServiceError(Exception):
@@ -70,7 +70,7 @@ class Remote(Builtin):
             if not re.fullmatch(r"[A-Za-z0-9-]+", name) or not re.fullmatch(r"[ -~]+", value):
                 raise ValueError(f"headers: {name!r} is no name of a header, or its value no text")
             # The value is not repeated: it may be the key itself.
-            if _SECRET.search(name) and not _VARIABLE.search(value):
+            if _SECRET.search(name) and not VARIABLE.search(value):
                 raise ValueError(
                     f"headers.{name} would be written into the run folder; put what is secret into "
                     "an environment variable and write it as $NAME"
@@ -94,11 +94,13 @@ class Remote(Builtin):
         secrets = {
             name: _read_variable(name)
             for value in self.headers.values()
-            for name in _VARIABLE.findall(value)
+            for name in VARIABLE.findall(value)
         }
+        secrets |= {name: _read_variable(name) for name in variables_of(url)}
+        url = with_variables(url, secrets)
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         for name, value in self.headers.items():
-            headers[name] = _VARIABLE.sub(lambda found: secrets[found[1]], value)
+            headers[name] = VARIABLE.sub(lambda found: secrets[found[1]], value)
         data = json.dumps(content, default=json_value).encode()
         limit = f"{self._timeout_s:g} s of `reward.timeout_s`"
         deadline, wait_s, attempts = monotonic() + self._timeout_s, _FIRST_WAIT_S, 0
@@ -163,7 +165,7 @@ def _read_variable(name: str) -> str:
     value = os.environ.get(name, "").strip()
     if not re.fullmatch(r"[ -~]+", value):
         raise ServiceError(
-            f"the environment variable {name}, which `headers` names, "
+            f"the environment variable {name}, which `headers` or the address names, "
             + ("is not the text of a header" if value else "is not set")
         )
     return value

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -23,6 +24,7 @@ import psutil
 from hone.config.address import names_code
 from hone.rewards import wire
 from hone.rewards.builtin import build
+from hone.rewards.jail import launchers
 from hone.rewards.play import EpisodeSoFar, Player, play
 from hone.rewards.resolve import check_signature, resolve
 from hone.rewards.score import ENV_NAME, RewardFunction, Verdict, score, score_group
@@ -78,6 +80,8 @@ class Job:
     num_workers: int
     inherits: bool = False
     """Some functions are the driver's own, so that the fork server is a fork of the driver."""
+    scratch: str | None = None
+    """Where workers have a folder each for what programs write; None where none runs programs."""
     may_abstain: bool = False
     """As of `hone.rewards.score.score`."""
 
@@ -96,8 +100,9 @@ class Job:
         return " and ".join(parts)
 
 
-def work(sock: socket.socket, job: Job) -> NoReturn:
-    """Score what arrives on `sock` for the rest of this process's life."""
+def work(sock: socket.socket, job: Job, folder: Path | None) -> NoReturn:
+    """Score what arrives on `sock` for the rest of this process's life. What programs of
+    completions write is in `folder`."""
     taken = psutil.Process().memory_info().vms if job.inherits else 0
     _isolate(job.memory_limit_bytes + taken)
     pid = os.getpid()
@@ -111,11 +116,11 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
         send({"function": index})
 
     try:
-        env, functions, signatures = load(job)
+        env, functions, signatures, warnings = load(job, folder)
     except ValueError as error:
         send({"error": str(error)[: wire.MAX_RESULT_BYTES // 8]})
         os._exit(0)
-    send({"signatures": signatures})
+    send({"signatures": signatures, "warnings": warnings})
     helpers = {child.pid for child in psutil.Process().children(recursive=True)}
     while (request := wire.receive(sock)) is not None:
         ticket = ticket_of(request)
@@ -135,9 +140,12 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
     os._exit(0)
 
 
-def load(job: Job) -> tuple[Player | None, list[RewardFunction], list[dict[str, Any]]]:
-    """Environment and functions of a job, ready to be called, and of each function the `columns` of
-    the data that it needs and the `framework` in whose shape it is called.
+def load(
+    job: Job, folder: Path | None
+) -> tuple[Player | None, list[RewardFunction], list[dict[str, Any]], list[str]]:
+    """Environment and functions of a job, ready to be called; of each function the `columns` of
+    the data that it needs and the `framework` in whose shape it is called; and what the user is to
+    be warned of.
 
     Raises ValueError for the first bad one.
     """
@@ -145,12 +153,14 @@ def load(job: Job) -> tuple[Player | None, list[RewardFunction], list[dict[str, 
     sys.path += [entry for entry in (*job.import_path, os.getcwd()) if entry not in known]
     functions: list[RewardFunction] = []
     signatures: list[dict[str, Any]] = []
+    warnings: list[str] = []
     for spec in job.functions:
         if names_code(spec.spec):
             function, args = resolve(spec.spec), spec.args
         else:
             function, args = build(spec.spec, spec.args), {}
             function.limit_time(job.timeout_s)
+            warnings += function.settle(folder)
         signatures.append(
             check_signature(function, spec.spec, args, whole_groups=spec.whole_groups)
         )
@@ -164,7 +174,7 @@ def load(job: Job) -> tuple[Player | None, list[RewardFunction], list[dict[str, 
             )
         )
     env = Player(job.env.path, job.env.args) if job.env is not None else None
-    return env, functions, signatures
+    return env, functions, signatures, warnings
 
 
 _HEADER = struct.Struct("<qq")
@@ -252,6 +262,19 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
+def _has_children_but(known: set[int]) -> bool:
+    """Whether this process has others, as the kernel lists them: far sooner than by the parents of
+    all processes. True where it does not list them."""
+    found: set[int] = set()
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children") as file:
+                found.update(map(int, file.read().split()))
+    except FileNotFoundError:
+        return True
+    return not found <= known
+
+
 def _kill_children(*, keep: set[int]) -> None:
     """Kill every process the last call left behind; `keep` started while loading."""
     while True:
@@ -260,7 +283,15 @@ def _kill_children(*, keep: set[int]) -> None:
                 pass
         except ChildProcessError:
             return  # the usual case, at the cost of one system call
-        left = [c for c in psutil.Process().children(recursive=True) if c.pid not in keep]
+        if not _has_children_but(keep | launchers):
+            return
+        left = [
+            one
+            for child in psutil.Process().children()
+            if child.pid not in launchers  # which end what they have started
+            for one in (child, *child.children(recursive=True))
+            if one.pid not in keep
+        ]
         if not left:
             return
         for child in left:

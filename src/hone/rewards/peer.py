@@ -1,0 +1,411 @@
+"""Values and calls between a program that nobody has vouched for and the process that judges it.
+
+Plain values travel as copies, in JSON with tags. Anything else stays where it is: the other side
+gets a `Remote`, which asks for each use. So a program gives answers, and never sees what they are
+compared with: a `Remote` is equal to no plain value, and a test's value is never handed over for a
+comparison.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from time import monotonic
+from typing import Any, NoReturn
+
+__all__ = ["Link", "Peer", "Remote", "RemoteError"]
+
+_MAX_LINE_BYTES = 1 << 26
+_EXACT = 1 << 53
+_COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+_SCALARS: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = {
+    "int": (lambda x: [hex(x)], lambda x: int(x, 16)),
+    "bytes": (lambda x: [x.hex()], bytes.fromhex),
+    "bytearray": (lambda x: [x.hex()], bytearray.fromhex),
+    "complex": (lambda x: [x.real, x.imag], complex),
+    "range": (lambda x: [x.start, x.stop, x.step], range),
+    "Decimal": (lambda x: [str(x)], Decimal),
+    "Fraction": (
+        lambda x: [hex(x.numerator), hex(x.denominator)],
+        lambda x, y: Fraction(int(x, 16), int(y, 16)),
+    ),
+    "timedelta": (lambda x: [x.days, x.seconds, x.microseconds], timedelta),
+    "datetime": (lambda x: [x.isoformat()], datetime.fromisoformat),
+    "date": (lambda x: [x.isoformat()], date.fromisoformat),
+    "time": (lambda x: [x.isoformat()], time.fromisoformat),
+}
+"""What goes over as words that JSON has, and how it is made of these again."""
+_COPIED = {
+    one: one.__name__
+    for one in (
+        *(str, int, float, dict, list, tuple, set, frozenset, deque, bytes, bytearray, complex),
+        *(range, Decimal, Fraction, timedelta, datetime, date, time),
+    )
+}
+
+
+class RemoteError(Exception):
+    """The other side has ended, or has sent what is no message."""
+
+
+class Link:
+    """Messages over a stream socket, one a line."""
+
+    def __init__(self, sock: socket.socket, deadline: float | None = None) -> None:
+        self._sock = sock
+        self._deadline = deadline
+        """A time of `time.monotonic`, after which the other side counts as ended."""
+        self._arrived = bytearray()
+
+    def send(self, message: Any) -> None:
+        """Raises RemoteError where the other side has ended."""
+        self._watch_the_clock()
+        try:
+            self._sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise RemoteError(str(error)) from None
+
+    def receive(self) -> Any:
+        """The next message. Raises RemoteError where there comes none."""
+        start = 0
+        while (end := self._arrived.find(b"\n", start)) < 0:
+            start = len(self._arrived)
+            if start > _MAX_LINE_BYTES:
+                raise RemoteError("too long a message")
+            self._watch_the_clock()
+            try:
+                piece = self._sock.recv(1 << 16)
+            except OSError as error:
+                raise RemoteError(str(error)) from None
+            if not piece:
+                raise RemoteError("the other side has ended")
+            self._arrived += piece
+        line = bytes(self._arrived[:end])
+        del self._arrived[: end + 1]
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RemoteError(str(error)) from None
+
+    def _watch_the_clock(self) -> None:
+        if self._deadline is not None:
+            self._sock.settimeout(max(self._deadline - monotonic(), 0.001))
+
+
+class Peer:
+    """One side of a link. The program's side does all that it is asked; the judge's side lets its
+    functions be called, and public attributes of its tests' own objects be used."""
+
+    def __init__(self, link: Link, *, is_judge: bool) -> None:
+        self.link = link
+        self._is_judge = is_judge
+        self._held: dict[int, Any] = {}
+        """What the other side may name, by number."""
+        self._numbers: dict[int, int] = {}
+        self._classes: dict[int, type] = {}
+        """Exception classes of the program, as the judge knows them."""
+        self.names: dict[str, Any] = {}
+        """The global names of a program."""
+
+    # ---- asking ----------------------------------------------------------------------------------
+
+    def _ask(self, what: str, *words: Any) -> dict[str, Any]:
+        """What the other side answers, which may ask meanwhile."""
+        self.link.send({"ask": what, "words": words})
+        while True:
+            message = self.link.receive()
+            if not isinstance(message, dict):
+                raise RemoteError("no answer")
+            if "ask" not in message:
+                return message
+            self.answer(message)
+
+    def result(self, what: str, *words: Any) -> Any:
+        """The value that the other side answers with. Raises what it raises, as far as that is of a
+        built-in class, and RemoteError."""
+        return self._value_of(self._ask(what, *words))
+
+    def has(self, names: Sequence[str]) -> set[str]:
+        """Which of the global names a program has."""
+        answer = self._ask("has", names).get("value")
+        if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
+            raise RemoteError("no answer")
+        return set(names).intersection(answer)
+
+    def call(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """The value of a call; what it has done to lists, dicts and sets among `args` is done to
+        these."""
+        words = [self.encode(value) for value in args]
+        message = self._ask("call", number, words, {k: self.encode(v) for k, v in named.items()})
+        if isinstance(after := message.get("after"), list):
+            for value, word in zip(args, after, strict=False):
+                _become(value, self.decode(word))
+        return self._value_of(message)
+
+    def _value_of(self, message: Mapping[str, Any]) -> Any:
+        if "value" in message:
+            return self.decode(message["value"])
+        kind, text = self.decode(message.get("error")), str(message.get("text"))
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            kind = RuntimeError  # a program that exits ends nothing here
+        try:
+            error = kind(text)
+        except TypeError:  # of more arguments, such as UnicodeDecodeError
+            error = RuntimeError(text)
+        raise error
+
+    # ---- answering -------------------------------------------------------------------------------
+
+    def serve(self) -> NoReturn:
+        """Answer until the other side ends, which is a RemoteError."""
+        while True:
+            self.answer(self.link.receive())
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Do what is asked, and send the value or the error."""
+        try:
+            reply = self._reply(message["ask"], message["words"])
+        except RemoteError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a program may raise anything
+            try:
+                reply = {"error": self.encode(type(error)), "text": str(error)}
+            except Exception:  # noqa: BLE001 - which its own classes may do, too
+                reply = {"error": ["class", "RuntimeError"], "text": ""}
+        self.link.send(reply)
+
+    def _reply(self, what: str, words: list[Any]) -> dict[str, Any]:
+        if what == "call":
+            number, given, named = words
+            function = self._held[number]
+            args = [self.decode(word) for word in given]
+            value = function(*args, **{name: self.decode(word) for name, word in named.items()})
+            reply = {"value": self.encode(value)}
+            after = [self.encode(value) for value in args]
+            return reply | ({"after": after} if after != given else {})
+        if what == "get":
+            return {"value": self.encode(getattr(self._open(words[0], words[1]), words[1]))}
+        if what == "set":
+            setattr(self._open(words[0], words[1]), words[1], self.decode(words[2]))
+            return {"value": None}
+        if self._is_judge:
+            raise TypeError("the tests do not allow that")
+        if what == "has":
+            return {"value": [name for name in words[0] if name in self.names]}
+        if what == "name":
+            return {"value": self.encode(self.names[words[0]])}
+        assert what == "do", f"{what=}"
+        number, name, *rest = words
+        return {"value": self.encode(_do(self._held[number], name, *map(self.decode, rest)))}
+
+    def _open(self, number: int, name: str) -> Any:
+        """The object whose attribute may be used."""
+        value = self._held[number]
+        if self._is_judge and (name.startswith("_") or type(value).__module__ != "test"):
+            raise AttributeError(name)
+        return value
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def encode(self, value: Any) -> Any:
+        """A value as JSON has it, with what JSON has not as a list that begins with its kind."""
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, Remote):
+            return ["yours", number_of(value)]
+        if isinstance(value, type):
+            return self._encode_class(value)
+        name = next((_COPIED[base] for base in type(value).__mro__ if base in _COPIED), "")
+        if isinstance(value, Enum) or not name:
+            return self._encode_array(value)
+        if name in ("str", "float"):
+            return str(value) if name == "str" else float(value)
+        if name == "int" and abs(value) < _EXACT:
+            return int(value)
+        if name == "dict":
+            return ["dict", [[self.encode(key), self.encode(one)] for key, one in value.items()]]
+        if name in _COLLECTIONS:
+            return [name, [self.encode(one) for one in value]]
+        return [name, *_SCALARS[name][0](value)]
+
+    def _encode_array(self, value: Any) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic):
+            plain = value.item()
+            if not isinstance(plain, numpy.generic):  # long doubles are their own item
+                return self.encode(plain)
+        if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcSU":
+            return [
+                "array",
+                value.dtype.str,
+                list(value.shape),
+                self.encode(value.ravel().tolist()),
+            ]
+        return self._refer(value)
+
+    def _encode_class(self, value: type) -> Any:
+        if getattr(builtins, value.__name__, None) is value:
+            return ["class", value.__name__]
+        word = self._refer(value)
+        if issubclass(value, BaseException):
+            base = next(x for x in value.__mro__ if getattr(builtins, x.__name__, None) is x)
+            return ["error", word[1], value.__name__, base.__name__]
+        return word
+
+    def _refer(self, value: Any) -> list[Any]:
+        if self._is_judge and not callable(value) and type(value).__module__ != "test":
+            raise TypeError(f"a test cannot give a {type(value).__name__} to a program")
+        number = self._numbers.setdefault(id(value), len(self._numbers))
+        self._held[number] = value  # held, so that its id stays its own
+        return ["mine", number]
+
+    def decode(self, word: Any) -> Any:
+        """The value of what `encode` has made. Raises RemoteError for what it never makes."""
+        if not isinstance(word, list):
+            if isinstance(word, dict):
+                raise RemoteError("no value")
+            return word
+        try:
+            return self._decode(*word)
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise RemoteError(f"no value: {error}") from None
+
+    def _decode(self, kind: str, *words: Any) -> Any:
+        if kind in _COLLECTIONS:
+            return _COLLECTIONS[kind](map(self.decode, words[0]))
+        if kind in _SCALARS:
+            return _SCALARS[kind][1](*words)
+        match kind:
+            case "dict":
+                return {self.decode(key): self.decode(value) for key, value in words[0]}
+            case "array":
+                import numpy  # only where a program answers with one
+
+                return numpy.array(self.decode(words[2]), dtype=words[0]).reshape(words[1])
+            case "class":
+                found = getattr(builtins, words[0])
+                if not isinstance(found, type):
+                    raise TypeError("no class")
+                return found
+            case "error":
+                return self._error_class(*words)
+            case "yours":
+                return self._held[words[0]]
+            case "mine":
+                return Remote(self, int(words[0]))
+            case _:
+                raise ValueError(kind)
+
+    def _error_class(self, number: int, name: str, base: str) -> type:
+        """A class that stands for an exception of the other side, so that a test can catch it."""
+        if number not in self._classes:
+            self._classes[number] = type(str(name), (getattr(builtins, base),), {})
+        return self._classes[number]
+
+
+def _become(value: Any, after: Any) -> None:
+    """Make a container what a call has made of its copy."""
+    if type(value) is not type(after):
+        return
+    match value:
+        case list() | bytearray():
+            value[:] = after
+        case dict() | set():
+            value.clear()
+            value.update(after)
+        case deque():
+            value.clear()
+            value.extend(after)
+        case _:
+            pass
+
+
+_DONE_BY: dict[str, Callable[..., Any]] = {
+    "__iter__": iter, "__next__": next, "__len__": len, "__bool__": bool, "__str__": str,
+    "__repr__": repr, "__int__": int, "__float__": float, "__abs__": abs, "__hash__": hash,
+    "__instancecheck__": lambda kind, value: isinstance(value, kind),
+}  # fmt: skip
+
+
+def _do(value: Any, name: str, *args: Any) -> Any:
+    if name in _DONE_BY:
+        return _DONE_BY[name](value, *args)
+    outcome = getattr(type(value), name)(value, *args)
+    if outcome is NotImplemented:
+        raise TypeError(f"{name} is not defined between these")
+    return outcome
+
+
+class Remote:
+    """An object of the other side."""
+
+    __slots__ = ("_number", "_peer")
+
+    def __init__(self, peer: Peer, number: int) -> None:
+        object.__setattr__(self, "_peer", peer)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._peer.call(self._number, args, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._peer.result("get", self._number, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.result("set", self._number, name, self._peer.encode(value))
+
+    def __instancecheck__(self, instance: Any) -> Any:
+        return isinstance(instance, Remote) and _ask_to_do("__instancecheck__")(self, instance)
+
+
+def number_of(remote: Remote) -> int:
+    """By which the other side knows its object."""
+    return object.__getattribute__(remote, "_number")
+
+
+def _ask_to_do(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        peer: Peer = self._peer
+        return peer.result("do", self._number, name, *map(peer.encode, args))
+
+    return method
+
+
+def _between_two(name: str) -> Callable[[Remote, Any], Any]:
+    """What is asked of the other side where both are its own objects. With a plain value it would
+    learn what a test expects, and could answer as it likes."""
+
+    def method(self: Remote, other: Any) -> Any:
+        return _ask_to_do(name)(self, other) if isinstance(other, Remote) else NotImplemented
+
+    return method
+
+
+_OF_ITS_OWN = (
+    *("iter", "next", "len", "bool", "str", "repr", "int", "float", "abs", "hash", "neg"),
+    *("getitem", "setitem", "delitem", "enter", "exit"),
+)
+_OF_TWO = (
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
+)
+for _name in _OF_ITS_OWN:
+    setattr(Remote, f"__{_name}__", _ask_to_do(f"__{_name}__"))
+for _name in _OF_TWO:
+    setattr(Remote, f"__{_name}__", _between_two(f"__{_name}__"))
