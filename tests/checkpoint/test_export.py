@@ -209,8 +209,11 @@ def test_tensors_of_experts_go_into_files_under_their_names_on_the_hub(tmp_path:
     model.save_pretrained(tmp_path / "wanted")
     wanted = load_file(tmp_path / "wanted" / "model.safetensors")
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in wanted
-    folder = export(model, make_char_tokenizer("ab"), tmp_path / "out", torch.float32)
+    args = model, make_char_tokenizer("ab"), tmp_path / "out", torch.float32
+    num_bytes = rehearse_export(*args, mesh=Mesh.alone("cpu"))
+    folder = export(*args)
     found = load_file(folder / "model.safetensors")
+    assert num_bytes == sum(tensor.nbytes for tensor in found.values())
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 

@@ -328,7 +328,7 @@ def test_a_float32_export_of_a_bfloat16_run_keeps_the_masters(
     """What the optimizer reached must not be lost to the format that the module computes in."""
     cfg = make_config(
         model={"path": str(inputs / "model"), "dtype": "bfloat16"},
-        checkpoint={"every_n_steps": 0, "export_dtype": "float32"},
+        checkpoint={"export_dtype": "float32"},
     )
     reinforce.run(cfg)
     saved = state_of(cfg.run.dir, 3)["trainer"]

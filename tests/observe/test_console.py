@@ -125,10 +125,11 @@ def test_without_a_terminal_waiting_is_a_line_now_and_then() -> None:
     assert output.getvalue().split("\n") == ["      scoring 0 of 300, 18 timed out", ""]
 
 
-class Lost(io.TextIOBase):
+class Lost(io.StringIO):
     """A pipe whose reader is gone, or a file on a full disk."""
 
     def __init__(self, number: int) -> None:
+        super().__init__()
         self.number = number
 
     def write(self, text: str, /) -> int:
