@@ -17,7 +17,7 @@ from tests.tables import table
 from tests.tiny_runs import lines
 from transformers import PreTrainedTokenizerFast
 
-from hone.checkpoint.atomic import CheckpointError, read_manifest
+from hone.checkpoint.atomic import MANIFEST_NAME, CheckpointError, read_manifest
 from hone.checkpoint.store import CheckpointStore
 from hone.config.errors import UserError
 from hone.config.model_facts import ModelFacts
@@ -28,7 +28,7 @@ from hone.loops.interrupt import Terminated, terminable
 from hone.loops.launch import FolderLock
 from hone.loops.run import Outcome
 from hone.loops.saving import time_in_words
-from hone.observe.resumed_run import is_finished, require_resumable
+from hone.observe.resumed_run import exported_step, is_finished, require_resumable
 from hone.planner.disk import disk_use
 from hone.trainer.trainer import Trainer
 
@@ -167,6 +167,19 @@ def test_the_state_is_kept_where_its_model_cannot_be_written(
     assert saved_steps(cfg) == [3]
     assert supervised.run(cfg) == Outcome(3)
     assert exported(cfg) == 3
+
+
+def test_a_run_has_written_its_models_once_the_critic_is_there(make_config: MakeConfig) -> None:
+    cfg = make_config(algorithm={"advantage": "gae"})
+    found: list[int | None] = []
+    for role in ("model", "critic"):
+        folder = cfg.run.dir / role
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        manifest = {"content": {"metadata": {"step": 3}}}
+        (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+        found.append(exported_step(cfg))
+    assert found == [None, 3]
 
 
 def test_what_an_export_needs_is_tried_before_the_first_step(

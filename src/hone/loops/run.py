@@ -199,19 +199,25 @@ class Run(ABC, Generic[Item]):
         return stop
 
     def export(self, step: int) -> None:
-        """Write the models that `step` has trained. Called where `state` can be. Collective.
+        """Write the models that `step` has trained, the policy first. Called where `state` can be.
+        Collective.
 
-        Raises CheckpointError, on all processes, where they cannot be written.
+        Raises CheckpointError or ValueError where one cannot be written, on all processes that
+        train it, once the others are.
         """
         launch = self.launch
         if launch.everyone.is_first:
             self.recorder.spans.write_trace(launch.dir / "trace.json")
-        for role, trainer in self.models.learners.items():
-            if role != "policy":
-                export_role(trainer, self.tokenizer, launch, step=step)
-        launch.everyone.gather(None)  # the policy's is the last, whoever writes
-        if "policy" in self.models.learners:
-            export(self.trainer, self.tokenizer, launch, step=step)
+        problem: CheckpointError | ValueError | None = None
+        for role, trainer in sorted(self.models.learners.items(), key=lambda x: x[0] != "policy"):
+            write = export if role == "policy" else export_role
+            try:
+                write(trainer, self.tokenizer, launch, step=step)
+            except (CheckpointError, ValueError) as error:
+                problem = problem or error
+        launch.everyone.gather(None)  # what others train is written as well
+        if problem is not None:
+            raise problem
 
     def _save(self, step: int, rank: float | None) -> None:
         """Save `step` if it is due. Where that, or the save before, has failed, the run ends, with

@@ -78,12 +78,16 @@ def _has_ended_well(folder: Path) -> bool:
 
 
 def exported_step(tree: RLConfig | SFTConfig) -> int | None:
-    """The step whose model the run that `run.dir` holds has written whole; None where there is
-    none."""
+    """The step of which the run that `run.dir` holds has written all that it trains; None where
+    there is none."""
+    roles = ["model"]
+    if isinstance(tree, RLConfig) and tree.algorithm.needs_critic:
+        roles.append("critic")
+    manifests = [tree.run.dir / role / MANIFEST_NAME for role in roles]
     try:
-        manifest = tree.run.dir / "model" / MANIFEST_NAME
-        step = json.loads(manifest.read_text(encoding="utf-8"))["content"]["metadata"]["step"]
-        is_older = exported_last(tree).stat().st_mtime < manifest.parent.stat().st_mtime
+        held = [json.loads(manifest.read_text(encoding="utf-8")) for manifest in manifests]
+        step = min(int(each["content"]["metadata"]["step"]) for each in held)
+        is_older = exported_last(tree).stat().st_mtime < manifests[0].parent.stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None if tree.model.lora.rank > 0 and is_older else step
