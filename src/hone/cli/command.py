@@ -43,7 +43,12 @@ from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
 from hone.observe.disk import free_bytes
 from hone.observe.kept_result import require_same_settings
-from hone.observe.resumed_run import is_finished, newest_step, require_resumable
+from hone.observe.resumed_run import (
+    exported_step,
+    is_finished,
+    newest_step,
+    require_resumable,
+)
 from hone.planner.disk import check_disk
 from hone.planner.fitting import check_gpu_memory, check_host_memory, has_room_for_two_rows
 from hone.rewards.builtin import BUILTINS, build
@@ -440,7 +445,7 @@ def has_nothing_left(cfg: RLConfig | SFTConfig) -> bool:
         "or choose another run.dir",
         cfg.run.steps,
         cfg.run.dir,
-        newest_step(cfg.run.dir),
+        exported_step(cfg),
     )
     return True
 
