@@ -103,7 +103,6 @@ def tiny_config(inputs: Path, run_dir: Path, **sections: dict[str, Any]) -> RLCo
         "reward": {"functions": [{"fn": f"{inputs / 'rewards.py'}:even"}], "num_workers": 1},
         "trainer": {"optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64},
         "eval": {"max_completion_tokens": 8},
-        "checkpoint": {"every_n_steps": 0},
         "log": {"to": []},
     }
     for name, overrides in sections.items():

@@ -303,9 +303,10 @@ def _train(given: _Given[Any], checks: Callable[..., Any], train: Callable[..., 
             outcome = train(cfg)
         if outcome.stopped_by is not None:
             _log.warning(
-                "stopped after step %d of %d; the same call goes on from there",
+                "stopped after step %d of %d; the same call goes on from %s",
                 outcome.steps,
                 cfg.run.steps,
+                "there" if outcome.is_saved else "the last checkpoint, or starts over without one",
             )
         return RunResult(cfg.run.dir, outcome.steps, outcome.stopped_by)
 

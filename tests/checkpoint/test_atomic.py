@@ -455,3 +455,18 @@ def test_R18_any_flipped_byte_of_the_manifest_is_seen(tmp_path: Path, position: 
     except CheckpointError:
         return
     assert after == before  # white space
+
+
+def test_what_is_known_not_to_fit_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a state of 240 GB would be written for minutes before its disk is full."""
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 9)
+    with (
+        pytest.raises(CheckpointError, match="No space left on device; it needs 10 bytes"),
+        publish_folder(tmp_path / "a", num_bytes=10),
+    ):
+        pytest.fail("it was begun")
+    assert not list(tmp_path.iterdir())
+    with publish_folder(tmp_path / "a", num_bytes=9):
+        pass

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -18,8 +19,11 @@ from transformers import (
 
 from hone.checkpoint import export as export_module
 from hone.checkpoint.atomic import CheckpointError, read_manifest
-from hone.checkpoint.export import export_hf
+from hone.checkpoint.export import export_hf, rehearse_export
+from hone.config.errors import UserError
+from hone.config.model import LoraConfig
 from hone.distributed.mesh import Mesh
+from hone.models.adapters import adapt, merged_weights
 from hone.models.manifest import export_weights
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
@@ -205,8 +209,11 @@ def test_tensors_of_experts_go_into_files_under_their_names_on_the_hub(tmp_path:
     model.save_pretrained(tmp_path / "wanted")
     wanted = load_file(tmp_path / "wanted" / "model.safetensors")
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in wanted
-    folder = export(model, make_char_tokenizer("ab"), tmp_path / "out", torch.float32)
+    args = model, make_char_tokenizer("ab"), tmp_path / "out", torch.float32
+    num_bytes = rehearse_export(*args, mesh=Mesh.alone("cpu"))
+    folder = export(*args)
     found = load_file(folder / "model.safetensors")
+    assert num_bytes == sum(tensor.nbytes for tensor in found.values())
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -240,3 +247,73 @@ def test_several_files_hold_what_one_does(
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     again: Any = AutoModelForCausalLM.from_pretrained(expected, attn_implementation="eager").eval()
     assert torch.equal(logprobs(loaded), logprobs(again))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"do_sample": False, "temperature": 0.6, "top_p": 0.9},
+        {"do_sample": False, "top_k": 20, "min_p": 0.1},
+        {"pad_token_id": -1},
+        {"early_stopping": True},
+    ],
+    ids=str,
+)
+def test_a_generation_config_is_written_as_it_came(
+    given: dict[str, Any], tiny: tuple[PreTrainedModel, Any], tmp_path: Path
+) -> None:
+    """Transformers loads those that are published so, and refuses to save them."""
+    model, tokenizer = tiny
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    folder = export(model, tokenizer, tmp_path / "out", torch.float32)
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert {key: written[key] for key in given} == given
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("tiny", CASES[:2], indirect=True, ids=str)
+def test_a_rehearsal_knows_the_bytes_and_leaves_nothing(
+    rank: int, tiny: tuple[PreTrainedModel, Any], tmp_path: Path
+) -> None:
+    model, tokenizer = tiny
+    if rank:
+        adapt(model, LoraConfig(rank=rank), seed=0)
+    before = sorted(tmp_path.iterdir())
+    args = model, tokenizer, tmp_path / "out", torch.bfloat16
+    num_bytes = rehearse_export(*args, mesh=Mesh.alone("cpu"))
+    assert sorted(tmp_path.iterdir()) == before
+    weights = merged_weights(model, export_weights(model))
+    folder = export_hf(*args, weights, mesh=Mesh.alone("cpu"))
+    written = load_file(folder / "model.safetensors")
+    assert num_bytes == sum(tensor.nbytes for tensor in written.values())
+
+
+def test_a_rehearsal_finds_what_an_export_would_fail_at(
+    tiny: tuple[PreTrainedModel, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny
+
+    def rehearse(folder: Path) -> None:
+        rehearse_export(model, tokenizer, folder, torch.float32, mesh=Mesh.alone("cpu"))
+
+    with pytest.raises(ValueError, match="not ours to replace"):
+        rehearse(tmp_path / "source")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"Could not write .*\(run\.dir\)"):
+        rehearse(tmp_path / "file" / "out")
+    for part in ("model.config", "tokenizer"):
+        with monkeypatch.context() as patch:
+            owner = tokenizer if part == "tokenizer" else type(model.config)
+            patch.setattr(owner, "save_pretrained", failing)
+            with pytest.raises(UserError, match=r"transformers does not write its .*\(KeyError"):
+                rehearse(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "revert_weight_conversion", failing)
+        with pytest.raises(UserError, match="the names of its tensors"):
+            rehearse(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "source"]
+
+
+def failing(*_: Any, **__: Any) -> None:
+    raise KeyError("a name")

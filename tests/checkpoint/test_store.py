@@ -75,13 +75,14 @@ def test_R17_state_comes_back_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Mon
         assert file.read_bytes() == (again.folder / "step_7" / file.name).read_bytes()
 
 
-@table("planted", ["float32 only", "rounded numbers", "ties cut"])
+@table("planted", ["bfloat16 only", "rounded numbers", "ties cut"])
 def test_R17_lossy_storage_turns_red(
     tmp_path: Path, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dense, dumps = atomic._dense, tree_module.json.dumps
-    if planted == "float32 only":
-        monkeypatch.setattr(atomic, "_dense", lambda t: dense(t).float())
+    content, dumps = atomic._bytes_of, tree_module.json.dumps
+    if planted == "bfloat16 only":
+        coarse = lambda t: t.bfloat16().to(t.dtype) if t.is_floating_point() else t  # noqa: E731
+        monkeypatch.setattr(atomic, "_bytes_of", lambda t: content(coarse(t)))
     elif planted == "rounded numbers":
         text = lambda plain: dumps(plain).replace("3.333333333333333e-07", "3.3333e-07")  # noqa: E731
         monkeypatch.setattr(tree_module.json, "dumps", lambda plain, **_: text(plain))

@@ -644,6 +644,7 @@ def test_a_run_that_is_over_says_so_without_torch(workspace: Path) -> None:
     for file, text in {
         "checkpoints/step_4/hone_manifest.json": "{}",
         "model/config.json": "{}",
+        "model/hone_manifest.json": '{"content": {"metadata": {"step": 4}}}',
         "events.jsonl": '{"kind": "finished", "timestamp_s": 1.0}\n',
     }.items():
         (workspace / "run" / file).parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.distributed.roles import Roles
+from hone.distributed.signals import Came
 from hone.distributed.watch import Watch
 from hone.loops import reinforce
 from hone.loops.launch import Launch
@@ -90,7 +91,7 @@ def test_what_has_changed_is_an_event_of_the_run(make_config: MakeConfig, tmp_pa
         cfg = make_config(run=run, trainer={"optimizer": {"lr": lr}})
         mesh, store = Mesh.alone("cpu"), CheckpointStore(tmp_path / "checkpoints")
         roles = Roles("policy", mesh, mesh)
-        given = {"tracing": Mock(), "metrics_server": Mock()}
+        given = {"tracing": Mock(), "metrics_server": None, "lock": None, "early": Came()}
         Launch(cfg, roles, Watch(processes(), 9.0), store, checkpoint(), **given).save_config()
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["kind"], event["step"]) == ("changed", 6)

@@ -55,8 +55,9 @@ def test_saved_steps(settings: dict[str, bool | int], best: float, expected: lis
         dict,
         published=lambda step, rank: published.append((step, rank)),
     )
-    for step, rank in enumerate(RANKS, 1):
-        saver.after(step, rank, is_last=step == 8)
+    for step, rank in enumerate(RANKS[:-1], 1):
+        saver.after(step, rank)
+    saver.last(8, RANKS[-1])
     assert list(store.saved) == expected
     assert published == [(step, RANKS[step - 1]) for step in expected]
     assert store.saved == dict(published)

@@ -1,11 +1,14 @@
 """One aligned line a step, with or without a terminal."""
 
+import errno
 import io
+import os
 
 import pytest
 from rich.console import Console as RichConsole
 
-from hone.observe.console import HEADER_EVERY, Console
+from hone.observe.console import HEADER_EVERY, Console, Output
+from tests.tables import table
 
 
 def lines_of(
@@ -120,3 +123,26 @@ def test_without_a_terminal_waiting_is_a_line_now_and_then() -> None:
         for done in range(5):
             console.waiting(f"scoring {done} of 300, 18 timed out")
     assert output.getvalue().split("\n") == ["      scoring 0 of 300, 18 timed out", ""]
+
+
+class Lost(io.StringIO):
+    """A pipe whose reader is gone, or a file on a full disk."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def write(self, text: str, /) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@table("number", [errno.EPIPE, errno.ENOSPC])
+def test_output_that_is_lost_ends_no_run_and_is_told_once(number: int) -> None:
+    told: list[str] = []
+    with Console(9, output=Output(file=Lost(number), width=100), on_lost=told.append) as console:
+        for step in (1, 2, 9):
+            console.step(step, {"reward/mean": 0.5})
+        console.warn("alarm")
+    (line,) = told
+    assert os.strerror(number) in line
+    assert line.endswith("the run goes on without it")

@@ -509,7 +509,7 @@ def test_what_a_host_does_not_hold_is_no_plan() -> None:
     with pytest.raises(UserError) as refused:
         compare(load_config(PlanConfig, None, [*ON_4090, f"--plan.host_gib={offloaded + 1}"]))
     told = str(refused.value)
-    assert "checkpoint.every_n_steps 0 (which saves at the end alone)" in told
+    assert "checkpoint.every_n_steps 0 (which saves no checkpoint)" in told
     (enough,) = re.findall(r"(\d+) GiB of memory on each host \(plan.host_gib\)", told)
     assert offloaded + copied <= int(enough) <= 1.02 * (offloaded + copied)  # or some activations
     assert "model.lora.rank 32" in told

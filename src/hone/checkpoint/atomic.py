@@ -17,22 +17,23 @@ Checksums are CRC-32: they find accidental damage, at a quarter of what SHA-256 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from safetensors import SafetensorError
+import torch
 from torch import Tensor
 
 from hone.distributed.mesh import Mesh
-from hone.models.weight_files import save_tensors
-from hone.observe.disk import sizes
+from hone.observe.disk import DiskError, free_bytes, sizes
 from hone.observe.run_folder import MANIFEST_NAME
 
 __all__ = [
@@ -47,12 +48,30 @@ __all__ = [
     "publish_folder",
     "read_manifest",
     "record_file",
+    "require_replaceable",
     "together",
     "verify_file",
     "write_tensors",
 ]
 
 _BLOCK_BYTES = 1 << 22
+_FLUSH_BYTES = 1 << 26
+"""Written between two flushes of a file that is being written: the disk is at work meanwhile."""
+_FORMATS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls them."""
 
 T = TypeVar("T")
 
@@ -99,17 +118,18 @@ def publish_folder(
 
     A published folder already at `path` is replaced. On any failure the partial folder is removed
     and what was at `path` stays. `metadata` (JSON) goes into the manifest; `num_bytes` is as in
-    `Publication`.
+    `Publication`, and where it is more than what is free, nothing is written.
 
     Raises CheckpointError when the disk is full or another I/O error occurs, and ValueError when
     `path` holds something that was not published by this function.
     """
     publication = Publication(partial_name(path), num_bytes=num_bytes)
-    if path.exists() and not (path / MANIFEST_NAME).exists() and not _is_empty(path):
-        raise ValueError(f"{path} exists and is not ours to replace. Name another folder.")
+    require_replaceable(path)
     try:
         clean_leftovers(path)
         publication.folder.mkdir(parents=True)
+        if num_bytes is not None and num_bytes > free_bytes(publication.folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield publication
         _write_manifest(publication, metadata or {})
         _swap_in(publication.folder, path)
@@ -125,6 +145,12 @@ def publish_folder(
         raise
 
 
+def require_replaceable(path: Path) -> None:
+    """Raise ValueError where `path` holds something that `publish_folder` has not published."""
+    if path.exists() and not (path / MANIFEST_NAME).exists() and not _is_empty(path):
+        raise ValueError(f"{path} exists and is not ours to replace. Name another folder.")
+
+
 def together(mesh: Mesh, work: Callable[[], T]) -> T:
     """Do `work`, and raise on every process what one ran into: its own error there, a
     CheckpointError that names it elsewhere. Collective."""
@@ -133,7 +159,7 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
     try:
         result = work()
     except OSError as raised:
-        is_told = isinstance(raised, CheckpointError)
+        is_told = isinstance(raised, CheckpointError | DiskError)
         error = raised if is_told else CheckpointError(f"a checkpoint failed: {raised}")
         error.__cause__ = None if is_told else raised
     except ValueError as raised:
@@ -150,12 +176,26 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> FileRecord:
-    """Write a safetensors file and flush it. Raises CheckpointError where that fails."""
-    dense = {name: _dense(tensor) for name, tensor in tensors.items()}
+    """Write a safetensors file and flush it. Of tensors on a device one at a time is copied to the
+    host. Raises CheckpointError where that fails."""
+    # Those of wider elements come first, so that each begins at a multiple of its element's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {
+            "dtype": _FORMATS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    contents = (_bytes_of(tensors[name]) for name in order)
     try:
-        save_tensors(path, dense, metadata)
-        return record_file(path)
-    except (OSError, SafetensorError) as error:  # a full disk may be either
+        return _write_file(path, _blocks([len(text).to_bytes(8, "little") + text], contents))
+    except OSError as error:
         raise CheckpointError(str(error)) from error
 
 
@@ -231,10 +271,43 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and alone in its memory, as safetensors wants it."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's values, row-major, on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _blocks(*contents: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """What is to be written, in pieces of at most `_BLOCK_BYTES`."""
+    for content in (memoryview(each) for part in contents for each in part):
+        for start in range(0, len(content), _BLOCK_BYTES):
+            yield content[start : start + _BLOCK_BYTES]
+
+
+def _write_file(path: Path, blocks: Iterable[memoryview]) -> FileRecord:
+    """Write and flush a file. The checksum of a block is made while that is written, and the disk
+    takes what lies behind: nothing waits for both one after the other, nor is read again."""
+    size = unflushed = checksum = 0
+    flushing: Future[None] | None = None
+    with (
+        path.open("wb", buffering=0) as file,
+        ThreadPoolExecutor(1, "checksum") as summing,
+        ThreadPoolExecutor(1, "flush") as flusher,
+    ):
+        for block in blocks:
+            summed = summing.submit(zlib.crc32, block, checksum)
+            rest = block
+            while rest:  # a disk that fills up takes a part
+                rest = rest[file.write(rest) or 0 :]
+            checksum = summed.result()
+            size += len(block)
+            unflushed += len(block)
+            if unflushed >= _FLUSH_BYTES and (flushing is None or flushing.done()):
+                flushing = flusher.submit(os.fdatasync, file.fileno())
+                unflushed = 0
+        if flushing is not None:
+            flushing.result()
+        os.fsync(file.fileno())
+    return FileRecord(size, checksum)
 
 
 def _write_manifest(publication: Publication, metadata: Mapping[str, Any]) -> None:

@@ -3,15 +3,17 @@
 Weights come one after the other, on every process, and are dealt out to files by their names and
 sizes alone: the files are the same whatever processes write them. Process r of n writes each n-th
 file, in the background while the next tensors are gathered. No process holds the whole model.
+
+`rehearse_export` does all of it but for the weights, before anything is trained.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,14 +26,19 @@ from transformers.dynamic_module_utils import custom_object_save
 from hone.checkpoint.atomic import (
     CheckpointError,
     FileRecord,
+    clean_leftovers,
     partial_name,
     publish_folder,
+    require_replaceable,
     together,
     write_tensors,
 )
+from hone.config.errors import UserError
 from hone.distributed.mesh import Axis, Mesh
+from hone.models.adapters import merged_weights
+from hone.observe.disk import writing
 
-__all__ = ["export_hf"]
+__all__ = ["export_hf", "rehearse_export"]
 
 _FILE_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
@@ -45,6 +52,7 @@ def export_hf(
     weights: Iterable[tuple[str, Tensor]],
     *,
     mesh: Mesh,
+    step: int | None = None,
     file_bytes: int = _FILE_BYTES,
 ) -> Path:
     """Write config, generation config, weights in `dtype`, tokenizer and chat template.
@@ -52,7 +60,7 @@ def export_hf(
     `weights` yields whole tensors under the names of the model's `state_dict()`, the same on every
     process; iterating it may be collective. `model` may be a stage of a pipeline. Of tied ones the
     first is written. A process holds at most two files of `file_bytes` and one tensor in host
-    memory.
+    memory. `step` goes into the folder's manifest.
 
     The folder appears whole or not at all; a former export there is replaced.
     `AutoModelForCausalLM.from_pretrained(folder)` loads it without this package. Collective: every
@@ -66,7 +74,11 @@ def export_hf(
     with ExitStack() as publishing:
         publication = together(
             mesh,
-            lambda: publishing.enter_context(publish_folder(folder)) if mesh.is_first else None,
+            lambda: (
+                publishing.enter_context(publish_folder(folder, metadata={"step": step}))
+                if mesh.is_first
+                else None
+            ),
         )
         buffers = {name for own in mesh.gather_stages(_buffers(model)) for name in own}
         files = _Files(model, partial_name(folder), dtype, file_bytes, mesh.world, buffers=buffers)
@@ -87,6 +99,67 @@ def export_hf(
         together(mesh, complete)
     mesh.gather(None)  # published by now
     return folder
+
+
+def rehearse_export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | str,
+    dtype: torch.dtype,
+    *,
+    mesh: Mesh,
+) -> int:
+    """Do all that `export_hf` does but for the weights, and delete it; the bytes that the weights
+    will have. `model` may have adapters, which are merged in an export. Collective.
+
+    Raises on all processes: UserError for what transformers does not write, ValueError where
+    `folder` holds something else, DiskError or CheckpointError where it cannot be written.
+    """
+    folder = Path(folder)
+    partial = partial_name(folder)
+
+    def rehearse() -> int:
+        with _refusing("the names of its tensors"):
+            tensors = dict(_without_values(model))
+            num_bytes = _bytes_of(tensors, dtype, {*_buffers(model)})
+            revert_weight_conversion(model, tensors)
+        if mesh.is_first:
+            require_replaceable(folder)
+            try:
+                with writing(partial, "run.dir"):
+                    clean_leftovers(folder)
+                    partial.mkdir(parents=True)
+                    _write_surroundings(model, tokenizer, partial, dtype)
+            finally:
+                clean_leftovers(folder)
+        return num_bytes
+
+    return sum(mesh.gather_stages(together(mesh, rehearse)))
+
+
+def _without_values(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """What `export_hf` will be given of a model, on the meta device, where tensors have a shape
+    and no memory."""
+    copies = _tied_copies(model)
+    own = (
+        (name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        for name, tensor in model.state_dict().items()
+        if name not in copies
+    )
+    return merged_weights(model, own)
+
+
+def _bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype, buffers: set[str]) -> int:
+    return sum(
+        tensor.numel() * _dtype_in_file(name, tensor, dtype, buffers).itemsize
+        for name, tensor in tensors.items()
+    )
+
+
+def _dtype_in_file(name: str, tensor: Tensor, dtype: torch.dtype, buffers: set[str]) -> torch.dtype:
+    """A buffer is of the format that its family needs it in."""
+    is_cast = tensor.is_floating_point() and name not in buffers
+    return dtype if is_cast else tensor.dtype
 
 
 class _WrittenFile(NamedTuple):
@@ -124,9 +197,7 @@ class _Files:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Put a tensor into the last file, or into a new one where that is full."""
-        # A buffer is of the format that its family needs it in.
-        is_cast = tensor.is_floating_point() and name not in self._buffers
-        dtype = self._dtype if is_cast else tensor.dtype
+        dtype = _dtype_in_file(name, tensor, self._dtype, self._buffers)
         num_bytes = tensor.numel() * dtype.itemsize
         if self._size and self._size + num_bytes > self._file_bytes:
             self._write_held()
@@ -212,13 +283,35 @@ def _tied_copies(model: PreTrainedModel) -> set[str]:
 def _write_surroundings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, partial: Path, dtype: torch.dtype
 ) -> None:
-    """Everything but the weights."""
+    """Everything but the weights. Raises OSError, and UserError for what transformers does not
+    write."""
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
-    if model.is_remote_code():  # the files that define the model
-        custom_object_save(model, partial, cast(Any, config))
-    config.save_pretrained(partial)
+    if model.is_remote_code():
+        with _refusing("the files that define it (model.trust_remote_code)"):
+            custom_object_save(model, partial, cast(Any, config))
+    with _refusing("its config.json"):
+        config.save_pretrained(partial)
     if model.can_generate():
-        model.generation_config.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+        with _refusing("its generation_config.json"):
+            # Not `save_pretrained`, which refuses files that it loads and that models are published
+            # with, such as a temperature where `do_sample` is false.
+            model.generation_config.to_json_file(partial / "generation_config.json")
+    with _refusing("its tokenizer"):
+        tokenizer.save_pretrained(partial)
+
+
+@contextmanager
+def _refusing(what: str) -> Generator[None]:
+    """Turn whatever transformers raises in the block, but for an OSError, into a UserError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: it has no base class for what it refuses
+        raise UserError(
+            f"the trained model cannot be written as model.path is made: transformers does not "
+            f"write {what} ({type(error).__name__}: {error}). Mend that in a copy of the folder, "
+            "and name the copy"
+        ) from error

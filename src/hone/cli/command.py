@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -40,8 +41,15 @@ from hone.data.pairs import taught_little
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
+from hone.observe.disk import free_bytes
 from hone.observe.kept_result import require_same_settings
-from hone.observe.resumed_run import is_finished, newest_step, require_resumable
+from hone.observe.resumed_run import (
+    exported_step,
+    is_finished,
+    newest_step,
+    require_resumable,
+)
+from hone.planner.disk import check_disk
 from hone.planner.fitting import check_gpu_memory, check_host_memory, has_room_for_two_rows
 from hone.rewards.builtin import BUILTINS, build
 
@@ -281,6 +289,7 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
             require_resumable(cfg, newest=newest_step(cfg.run.dir))
         except UserError as error:
             found.append(Finding("error", ("run.dir",), f"{error}"))
+        found += _check_disk(plan, cfg.run.dir)
     if isinstance(cfg, EvaluateConfig | GenerateConfig):
         try:
             require_same_settings(cfg)
@@ -293,6 +302,16 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
         memory = []  # more processes may have enough
     memory = memory or check_host(plan)
     return sorted([*found, *memory], key=lambda finding: finding.level)
+
+
+def _check_disk(plan: RunPlan, folder: Path) -> Iterator[Finding]:
+    """Whether the disk of `folder`, the run's, holds what it writes. Of a run that is for other
+    machines, which may have another disk there, that is a warning alone."""
+    saved = folder.glob("checkpoints/step_*/*")
+    held = sum(path.stat().st_size for path in saved if path.is_file())
+    is_here = plan.devices.host_bytes is not None
+    for finding in check_disk(plan, free=free_bytes(folder), held=held):
+        yield finding if is_here else replace(finding, level="warning")
 
 
 def check_host(plan: RunPlan) -> list[Finding]:
@@ -426,19 +445,32 @@ def has_nothing_left(cfg: RLConfig | SFTConfig) -> bool:
         "or choose another run.dir",
         cfg.run.steps,
         cfg.run.dir,
-        newest_step(cfg.run.dir),
+        exported_step(cfg),
     )
     return True
 
 
-def conclude(cfg: RunConfig, *, steps: int, stopped_by: int | None) -> int:
+def conclude(cfg: RunConfig, *, steps: int, stopped_by: int | None, is_saved: bool = True) -> int:
     """Say where things are and return the exit code: 0 for a finished run, 128 + n for one that
-    signal n, `stopped_by`, ended after `steps` steps."""
+    signal n, `stopped_by`, ended after `steps` steps. `is_saved` says whether the state of the last
+    one is on disk."""
+    model = cfg.dir / "model"
     if stopped_by is None:
-        model, report = cfg.dir / "model", cfg.dir / "report.html"
+        report = cfg.dir / "report.html"
         _log.info("done after step %d; the model: %s, the report: %s", steps, model, report)
+        if not is_saved:
+            _log.info("the state of step %d is not saved: the run cannot be extended", steps)
         return 0
-    if steps:
+    if not is_saved:
+        _log.warning(
+            "stopped after step %d of %d; the model: %s. Its state is not saved: the same command "
+            "%s",
+            steps,
+            cfg.steps,
+            model,
+            _from_where(cfg),
+        )
+    elif steps:
         _log.warning(
             "stopped and saved after step %d of %d; the same command goes on from there",
             steps,
@@ -448,3 +480,9 @@ def conclude(cfg: RunConfig, *, steps: int, stopped_by: int | None) -> int:
         _log.warning("stopped before the first step; the same command starts over")
     # The launcher knows which signal came, and takes any other code for a failure of the process.
     return INTERRUPTED if has_hone_launcher() else 128 + stopped_by
+
+
+def _from_where(cfg: RunConfig) -> str:
+    """What the command does next time, in words."""
+    newest = newest_step(cfg.dir)
+    return "starts over" if newest is None else f"goes on from step {newest}"

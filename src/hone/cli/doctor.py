@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from signal import SIGHUP, SIGTERM
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -20,7 +18,7 @@ from hone.cli.openmp import set_up_openmp
 from hone.config import UserError
 from hone.config.printable import printable
 from hone.distributed.processes import processes
-from hone.distributed.signals import handling
+from hone.distributed.signals import raising
 from hone.doctor import gpus, host, speed
 from hone.doctor.links import links
 from hone.doctor.machine import Finding, Machine, ReadingError
@@ -91,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("`hone doctor` starts its own processes: give it once on each host")
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
     found: dict[str, Finding] = {}
-    with Machine(Path(folder or "runs")) as machine, handling(_end, SIGTERM, SIGHUP):
+    with Machine(Path(folder or "runs")) as machine, raising(_ended_by, SIGTERM, SIGHUP):
         console.print(_announcement(machine))
         for name, finding in _examine(machine):
             found[name] = finding
@@ -104,8 +102,8 @@ def run(argv: Sequence[str]) -> int:
     return 1 if "wrong" in levels else 0
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+def _ended_by(number: int) -> SystemExit:
+    return SystemExit(128 + number)
 
 
 def _announcement(machine: Machine) -> str:

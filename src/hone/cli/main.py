@@ -114,12 +114,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Of several processes that end because of one another, the first one to fail says why. With
     `HONE_TRACEBACK=1` in the environment, mistakes show where they were found.
     """
+    _open_closed_streams()
     code = _run(list(sys.argv[1:] if argv is None else argv))
     if argv is None and code > 128:
         # At once: an ordinary exit would wait for a checkpoint that is being written.
         sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without one of its streams (`>&-`) the null device for it:
+    else the next file that is opened has its number, and receives what is printed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open to the end
 
 
 def _run(arguments: list[str]) -> int:
@@ -254,4 +263,5 @@ class _PrintableFormatter(logging.Formatter):
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{printable(text)}\n")
+    with suppress(OSError):  # whoever read it may be gone; the exit code says the rest
+        sys.stderr.write(f"{printable(text)}\n")

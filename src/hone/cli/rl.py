@@ -43,7 +43,12 @@ def run(argv: Sequence[str]) -> int:
     if has_nothing_left(cfg):
         return 0
     outcome = train(cfg)
-    return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
+    return conclude(
+        cfg.run,
+        steps=outcome.steps,
+        stopped_by=outcome.stopped_by,
+        is_saved=outcome.is_saved,
+    )
 
 
 def _run_on_nodes(arguments: Sequence[str]) -> int:

@@ -32,7 +32,12 @@ def run(argv: Sequence[str], command: str = "sft") -> int:
     if has_nothing_left(cfg):
         return 0
     outcome = train(cfg)
-    return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
+    return conclude(
+        cfg.run,
+        steps=outcome.steps,
+        stopped_by=outcome.stopped_by,
+        is_saved=outcome.is_saved,
+    )
 
 
 def train(cfg: SFTConfig) -> Outcome:

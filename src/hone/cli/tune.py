@@ -15,8 +15,7 @@ from itertools import chain
 from pathlib import Path
 from signal import SIGHUP, SIGTERM
 from statistics import fmean, median, pstdev
-from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from hone.config.planning import LengthsConfig, PlanningConfig
 from hone.config.recipe import to_yaml
 from hone.config.rules.files import unwritable
 from hone.config.tree import PlanConfig, RLConfig
-from hone.distributed.signals import handling
+from hone.distributed.signals import raising
 from hone.observe.whole_file import write_whole
 from hone.planner.comparison import (
     changed_settings,
@@ -113,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
     # The recipe's own folder may hold a run.
     elsewhere = cfg.run.model_copy(update={"dir": folder / "run"})
     cfg = cfg.model_copy(update={"run": elsewhere})
-    with handling(_end, SIGTERM, SIGHUP):
+    with raising(_ended_by, SIGTERM, SIGHUP):
         search = Search(cfg, nproc, ShortRuns(folder, num_steps), num_candidates)
         try:
             search.measure_best()
@@ -122,10 +121,10 @@ def run(argv: Sequence[str]) -> int:
             sys.stdout.writelines(f"{line}\n" for line in search.report())
             raise
     told = search.report()
-    sys.stdout.writelines(f"{line}\n" for line in told)
     head = [f"{best.name}: the fastest of `hone tune` {__version__}", *told]
     comments = "".join(f"# {line}\n" for line in head)
     write_whole(output, f"{comments}{to_yaml(recipe_of(best.cfg))}", "output")
+    sys.stdout.writelines(f"{line}\n" for line in told)
     processes = f" --nproc {best.nproc}" * (best.nproc > 1)
     _log.info("to run the fastest, %s: hone rl %s%s", best.name, output, processes)
     return 0
@@ -137,8 +136,8 @@ class _Predicted(NamedTuple):
     tokens_per_s: float
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+def _ended_by(number: int) -> SystemExit:
+    return SystemExit(128 + number)
 
 
 class Search:

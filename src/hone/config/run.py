@@ -93,13 +93,15 @@ class CheckpointConfig(Section):
     """When state is saved and what is kept."""
 
     every_n_steps: int = Field(default=50, ge=0)
-    """Steps between checkpoints; 0 saves at the end (and on Ctrl-C) only."""
+    """Steps between checkpoints, the last of which follows the last step, after the model is
+    written. 0: none, so that the run ends with its model alone and cannot be extended. With either,
+    Ctrl-C and SIGTERM write the model, then a checkpoint if it fits."""
 
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
 
     keep_best: bool = True
-    """Also keep the checkpoint with the best evaluation, where there is any."""
+    """Also save a step whose evaluation is the best so far, and keep the best of these."""
 
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the exported Hugging Face folder; `auto` is the model's compute format."""

@@ -42,6 +42,7 @@ from hone.config.errors import UserError
 from hone.distributed.channel import Channel
 from hone.distributed.listening import host_store
 from hone.distributed.processes import Processes, Rendezvous, has_hone_launcher, rendezvous
+from hone.distributed.signals import Came
 
 __all__ = [
     "BACKSTOP_S",
@@ -334,6 +335,8 @@ class Watch:
         self._others: dict[int, Progress] = {}
         self._previous: Any = None
         """What SIGTERM did before."""
+        self.terminated = Came()
+        """SIGTERM, where what its handler raised may have been swallowed (`raising`)."""
         self.on_end: Callable[[str], None] | None = None
         """Called with the reason where this process ends the run for another one's sake."""
         self._updated_s: dict[int, float] = {}
@@ -408,6 +411,8 @@ class Watch:
             self._mark_done()
             if self._previous is not None:
                 signal.signal(signal.SIGTERM, self._previous)
+            if (number := self.terminated.take()) is not None:
+                raise SystemExit(128 + number)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """A launcher that has seen a process die ends the others so: say first who it was.
@@ -416,6 +421,7 @@ class Watch:
         """
         if (gone := self._gone()) is not None and not self._launcher_reports:
             self._end(_lost_message(gone))
+        self.terminated.number = number
         with contextlib.suppress(dist.DistError):
             self._mark_done()
         raise SystemExit(128 + number)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Self
 
 from hone.distributed.mesh import Mesh
-from hone.distributed.signals import handling
+from hone.distributed.signals import Came, handling, raising
 
 __all__ = ["STOPPING", "Interrupt", "Terminated", "terminable"]
 
 STOPPING = "the run ends after this step, or at once while it evaluates, and saves"
-"""What a loop does after the first Ctrl-C."""
+"""What a loop does after the first signal."""
 
 
 class Terminated(SystemExit):
@@ -27,14 +27,18 @@ class Terminated(SystemExit):
 
 
 @contextmanager
-def terminable() -> Generator[None]:
-    """Inside, SIGTERM and SIGHUP raise Terminated, so that the run folder records the cause."""
+def terminable() -> Generator[Came]:
+    """Inside, SIGTERM and SIGHUP raise Terminated, so that the run folder records the cause, and
+    Ctrl-C KeyboardInterrupt, all as `raising` does."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
+    def make(number: int) -> BaseException:
+        return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
-    with handling(end, signal.SIGTERM, signal.SIGHUP):
-        yield
+    with raising(make, *numbers) as came:
+        yield came
 
 
 class Interrupt:
@@ -42,7 +46,7 @@ class Interrupt:
     once. After a SIGHUP nothing is written to the terminal, which is gone.
 
     The loop asks `is_requested` between steps, where everything can be saved and resumed exactly.
-    `notice` is printed after the first Ctrl-C: what the run does until it ends. `earlier` is the
+    `notice` is printed after the first signal: what the run does until it ends. `earlier` is the
     signal that had already come when this was made.
     """
 
@@ -51,7 +55,7 @@ class Interrupt:
         """The signal that asked the run to stop: this process's until `is_requested` has returned
         True, then the same in all processes. None without one."""
         self._mesh = mesh
-        self._notice = notice
+        self.notice = notice
         self._handlers = ExitStack()
         self._terminals: list[int] = []
         """Those of the standard streams that are one."""
@@ -79,11 +83,15 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.has_come():
             raise KeyboardInterrupt
-        if number == signal.SIGINT and self._mesh.is_first:
-            # Past Python's buffers, which the signal may have found in the middle of a write.
-            os.write(2, f"{self._notice}; Ctrl-C again ends it at once\n".encode())
         if number == signal.SIGHUP:
             self._leave_terminal()
+        if self._mesh.is_first:
+            text = f"{signal.Signals(number).name}: {self.notice}"
+            if number == signal.SIGINT:
+                text = f"{self.notice}; Ctrl-C again ends it at once"
+            # Past Python's buffers, which the signal may have found in the middle of a write.
+            with suppress(OSError):  # whoever read it may be gone
+                os.write(2, f"{text}\n".encode())
         if not self.has_come():
             self.number = number
 

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.checkpoint.export import export_hf
+from hone.checkpoint.export import export_hf, rehearse_export
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
@@ -29,6 +30,7 @@ from hone.distributed.listening import on_loopback
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import HONE_KEY, processes, run_key
 from hone.distributed.roles import CriticProcesses, Roles
+from hone.distributed.signals import Came
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
 from hone.loops.hosts import require_same_inputs, require_shared
@@ -41,13 +43,19 @@ from hone.observe.environment import save_environment
 from hone.observe.local_server import ADDRESS
 from hone.observe.loggers import append_event
 from hone.observe.metrics_server import MetricsServer
-from hone.observe.resumed_run import changed_settings, exported_last, save_config
+from hone.observe.resumed_run import (
+    changed_settings,
+    exported_last,
+    exported_step,
+    save_config,
+)
 from hone.observe.run_folder import ENVIRONMENT, LOCK
 from hone.observe.tracing import Tracing
 from hone.trainer.gathering import wholes
 from hone.trainer.trainer import Trainer
 
 __all__ = [
+    "FolderLock",
     "Launch",
     "choose_device",
     "export",
@@ -56,6 +64,7 @@ __all__ = [
     "launch",
     "load_for_training",
     "lock_run_dir",
+    "rehearse",
 ]
 
 _log = logging.getLogger(__name__)
@@ -80,6 +89,10 @@ class Launch:
     tracing: Tracing
     metrics_server: MetricsServer | None
     """In the first process, where there is one."""
+    lock: FolderLock | None
+    """In the first process."""
+    early: Came
+    """A signal that came before the loop, and whose exception was swallowed."""
 
     def save_config(self) -> None:
         """Write the configuration, versions and devices into the run folder, once nothing stands
@@ -201,8 +214,9 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
         join_roles(run, parallel, critic=critic, cluster=cluster) as (roles, watch),
     ):
         everyone = roles.everyone
+        early = watch.terminated
         if everyone.size == 1:  # of several, the watch ends each
-            stack.enter_context(terminable())
+            early = stack.enter_context(terminable())
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
         torch.manual_seed(run.seed)
@@ -220,12 +234,13 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
         if found is not None:
             for line in announce(found, cfg, everyone.sizes):
                 _log.info("%s", line)
+        lock = None
         ending = Ending(run.dir, watch, is_first=everyone.is_first)
         stack.enter_context(ending.report())
         if everyone.is_first:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock_run_dir(run.dir))
+            lock = stack.enter_context(lock_run_dir(run.dir))
         stack.enter_context(ending.cause())
         if everyone.is_first and found is None:
             for line in announce_restart(cfg):
@@ -243,58 +258,105 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
             steps_done=0 if found is None else found.step,
         )
         with closing(tracing):
-            yield Launch(cfg, roles, watch, store, found, tracing, metrics_server)
+            yield Launch(cfg, roles, watch, store, found, tracing, metrics_server, lock, early)
+
+
+class FolderLock:
+    """Keeps other runs out of a run folder; the system lets go of it when this process ends. The
+    process id stays in the lock file, for the launcher of a process that is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder. Raises UserError where another run is in there."""
+        self._folder = folder
+        self._file = self._taken()
+
+    def is_held(self) -> bool:
+        """Whether the file that is locked is still the folder's: not once that was deleted."""
+        held = os.fstat(self._file.fileno())
+        try:
+            there = (self._folder / LOCK).stat()
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+    def take_again(self) -> None:
+        """Make the folder anew, and take it. Raises UserError where another run has it by now."""
+        with writing(self._folder, "run.dir"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        taken = self._taken()
+        self.release()
+        self._file = taken
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        self._file.close()
+
+    def _taken(self) -> TextIO:
+        with ExitStack() as stack:
+            with writing(self._folder, "run.dir"):
+                # Another run's process id is in it until it is ours.
+                file = stack.enter_context((self._folder / LOCK).open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"another run is at work in run.dir '{self._folder}'. Wait for its end, or "
+                    "name another folder."
+                ) from error
+            with writing(self._folder, "run.dir"):
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+            stack.pop_all()
+            return file
 
 
 @contextmanager
-def lock_run_dir(folder: Path) -> Generator[None]:
-    """Keep other runs out of a run folder; the system lets go of it when this process ends. The
-    process id stays in the lock file, for the launcher of a process that is killed.
-
-    Raises UserError where another run is in there.
-    """
-    with writing(folder, "run.dir"):
-        file = (folder / LOCK).open("a")  # another run's process id is in it until it is ours
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another run is at work in run.dir '{folder}'. Wait for its end, or name another "
-                "folder."
-            ) from error
-        with writing(folder, "run.dir"):
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-        yield
+def lock_run_dir(folder: Path) -> Generator[FolderLock]:
+    """Have a run folder for this process alone, as `FolderLock`."""
+    lock = FolderLock(folder)
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def is_complete(launch: Launch) -> bool:
     """Whether all steps lie behind the run, and `export` has written what came of them. Collective.
 
-    A run that ended between its last checkpoint and the export may have a model of earlier steps.
+    A run that ended between its last checkpoint and the export may have a model of earlier steps,
+    and one that went back to an earlier step that of later ones.
     """
-    found = launch.checkpoint
-    if found is None or found.step < launch.total_steps:
-        return False
-    written_last = exported_last(launch.cfg)
-    return launch.everyone.broadcast(
-        written_last.is_file() and written_last.stat().st_mtime >= found.saved_at
-    )
+    found, cfg = launch.checkpoint, launch.cfg
+    done = exported_step(cfg)
+    is_done = done is not None and done >= launch.total_steps
+    if is_done and found is not None and found.step < launch.total_steps:
+        is_newer = exported_last(cfg).stat().st_mtime >= found.saved_at
+        is_done = cfg.run.resume == "auto" and is_newer
+    return launch.everyone.broadcast(is_done)
 
 
-def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch) -> None:
-    """Write the trained model to `<run.dir>/model`, and adapters, which are merged there, also to
-    `<run.dir>/adapter`. Collective."""
+def rehearse(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch) -> int:
+    """Do all that `export` or `export_role` will do but for the weights; the bytes that these will
+    have. Collective. Raises as `rehearse_export`."""
+    policy, is_policy = trainer.policy, trainer.role == "policy"
+    folder = launch.dir / ("model" if is_policy else trainer.role)
+    dtype = _export_dtype(trainer, launch) if is_policy else policy.dtype
+    return rehearse_export(policy.model, tokenizer, folder, dtype, mesh=launch.mesh)
+
+
+def export(
+    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch, *, step: int
+) -> None:
+    """Write the model, which `step` has trained, to `<run.dir>/model`, and adapters, which are
+    merged there, also to `<run.dir>/adapter`. Collective."""
     policy, mesh, lora = trainer.policy, launch.mesh, launch.cfg.model.lora
-    dtypes = {"auto": policy.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtype = dtypes[launch.cfg.checkpoint.export_dtype]
+    dtype = _export_dtype(trainer, launch)
     if lora.rank or dtype == policy.dtype:
         weights = trainer.named_weights()
     else:  # the finest there are: masters in place of what is computed with
         weights = policy.named_masters()
-    export_hf(policy.model, tokenizer, launch.dir / "model", dtype, weights, mesh=mesh)
+    export_hf(policy.model, tokenizer, launch.dir / "model", dtype, weights, mesh=mesh, step=step)
     if lora.rank:
         adapters = _wholes(policy.masters)
         if mesh.is_first:
@@ -304,11 +366,19 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch)
             deque(adapters, maxlen=0)  # gathered by all
 
 
-def export_role(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch) -> None:
+def export_role(
+    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch, *, step: int
+) -> None:
     """Write a model that has learnt beside the policy to `<run.dir>/<role>`. Collective."""
     policy = trainer.policy
     folder, weights = launch.dir / trainer.role, trainer.named_weights()
-    export_hf(policy.model, tokenizer, folder, policy.dtype, weights, mesh=launch.mesh)
+    export_hf(policy.model, tokenizer, folder, policy.dtype, weights, mesh=launch.mesh, step=step)
+
+
+def _export_dtype(trainer: Trainer, launch: Launch) -> torch.dtype:
+    """Of the policy's weights in its folder."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return dtypes.get(launch.cfg.checkpoint.export_dtype, trainer.policy.dtype)
 
 
 def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedModel:

@@ -22,6 +22,7 @@ from typing import Any
 from hone.config.tree import RLConfig, SFTConfig
 from hone.loops.launch import Launch, is_complete, launch
 from hone.loops.run import Outcome, Run
+from hone.observe.resumed_run import exported_step
 
 __all__ = ["rare_collections", "run_to_end", "train"]
 
@@ -47,10 +48,14 @@ def rare_collections() -> Generator[None]:
 
 
 def train(run: Run[Any]) -> Outcome:
-    """Train until `run.steps` updates are done or, on Ctrl-C, the step in progress."""
+    """Train until `run.steps` updates are done or, on Ctrl-C, the step in progress; then the model
+    is written. All that writing it needs is tried before."""
     with run.interrupt, rare_collections():
+        run.rehearse()
         if run.start():
             return run.outcome
+        if run.launch.steps_done >= run.launch.total_steps:  # an earlier launch ended in between
+            run.export(run.launch.steps_done)
         for step in run.steps():
             batch = run.collect(step)
             with run.phase("train", step):
@@ -66,14 +71,12 @@ def train(run: Run[Any]) -> Outcome:
 def run_to_end(
     cfg: RLConfig | SFTConfig, build: Callable[[Launch], AbstractContextManager[Run[Any]]]
 ) -> Outcome:
-    """Build, train, export the model to `<run.dir>/model`, write the report.
+    """Build, train, write the model to `<run.dir>/model` and the report.
 
     Of a run that has ended the report alone is written.
     """
     with launch(cfg) as start:
         if is_complete(start):
-            return Outcome(start.steps_done)
+            return Outcome(max(start.steps_done, exported_step(cfg) or 0))
         with build(start) as built:
-            outcome = train(built)
-            built.export()
-            return outcome
+            return train(built)

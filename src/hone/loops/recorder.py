@@ -239,6 +239,11 @@ class Recorder:
             step, groups, split = self._unrecorded
             self.log.samples(step, groups, split=split, failed_first=True)
 
+    def output_lost(self, message: str) -> None:
+        """Record that nobody sees the console any more."""
+        self.event("output_lost", message=message)
+        _log.warning("warning: %s", message)
+
     def saved(self, step: int, rank: float | None) -> None:
         """Record a checkpoint that is on disk."""
         self.event("checkpoint", step=step, metric=rank)
@@ -403,6 +408,7 @@ def recording(
                     runs_ahead=runs_ahead,
                     has_reference=is_rl and cfg.algorithm.kl.coef > 0,
                     has_limit=limits is not None and limits.peaks is not None,
+                    on_lost=recorder.output_lost,
                 )
             )
         try:

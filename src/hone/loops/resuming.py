@@ -60,8 +60,8 @@ def announce_restart(cfg: RLConfig | SFTConfig) -> Iterator[str]:
             + (
                 f"A lower checkpoint.every_n_steps (now {every}) saves earlier"
                 if every
-                else "checkpoint.every_n_steps is 0, which saves at the end alone; set it to save "
-                "earlier"
+                else "checkpoint.every_n_steps is 0, which saves the run that a signal ends and no "
+                "other; set it to save on the way"
             )
         )
 

@@ -13,13 +13,15 @@ from typing import Any, Generic, Literal, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from hone.algorithms.algorithm import Algorithm
+from hone.checkpoint.atomic import CheckpointError
 from hone.checkpoint.random_state import capture_random_state
 from hone.config.errors import UserError
 from hone.loops.interrupt import STOPPING, Interrupt
-from hone.loops.launch import Launch, export, export_role
+from hone.loops.launch import Launch, export, export_role, rehearse
 from hone.loops.recorder import Recorder
 from hone.loops.resuming import saved_names
-from hone.loops.saving import Saver
+from hone.loops.saving import Saver, time_in_words
+from hone.observe.disk import write_rate
 from hone.observe.metrics import Metrics, to_scalars
 from hone.observe.tracing import PREPARATION, UPDATE
 from hone.trainer.models import Models
@@ -32,6 +34,9 @@ Item = TypeVar("Item")
 Phase = Literal["train", "push", "evaluate", "save"]
 _log = logging.getLogger(__name__)
 
+_RATE_BYTES = 1 << 27
+"""Written to see how fast the disk is, where a model is no smaller."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -41,6 +46,8 @@ class Outcome:
     """Updates done in all, earlier launches included."""
     stopped_by: int | None = None
     """The signal that ended the run before its last step; None where none did."""
+    is_saved: bool = True
+    """Whether the state of the last step is on disk, from which the run can go on."""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +66,11 @@ class Run(ABC, Generic[Item]):
     def __post_init__(self) -> None:
         self.span = self.recorder.spans.span
         self.outcome = Outcome(self.launch.steps_done)
-        self.interrupt = Interrupt(self.launch.everyone, STOPPING)
+        early = self.launch.early.take()
+        self.interrupt = Interrupt(self.launch.everyone, STOPPING, earlier=early)
+        self._model_bytes = 0
+        self._bytes_per_s: float | None = None
+        """Of the disk of `run.dir`; None where so little is written that it takes no time."""
         self.saver = Saver(
             self.launch.store,
             self.launch.cfg.checkpoint,
@@ -126,6 +137,18 @@ class Run(ABC, Generic[Item]):
 
     # -- between steps ---------------------------------------------------------------------------
 
+    def rehearse(self) -> None:
+        """Try all that writing the trained models will need, and see how long it will take.
+        Collective. Raises as `rehearse_export`."""
+        launch = self.launch
+        with self.span("rehearsal"):
+            learners = self.models.learners.values()
+            self._model_bytes = sum(rehearse(own, self.tokenizer, launch) for own in learners)
+            rate = None
+            if launch.everyone.is_first and self._model_bytes >= _RATE_BYTES:
+                rate = write_rate(launch.dir, _RATE_BYTES)
+            self._bytes_per_s = launch.everyone.broadcast(rate)
+
     def start(self) -> bool:
         """Deliver the weights and make the evaluation at the start, where there is one. Whether the
         run was asked to end before its first step."""
@@ -158,33 +181,119 @@ class Run(ABC, Generic[Item]):
             rank = self.rank(to_scalars(evaluated))
             with self.span("record"):
                 problem = self.record(step, batch, rows, metrics | evaluated)
+                problem = self._why_folder_is_lost(step) or problem
             # After the row is written: a run that dies in between computes the step again.
             with self.span("checkpoint"):
-                stop = self.interrupt.is_requested()
-                self.saver.after(step, rank, is_last=is_last or stop or problem is not None)
+                stop, is_saved = self.interrupt.is_requested(), True
+                if is_last or stop or problem is not None:
+                    goes_on = not is_last or problem is not None
+                    is_saved = self._write_end(step, rank, goes_on=goes_on)
+                else:
+                    self._save(step, rank)
         if problem is not None:
             raise UserError(problem)
         if stop:
             self.recorder.event("interrupted", step=step)
-        self.outcome = Outcome(step, self.interrupt.number if stop and not is_last else None)
+        stopped_by = self.interrupt.number if stop and not is_last else None
+        self.outcome = Outcome(step, stopped_by, is_saved=is_saved)
         return stop
 
-    def export(self) -> None:
-        """Write the trained model, unless this launch was stopped before its first step."""
-        launch, outcome = self.launch, self.outcome
+    def export(self, step: int) -> None:
+        """Write the models that `step` has trained, the policy first. Called where `state` can be.
+        Collective.
+
+        Raises CheckpointError or ValueError where one cannot be written, on all processes that
+        train it, once the others are.
+        """
+        launch = self.launch
         if launch.everyone.is_first:
             self.recorder.spans.write_trace(launch.dir / "trace.json")
-        if outcome.stopped_by is not None and outcome.steps == launch.steps_done:
-            return
-        notice = "the model is being written"
-        writing = Interrupt(launch.everyone, notice, earlier=outcome.stopped_by)
-        with self.phase("save", outcome.steps), writing:
-            for role, trainer in self.models.learners.items():
-                if role != "policy":
-                    export_role(trainer, self.tokenizer, launch)
-            launch.everyone.gather(None)  # the policy's is the last, whoever writes
-            if "policy" in self.models.learners:
-                export(self.trainer, self.tokenizer, launch)
+        problem: CheckpointError | ValueError | None = None
+        for role, trainer in sorted(self.models.learners.items(), key=lambda x: x[0] != "policy"):
+            write = export if role == "policy" else export_role
+            try:
+                write(trainer, self.tokenizer, launch, step=step)
+            except (CheckpointError, ValueError) as error:
+                problem = problem or error
+        launch.everyone.gather(None)  # what others train is written as well
+        if problem is not None:
+            raise problem
+
+    def _save(self, step: int, rank: float | None) -> None:
+        """Save `step` if it is due. Where that, or the save before, has failed, the run ends, with
+        the model of `step`. Raises CheckpointError."""
+        try:
+            self.saver.after(step, rank)
+        except CheckpointError as error:
+            with self.phase("save", step):
+                try:
+                    self.export(step)
+                except CheckpointError as another:
+                    raise CheckpointError(f"{error} Nor was the model: {another}") from error
+            text = f"{error} The model of step {step} was written: {self.launch.dir / 'model'}."
+            raise CheckpointError(text) from error
+        if step == self.launch.steps_done + 1 and self._bytes_per_s is not None:
+            # There are moments by now.
+            words = time_in_words(self._model_bytes, self._state_bytes(), self._bytes_per_s)
+            self.interrupt.notice = f"{STOPPING}: {words}"
+
+    def _state_bytes(self) -> int:
+        """Of what a checkpoint has of all that learns here. Collective."""
+        states = [trainer.state_dict()[0] for trainer in self.models.learners.values()]
+        return sum(tensor.nbytes for state in states for tensor in state.values())
+
+    def _write_end(self, step: int, rank: float | None, *, goes_on: bool) -> bool:
+        """Write the model and after it, where the run is to go on or saves on schedule, its state.
+        Whether that is on disk: a model without it is no failed run. Collective.
+
+        Raises what kept the model from being written, once the state is saved.
+        """
+        problem: CheckpointError | ValueError | None = None
+        writing = Interrupt(
+            self.launch.everyone, "the model is being written", earlier=self.interrupt.number
+        )
+        with self.phase("save", step), writing:
+            try:
+                self.export(step)
+            except (CheckpointError, ValueError) as error:  # in all processes
+                problem = error
+            is_saved = self._save_last(step, rank, goes_on=goes_on or problem is not None)
+        if problem is not None:
+            raise problem
+        return is_saved
+
+    def _save_last(self, step: int, rank: float | None, *, goes_on: bool) -> bool:
+        """Save `step` as the last of this launch. Whether its state is on disk."""
+        if not (goes_on or self.launch.cfg.checkpoint.every_n_steps):
+            self.saver.settle()
+            return False
+        try:
+            self.saver.last(step, rank)
+        except CheckpointError as error:
+            _log.warning("warning: the state of step %d is not saved. %s", step, error)
+            self.recorder.event("unsaved", step=step, message=str(error))
+            return False
+        return True
+
+    def _why_folder_is_lost(self, step: int) -> str | None:
+        """Why the run ends, where its folder was deleted: the lock and the configuration are there
+        anew then. Collective. Raises UserError where another run has the folder."""
+        launch, is_taken = self.launch, False
+        found: str | None = None
+        if launch.lock is not None and not launch.lock.is_held():
+            found = f"run.dir={str(launch.dir)!r} was deleted while the run was at work"
+            try:
+                launch.lock.take_again()
+                launch.save_config()
+            except UserError as error:
+                found, is_taken = f"{found}: {error}", True
+        found, is_taken = launch.everyone.broadcast((found, is_taken))
+        if is_taken:
+            raise UserError(found)
+        return found and (
+            f"{found}, and with it the records of its steps: it ends after step {step}, which is "
+            "saved. The same command goes on from there."
+        )
 
     def _evaluate(self, step: int) -> Metrics:
         with self.span("eval"):

@@ -1,21 +1,22 @@
-"""Which steps of a run are saved."""
+"""Which steps of a run are saved, and how long that takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.checkpoint.atomic import CheckpointError
 from hone.checkpoint.store import CheckpointStore
 from hone.config.run import CheckpointConfig
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "time_in_words"]
 
 
 @dataclass(slots=True)
 class Saver:
-    """Saves on schedule, at the end, and whenever an evaluation is the best so far.
+    """Saves on schedule, where it is asked to, and whenever an evaluation is the best so far.
 
     Writing goes on behind the training; the last save is waited for.
 
@@ -36,7 +37,7 @@ class Saver:
     def __post_init__(self) -> None:
         self._best = self.store.best_metric()
 
-    def after(self, step: int, rank: float | None, *, is_last: bool) -> None:
+    def after(self, step: int, rank: float | None) -> None:
         """Save `step` if it is due; `rank` is its evaluation, larger is better, None without one.
 
         Raises CheckpointError where it, or the one before it, cannot be written. Collective.
@@ -44,16 +45,33 @@ class Saver:
         self._check(wait=False)
         is_best = self.cfg.keep_best and rank is not None and rank > self._best
         every = self.cfg.every_n_steps
-        if not (is_best or is_last or (every and step % every == 0)):
+        if not (is_best or (every and step % every == 0)):
             return
         self._check(wait=True)
-        save = self.store.save if is_last else self.store.save_in_background
         with self.readable(step):
-            save(step, self.state(), metric=rank)
+            self.store.save_in_background(step, self.state(), metric=rank)
         self._unpublished = step, rank
         if rank is not None:
             self._best = max(self._best, rank)
-        self._check(wait=is_last)
+        self._check(wait=False)
+
+    def last(self, step: int, rank: float | None) -> None:
+        """Save `step`, the last of this launch, and wait until it is written. Called where `state`
+        can be.
+
+        Raises CheckpointError where it cannot be written. Collective.
+        """
+        self.settle()
+        self.store.save(step, self.state(), metric=rank)
+        self._unpublished = step, rank
+        self._check(wait=True)
+
+    def settle(self) -> None:
+        """Wait for a save that is under way; what has become of one that failed is no matter any
+        more. Collective."""
+        with suppress(CheckpointError):
+            self._check(wait=True)
+        self._unpublished = None
 
     def publish_written(self) -> None:
         """Call `published` for a save that is on disk when an error ends the run. Not collective:
@@ -72,3 +90,12 @@ class Saver:
             return
         self.published(*self._unpublished)
         self._unpublished = None
+
+
+def time_in_words(model_bytes: int, state_bytes: int, bytes_per_s: float) -> str:
+    """How long a run that is asked to end writes, for whoever waits for that."""
+    model_s, state_s = model_bytes / bytes_per_s, state_bytes / bytes_per_s
+    return (
+        f"the model ({model_bytes / 1e9:.1f} GB) takes about {model_s:.0f} s to write, then the "
+        f"state ({state_bytes / 1e9:.1f} GB) {state_s:.0f} s, if it fits"
+    )

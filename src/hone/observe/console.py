@@ -15,8 +15,10 @@ plain text.
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Self
 
 from rich.console import Console as RichConsole
@@ -32,7 +34,7 @@ from rich.text import Text
 
 from hone.config.printable import printable
 
-__all__ = ["SFT_COLUMNS", "Column", "Console", "rl_columns"]
+__all__ = ["SFT_COLUMNS", "Column", "Console", "Output", "rl_columns"]
 
 HEADER_EVERY = 40
 _LINE_EVERY_S = 2.0
@@ -124,8 +126,16 @@ PAIR_COLUMNS = {
 """By the metric that steps of `hone dpo`, or of `hone reward-model`, have."""
 
 
+class Output(RichConsole):
+    """Raises what a pipe without a reader gives; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # called where it is handled
+
+
 class Console:
-    """Prints step lines above a progress bar; a context manager.
+    """Prints step lines above a progress bar; a context manager. What cannot be printed any more
+    ends no run: `on_lost` hears of it once.
 
     `done` steps of `total_steps` lie behind a resumed run. A column whose metric a step lacks
     shows a dot, so that columns never move; which there are, `rl_columns` says; an evaluation's
@@ -141,11 +151,13 @@ class Console:
         has_reference: bool = False,
         has_limit: bool = False,
         output: RichConsole | None = None,
+        on_lost: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._rl_columns = rl_columns(
             runs_ahead=runs_ahead, has_reference=has_reference, has_limit=has_limit
         )
-        self._console = output or RichConsole(highlight=False, soft_wrap=True)
+        self._console = output or Output(highlight=False, soft_wrap=True)
+        self._on_lost = on_lost
         self._lines = 0
         self._total_steps = total_steps
         self._unreported_s = math.inf
@@ -168,11 +180,13 @@ class Console:
         self._task = self._progress.add_task("", total=total_steps, completed=done, doing="")
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        with self._printing():
+            self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        with self._printing():
+            self._progress.stop()
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """Print the line of a finished step, unless another was just printed, and move the bar."""
@@ -227,7 +241,24 @@ class Console:
         self._print(Text(f"      ! {printable(message)}", style="yellow"))
 
     def _print(self, line: Text) -> None:
-        self._console.print(line, soft_wrap=True)
+        with self._printing():
+            self._console.print(line, soft_wrap=True)
+
+    @contextmanager
+    def _printing(self) -> Generator[None]:
+        """Inside, output that is closed or full is given up: nothing is printed from then on."""
+        try:
+            yield
+        except OSError as error:
+            if self._console.quiet:
+                return
+            self._console.quiet = True
+            # What waits in Python's buffers would fail again, and last when the process ends.
+            with suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._console.file.fileno())
+                os.close(nowhere)
+            self._on_lost(f"standard output takes no more ({error}): the run goes on without it")
 
 
 def _cell(column: Column, scalars: Mapping[str, float]) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-__all__ = ["AppendedFile", "DiskError", "sizes", "writing"]
+__all__ = ["AppendedFile", "DiskError", "free_bytes", "sizes", "write_rate", "writing"]
 
 
 class DiskError(OSError):
@@ -44,9 +46,32 @@ def writing(path: Path, key: str, num_bytes: int | None = None) -> Generator[Non
 
 def sizes(path: Path, num_bytes: int | None) -> str:
     """`it needs 4,096 bytes, 512 bytes are free there`; the former where it is known."""
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    free = f"{shutil.disk_usage(parent).free:,} bytes are free there"
+    free = f"{free_bytes(path.absolute().parent):,} bytes are free there"
     return free if num_bytes is None else f"it needs {num_bytes:,} bytes, {free}"
+
+
+def free_bytes(path: Path) -> int:
+    """What may still be written below `path`, or where that does not exist yet, below the folder
+    above that does."""
+    path = path.absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(there).free
+
+
+def write_rate(folder: Path, num_bytes: int) -> float:
+    """Bytes a second of a file that is written below `folder` and flushed, and deleted again.
+    Raises DiskError where it does not fit."""
+    path, block = folder / f".rate.{secrets.token_hex(4)}", os.urandom(1 << 22)
+    try:
+        with writing(path, "run.dir", num_bytes), path.open("wb", buffering=0) as file:
+            start = time.perf_counter()
+            rest = num_bytes
+            while rest:
+                rest -= file.write(block[:rest]) or 0
+            os.fsync(file.fileno())
+            return num_bytes / (time.perf_counter() - start)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _number(error: OSError | SafetensorError) -> int | None:

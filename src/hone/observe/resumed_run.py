@@ -29,6 +29,7 @@ from hone.observe.whole_file import write_whole
 __all__ = [
     "changed_settings",
     "exported_last",
+    "exported_step",
     "is_finished",
     "newest_step",
     "require_resumable",
@@ -65,13 +66,31 @@ def _order(checkpoint: Path) -> int:
 def is_finished(tree: RLConfig | SFTConfig) -> bool:
     """Whether the run that `run.dir` holds has made all of `run.steps` and written its model, so
     that nothing is left to do."""
-    folder, newest = tree.run.dir, newest_step(tree.run.dir)
-    if tree.run.resume != "auto" or newest is None or newest < tree.run.steps:
+    folder, made = tree.run.dir, exported_step(tree)
+    if tree.run.resume != "auto" or made is None or made < tree.run.steps or is_locked(folder):
         return False
-    if is_locked(folder) or not exported_last(tree).is_file():
-        return False
-    end = RunFolder.read(folder).end
+    return _has_ended_well(folder)
+
+
+def _has_ended_well(folder: Path) -> bool:
+    end = RunFolder.read(folder, has_ended=True).end
     return end is not None and end["kind"] == "finished"
+
+
+def exported_step(tree: RLConfig | SFTConfig) -> int | None:
+    """The step of which the run that `run.dir` holds has written all that it trains; None where
+    there is none."""
+    roles = ["model"]
+    if isinstance(tree, RLConfig) and tree.algorithm.needs_critic:
+        roles.append("critic")
+    manifests = [tree.run.dir / role / MANIFEST_NAME for role in roles]
+    try:
+        held = [json.loads(manifest.read_text(encoding="utf-8")) for manifest in manifests]
+        step = min(int(each["content"]["metadata"]["step"]) for each in held)
+        is_older = exported_last(tree).stat().st_mtime < manifests[0].parent.stat().st_mtime
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if tree.model.lora.rank > 0 and is_older else step
 
 
 def exported_last(tree: RLConfig | SFTConfig) -> Path:
@@ -99,12 +118,17 @@ _OF_RECORDS = ("log.", "checkpoint.")
 
 def require_resumable(tree: RLConfig | SFTConfig, *, newest: int | None) -> None:
     """Raise UserError where the run that `run.dir` holds is of another command; and where it has
-    checkpoints, the `newest` of that step, but trains another model, was begun with another seed,
-    has made all steps with other settings, or `run.resume` is never."""
+    checkpoints, the `newest` of that step, or has ended with its model alone, but trains another
+    model, was begun with another seed, has made all steps with other settings or cannot make more,
+    or `run.resume` is never."""
     run = tree.run
     _require_same_command(run.dir, saved_config(run.dir), tree)
+    made = exported_step(tree)
     if newest is None:
-        return
+        if made is None or not _has_ended_well(run.dir):
+            return
+        _require_no_more(tree, made)
+        newest = made
     if run.resume == "never":
         raise UserError(
             f"run.resume is never, but run.dir={str(run.dir)!r} holds checkpoints. Choose another "
@@ -124,6 +148,20 @@ def require_resumable(tree: RLConfig | SFTConfig, *, newest: int | None) -> None
             f"run.dir={str(run.dir)!r} holds a run that has made its {newest} steps, so nothing is "
             f"left to train, and settings have changed since: {'; '.join(told)}. Choose another "
             "run.dir to train with these, or raise run.steps to go on with them from there."
+        )
+
+
+def _require_no_more(tree: RLConfig | SFTConfig, made: int) -> None:
+    """Raise UserError where a run that has ended after `made` steps with its model alone is to do
+    anything again: that would replace the model."""
+    run = tree.run
+    if run.steps > made or run.resume != "auto":
+        model = str(run.dir / "model")
+        raise UserError(
+            f"run.dir={str(run.dir)!r} holds a run that has ended after step {made}, and its model "
+            "alone: its state was not saved (checkpoint.every_n_steps was 0, or it did not fit). "
+            "So it cannot be extended, and beginning again would replace the model. Choose another "
+            f"run.dir; model.path={model!r} there begins with this model."
         )
 
 

@@ -303,7 +303,7 @@ def _with_host_memory(
         other = cfg.model_copy(update={"checkpoint": checkpoint})
         if _can_run(other, shape, gpu, num_gpus):
             words = (f"checkpoint.{key} {value}".lower() for key, value in change.items())
-            yield f"{', '.join(words)} (which saves at the end alone)"
+            yield f"{', '.join(words)} (which saves no checkpoint)"
     planning = cfg.plan.model_copy(update={"host_gib": None})
     unlimited = cfg.model_copy(update={"plan": planning})
     plans = search(unlimited, shape, gpu, num_gpus, []).values()

@@ -97,7 +97,7 @@ def saves_in_background(cfg: Command) -> bool:
 
 
 def saved_at_the_end(cfg: RLConfig | SFTConfig) -> dict[str, Any]:
-    """Settings of `checkpoint` with which nothing is saved before."""
+    """Settings of `checkpoint` with which nothing is saved before the end."""
     once: dict[str, Any] = {"every_n_steps": 0}
     checkpoint = cfg.checkpoint.model_copy(update=once)
     if not saves_in_background(cfg.model_copy(update={"checkpoint": checkpoint})):

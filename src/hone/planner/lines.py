@@ -18,6 +18,7 @@ from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.stages import stage_layers
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.families.shape import ModelShape
+from hone.planner.disk import disk_use
 from hone.planner.run_memory import RunMemory, in_gib
 
 __all__ = ["Line", "plan_lines"]
@@ -346,6 +347,11 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         yield _gib("training_peak_gib", step.peak, _sentences(in_gib(step.parts), has))
         if run.critic is not None:
             yield _gib("critic_peak_gib", run.critic.peak, in_gib(run.critic.parts))
+        if (use := disk_use(plan)) is not None:
+            yield _gib("export_gib", use.export, "on disk: what has been trained")
+            yield _gib("checkpoint_gib", use.state, "on disk: masters and moments of one")
+            how = f"on disk: checkpoints that are there at one time ({use.num_at_end}), the export"
+            yield _gib("disk_peak_gib", use.most_at_end, how)
     else:
         yield _gib("weights_gib", run.engine_weights, plan.dtype)
     if run.is_known and not plan.is_on_cpu and plan.engine is not None:
