@@ -262,6 +262,7 @@ def test_a_sound_configuration_has_no_finding(command: str, read_workspace: Path
         "--nproc=8 trainer.parallel.ring_size=2 trainer.parallel.ulysses_size=2 "
         "trainer.max_tokens_per_microbatch=2047",
         "--nproc=8 algorithm.kl.coef=0.1 trainer.parallel.reference_ring_size=2",
+        "--nproc=8 teacher.path=one_key_head trainer.parallel.reference_ring_size=2",
         "trainer.matmul_precision=tf32 model.dtype=float32 trainer.parity=1e-4",
         "model.lora.rank=8 model.lora.target_modules=[q_proj,down_proj]",
         "--nproc=2 trainer.offload=parameters trainer.parallel.zero_stage=3",
@@ -280,6 +281,12 @@ def test_a_sound_configuration_has_no_finding(command: str, read_workspace: Path
 )
 def test_sound_settings_have_no_finding(flags: str, read_workspace: Path) -> None:
     assert findings("rl", flags) == []
+
+
+def test_a_teacher_with_devices_of_its_own_is_divided_over_none(read_workspace: Path) -> None:
+    asked = "--nproc=2 trainer.parallel.tensor_parallel_size=2 teacher.path=one_key_head "
+    apart = asked + "cluster.num_teachers=1 cluster.num_trainers=2"
+    assert not [x for x in findings("rl", apart) if "teacher.path" in x.keys]
 
 
 def test_sizes_of_a_critic_are_refused_where_no_mesh_has_them(read_workspace: Path) -> None:

@@ -47,6 +47,9 @@ OTHERS: dict[str, dict[str, object]] = {
     "wide": {"head_dim": 32},
     "large": {"head_dim": 8192, "num_key_value_heads": 4},
     "impossible": {"num_hidden_layers": -1},
+    "narrow": {"vocab_size": 1},
+    "one_key_head": {"num_key_value_heads": 1},
+    "three_heads": {"num_attention_heads": 3, "num_key_value_heads": 1},
 }
 """Models that differ from `model` in these fields of their `config.json`."""
 
@@ -55,6 +58,7 @@ JUDGES: dict[str, dict[str, object]] = {
     "judge": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}},
     "short": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}, "max_position_embeddings": 512},
     "two": _CLASSIFIER,
+    "small_judge": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}, "vocab_size": 1},
     "language": {"architectures": ["Qwen3ForCausalLM"]},
 }
 """Likewise, but for what scores."""

@@ -241,6 +241,13 @@ class RunPlan:
         return "reference" in self.roles and self.roles["reference"].where == "here"
 
     @property
+    def trainers_hold_frozen(self) -> bool:
+        """Whether a model that only scores rows, the reference or a teacher, is divided over the
+        processes that train."""
+        held = (self.roles.get(name) for name in ("reference", "teacher"))
+        return any(role is not None and role.where == "here" for role in held)
+
+    @property
     def dtype(self) -> Dtype:
         """Format of forward and backward, of all roles."""
         return next(iter(self.roles.values())).dtype
