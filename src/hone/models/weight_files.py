@@ -120,9 +120,7 @@ class FileWeights:
         for name, buffer in self.buffers.items():
             take(Weight.of(name, buffer))
 
-    def _read(
-        self, name: str, entry: _Entry | _ExpertsEntry, region: tuple[slice, ...]
-    ) -> Tensor:
+    def _read(self, name: str, entry: _Entry | _ExpertsEntry, region: tuple[slice, ...]) -> Tensor:
         part = entry.read(region)
         require_finite(self.path, name, part)
         return part
@@ -228,8 +226,8 @@ def without_place(path: str, names: Iterable[str]) -> UserError:
     """The error for a checkpoint with weights that the model does not have."""
     names = sorted(names)
     return UserError(
-        f"model.path={path!r} holds {len(names)} weights for which the model of its config.json has "
-        f"no place, among them {names[:3]}: without them it would be another model. Get the "
+        f"model.path={path!r} holds {len(names)} weights for which the model of its config.json "
+        f"has no place, among them {names[:3]}: without them it would be another model. Get the "
         "config.json that belongs to these weights, or the weights that belong to it"
     )
 
