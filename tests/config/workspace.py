@@ -117,6 +117,16 @@ def fill(folder: Path) -> None:
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
     (folder / "ranks.py").write_text("def rank(completions):\n    return [1.0]\n")
     (folder / "labels.py").write_text("def score(queries, prompts, labels):\n    return [1.0]\n")
+    (folder / "imports.py").write_text(
+        "from __future__ import annotations\nimport json\nimport scores, no_such_module.deep\n"
+        "def score(completion):\n    return 1.0\n"
+        "class Game:\n    def step(self, episode):\n        return 1.0\n"
+    )
+    (folder / "relative.py").write_text("from . import scores\ndef score(completion): return 1.0\n")
+    (folder / "own_path.py").write_text(
+        "import sys\nsys.path.append('lib')\nimport in_lib\ntry:\n    import no_such\n"
+        "except ImportError:\n    pass\ndef score(completion): return 1.0\n"
+    )
     (folder / "silent.py").write_text("def score():\n    return 1.0\n")
     (folder / "needy.py").write_text("def score(completion, depth):\n    return 1.0\n")
     (folder / "envs.py").write_text(

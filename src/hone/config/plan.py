@@ -173,6 +173,11 @@ class RunPlan:
         return None if self.model is None else self.model.shape
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the model has what nobody here computes."""
+        return self.model is not None and bool(self.model.unserved)
+
+    @property
     def trainer(self) -> SFTTrainerConfig | None:
         cfg = self.config
         return cfg.trainer if isinstance(cfg, RLConfig | SFTConfig | BenchTrainConfig) else None

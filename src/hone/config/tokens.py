@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OTHER_TOKENS", "difference", "lacking_room", "tokens_beyond", "tokens_of"]
+__all__ = [
+    "OTHER_TOKENS",
+    "difference",
+    "lacking_room",
+    "raises_for_unknown",
+    "tokens_beyond",
+    "tokens_of",
+]
 
 OTHER_TOKENS = {
     "teacher.path": "Choose a teacher with the policy's tokens, or train on the teacher's "
@@ -33,6 +40,17 @@ def tokens_beyond(folder: Path, vocab_size: int, *, template: str) -> dict[str, 
     ends = [*_ends(folder)]
     used = {text: i for text, i in added.items() if text in template or text in ends}
     return {text: i for text, i in (vocabulary | used).items() if i >= vocab_size}
+
+
+def raises_for_unknown(file: Path) -> bool:
+    """Whether a `tokenizer.json` is of a kind that raises for a text that it has no token for: of
+    whole words or pieces, without a token for what is unknown. One of byte pairs has all bytes, or
+    leaves out what it does not know."""
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))["model"]
+        return model["type"] in ("WordLevel", "WordPiece", "Unigram")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _parts(folder: Path) -> tuple[dict[str, int], dict[str, int]]:

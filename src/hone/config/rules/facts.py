@@ -330,6 +330,7 @@ def devices_how(view: View) -> str:
 # Where a command starts processes. `hone check` plans for other hosts too, and does not know them.
 outside("num_started", "started_by", "gpus_here", "cores_here", "num_trainers_here")
 outside("first_rows", "unread_arrays", "data_problems", "weak_pairs", "reward_problems")
+outside("hub_problems")
 
 
 # -- the model -----------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ def unknown_targets(view: View) -> str:
 @fact
 def vllm_version(view: View) -> str:
     """The installed version of vLLM."""
-    version = installed_version("vllm")
+    version = None if view.known.get("can_install", False) else installed_version("vllm")
     if version is None:
         raise NotKnownError("vllm")
     return version

@@ -335,6 +335,9 @@ _MODEL = (
               why="the folder '{parent}' is here and has no '{name}'",
               fix="{near} | write './{path}' for what must be a folder")
       for key in ("model.path", "model.tokenizer")),
+    error(each=lambda view: view.fact("hub_problems"),
+          says="{key} '{path}' is no folder here, and the hub does not give its config.json",
+          why="{problem}", fix="{near} | name another model"),
     error("@lacks_template", says="model.chat_template '{model.chat_template}' is no file",
           fix="give the path of a Jinja file"),
     error("@unserved",
