@@ -12,8 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 import hone
 from hone.cli import command as commands
@@ -514,6 +517,79 @@ def test_R22_rewards_and_first_rows_are_looked_at_before_a_run(
     (workspace / "scores.jsonl").write_text(rows)
     for argv in (("check", command), (command,)):
         assert said in " ".join(output(capsys, *argv, *BASE[command], flag, code=2).split())
+
+
+def test_prompts_that_the_tokenizer_cannot_write_are_told_before_a_run(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "?"}
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    held = {"version": "1.0", "added_tokens": [], "model": tokenizer, "pre_tokenizer": split}
+    (workspace / "model" / "tokenizer.json").write_text(json.dumps(held))
+    rows = [{"prompt": "ab", "answer": "a", "completion": "b"}]
+    (workspace / "train.jsonl").write_text(json.dumps(rows[0]))
+    assert "errors: 0" in output(capsys, "check", "rl", *BASE["rl"])
+    rows.append({"prompt": "abc", "answer": "a"})
+    (workspace / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = "train.jsonl, line 2: the tokenizer cannot encode 'abc'"
+    for argv in (("check", "rl"), ("rl",)):
+        assert said in " ".join(output(capsys, *argv, *BASE["rl"], code=2).split())
+    (workspace / "train.jsonl").write_text('{"prompt": "ab", "completion": "ac"}')
+    told = " ".join(output(capsys, "check", "sft", *BASE["sft"], code=2).split())
+    assert "cannot encode 'ac'" in told
+
+
+def test_errors_stand_last_and_are_named_before_the_numbers(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--rollout.temperature=0", "--reward.max_failure_rate=1")
+    text = output(capsys, "check", "rl", *BASE["rl"], *flags, code=2)
+    before, _, behind = text.partition("Derived numbers")
+    assert "errors: 1, of rollout.temperature; they stand below the numbers\n" in before
+    assert text.rstrip().splitlines()[-1].startswith("errors: 1, warnings: ")
+    assert behind.index("Planned for") < behind.rindex("warning: ") < behind.index("error: ")
+
+
+def test_a_model_that_is_refused_has_no_sizes(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--model.path=mixtral", "--data.train.0.path=train.jsonl", "--gpu=4090")
+    outcome = json.loads(output(capsys, "check", "rl", *flags, "--json", code=2))
+    assert "samples_per_step" in outcome["derived"]
+    assert not {"parameters", "total_gib", "kv_bytes_per_token"} & outcome["derived"].keys()
+    (found,) = (x["message"] for x in outcome["findings"] if x["level"] == "error")
+    assert "is of the family mixtral" in found
+
+
+def test_a_recipe_of_pairs_is_known_by_its_columns(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = workspace / "r.yaml"
+    recipe.write_text("{model: {path: model}, data: {train: [{path: pairs.jsonl}]}}")
+    flags = ("r.yaml", "--trainer.optimizer.lr=1e-6")
+    assert "Checked for `hone dpo`." in output(capsys, "check", *flags)
+    source = "{path: train.jsonl, columns: {chosen: prompt, rejected: answer}}"
+    recipe.write_text(f"{{model: {{path: model}}, data: {{train: [{source}]}}}}")
+    main(["check", *flags])
+    assert "Checked for `hone dpo`." in capsys.readouterr().out
+
+
+def test_a_name_that_the_hub_refuses_is_told_with_what_is_near(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(name: str, file: str, **options: Any) -> str:
+        if options.get("local_files_only"):
+            raise LocalEntryNotFoundError("not here")
+        raise RepositoryNotFoundError("404", response=Mock())
+
+    monkeypatch.setattr("hone.config.hub.hf_hub_download", answer)
+    monkeypatch.setattr("hone.config.hub.unreachable", lambda: None)
+    flags = ("--model.path=Qwen/Qwen3-06B", "--data.train.0.path=train.jsonl")
+    for argv in (("check", "rl"), ("rl",)):
+        told = " ".join(output(capsys, *argv, *flags, code=2).split())
+        assert "model.path 'Qwen/Qwen3-06B' is no folder here" in told
+        assert "there is no such model" in told
+        assert "Did you mean qwen3-0.6b?" in told
 
 
 def test_R22_a_run_that_cannot_go_on_is_told_by_hone_check(

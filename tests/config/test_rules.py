@@ -54,6 +54,9 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
                            "problem": "no setting 'patern'"}]}),
     (("sft", "", "error", "data.train.0.path"),
      {"data_problems": [{"key": "data.train.0.path", "problem": "no column for the prompt"}]}),
+    (("rl", "model.path=me/qwen3-06b", "error", "model.path"),
+     {"hub_problems": [{"key": "model.path", "path": "me/qwen3-06b",
+                        "problem": "there is no such model", "near": "did you mean qwen3-0.6b?"}]}),
     (("dpo", "", "warning", "data.train.0.path"),
      {"weak_pairs": [{"key": "data.train.0.path", "problem": "1 of the 2 rows"}]}),
     (("rl", "", "warning", "data.train.0.path"),
@@ -262,6 +265,8 @@ def test_a_sound_configuration_has_no_finding(command: str, read_workspace: Path
         "--nproc=8 trainer.parallel.ring_size=2 trainer.parallel.ulysses_size=2 "
         "trainer.max_tokens_per_microbatch=2047",
         "--nproc=8 algorithm.kl.coef=0.1 trainer.parallel.reference_ring_size=2",
+        "reward.functions.0.fn=own_path.py:score trainer.optimizer.lr=0.01",
+        "--nproc=8 teacher.path=one_key_head trainer.parallel.reference_ring_size=2",
         "trainer.matmul_precision=tf32 model.dtype=float32 trainer.parity=1e-4",
         "model.lora.rank=8 model.lora.target_modules=[q_proj,down_proj]",
         "--nproc=2 trainer.offload=parameters trainer.parallel.zero_stage=3",
@@ -280,6 +285,12 @@ def test_a_sound_configuration_has_no_finding(command: str, read_workspace: Path
 )
 def test_sound_settings_have_no_finding(flags: str, read_workspace: Path) -> None:
     assert findings("rl", flags) == []
+
+
+def test_a_teacher_with_devices_of_its_own_is_divided_over_none(read_workspace: Path) -> None:
+    asked = "--nproc=2 trainer.parallel.tensor_parallel_size=2 teacher.path=one_key_head "
+    apart = asked + "cluster.num_teachers=1 cluster.num_trainers=2"
+    assert not [x for x in findings("rl", apart) if "teacher.path" in x.keys]
 
 
 def test_sizes_of_a_critic_are_refused_where_no_mesh_has_them(read_workspace: Path) -> None:
@@ -436,6 +447,24 @@ def test_R25_a_missing_package_is_told_before_the_run(
     assert told in found.message
     with pytest.raises(UserError, match=f"^{re.escape(f'this {told}')}$"):
         extras.import_extra(package, needed_by="this", on_cpu="run.device=cpu" in flags)
+
+
+@table(
+    "command, flags",
+    [
+        ("sft", "trainer.matmul_precision=fp8"),
+        ("rl", "engine.backend=vllm"),
+        ("rl", "reward.functions.0.fn=imports.py:score"),
+    ],
+)
+def test_what_is_planned_for_another_host_needs_no_package_of_it_here(
+    command: str, flags: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda name: name not in ("vllm", "torchao"))
+    monkeypatch.setattr(facts, "installed_version", lambda name: "0.1")
+    for can_install in (False, True):
+        found = findings(command, f"--gpu=H200 {flags}", can_install=can_install)
+        assert any(x.level == "error" for x in found) != can_install
 
 
 @table(

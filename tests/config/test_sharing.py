@@ -213,12 +213,28 @@ def test_generation_samples_as_the_run_does_and_leaves_evaluation_out(tmp_path: 
         ("model.path data.eval reward.functions eval.top_p", "eval"),
         ("model.path data.eval reward.functions eval.top_p data.train.0.path", "rl"),
         ("model.path data.train output generation.top_p", "generate"),
+        ("model.path data.train.0.path data.train.0.columns.rejected", "dpo"),
+        ("model.path data.train.0.columns.margin algorithm.center_coef", "reward-model"),
     ],
 )
 def test_whose_recipe_it_is(keys: str, command: str) -> None:
     assert command_of([tuple(key.split(".")) for key in keys.split()]) == command
 
 
+@table(
+    "keys, command",
+    [
+        ("model.path data.train", "dpo"),
+        ("model.path data.train reward.functions", "rl"),
+        ("model.path data.train algorithm.center_coef", "reward-model"),
+    ],
+)
+def test_pairs_decide_where_keys_do_not(keys: str, command: str) -> None:
+    assert command_of([tuple(key.split(".")) for key in keys.split()], has_pairs=True) == command
+
+
 def test_paths_of_a_recipe() -> None:
     values = {"a": {"b": 1, "c": {}}, "d": [{"e": 2}]}
     assert list(key_paths(values)) == [("a", "b"), ("a", "c"), ("d",)]
+    within = list(key_paths(values, into_lists=True))
+    assert within == [("a", "b"), ("a", "c"), ("d", "0", "e")]

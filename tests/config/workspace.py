@@ -47,6 +47,9 @@ OTHERS: dict[str, dict[str, object]] = {
     "wide": {"head_dim": 32},
     "large": {"head_dim": 8192, "num_key_value_heads": 4},
     "impossible": {"num_hidden_layers": -1},
+    "narrow": {"vocab_size": 1},
+    "one_key_head": {"num_key_value_heads": 1},
+    "three_heads": {"num_attention_heads": 3, "num_key_value_heads": 1},
 }
 """Models that differ from `model` in these fields of their `config.json`."""
 
@@ -55,6 +58,7 @@ JUDGES: dict[str, dict[str, object]] = {
     "judge": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}},
     "short": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}, "max_position_embeddings": 512},
     "two": _CLASSIFIER,
+    "small_judge": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}, "vocab_size": 1},
     "language": {"architectures": ["Qwen3ForCausalLM"]},
 }
 """Likewise, but for what scores."""
@@ -113,6 +117,16 @@ def fill(folder: Path) -> None:
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
     (folder / "ranks.py").write_text("def rank(completions):\n    return [1.0]\n")
     (folder / "labels.py").write_text("def score(queries, prompts, labels):\n    return [1.0]\n")
+    (folder / "imports.py").write_text(
+        "from __future__ import annotations\nimport json\nimport scores, no_such_module.deep\n"
+        "def score(completion):\n    return 1.0\n"
+        "class Game:\n    def step(self, episode):\n        return 1.0\n"
+    )
+    (folder / "relative.py").write_text("from . import scores\ndef score(completion): return 1.0\n")
+    (folder / "own_path.py").write_text(
+        "import sys\nsys.path.append('lib')\nimport in_lib\ntry:\n    import no_such\n"
+        "except ImportError:\n    pass\ndef score(completion): return 1.0\n"
+    )
     (folder / "silent.py").write_text("def score():\n    return 1.0\n")
     (folder / "needy.py").write_text("def score(completion, depth):\n    return 1.0\n")
     (folder / "envs.py").write_text(

@@ -256,7 +256,7 @@ def test_a_reward_model_is_trained_with_what_it_scores(tmp_path: Path, end: str)
         train=(written(tmp_path, [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}]),)
     )
     (pair,) = load_pairs(cfg, tokenizer, seed=0, for_reward_model=True).train.sources[0]
-    transcripts = Transcripts(tokenizer, cfg, max_tokens=64, path="model")
+    transcripts = Transcripts(tokenizer, cfg, max_tokens=64, vocab_size=99, path="model")
     prompt = Prompt(id="1", text="2+2=", token_ids=(1,), unrendered="2+2=")
     for row, said in zip(pair.rows, ("4", "5"), strict=True):
         assert row.token_ids == transcripts.of(prompt, said, is_truncated=False)

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from tests.loops.conftest import MakeConfig
+from tests.tables import table
 
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
@@ -82,6 +83,56 @@ def test_what_has_changed_is_told(make_config: MakeConfig, tmp_path: Path) -> No
     assert "changed since then: trainer.optimizer.lr is 0.0001, was 0.003" in lines
     assert f"changed since then: model.path is other, was {old.model.path}" in lines
     assert not any("run." in line for line in lines)
+
+
+@table(
+    "optimizer, steps, said",
+    [
+        # 6 of 9 steps of a cosine: 0.003 (1 + cos(2 pi / 3)) / 2, and 0.003 (1 + cos(pi / 3)) / 2
+        ({"schedule": "cosine"}, 18, "goes on at 0.00225, and would have been 0.00075."),
+        ({"schedule": "linear", "min_lr_ratio": 0.5}, 12, "at 0.00225, and would have been 0.002."),
+        ({"schedule": "cosine"}, 9, None),
+        ({"schedule": "cosine", "warmup_steps": 7}, 18, None),
+        ({"schedule": "constant"}, 18, None),
+    ],
+)
+def test_a_learning_rate_that_jumps_with_more_steps_is_told(
+    make_config: MakeConfig, tmp_path: Path, optimizer: Any, steps: int, said: str | None
+) -> None:
+    def asked(steps: int) -> RLConfig:
+        trainer = {"optimizer": {"lr": 3e-3} | optimizer}
+        return make_config(run={"dir": tmp_path, "steps": steps}, trainer=trainer)
+
+    save_config(asked(9))
+    lines = [*announce(checkpoint(), asked(steps), ALONE)][1:]
+    if said is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith(f"changed since then: run.steps is {steps}, was 9, and trainer.")
+        assert said in line
+        assert f"{optimizer['schedule']} ends with it" in line
+
+
+def test_the_policys_schedule_begins_when_the_critic_has_warmed_up(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """After 2 of 4 steps of two mini-batches, the first of them the critic's alone."""
+
+    def asked(steps: int) -> RLConfig:
+        return make_config(
+            run={"dir": tmp_path, "steps": steps},
+            algorithm={"advantage": "gae"},
+            critic={"warmup_steps": 1},
+            trainer={
+                "optimizer": {"lr": 3e-3, "schedule": "linear"},
+                "prompts_per_minibatch": 2,
+            },
+        )
+
+    save_config(asked(4))
+    line = [*announce(checkpoint(step=2), asked(7), ALONE)][-1]
+    assert "goes on at 0.0025, and would have been 0.002." in line  # 5 / 6 and 2 / 3 of it
 
 
 def test_what_has_changed_is_an_event_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -23,12 +23,14 @@ from hone.models.load import (
     load_deferred,
     load_end_ids,
     load_model,
+    load_value_model,
 )
 from hone.models.support import check_supported, context_length, eos_token_ids
 from hone.models.tiny import make_tiny_model
 from hone.models.tokenizer import load_tokenizer
 from tests.models.families import FAMILY_FIELDS, family_folder, family_model
 from tests.tables import table
+from tests.tiny_runs import make_classifier
 
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "head_dim": 8, "intermediate_size": 16}
 
@@ -200,7 +202,9 @@ def edit_weights(folder, edit):
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 READABLE = {
     "a backbone": lambda w: {name.removeprefix("model."): tensor for name, tensor in w.items()},
-    "more than the model": lambda w: w | {"model.layers.9.extra": torch.ones(2)},
+    "buffers that were saved once": (
+        lambda w: w | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    ),
     "the tied head too": lambda w: w | {HEAD: w[EMBEDDING].clone()},
     "the tied head alone": lambda w: {
         HEAD if name == EMBEDDING else name: tensor for name, tensor in w.items()
@@ -315,7 +319,47 @@ def drop_weight(folder):
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def spoil_weight(name, value):
+    def edit(weights):
+        weights[name].view(-1)[3] = value
+        return weights
+
+    return lambda folder: edit_weights(folder, edit)
+
+
+def add_weight(name):
+    return lambda folder: edit_weights(folder, lambda w: w | {name: torch.ones(1)})
+
+
+NORM, QUERY = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"]}
+
 MISTAKES = {
+    "a weight is NaN": (
+        spoil_weight(NORM, torch.nan),
+        "",
+        UserError,
+        "1 of 16 values of model.norm.weight are NaN or infinite",
+    ),
+    "a weight is infinite": (
+        spoil_weight(QUERY, -torch.inf),
+        "",
+        UserError,
+        "1 of 256 values of .*q_proj.weight are NaN or infinite",
+    ),
+    "more layers than the config": (
+        add_weight("model.layers.1.mlp.up_proj.weight"),
+        "",
+        UserError,
+        r"holds 1 weights for which .* no place, among them \['model.layers.1.mlp",
+    ),
+    "the head of a scorer": (add_weight("score.weight"), "", UserError, "no place.*score.weight"),
+    "a scorer": (
+        lambda f: edit_config(f, **CLASSIFIER),
+        "",
+        UserError,
+        r"\['Qwen3ForSequenceClassification'\], which scores texts and predicts no tokens",
+    ),
     "no folder": (lambda f: None, "./nowhere", FileNotFoundError, "nowhere"),
     "no config": (lambda f: (f / "config.json").unlink(), "", UserError, "config.json"),
     "bad config": (lambda f: (f / "config.json").write_text("{"), "", FileNotFoundError, "config"),
@@ -361,7 +405,38 @@ def test_mistakes_are_told(tmp_path, mistake):
     spoil(folder)
     for reader in (load, defer):
         with pytest.raises(error, match=message):
-            reader(path if path.startswith(".") else folder / path)
+            given(reader(path if path.startswith(".") else folder / path))
+
+
+@pytest.mark.parametrize("kind", ["pickle", "safetensors"])
+def test_a_weight_without_a_place_is_told_of_pickles_too(folder, kind):
+    add_weight("model.layers.7.mlp.up_proj.weight")(folder)
+    if kind == "pickle":
+        pickled(folder)
+    with pytest.raises(UserError, match=r"no place, among them \['model.layers.7"):
+        load(folder)
+
+
+def test_weights_that_transformers_declares_as_not_loaded_are_named_in_one_line(tmp_path, caplog):
+    folder = tmp_path / "model"
+    shutil.copytree(family_folder("glm4_moe"), folder)
+    add_weight("model.layers.92.shared_head.norm.weight")(folder)
+    for reader in (load, defer):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hone"):
+            reader(folder)
+        (line,) = (x.message for x in caplog.records if "not read" in x.message)
+        assert "holds 1 tensors that are not read, among them model.layers.92.shared" in line
+        assert line.endswith("Glm4MoeForCausalLM does not have these parts")
+
+
+def test_what_scores_is_loaded_as_such_and_its_values_are_looked_at(tmp_path):
+    folder = make_classifier(tmp_path / "judge")
+    cfg = ModelConfig(path=str(folder))
+    assert load_value_model(cfg, device="cpu", seed=0).score.weight.shape == (1, 32)
+    spoil_weight("score.weight", torch.nan)(folder)
+    with pytest.raises(UserError, match=r"1 of 32 values of score.weight are NaN"):
+        load_value_model(cfg, device="cpu", seed=0)
 
 
 def test_a_missing_weight_is_told_before_anything_is_read(folder, monkeypatch, caplog):

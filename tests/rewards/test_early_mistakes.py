@@ -87,6 +87,7 @@ def test_a_signature_is_checked_without_running_the_file(source: str, tmp_path: 
     flaw = FLAWS[source]
     source = f"raise SystemExit('it ran')\n{source}"
     has_scale = "scale" in source or "sclae" in source
+    (tmp_path / "elsewhere.py").touch()  # which one of them imports
     cfg = reward(tmp_path / "r.py", source, args={"scale": 3} if has_scale else {})
     found = [
         finding.message

@@ -102,7 +102,7 @@ def test_it_reads_text_in_its_own_tokens_and_template(
     asked: Any, keys: dict[str, Any], is_truncated: bool, expected: str
 ) -> None:
     tokenizer = chatting()
-    found = Transcripts(tokenizer, data(**keys), max_tokens=64, path="judge").of(
+    found = Transcripts(tokenizer, data(**keys), max_tokens=64, vocab_size=99, path="judge").of(
         prompt(asked, metadata={"kind": "7"}), "3", is_truncated=is_truncated
     )
     assert spelt(tokenizer, found) == expected.format(end=tokenizer.eos_token)
@@ -120,7 +120,9 @@ def test_what_it_cannot_read_is_said_before_the_run(
     tokenizer: PreTrainedTokenizerBase, asked: Any, keys: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError, match=rf"reward.model.path='judge': .*{said}"):
-        Transcripts(tokenizer, data(**keys), max_tokens=64, path="judge").check(prompt(asked))
+        Transcripts(tokenizer, data(**keys), max_tokens=64, vocab_size=99, path="judge").check(
+            prompt(asked)
+        )
 
 
 # -- when it is asked ----------------------------------------------------------------------------
@@ -160,7 +162,11 @@ def judge(
         num_workers=1,
     )
     transcripts = Transcripts(
-        make_char_tokenizer(ALPHABET), data(chat="never"), max_tokens=64, path="judge"
+        make_char_tokenizer(ALPHABET),
+        data(chat="never"),
+        max_tokens=64,
+        vocab_size=99,
+        path="judge",
     )
     return Judge(fake, transcripts, Scorer(rewards, max_completion_tokens=64), rewards)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hone.cli.command import (
     check_host,
     check_plan,
     load_arguments,
+    near_name,
     plan_here,
     split,
     started_here,
@@ -24,15 +26,18 @@ from hone.cli.command import (
     take_word,
 )
 from hone.cli.help import is_help, print_help
+from hone.config.base import Section
+from hone.config.errors import UserError
 from hone.config.hardware import known_gpu
-from hone.config.paths import must_be_local
+from hone.config.paths import DATA_SUFFIXES, local_path, must_be_local
 from hone.config.plan import RECIPE_TREES, Command, RunPlan
 from hone.config.printable import printable
 from hone.config.recipe import read_recipe, to_yaml
 from hone.config.reward import RewardConfig
 from hone.config.rules import Finding
 from hone.config.sharing import command_of, key_paths
-from hone.config.tree import RLConfig
+from hone.config.tree import RLConfig, SFTConfig
+from hone.data.sources import is_json_array, iter_source
 from hone.planner.lines import Line, plan_lines
 from hone.rewards.jail import missing_walls
 
@@ -47,7 +52,8 @@ generate; unset: the one that its keys are for), and prints what is wrong, what
 was set, the numbers that follow, the memory of each phase, and whether it fits: N
 processes, one a device, on the GPUs of this host, or with --gpu on others (h200,
 h100, a100-80g, a100-40g, l40s, a10, 4090, ...); on a CPU, and of what is
-offloaded, whether this host's memory holds the run. Loads no model; needs no GPU.
+offloaded, whether this host's memory holds the run. Loads no model, of one on the
+hub config.json alone; needs no GPU, and with --gpu no packages of that host.
 Exit code: 2 with errors, else 0.
 `hone check COMMAND --help` explains the keys.
 """
@@ -65,15 +71,23 @@ def run(argv: Sequence[str]) -> int:
         return 0
     as_json = "--json" in words
     words = [word for word in words if word != "--json"]
+    is_named = command is not None
     command = command or _command_of(words)
-    cfg, notes = load_arguments(RECIPE_TREES[command], words)
+    cfg, notes = load_arguments(RECIPE_TREES[command], words, starts=True)
+    if not is_named and (fitting := _command_of(words, has_pairs=_has_pairs(cfg))) != command:
+        command = fitting
+        cfg, notes = load_arguments(RECIPE_TREES[command], words, starts=True)
     # A run that is for a CPU is for this one.
-    known = started_here(nproc) if nproc is not None and cfg.run.device == "cpu" else {}
+    known: dict[str, Any] = (
+        started_here(nproc) if nproc is not None and cfg.run.device == "cpu" else {}
+    )
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_processes
     assert isinstance(cfg, Command)
     gpu = None if name is None else known_gpu(name)
-    plan = plan_here(cfg, nproc, gpu=gpu)
+    if gpu is not None:
+        known["can_install"] = True  # on the host that has such GPUs
+    plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
     findings = _findings(plan, known)
     notes = [*notes, *_unknown_sizes(plan), *_walls(cfg)]
     if as_json:
@@ -83,13 +97,26 @@ def run(argv: Sequence[str]) -> int:
     return 2 if any(finding.level == "error" for finding in findings) else 0
 
 
-def _command_of(words: Sequence[str]) -> str:
-    """The command that a recipe and flags are for: `rl` where several serve."""
+def _command_of(words: Sequence[str], *, has_pairs: bool = False) -> str:
+    """The command that a recipe and flags are for: `rl` where several serve, and its data are no
+    pairs."""
     recipe, flags = split(words)
     values = {} if recipe is None else read_recipe(recipe).values
     named = [word.removeprefix("--").partition("=")[0] for word in flags if word.startswith("--")]
     in_flags = (tuple(name.replace("-", "_").split(".")) for name in named)
-    return command_of([*key_paths(values), *in_flags])
+    return command_of([*key_paths(values, into_lists=True), *in_flags], has_pairs=has_pairs)
+
+
+def _has_pairs(cfg: Section) -> bool:
+    """Whether the first row to train on has the columns of a pair, where that is a file here whose
+    rows are read one by one. What is wrong with the file is told later."""
+    sources = cfg.data.train if isinstance(cfg, RLConfig | SFTConfig) else ()
+    for source in sources[:1]:
+        path = local_path(source.path)
+        if path.is_file() and path.suffix in DATA_SUFFIXES and not is_json_array(path):
+            with suppress(UserError):
+                return {"chosen", "rejected"} <= next(iter_source(source)).columns.keys()
+    return False
 
 
 def _findings(plan: RunPlan, known: Mapping[str, Any]) -> list[Finding]:
@@ -114,10 +141,11 @@ def _unknown_sizes(plan: RunPlan) -> Iterator[str]:
     if facts is not None and facts.lacks is not None:
         yield f"{facts.lacks} So memory was not checked for model.path '{path}'."
     elif facts is None and not (Path(path).exists() or must_be_local(path)):
-        yield (
+        text = (
             f"The sizes of model.path '{path}' are not known here, so memory was not checked: run "
             f"`hf download {path} config.json`, or name a folder with that file."
         )
+        yield f"{text} {near_name(path).capitalize()}".rstrip()
 
 
 def _walls(cfg: Command) -> Iterator[str]:
@@ -171,24 +199,30 @@ def _print_json(plan: RunPlan, findings: list[Finding], notes: list[str]) -> Non
 
 
 def _print_tables(plan: RunPlan, findings: list[Finding], notes: list[str]) -> None:
+    """Settings, numbers, notes, warnings, and last the errors, whose keys a line before the numbers
+    names too: a table may be longer than a screen."""
     lines = plan_lines(plan)
+    errors = [finding for finding in findings if finding.level == "error"]
     console = Console(highlight=False)
     console.print(Text("What differs from the defaults", style="bold"))
     console.print(to_yaml(plan.config.model_dump(mode="json", exclude_defaults=True)), markup=False)
     if lines:
+        if errors:
+            keys = dict.fromkeys(key for error in errors for key in error.keys[:1])
+            told = f"errors: {len(errors)}, of {', '.join(keys)}; they stand below the numbers"
+            console.print(Text(told, style="bold red"))
         console.print(_table(lines))
     console.print()
-    for finding in findings:
-        style = "bold red" if finding.level == "error" else "yellow"
-        console.print(Text.assemble((f"{finding.level}: ", style), printable(finding.message)))
     for note in [*notes, _planned_for(plan)]:
         console.print(Text(printable(note), style="dim"))
     if plan.world_size is None:
         hint = "What depends on the number of processes is not checked: add --nproc N, or 1."
         console.print(Text(hint, style="dim"))
-    num_errors = sum(finding.level == "error" for finding in findings)
-    summary = f"errors: {num_errors}, warnings: {len(findings) - num_errors}"
-    console.print(Text(summary, style="bold red" if num_errors else "bold green"))
+    for finding in sorted(findings, key=lambda finding: finding.level == "error"):
+        style = "bold red" if finding.level == "error" else "yellow"
+        console.print(Text.assemble((f"{finding.level}: ", style), printable(finding.message)))
+    summary = f"errors: {len(errors)}, warnings: {len(findings) - len(errors)}"
+    console.print(Text(summary, style="bold red" if errors else "bold green"))
 
 
 def _table(lines: list[Line]) -> Table:

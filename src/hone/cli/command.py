@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -19,13 +20,16 @@ from hone.config.address import is_address
 from hone.config.base import Section
 from hone.config.fit import fit_to_context
 from hone.config.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
+from hone.config.hub import refusal
 from hone.config.load import load_noted, resolve_recipe
+from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.paths import DATA_SUFFIXES, local_path
+from hone.config.paths import DATA_SUFFIXES, local_path, must_be_local
 from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.rules import Finding, findings
 from hone.config.rules.rewards import needs_columns
 from hone.config.run import RunConfig
+from hone.config.tokens import raises_for_unknown
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
@@ -38,9 +42,10 @@ from hone.config.tree import (
 )
 from hone.data.columns import Example, choose_columns, map_rows
 from hone.data.pairs import taught_little
-from hone.data.sources import is_json_array, read_source
+from hone.data.sources import is_json_array, read_source, shorten
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
+from hone.families.registry import public_configs
 from hone.observe.disk import free_bytes
 from hone.observe.kept_result import require_same_settings
 from hone.observe.resumed_run import (
@@ -65,6 +70,7 @@ __all__ = [
     "load_checked",
     "load_fitted",
     "local_gpu",
+    "near_name",
     "plan_here",
     "quiet_transformers",
     "require_no_error",
@@ -283,7 +289,8 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
     the plan."""
     cfg = plan.config
     known["lacks_room_for_two_rows"] = not (plan.world_size is None or has_room_for_two_rows(plan))
-    found = findings(plan, **known, **first_rows(cfg), **_reward_problems(cfg))
+    known |= first_rows(cfg) | _reward_problems(cfg) | _hub_problems(cfg)
+    found = findings(plan, **known)
     if _trains(cfg):
         try:
             require_resumable(cfg, newest=newest_step(cfg.run.dir))
@@ -296,11 +303,11 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
         except UserError as error:
             key = "run.dir" if isinstance(cfg, EvaluateConfig) else "output"
             found.append(Finding("error", (key,), f"{error}"))
-    if plan.world_size is not None or plan.trainer is None:
-        memory = [*check_gpu_memory(plan)]
-    else:
-        memory = []  # more processes may have enough
-    memory = memory or check_host(plan)
+    memory: list[Finding] = []
+    if not plan.is_refused:
+        if plan.world_size is not None or plan.trainer is None:  # else more processes have enough
+            memory = [*check_gpu_memory(plan)]
+        memory = memory or check_host(plan)
     return sorted([*found, *memory], key=lambda finding: finding.level)
 
 
@@ -363,6 +370,32 @@ def _reward_problems(cfg: Command) -> dict[str, Any]:
     return {"reward_problems": found}
 
 
+def _hub_problems(cfg: Command) -> dict[str, Any]:
+    """Models that the hub does not give, each with a public one of nearly that name. Of several
+    processes the first one asks."""
+    if processes().rank > 0:
+        return {}
+    paths = {"model.path": cfg.model.path}
+    if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
+        paths["reward.model.path"] = cfg.reward.model.path
+    if isinstance(cfg, RLConfig):
+        paths |= {"critic.path": cfg.critic.path, "teacher.path": cfg.teacher.path}
+    found: list[dict[str, str]] = []
+    for key, path in paths.items():
+        if path is None or "/" not in path or Path(path).exists() or must_be_local(path):
+            continue
+        if (problem := refusal(path)) is not None:
+            found.append({"key": key, "path": path, "problem": problem, "near": near_name(path)})
+    return {"hub_problems": found}
+
+
+def near_name(path: str) -> str:
+    """The question whether a public model of nearly that name was meant; empty without one."""
+    name = path.rpartition("/")[2].lower()
+    near = get_close_matches(name, public_configs(), 1, cutoff=0.8)
+    return f"did you mean {near[0]}?" if near and near[0] != name else ""
+
+
 def first_rows(cfg: Command) -> dict[str, Any]:
     """What rules must know of the first rows of data on this host. Of several processes the first
     one looks: the others would read the same."""
@@ -375,6 +408,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
     problems: list[dict[str, Any]] = []
     weak: list[dict[str, Any]] = []
     rows: dict[str, list[tuple[str, Collection[str]]]] = {}
+    unwritable = unwritable_by(cfg.model)
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(data, section)):
             path = local_path(source.path)
@@ -403,11 +437,55 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                     columns = choose_columns(read, source, demonstrations=demonstrations)
                     examples = map_rows(read, source, columns, name=source.path)
                     rows[f"data.{section}.{index}"] = [_held(x) for x in examples]
+                    for example in examples:
+                        if (problem := unwritable(example)) is not None:
+                            problems.append({"key": key, "problem": problem})
+                            break
                 except UserError as error:
                     problems.append({"key": key, "problem": f"{error}"})
     return {"data_problems": problems, "weak_pairs": weak} | (
         {"first_rows": rows, "unread_arrays": unread} if named else {}
     )
+
+
+def unwritable_by(model: ModelConfig) -> Callable[[Example], str | None]:
+    """Says of an example that the tokenizer of `model` has no tokens for its texts, for people;
+    None where it has, and where its folder is not here. Tokenizers of bytes write every text and
+    are not looked at."""
+    file = Path(model.tokenizer or model.path) / "tokenizer.json"
+    if not raises_for_unknown(file):
+        return lambda example: None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:
+        if type(error) is not Exception:  # which it raises for a damaged file: the run says so
+            raise
+        return lambda example: None
+
+    def problem(example: Example) -> str | None:
+        for text in _texts(example):
+            try:
+                tokenizer.encode(text)
+            except Exception as error:
+                if type(error) is not Exception:  # `tokenizers` raises it for want of a token
+                    raise
+                return (
+                    f"{example.location}: the tokenizer cannot encode {shorten(text)!r} ({error}). "
+                    "Leave such rows out, or name another tokenizer in model.tokenizer"
+                )
+        return None
+
+    return problem
+
+
+def _texts(example: Example) -> Iterator[str]:
+    """What of an example is put into tokens as it stands."""
+    asked = example.prompt
+    messages = [*([] if isinstance(asked, str) else asked), *filter(None, [example.completion])]
+    yield from [asked] if isinstance(asked, str) else []
+    yield from (text for x in messages if isinstance(text := x.get("content"), str))
 
 
 def _held(example: Example) -> tuple[str, Collection[str]]:

@@ -79,7 +79,7 @@ def _list() -> None:
     table.add_column()
     for name in recipe_names():
         file = RECIPES / f"{name}.yaml"
-        command = command_of([*key_paths(read_recipe(file).values)])
+        command = command_of([*key_paths(read_recipe(file).values, into_lists=True)])
         first = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         table.add_row(Text(f"hone {command} {name}", style="bold"), Text(first))
     console = Console(highlight=False)

@@ -18,12 +18,18 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from hone.config.errors import UserError
 from hone.config.paths import must_be_local
 
-__all__ = ["cache_alone", "config_of", "locate_model", "unreachable"]
+__all__ = ["cache_alone", "config_of", "locate_model", "refusal", "unreachable"]
 
 _CONNECT_S = 5.0
 """For all addresses of the hub together, and the time to resolve its name."""
@@ -59,6 +65,28 @@ def config_of(name: str, *, may_fetch: bool) -> Path | None:
         return Path(hf_hub_download(name, "config.json", local_files_only=is_local))
     except (OSError, ValueError):
         return None
+
+
+def refusal(name: str) -> str | None:
+    """Why the hub, which answers, does not give the `config.json` of a name, for people; None where
+    it does, where that is in the local cache, and where the hub cannot be reached."""
+    if config_of(name, may_fetch=False) is not None or unreachable() is not None:
+        return None
+    try:
+        hf_hub_download(name, "config.json")
+    except GatedRepoError:
+        return "its owner grants access: accept the terms on its page, then run `hf auth login`"
+    except RepositoryNotFoundError:
+        return "there is no such model, or a private one, for which `hf auth login` is needed"
+    except LocalEntryNotFoundError:  # the answer was lost on the way
+        return None
+    except EntryNotFoundError:
+        return "it holds none, as no model of transformers does"
+    except HFValidationError as error:
+        return f"it is no name of a model ({error})"
+    except OSError:  # what loads the model meets it again, and says it
+        return None
+    return None
 
 
 @cache

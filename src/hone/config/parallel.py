@@ -57,10 +57,10 @@ class ParallelConfig(Section):
     """Processes that share a sequence's tokens and pass keys and values round in attention."""
 
     reference_ulysses_size: int | None = Field(default=None, ge=1)
-    """As `ulysses_size`, for the reference model; unset: the same."""
+    """As `ulysses_size`, for the reference model and a teacher; unset: the same."""
 
     reference_ring_size: int | None = Field(default=None, ge=1)
-    """As `ring_size`, for the reference model; unset: the same."""
+    """As `ring_size`, for the reference model and a teacher; unset: the same."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a process that waits for others gives up and names whom it missed."""

@@ -173,6 +173,11 @@ class RunPlan:
         return None if self.model is None else self.model.shape
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the model has what nobody here computes."""
+        return self.model is not None and bool(self.model.unserved)
+
+    @property
     def trainer(self) -> SFTTrainerConfig | None:
         cfg = self.config
         return cfg.trainer if isinstance(cfg, RLConfig | SFTConfig | BenchTrainConfig) else None
@@ -250,6 +255,13 @@ class RunPlan:
         has_teacher = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
         is_asked = has_teacher or "policy" in cfg.algorithm.needs.scores
         return batch.optimizer_steps_per_rollout > 1 or is_asked
+
+    @property
+    def trainers_hold_frozen(self) -> bool:
+        """Whether a model that only scores rows, the reference or a teacher, is divided over the
+        processes that train."""
+        held = (self.roles.get(name) for name in ("reference", "teacher"))
+        return any(role is not None and role.where == "here" for role in held)
 
     @property
     def dtype(self) -> Dtype:

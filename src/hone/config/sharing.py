@@ -133,18 +133,20 @@ def training_tree(paths: Collection[tuple[str, ...]]) -> type[Section] | None:
     return best if known[best] else None
 
 
-def command_of(paths: Collection[tuple[str, ...]]) -> str:
+def command_of(paths: Collection[tuple[str, ...]], *, has_pairs: bool = False) -> str:
     """Which of `RECIPE_COMMANDS` a recipe and flags with these keys are for.
 
-    The one that knows the most of them, and of equals one whose required keys are all there; of
-    these the first.
+    The one that knows the most of them; of equals one that trains on pairs, where the data
+    `has_pairs`, then one whose required keys are all there; of these the first.
     """
 
-    def fitness(name: str) -> tuple[int, bool]:
+    def fitness(name: str) -> tuple[int, bool, bool]:
         tree = TREES[name]
         known = sum(locate(tree, path) is not None for path in paths)
+        reads_pairs = has_pairs and locate(tree, _CHOSEN) is not None
         given = {path[:length] for path in paths for length in range(1, len(path) + 1)}
-        return known, all(key.path in given for key in fields(tree) if _is_needed(key.path, tree))
+        needed = (key.path for key in fields(tree) if _is_needed(key.path, tree))
+        return known, reads_pairs, all(path in given for path in needed)
 
     return max(RECIPE_COMMANDS, key=fitness)
 
@@ -154,11 +156,20 @@ def _is_needed(path: tuple[str, ...], tree: type[Section]) -> bool:
     return found is not None and found.required and "0" not in path
 
 
-def key_paths(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths of all values of a recipe; a list is one."""
+_CHOSEN = ("data", "train", "0", "columns", "chosen")
+
+
+def key_paths(
+    values: Mapping[str, Any], above: tuple[str, ...] = (), *, into_lists: bool = False
+) -> Iterator[tuple[str, ...]]:
+    """The paths of all values of a recipe. A list is one, or `into_lists` those of its entries."""
     for name, value in values.items():
         path = (*above, name)
+        entries: list[Any] = value if into_lists and isinstance(value, list) else []
+        sections = {str(n): entry for n, entry in enumerate(entries) if isinstance(entry, dict)}
         if isinstance(value, dict) and value:
-            yield from key_paths(value, path)
+            yield from key_paths(value, path, into_lists=into_lists)
+        elif sections:
+            yield from key_paths(sections, path, into_lists=into_lists)
         else:
             yield path

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OTHER_TOKENS", "difference", "tokens_of"]
+__all__ = [
+    "OTHER_TOKENS",
+    "difference",
+    "lacking_room",
+    "raises_for_unknown",
+    "tokens_beyond",
+    "tokens_of",
+]
 
 OTHER_TOKENS = {
     "teacher.path": "Choose a teacher with the policy's tokens, or train on the teacher's "
@@ -20,15 +27,67 @@ OTHER_TOKENS = {
 def tokens_of(folder: Path) -> dict[str, int]:
     """Ids by their texts, of `tokenizer.json` in a folder; empty where it is none, or of a form
     that is not known here."""
+    vocabulary, added = _parts(folder)
+    return vocabulary | added
+
+
+def tokens_beyond(folder: Path, vocab_size: int, *, template: str) -> dict[str, int]:
+    """What texts become by the tokenizer of a folder, and a model of `vocab_size` tokens lacks: ids
+    by their texts, of the vocabulary, and of what was added to it the tokens that `template` writes
+    or that begin and end a text. Sound models lack others, as Gemma 3 that for images: a row that
+    spells one is refused when it is read."""
+    vocabulary, added = _parts(folder)
+    ends = [*_ends(folder)]
+    used = {text: i for text, i in added.items() if text in template or text in ends}
+    return {text: i for text, i in (vocabulary | used).items() if i >= vocab_size}
+
+
+def raises_for_unknown(file: Path) -> bool:
+    """Whether a `tokenizer.json` is of a kind that raises for a text that it has no token for: of
+    whole words or pieces, without a token for what is unknown. One of byte pairs has all bytes, or
+    leaves out what it does not know."""
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))["model"]
+        return model["type"] in ("WordLevel", "WordPiece", "Unigram")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _parts(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Ids by their texts, of the vocabulary and of the tokens that were added to it."""
     try:
         held: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = held["model"]["vocab"]
         if isinstance(vocabulary, list):  # of unigram models: each text with its score
             vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
         added = {token["content"]: token["id"] for token in held.get("added_tokens", ())}
-        return vocabulary | added
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        own = {text: number for text, number in vocabulary.items() if text not in added}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}, {}
+    return own, added
+
+
+def _ends(folder: Path) -> Iterator[str]:
+    """The texts of the tokens that begin and end a text."""
+    try:
+        held = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        for name in ("bos_token", "eos_token"):
+            token = held.get(name) or ""
+            yield token if isinstance(token, str) else token["content"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+
+
+def lacking_room(own: Mapping[str, int], vocab_size: int, other_size: int) -> str | None:
+    """That a model of `other_size` tokens lacks some of the policy's `own` that the policy, of
+    `vocab_size`, has and so can write, in words; None where it has room for all."""
+    beyond = [i for i in own.values() if other_size <= i < vocab_size]
+    if not beyond:
+        return None
+    return (
+        f"its model has {other_size:,} tokens, and {len(beyond):,} of the policy's lie beyond, the "
+        f"first is token {min(beyond)}"
+    )
 
 
 def difference(own: Mapping[str, int], other: Mapping[str, int]) -> str | None:

@@ -6,7 +6,7 @@ prompts ──► engine ──► scorer ──► `chosen` ──► part of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 from operator import itemgetter
@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hone.config.parallel import ParallelConfig
 from hone.config.paths import settings_file
@@ -31,9 +32,9 @@ from hone.loops.inputs import (
 )
 from hone.loops.launch import join
 from hone.loops.workers import judged
-from hone.models.load import load_end_ids
+from hone.models.load import load_config, load_end_ids
 from hone.models.tensor_parallel import TensorParallel
-from hone.models.tokenizer import load_tokenizer
+from hone.models.tokenizer import load_tokenizer, require_known_tokens
 from hone.observe.kept_result import settings_text
 from hone.observe.loggers import completion_row, json_line, pair_row
 from hone.observe.parts import Part, PartWriter, finish_parts, read_parts, taken_parts
@@ -42,7 +43,7 @@ from hone.rewards.scorer import FailureRateError, Scorer, describe_failures
 from hone.rollout.batch import Batch
 from hone.rollout.episodes import Episodes
 from hone.rollout.requests import sampling_params
-from hone.types import Sample
+from hone.types import Prompt, Sample
 
 __all__ = ["run_generation"]
 
@@ -100,8 +101,12 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, mesh.device)
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
-    prompts = read_prompts(
-        cfg.data, tokenizer, seed=cfg.run.seed, max_prompt_tokens=room_for_prompts(cfg)
+    prompts = _known(
+        read_prompts(
+            cfg.data, tokenizer, seed=cfg.run.seed, max_prompt_tokens=room_for_prompts(cfg)
+        ),
+        tokenizer,
+        cfg,
     )
     with ExitStack() as stack:
         scorer = scores = None
@@ -156,6 +161,16 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
         told = f"{stats.num_generated_tokens:,} tokens in {passed_s:.1f} s, "
         told += f"{stats.busy_s / passed_s:.1%} of it in the engine"
         _log.info("%s: %.0f tok/s", told, stats.num_generated_tokens / passed_s)
+
+
+def _known(
+    prompts: Iterator[Prompt], tokenizer: PreTrainedTokenizerBase, cfg: GenerateConfig
+) -> Iterator[Prompt]:
+    """The prompts as they are read. Raises UserError for one that the model has no tokens for."""
+    vocab_size = load_config(cfg.model).vocab_size
+    for prompt in prompts:
+        require_known_tokens([prompt], tokenizer, vocab_size, cfg.model.path)
+        yield prompt
 
 
 def _chosen(samples: Sequence[Sample], cfg: GenerateConfig) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
 from hone.models.load import load_config
 from hone.models.support import classifies, context_length, silent_token_ids
-from hone.models.tokenizer import load_tokenizer
+from hone.models.tokenizer import load_tokenizer, require_known_tokens
 from hone.rewards.scorer import Scorer
 from hone.rollout.judge import Transcripts
 from hone.rollout.requests import Decode
@@ -34,14 +34,18 @@ __all__ = [
 
 
 def prompts_of(cfg: RLConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """The prompts of `cfg.data` that leave a completion its full length."""
-    return load_prompts(
+    """The prompts of `cfg.data` that leave a completion its full length. Raises UserError for one
+    that the model has no tokens for."""
+    data = load_prompts(
         cfg.data,
         tokenizer,
         seed=cfg.run.seed,
         max_prompt_tokens=room_for_prompts(cfg),
         keeps_messages=cfg.env.path is not None,
     )
+    vocab_size = load_config(cfg.model).vocab_size
+    require_known_tokens(data.all_rows(), tokenizer, vocab_size, cfg.model.path)
+    return data
 
 
 def room_for_prompts(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> int:
@@ -65,7 +69,13 @@ def transcripts_of(
         )
     tokenizer = load_tokenizer(model, path_key="reward.model.path")
     limit = context_length(config)
-    found = Transcripts(tokenizer, cfg.data, max_tokens=limit, path=model.path)
+    found = Transcripts(
+        tokenizer,
+        cfg.data,
+        max_tokens=limit,
+        vocab_size=config.vocab_size,
+        path=model.path,
+    )
     for prompt in prompts[:1]:
         found.check(prompt)
     return found

@@ -35,7 +35,7 @@ from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
 from hone.loops.hosts import require_same_inputs, require_shared
 from hone.loops.interrupt import terminable
-from hone.loops.resuming import announce, announce_restart, find_checkpoint
+from hone.loops.resuming import announce, announce_restart, changes, find_checkpoint
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
@@ -44,7 +44,6 @@ from hone.observe.local_server import ADDRESS
 from hone.observe.loggers import append_event
 from hone.observe.metrics_server import MetricsServer
 from hone.observe.resumed_run import (
-    changed_settings,
     exported_last,
     exported_step,
     save_config,
@@ -99,8 +98,8 @@ class Launch:
         against resuming; what has changed since it was written there is an event. A launch that
         trains nothing leaves that which the run was trained with."""
         if self.everyone.is_first and self.steps_done < self.total_steps:
-            if self.steps_done and (changed := changed_settings(self.cfg)):
-                fields = {"step": self.steps_done, "settings": [*changed.values()]}
+            if self.steps_done and (changed := changes(self.cfg, self.steps_done)):
+                fields = {"step": self.steps_done, "settings": changed}
                 append_event(self.dir, "changed", **fields)
             save_config(self.cfg)
             save_environment(self.dir / ENVIRONMENT, self.mesh.device, self.everyone.size)

@@ -37,8 +37,18 @@ from hone.loops.untrained import Untrained, is_stalled, why_untrained
 from hone.loops.workers import Pools, judged, make_engine, reserved_gpus, thread_pools
 from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
-from hone.models.load import blank_model, compute_dtype, load_end_ids, load_value_model
-from hone.models.tokenizer import load_tokenizer, require_same_tokens
+from hone.models.load import (
+    blank_model,
+    compute_dtype,
+    load_config,
+    load_end_ids,
+    load_value_model,
+)
+from hone.models.tokenizer import (
+    load_tokenizer,
+    require_room_for_tokens,
+    require_same_tokens,
+)
 from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
 from hone.planner.rungs import Rungs
@@ -369,6 +379,8 @@ def _tokenizer(cfg: RLConfig) -> PreTrainedTokenizerBase:
         if other is not None:
             its = load_tokenizer(other, path_key=key)
             require_same_tokens(tokenizer, its, key, other.path)
+            policy_size, size = (load_config(x).vocab_size for x in (cfg.model, other))
+            require_room_for_tokens(tokenizer, policy_size, key, other.path, size)
     return tokenizer
 
 

@@ -11,13 +11,20 @@ from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.checkpoint.tree import in_memory
 from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes
+from hone.config.plan import Devices, resolve
 from hone.config.tree import RLConfig, SFTConfig
-from hone.observe.resumed_run import changed_settings, newest_step, require_resumable
+from hone.observe.resumed_run import (
+    changed_settings,
+    newest_step,
+    require_resumable,
+    saved_config,
+)
 from hone.observe.run_folder import METRICS, RunFolder
 from hone.trainer.models import Models
+from hone.trainer.schedule import lr_scale
 from hone.trainer.trainer import Trainer
 
-__all__ = ["announce", "announce_restart", "find_checkpoint", "restore", "saved_names"]
+__all__ = ["announce", "announce_restart", "changes", "find_checkpoint", "restore", "saved_names"]
 
 _AXES = ("pipeline", "data", "ring", "ulysses", "tensor")
 
@@ -43,8 +50,39 @@ def announce(found: Checkpoint, cfg: RLConfig | SFTConfig, sizes: AxisSizes) -> 
             "another run.dir"
         )
         return  # what has changed is not used
-    for text in changed_settings(cfg).values():
+    for text in changes(cfg, found.step):
         yield f"changed since then: {text}"
+
+
+def changes(cfg: RLConfig | SFTConfig, step: int) -> list[str]:
+    """What differs from the run that `run.dir` holds, where it goes on after `step`: settings with
+    both values, and the learning rate where other `run.steps` change it."""
+    return [*changed_settings(cfg).values(), *_changed_course(cfg, step)]
+
+
+def _changed_course(cfg: RLConfig | SFTConfig, step: int) -> Iterator[str]:
+    """How the learning rate jumps after `step` where its schedule ends at another step than it did:
+    a longer one lies higher throughout."""
+    optimizer, before = cfg.trainer.optimizer, saved_config(cfg.run.dir).get("run", {}).get("steps")
+    batch = resolve(cfg, None, Devices()).batch
+    assert batch is not None
+    waits = (
+        cfg.critic.warmup_steps if isinstance(cfg, RLConfig) and cfg.algorithm.needs_critic else 0
+    )
+
+    def rate(after: int, last: int) -> float:
+        """Of the first optimizer step after step `after` of a run of `last` steps."""
+        done, total = (max(n - waits, 0) * batch.optimizer_steps_per_rollout for n in (after, last))
+        return optimizer.lr * lr_scale(done, optimizer, total)
+
+    if not isinstance(before, int) or rate(step, before) == (now := rate(step, cfg.run.steps)):
+        return
+    yield (
+        f"run.steps is {cfg.run.steps}, was {before}, and trainer.optimizer.schedule "
+        f"{optimizer.schedule} ends with it: the learning rate goes on at {now:.3g}, and would "
+        f"have been {rate(step, before):.3g}. Where that jump is not wanted, set "
+        "trainer.optimizer.schedule to constant, and trainer.optimizer.lr to what it was last"
+    )
 
 
 def announce_restart(cfg: RLConfig | SFTConfig) -> Iterator[str]:

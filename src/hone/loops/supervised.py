@@ -29,8 +29,8 @@ from hone.loops.recorder import recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Run
 from hone.models.adapters import adapt, is_adapted
-from hone.models.load import load_end_ids, load_value_model
-from hone.models.tokenizer import load_tokenizer, require_padding
+from hone.models.load import load_config, load_end_ids, load_value_model
+from hone.models.tokenizer import load_tokenizer, require_known_tokens, require_padding
 from hone.observe.metrics import Mean, Metrics
 from hone.planner.rungs import Rungs
 from hone.trainer.collating import collate
@@ -100,6 +100,8 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
     mesh = start.mesh
     tokenizer = load_tokenizer(cfg.model)
     data = load_rows(cfg, tokenizer)
+    vocab_size = load_config(cfg.model).vocab_size
+    require_known_tokens(data.all_rows(), tokenizer, vocab_size, cfg.model.path)
     load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
     pad_id = require_padding(tokenizer) if isinstance(cfg, RewardModelingConfig) else None
     model = load() if pad_id is None else _value_model(cfg, mesh, pad_id)

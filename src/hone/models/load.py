@@ -46,6 +46,9 @@ from hone.models.weight_files import (
     find_weights,
     lacking,
     misshapen,
+    note_unread,
+    require_finite,
+    without_place,
 )
 
 __all__ = [
@@ -83,13 +86,15 @@ def load_model(
     `on_host` the same model stays in host memory, for whoever takes it to the device in parts. With
     `packs_rows` it is for an engine of `engine.weight_dtype=int8` (`hone.models.int8_rows`).
     Raises FileNotFoundError where the folder or the weights are missing, UserError where the model
-    is not supported, cannot be divided, or its weights are incomplete or damaged.
+    is not supported, predicts no tokens or cannot be divided, and where weights are missing, not
+    finite, damaged, or more than it has places for.
     """
     device = torch.device(device)
     tp = tp or TensorParallel(rank=0, size=1, device=device)
     config = load_config(cfg)
     check_divides(config, tp.size)
     if cfg.init == "pretrained":
+        _require_predicts(config, cfg)
         model = shard_model(
             _from_files(AutoModelForCausalLM, _place(cfg), config, _options(cfg, device)), tp
         )
@@ -158,6 +163,7 @@ def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) ->
         config = copy.deepcopy(model.config)
         defer(model, _DrawnWeights(config, _options(cfg, device), seed))
         return model
+    _require_predicts(model.config, cfg)
     if not _defer_to_files(model, cfg):
         return load_model(cfg, device=device, seed=seed, on_host=True)
     return model
@@ -227,6 +233,17 @@ def _generation_config(cfg: ModelConfig) -> GenerationConfig | None:
     except OSError:
         logger.debug("%s has no generation_config.json", cfg.path)
         return None
+
+
+def _require_predicts(config: PreTrainedConfig, cfg: ModelConfig) -> None:
+    """Raise UserError where the weights of `cfg.path` are of a model that scores: with a tied
+    embedding nothing is missing for one that predicts tokens, which nobody has trained it to do."""
+    if classifies(config):
+        raise UserError(
+            f"model.path={cfg.path!r} is {config.architectures}, which scores texts and predicts "
+            "no tokens. Name a language model; this one can be reward.model.path, critic.path, or "
+            "what `hone reward-model` starts from"
+        )
 
 
 def _place(cfg: ModelConfig) -> str:
@@ -387,4 +404,9 @@ def _from_files(
         raise lacking(path, list(info["missing_keys"]))
     for name, got, wanted in sorted(info["mismatched_keys"]):
         raise misshapen(path, name, got, wanted)
+    if info["unexpected_keys"]:
+        raise without_place(path, info["unexpected_keys"])
+    note_unread(path, model)
+    for name, weight in model.named_parameters():
+        require_finite(path, name, weight.detach())
     return model

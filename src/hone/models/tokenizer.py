@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
-from hone.config.tokens import OTHER_TOKENS, difference
+from hone.config.tokens import OTHER_TOKENS, difference, lacking_room
 
-__all__ = ["load_tokenizer", "require_padding", "require_same_tokens"]
+__all__ = [
+    "load_tokenizer",
+    "require_known_tokens",
+    "require_padding",
+    "require_room_for_tokens",
+    "require_same_tokens",
+]
 
 
 def load_tokenizer(cfg: ModelConfig, *, path_key: str = "model.path") -> PreTrainedTokenizerBase:
@@ -62,3 +69,41 @@ def require_same_tokens(
         raise UserError(
             f"{key}={path!r} has another tokenizer than the policy: {found}. {OTHER_TOKENS[key]}."
         )
+
+
+def require_room_for_tokens(
+    own: PreTrainedTokenizerBase, vocab_size: int, key: str, path: str, other_size: int
+) -> None:
+    """Raise UserError where the model at `path`, which `key` names and which has `other_size`
+    tokens, lacks one that the policy, of `vocab_size`, can write."""
+    found = lacking_room(own.get_vocab(), vocab_size, other_size)
+    if found is not None:
+        raise UserError(
+            f"{key}={path!r} has fewer tokens than the policy: {found}. {OTHER_TOKENS[key]}."
+        )
+
+
+class Tokenised(Protocol):
+    """A row as token ids."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+def require_known_tokens(
+    rows: Iterable[Tokenised], tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: str
+) -> None:
+    """Raise UserError for the first row with a token that the model at `path`, of `vocab_size`
+    tokens, lacks: its embedding has no row for it."""
+    for row in rows:
+        beyond = max(row.token_ids, default=0)
+        if beyond >= vocab_size:
+            text = tokenizer.convert_ids_to_tokens(beyond)
+            raise UserError(
+                f"row {row.id} has the token {text!r}, number {beyond}, and the model at "
+                f"{path!r} has {vocab_size}: its tokenizer has more. Name the model's own in "
+                "model.tokenizer, leave such rows out, or use a model that has room for them "
+                "(resize_token_embeddings in transformers)"
+            )

@@ -8,9 +8,11 @@ load itself, whole.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +30,20 @@ from transformers.utils import (
 from hone.config.errors import UserError
 from hone.models.deferred import Weight
 
-__all__ = ["FileWeights", "OtherFormatError", "damaged", "find_weights", "lacking", "save_tensors"]
+__all__ = [
+    "FileWeights",
+    "OtherFormatError",
+    "damaged",
+    "find_weights",
+    "lacking",
+    "misshapen",
+    "note_unread",
+    "require_finite",
+    "save_tensors",
+    "without_place",
+]
+
+logger = logging.getLogger(__name__)
 
 _FORMATS = ("F64", "F32", "F16", "BF16")
 _ROWS = 4096
@@ -36,6 +51,8 @@ _ROWS = 4096
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+_proj)\.weight")
 _EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What a module holds of all experts of a layer, by what files hold of each."""
+_ONCE_SAVED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""Buffers that old files hold, and modules compute now."""
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -90,16 +107,23 @@ class _ExpertsEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileWeights:
-    """A source of weights: files, and the buffers that are in none."""
+    """A source of weights: the files of `path`, and the buffers that are in none. What is read of
+    them is finite, or reading raises UserError."""
 
+    path: str
     entries: Mapping[str, _Entry | _ExpertsEntry]
     buffers: Mapping[str, Tensor]
 
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
         for name, entry in self.entries.items():
-            take(Weight(name, entry.shape, entry.read))
+            take(Weight(name, entry.shape, partial(self._read, name, entry)))
         for name, buffer in self.buffers.items():
             take(Weight.of(name, buffer))
+
+    def _read(self, name: str, entry: _Entry | _ExpertsEntry, region: tuple[slice, ...]) -> Tensor:
+        part = entry.read(region)
+        require_finite(self.path, name, part)
+        return part
 
 
 def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor]) -> FileWeights:
@@ -108,7 +132,8 @@ def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor
 
     Of a repository on the Hugging Face hub the files are downloaded where they are not there;
     processes of one host wait for each other's downloads. Raises OtherFormatError where only
-    transformers can load them, UserError where one is missing, has another shape or is damaged.
+    transformers can load them, UserError where one is missing, has another shape or is damaged, and
+    where the model has no place for one that is there.
     """
     _refuse_special_cases(path, model)
     entries = _with_experts(path, _entries(path))
@@ -138,11 +163,47 @@ def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor
             raise OtherFormatError(f"values of {' and '.join(group)}, which are tied, differ")
         _check(path, group[0], given[0], tensor.shape)
         chosen[group[0]] = given[0]
+    unread = _unread(model, others)
+    others = [name for name in others if name not in unread]
     if absent and others:
         raise OtherFormatError(f"they name {others[0]}, but not {absent[0]}")
     if absent:
         raise lacking(path, absent)
-    return FileWeights(chosen, buffers)
+    if others:
+        raise without_place(path, others)
+    _note(path, model, unread)
+    return FileWeights(path, chosen, buffers)
+
+
+def note_unread(path: str, model: PreTrainedModel) -> None:
+    """Say in one line which tensors of the safetensors files of `path` a loaded `model` does not
+    have, since its class in transformers declares that it reads past them."""
+    try:
+        entries = _entries(path)
+    except OtherFormatError:  # what is in a pickle, only transformers knows, which does not say it
+        return
+    names = model.state_dict().keys()
+    prefix = model.base_model_prefix
+    _note(path, model, _unread(model, [x for x in entries if not {x, f"{prefix}.{x}"} & names]))
+
+
+def _unread(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of `names`, for which `model` has no place, that its class in transformers declares as
+    not loaded: heads that predict further tokens, towers of a model that is read as text."""
+    declared: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = [*declared, *_ONCE_SAVED]
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _note(path: str, model: PreTrainedModel, unread: Sequence[str]) -> None:
+    if unread:
+        logger.info(
+            "%s holds %d tensors that are not read, among them %s: %s does not have these parts",
+            path,
+            len(unread),
+            ", ".join(sorted(unread)[:3]),
+            type(model).__name__,
+        )
 
 
 def lacking(path: str, absent: list[str]) -> UserError:
@@ -158,6 +219,29 @@ def misshapen(path: str, name: str, got: Sequence[int], wanted: Sequence[int]) -
     return UserError(
         f"model.path={path!r}: {name} has the shape {list(got)} and should have {list(wanted)}: "
         "the checkpoint does not belong to its config.json"
+    )
+
+
+def without_place(path: str, names: Iterable[str]) -> UserError:
+    """The error for a checkpoint with weights that the model does not have."""
+    names = sorted(names)
+    return UserError(
+        f"model.path={path!r} holds {len(names)} weights for which the model of its config.json "
+        f"has no place, among them {names[:3]}: without them it would be another model. Get the "
+        "config.json that belongs to these weights, or the weights that belong to it"
+    )
+
+
+def require_finite(path: str, name: str, tensor: Tensor) -> None:
+    """Raise UserError where a value of the weight `name` of `path`, or of a part of it, is NaN or
+    infinite: the model would give NaN for every token."""
+    if not tensor.numel() or all(bool(x.isfinite()) for x in torch.aminmax(tensor)):
+        return
+    number = int(tensor.isfinite().logical_not().sum())
+    raise UserError(
+        f"model.path={path!r}: {number} of {tensor.numel()} values of {name} are NaN or infinite. "
+        "The file is damaged, or the training that wrote it had diverged: get it again, or name an "
+        "earlier model of that training"
     )
 
 

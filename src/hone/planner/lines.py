@@ -7,6 +7,7 @@ are local. Their link is `mini = micro x accumulation x data-parallel`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple, get_args
 
 from hone.config.address import names_code
@@ -35,9 +36,12 @@ class Line(NamedTuple):
 
 
 def plan_lines(plan: RunPlan) -> list[Line]:
-    """What a run does and takes; nothing where its processes cannot be laid out."""
+    """What a run does and takes; nothing where its processes cannot be laid out, and no sizes of a
+    model that is not served: it has parts that they do not count."""
     if plan.problem is not None:
         return []
+    if plan.is_refused:
+        plan = replace(plan, model=None)
     lines = [*_steps(plan), *_shapes(plan), *_cluster(plan), *_pipeline(plan)]
     if plan.batch is not None and plan.trainer is not None:
         lines += [*_layout(plan), *_critic_layout(plan)]

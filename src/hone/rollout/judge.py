@@ -56,11 +56,19 @@ class Transcripts:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, max_tokens: int, path: str
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+        path: str,
     ) -> None:
-        """`max_tokens` is the model's context, `path` its name for messages. Raises UserError where
-        its tokenizer cannot render what `data` asks for."""
+        """`max_tokens` is the model's context, `vocab_size` the number of its tokens, `path` its
+        name for messages. Raises UserError where its tokenizer cannot render what `data` asks
+        for."""
         self.max_tokens = max_tokens
+        self._vocab_size = vocab_size
         self._path = path
         try:
             self._renderer = Renderer(tokenizer, data)
@@ -75,7 +83,8 @@ class Transcripts:
             raise UserError(f"reward.model.path={self._path!r}: {error}") from error
 
     def of(self, prompt: Prompt, completion: str, *, is_truncated: bool) -> list[int]:
-        """Token ids. Raises UserError where the text cannot be rendered or tokenised."""
+        """Token ids. Raises UserError where the text cannot be rendered or tokenised, or becomes a
+        token that the model lacks."""
         example = Example(
             id=prompt.id,
             location=f"row {prompt.id}",
@@ -91,7 +100,13 @@ class Transcripts:
             raw_answer=None,
             is_truncated=is_truncated,
         )
-        return list(self._renderer.transcript(example))
+        ids = list(self._renderer.transcript(example))
+        if max(ids, default=0) >= self._vocab_size:
+            raise UserError(
+                f"prompt and completion have token {max(ids)} of the tokenizer in that folder, and "
+                f"its model has {self._vocab_size}: put the model's own tokenizer there"
+            )
+        return ids
 
 
 _Sequences = Sequence[Sequence[int]]

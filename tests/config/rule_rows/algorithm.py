@@ -9,6 +9,10 @@ ROWS: list[Row] = [
     ("rl", "pipeline.max_staleness=1 cluster.num_engines=1", "warning",
      "pipeline.max_staleness algorithm.correction.kind"),
     ("rl", "algorithm.routing_replay=true", "error", "algorithm.routing_replay model.path"),
+    # learning rates that only a slip can mean
+    *[(command, "trainer.optimizer.lr=1", "warning", "trainer.optimizer.lr")
+      for command in ("rl", "sft", "dpo", "reward-model")],
+    ("rl", "algorithm.advantage=gae critic.lr=0.1", "warning", "critic.lr"),
     # products in other formats
     ("rl", "trainer.matmul_precision=fp8", "warning",
      "trainer.matmul_precision algorithm.correction.kind"),

@@ -55,6 +55,20 @@ ROWS: list[Row] = [
      f"{_SIZES}.pipeline_parallel_size critic.path"),
     ("rl", f"{_APART}=3 {_SIZES}.ulysses_size=3", "error",
      f"{_SIZES}.ulysses_size model.path"),
+    # what a teacher cannot have, beside a policy that can
+    ("rl", "--nproc=2 trainer.parallel.tensor_parallel_size=2 teacher.path=one_key_head", "error",
+     "trainer.parallel.tensor_parallel_size teacher.path"),
+    ("rl", "--nproc=2 trainer.parallel.tensor_parallel_size=2 teacher.path=gemma2", "error",
+     "trainer.parallel.tensor_parallel_size teacher.path"),
+    ("rl", "--nproc=2 model.path=qwen3_moe trainer.parallel.expert_parallel_size=2 "
+     "teacher.path=model", "error", "trainer.parallel.expert_parallel_size teacher.path"),
+    ("rl", "--nproc=4 trainer.parallel.ulysses_size=4 teacher.path=three_heads", "error",
+     "trainer.parallel.ulysses_size teacher.path"),
+    ("rl", "--nproc=4 trainer.parallel.ulysses_size=4 trainer.parallel.reference_ulysses_size=2 "
+     "teacher.path=three_heads", "error",
+     "trainer.parallel.reference_ulysses_size teacher.path"),
+    ("rl", "--nproc=4 trainer.parallel.reference_ring_size=3 teacher.path=one_key_head", "error",
+     "trainer.parallel.reference_ring_size trainer.parallel.tensor_parallel_size"),
     # what it computes and holds
     ("rl", f"--gpu=H200 {_APART}=2 {_SIZES}.tensor_parallel_size=2 trainer.matmul_precision=fp8",
      "error", f"trainer.matmul_precision {_SIZES}.tensor_parallel_size"),

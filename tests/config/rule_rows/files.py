@@ -13,6 +13,17 @@ ROWS: list[Row] = [
     ("rl", "teacher.path=./nowhere", "error", "teacher.path"),
     ("rl", "teacher.path=/tmp", "error", "teacher.path"),
     ("rl", "teacher.path=foreign", "error", "teacher.path"),
+    ("rl", "teacher.path=judge", "error", "teacher.path"),
+    # a model of fewer tokens than the tokenizer, the teacher, the critic and the judge likewise
+    *[(command, "model.path=narrow", "error", "model.path")
+      for command in ("rl", "sft", "dpo", "reward-model", "eval", "generate")],
+    ("rl", "model.path=narrow model.tokenizer=model", "error", "model.path model.tokenizer"),
+    ("rl", "teacher.path=narrow", "error", "teacher.path"),
+    ("rl", "algorithm.advantage=gae critic.path=narrow", "error", "critic.path"),
+    ("eval", "reward.model.path=small_judge", "error", "reward.model.path"),
+    # a model that scores in place of one that predicts
+    *[(command, "model.path=judge", "error", "model.path")
+      for command in ("rl", "sft", "dpo", "eval", "generate")],
     # preferences
     ("dpo", "data.train.0.columns.margin=by", "warning", "data.train.0.columns.margin"),
     # a reward model

@@ -8,6 +8,10 @@ WHOLE = "reward.functions.0.fn=ranks.py:rank reward.functions.0.whole_groups=tru
 """A function that compares the completions of a prompt."""
 
 ROWS: list[Row] = [
+    # what a file imports
+    ("rl", "reward.functions.0.fn=imports.py:score", "error", "reward.functions.0.fn"),
+    ("eval", "reward.functions.0.fn=relative.py:score", "error", "reward.functions.0.fn"),
+    ("rl", "env.path=imports.py:Game", "error", "env.path"),
     # rewards
     ("rl", "reward.functions=[]", "error", "reward.functions"),
     ("rl", "reward.functions.0.weight=0", "error", "reward.functions"),

@@ -21,6 +21,11 @@ ROWS: list[Row] = [
         "error",
         "eval.pass_function reward.functions",
     ),
+    ("eval", "reward.functions.0.fn=judge", "warning", "eval.pass_function"),
+    ("eval", "reward.functions.0.weight=0 reward.model.path=judge", "warning",
+     "eval.pass_function"),
+    ("rl", "data.eval_fraction=0.1 eval.every_n_steps=10 reward.functions.0.fn=code_tests "
+     'reward.functions.0.args={"partial_credit":true}', "warning", "eval.pass_function"),
     # files
     ("rl", "log.to=[mlflow]", "error", "log.to"),
     # the course of a run

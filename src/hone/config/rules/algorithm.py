@@ -17,6 +17,8 @@ _GROUPS = f"algorithm.advantage = {'|'.join(sorted(GROUP_ESTIMATORS))}"
 _WHOLE_SEQUENCES = "algorithm.advantage = grpo|dr_grpo|rloo"
 _KIND = "algorithm.correction.kind"
 _OPTIMIZER = "trainer.optimizer"
+_LARGE_LR = 0.01
+"""Above which no language model is trained."""
 
 
 def _unused_by_losses(view: View) -> Iterator[Mapping[str, str]]:
@@ -184,6 +186,11 @@ RULES = (
       for commands, given in ((SUPERVISED, ()), (("rl",), ("critic.optimizer != muon",)))),
     unused(f"{_OPTIMIZER}.min_lr_ratio", f"{_OPTIMIZER}.schedule = constant", only=_TRAINING,
            why="it is the end of a falling schedule", instead=f"{_OPTIMIZER}.schedule = linear"),
+    *(warning(f"{key} > {_LARGE_LR}", given=given,
+              why="AdamW moves each weight by about that much in a step, and those of language "
+              "models are about 0.02: training diverges", fix=f"{key} = 1e-5 | lower it")
+      for key, given in ((f"{_OPTIMIZER}.lr", ()),
+                         ("critic.lr", ("algorithm.advantage = gae",)))),
     error("@beta_out_of_range",
           says=f"{_OPTIMIZER}.betas is {{{_OPTIMIZER}.betas}}",
           why="both must be at least 0 and below 1",

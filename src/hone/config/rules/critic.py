@@ -1,4 +1,5 @@
-"""Rules on how a critic is divided, apart from the policy or beside it."""
+"""Rules on how models other than the policy are divided: a critic, apart from the policy or beside
+it, and a teacher beside it."""
 
 from __future__ import annotations
 
@@ -139,6 +140,27 @@ def _of_ulysses(model: ModelFacts, parallel: ParallelConfig) -> str | None:
     return ulysses_problem(parallel.ulysses_size, heads // tensor, kv_heads // tensor)
 
 
+def _teacher_misfit(
+    name: str, problem: Problem
+) -> Callable[[View], Iterator[Mapping[str, object]]]:
+    """Details where a size of the policy's does not fit the teacher, which is divided over the same
+    processes where it has none of its own."""
+
+    def find(view: View) -> Iterator[Mapping[str, object]]:
+        cfg = view.plan.config
+        if not isinstance(cfg, RLConfig) or cfg.teacher.path is None or cfg.cluster.num_teachers:
+            return
+        model, parallel = ModelFacts.known(cfg.teacher.path), cfg.trainer.parallel.for_reference
+        if model is None or not (told := problem(model, parallel)):
+            return
+        of_reference = f"{_POLICYS}.reference_{name}"
+        is_own = view.has(of_reference) and view[of_reference] is not None
+        key = of_reference if is_own else f"{_POLICYS}.{name}"
+        yield {"key": key, "size": getattr(parallel, name), "problem": told}
+
+    return find
+
+
 _LAYOUT = (
     unused(f"{_OWN}.*", "algorithm.advantage != gae",
            why="there is no critic", instead="algorithm.advantage = gae"),
@@ -166,6 +188,19 @@ _MODEL = tuple(
         ("expert_parallel_size", _of_experts, ""),
         ("pipeline_parallel_size", _of_stages, f"shard it by {_OWN}.zero_stage 3"),
         ("ulysses_size", _of_ulysses, f"share rows by {_OWN}.ring_size, which divides no heads"),
+    )
+)  # fmt: skip
+
+_TEACHER = tuple(
+    error(each=_teacher_misfit(name, problem), only=("rl", "plan"),
+          says="{key} is {size}, also for the teacher at teacher.path, which the same processes "
+          "hold", why="{problem}",
+          fix="use a size that fits both | give the teacher devices of its own by "
+          "cluster.num_teachers")
+    for name, problem in (
+        ("tensor_parallel_size", _of_tensor),
+        ("expert_parallel_size", _of_experts),
+        ("ulysses_size", _of_ulysses),
     )
 )  # fmt: skip
 
@@ -197,4 +232,4 @@ _MEMORY = (
           (_FORWARD, (f"critic.{_BUDGET} = unset", f"critic.{_FORWARD} = unset")))),
 )  # fmt: skip
 
-RULES = (*_LAYOUT, *_MODEL, *_MEMORY)
+RULES = (*_LAYOUT, *_MODEL, *_TEACHER, *_MEMORY)

@@ -217,7 +217,7 @@ def num_shares(view: View) -> Fact:
 
 @fact
 def reference_replica(view: View) -> Fact:
-    """Processes of a replica of the reference model, where sizes of its own are set."""
+    """Processes of a replica of a model that only scores rows, where sizes of its own are set."""
     sizes = {key: view[key] for key in _REFERENCE_SIZES if view[key] is not None}
     if not sizes or view.plan.problem is not None:
         raise NotKnownError("reference_replica")
@@ -227,7 +227,7 @@ def reference_replica(view: View) -> Fact:
     tensor = {_TENSOR: view[_TENSOR]}
     how = " x ".join(f"{key} {size}" for key, size in (sizes | tensor).items())
     number = math.prod([*sizes.values(), *of_policy.values(), *tensor.values()])
-    return Fact(number, "the number of processes of a replica of the reference model", how)
+    return Fact(number, "the number of processes of a replica of reference or teacher", how)
 
 
 _REFERENCE_SIZES = (
@@ -330,6 +330,7 @@ def devices_how(view: View) -> str:
 # Where a command starts processes. `hone check` plans for other hosts too, and does not know them.
 outside("num_started", "started_by", "gpus_here", "cores_here", "num_trainers_here")
 outside("first_rows", "unread_arrays", "data_problems", "weak_pairs", "reward_problems")
+outside("hub_problems")
 
 
 # -- the model -----------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ def unknown_targets(view: View) -> str:
 @fact
 def vllm_version(view: View) -> str:
     """The installed version of vLLM."""
-    version = installed_version("vllm")
+    version = None if view.known.get("can_install", False) else installed_version("vllm")
     if version is None:
         raise NotKnownError("vllm")
     return version

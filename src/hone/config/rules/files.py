@@ -18,7 +18,13 @@ from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_
 from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
 from hone.config.rules.view import NotKnownError, View, differs, fact
-from hone.config.tokens import OTHER_TOKENS, difference, tokens_of
+from hone.config.tokens import (
+    OTHER_TOKENS,
+    difference,
+    lacking_room,
+    tokens_beyond,
+    tokens_of,
+)
 from hone.config.tree import RECIPE_COMMANDS, SUPERVISED
 from hone.families.registry import VALUE_FAMILIES
 
@@ -140,16 +146,63 @@ def _incomplete(key: str) -> Any:
 
 
 def _other_tokens(key: str) -> Any:
-    """Details where the model of a key does not know all tokens of the policy."""
+    """Details where the model of a key does not know all tokens of the policy, or has no room for
+    them."""
 
     def find(view: View) -> Found:
         own, other = Path(view["model.tokenizer"] or view["model.path"]), Path(view[key] or "")
-        if view[key] is None or own == other or not (known := tokens_of(other)):
+        if view[key] is None or own == other:
             return
-        if found := difference(tokens_of(own), known):
+        tokens, known, facts = tokens_of(own), tokens_of(other), ModelFacts.known(view[key])
+        found = difference(tokens, known) if known else None
+        if found is None and facts is not None and facts.vocab_size is not None:
+            policy_size = view.plan.model and view.plan.model.vocab_size
+            found = lacking_room(tokens, policy_size or len(tokens), facts.vocab_size)
+        if found:
             yield {"path": other, "difference": found}
 
     return find
+
+
+def _tokens_beyond(key: str) -> Any:
+    """Details where texts become tokens that the model of a key lacks: its tokenizer is larger."""
+
+    def find(view: View) -> Found:
+        path, named = view[key], view["model.tokenizer"] if key == "model.path" else None
+        if path is None or (facts := ModelFacts.known(path)) is None or facts.vocab_size is None:
+            return
+        folder = Path(named or path)
+        template = "" if view["data.chat"] == "never" else _template(view, folder, key)
+        if beyond := tokens_beyond(folder, facts.vocab_size, template=template):
+            text, number = min(beyond.items(), key=lambda item: item[1])
+            whose = f"and that of model.tokenizer '{named}'" if named else "and its tokenizer"
+            yield {
+                "path": path,
+                "size": f"{facts.vocab_size:,}",
+                "beyond": f"{whose} {len(beyond):,} that it lacks",
+                "first": f"the first is {text!r}, token {number}",
+            }
+
+    return find
+
+
+def _template(view: View, folder: Path, key: str) -> str:
+    """The chat template that texts are put into for the model of a key."""
+    given: Path | None = view["model.chat_template"] if key == "model.path" else None
+    if given is not None:
+        return given.read_text(encoding="utf-8") if given.is_file() else ""
+    files = (folder / name for name in _TEMPLATE_FILES)
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return "\n".join([*texts, str(_settings(folder).get("chat_template", ""))])
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """What `tokenizer_config.json` of a folder holds. Raises NotKnownError where it is damaged."""
+    file = folder / "tokenizer_config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError:
+        raise NotKnownError("tokenizer_config.json") from None
 
 
 @fact
@@ -209,6 +262,15 @@ def _without_spec(key: str) -> Callable[[View], Found]:
     return find
 
 
+def _scores(key: str) -> Callable[[View], Found]:
+    def find(view: View) -> Found:
+        facts = None if view[key] is None else ModelFacts.known(view[key])
+        if facts is not None and facts.classifies:
+            yield {"path": view[key]}
+
+    return find
+
+
 @fact
 def lacks_template(view: View) -> bool:
     """Whether the chat template is no file."""
@@ -222,16 +284,11 @@ def has_chat_template(view: View) -> bool:
     if view["model.chat_template"] is not None:
         return True
     folder = Path(view["model.tokenizer"] or view["model.path"] or "")
-    settings = folder / "tokenizer_config.json"
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise NotKnownError("has_chat_template")
     if any((folder / name).exists() for name in _TEMPLATE_FILES):
         return True
-    try:
-        held = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    except ValueError:
-        raise NotKnownError("has_chat_template") from None
-    return bool(held.get("chat_template"))
+    return bool(_settings(folder).get("chat_template"))
 
 
 _MODEL = (
@@ -262,11 +319,25 @@ _MODEL = (
             says=f"{key} '{{path}}' has another tokenizer than the policy", why="{difference}",
             fix=OTHER_TOKENS[key])
       for key, given in (("critic.path", ("algorithm.advantage = gae",)), ("teacher.path", ()))),
+    *(error(each=_tokens_beyond(key), given=given,
+            says=f"{key} '{{path}}' has {{size}} tokens, {{beyond}}", why="{first}",
+            fix=f"{name} | use a model that has room for them (resize_token_embeddings in "
+            "transformers)")
+      for key, given, name in (
+          ("model.path", (), "name the tokenizer of the model in model.tokenizer"),
+          ("reward.model.path", (), "put the model's own tokenizer into its folder"))),
+    *(error(each=_scores(key), given=given, only=("rl", "sft", "dpo", "eval", "generate"),
+            says=f"{key} '{{path}}' is a model for sequence classification",
+            why="it scores texts and predicts no tokens", fix="name a language model")
+      for key, given in (("model.path", ("model.init = pretrained",)), ("teacher.path", ()))),
     *(warning(each=_not_here(key, must_exist=False),
               says=f"{key} '{{path}}' is taken for a name on the hub",
               why="the folder '{parent}' is here and has no '{name}'",
               fix="{near} | write './{path}' for what must be a folder")
       for key in ("model.path", "model.tokenizer")),
+    error(each=lambda view: view.fact("hub_problems"),
+          says="{key} '{path}' is no folder here, and the hub does not give its config.json",
+          why="{problem}", fix="{near} | name another model"),
     error("@lacks_template", says="model.chat_template '{model.chat_template}' is no file",
           fix="give the path of a Jinja file"),
     error("@unserved",

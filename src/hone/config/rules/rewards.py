@@ -32,6 +32,7 @@ from hone.config.signatures import (
     signature_problem,
     takes_labels,
 )
+from hone.config.tree import EvaluateConfig, RLConfig
 
 __all__ = ["RULES", "needs_columns"]
 
@@ -75,6 +76,52 @@ def _wrong(view: View) -> Found:
         problem = _problem(function.fn)
         if problem is not None:
             yield {"key": key, "fn": function.fn, "problem": problem}
+
+
+def _failing_imports(view: View) -> Found:
+    """Modules that the user's files import when they are loaded, and that are not there. Where
+    packages are installed later, nothing is known."""
+    if view.known.get("can_install", False):
+        return
+    specs = {f"{key}.fn": function.fn for key, function in _functions(view)}
+    cfg = view.plan.config
+    if isinstance(cfg, RLConfig | EvaluateConfig) and cfg.env.path is not None:
+        specs["env.path"] = cfg.env.path
+    for key, spec in specs.items():
+        file = Path(spec.rpartition(":")[0])
+        if file.suffix == ".py" and _problem(spec) is None:
+            yield from ({"key": key, "problem": problem} for problem in _missing_modules(file))
+
+
+def _missing_modules(path: Path) -> Iterator[str]:
+    text = path.read_text(encoding="utf-8")
+    if "sys.path" in text:  # the file itself says where they are
+        return
+    for node in ast.parse(text).body:
+        match node:
+            case ast.ImportFrom(level=level) if level > 0:
+                yield (
+                    f"line {node.lineno} of '{path}' has a relative import, and a file that is "
+                    "named by its path is in no package. Write the name of the module"
+                )
+                continue
+            case ast.ImportFrom(module=str(module)):
+                modules = [module]
+            case ast.Import(names=names):
+                modules = [alias.name for alias in names]
+            case _:
+                continue
+        for top in (module.partition(".")[0] for module in modules):
+            if not _is_importable(top, path.parent):
+                yield (
+                    f"line {node.lineno} of '{path}' imports '{top}', which is not installed. "
+                    f"Install it, or put {top}.py beside the file"
+                )
+
+
+def _is_importable(module: str, folder: Path) -> bool:
+    places = (place / name for place in (Path(), folder) for name in (module, f"{module}.py"))
+    return find_spec(module) is not None or any(place.exists() for place in places)
 
 
 def _wrong_signature(view: View) -> Found:
@@ -184,7 +231,7 @@ def _problem(fn: str) -> str | None:
     if not all(part.isidentifier() for part in target.split(".")):
         return f"'{target}' is neither a module's name nor a file that ends in .py."
     top = target.split(".")[0]
-    if find_spec(top) is None and not Path(top).exists() and not Path(f"{top}.py").exists():
+    if not _is_importable(top, Path()):
         return f"there is no module '{top}'; install it, or give the path of a .py file."
     return None
 
@@ -292,6 +339,7 @@ RULES = (
     unused("reward.model.(weight|max_tokens_per_forward)", "reward.model.path = unset",
            why="there is no reward model", instead="name a model in reward.model.path"),
     error(each=_wrong, says="{key}.fn '{fn}'", why="{problem}"),
+    error(each=_failing_imports, says="{key}", why="{problem}"),
     error(each=_wrong_signature, says="{key}.fn", why="{problem}"),
     error(each=lambda view: view.fact("reward_problems"), says="{key}.fn '{fn}'", why="{problem}"),
     error(each=_missing_column, says="{key}.fn", why="{problem}"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
-from hone.config.reward import BUILTIN_REWARDS, REWARD_MODEL
+from hone.config.reward import BUILTIN_REWARDS, REWARD_MODEL, RewardFunctionConfig
 from hone.config.rules.rule import error, needs, unused, warning
 from hone.config.rules.view import View, fact
 from hone.config.run import EvaluationConfig, Tracker
@@ -44,6 +44,29 @@ def _passing(view: View) -> Iterator[Mapping[str, object]]:
         yield {"names": ", ".join(names) or "none"}
 
 
+def _passing_unknown(view: View) -> Iterator[Mapping[str, object]]:
+    """Why no sample will be said to pass, as far as the reward functions tell before they run."""
+    reward = view["reward"]
+    if view["env.path"] is not None:
+        return
+    counted = [
+        (name, entry)
+        for name, entry in zip(reward.names, reward.functions, strict=True)
+        if entry.weight > 0 and entry.fn != "overlong"
+    ]
+    shaped = [name for name, entry in counted if _is_shaped(entry)]
+    if shaped:
+        yield {"problem": f"{shaped[0]} gives more than right and wrong"}
+    elif not counted:
+        yield {"problem": "no function of positive weight says whether an answer is right"}
+
+
+def _is_shaped(entry: RewardFunctionConfig) -> bool:
+    """Whether a built-in is known to give other scores than 0 and 1."""
+    has_parts = entry.fn == "code_tests" and bool(entry.args.get("partial_credit"))
+    return has_parts or entry.fn in ("length", "judge")
+
+
 def _never_passing(view: View) -> Iterator[Mapping[str, object]]:
     """The most that the function gives, where that is less than the threshold."""
     evaluation: EvaluationConfig = view["eval"]
@@ -76,6 +99,10 @@ RULES = (
           fix="eval.metric = eval/reward/mean"),
     unused("eval.pass_threshold", "eval.pass_function = unset", given=("@evaluates",),
            instead="name the reward function whose score it is for in eval.pass_function"),
+    warning("eval.pass_function = unset", given=("@evaluates",), each=_passing_unknown,
+            only=("rl", "eval"), why="{problem}, so that pass@k is not reported",
+            fix="set it to the function that decides whether an answer is right, and "
+            "eval.pass_threshold to its lowest score that counts as right"),
     error("eval.pass_function", given=("@evaluates",), each=_passing,
           why="reward.functions has {names}", fix="name one of them"),
     warning("eval.pass_threshold", "eval.pass_function", given=("@evaluates",),

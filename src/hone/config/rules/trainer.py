@@ -266,11 +266,11 @@ _AXES = (
             fix="use one of them | split tokens further by ring_size, which divides no heads")
       for key in (f"{_PARALLEL}.ulysses_size", f"{_PARALLEL}.reference_ulysses_size")),
     unused(f"{_PARALLEL}.(reference_ring_size|reference_ulysses_size)",
-           given=("not @trainers_hold_reference",),
-           why="the trainers have no reference model of their own (without a KL term, or with a "
-           "loss that needs none, there is none; with adapters it is the policy without them; or "
-           "it has devices of its own)"),
-    error("@reference_replica does not divide @num_laid_out", given=("@trainers_hold_reference",),
+           given=("not @trainers_hold_frozen",),
+           why="the trainers have no teacher and no reference model of their own (without a KL "
+           "term, or with a loss that needs none, there is none; with adapters it is the policy "
+           "without them; or it has devices of its own)"),
+    error("@reference_replica does not divide @num_laid_out", given=("@trainers_hold_frozen",),
           fix="use sizes whose product does"),
     unused(f"{_PARALLEL}.(zero_stage|fsdp_size)",
            "@num_processes = 1",

@@ -1,0 +1,100 @@
+"""Rows with a token that a model lacks are refused by name before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from tests.loops.conftest import MakeConfig
+
+from hone.config.errors import UserError
+from hone.config.tree import GenerateConfig, SFTConfig
+from hone.data.arithmetic import ALPHABET
+from hone.loops import reinforce, supervised
+from hone.loops.generation import run_generation
+from hone.loops.inputs import prompts_of, transcripts_of
+from hone.loops.workers import thread_pools
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.models.tokenizer import load_tokenizer
+
+SIZE = 10
+"""Tokens of the model; its tokenizer has more."""
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> str:
+    tokenizer = make_char_tokenizer(ALPHABET)
+    assert len(tokenizer) > SIZE
+    return str(make_narrow(tmp_path / "narrow"))
+
+
+def make_narrow(folder: Path, **fields: Any) -> Path:
+    return make_tiny_model(
+        folder,
+        tokenizer=make_char_tokenizer(ALPHABET),
+        vocab_size=SIZE,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        weights=False,
+        **fields,
+    )
+
+
+def refuses(call: Callable[[], object], *said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        call()
+    for text in said:
+        assert text in str(caught.value)
+
+
+def test_rows_are_refused_where_they_are_read(
+    narrow: str, make_config: MakeConfig, sft_config: SFTConfig, tmp_path: Path
+) -> None:
+    cfg = make_config(model={"path": narrow})
+    told = f"and the model at '{narrow}' has {SIZE}: its tokenizer has more"
+    refuses(lambda: prompts_of(cfg, load_tokenizer(cfg.model)), "row train:", told)
+
+    supervised_cfg = sft_config.model_copy(update={"model": cfg.model})
+    refuses(lambda: supervised.build_run(supervised_cfg, Mock()).__enter__(), told)
+
+    tree = {
+        "model": {"path": narrow},
+        "run": {"device": "cpu"},
+        "data": {"train": cfg.data.train, "chat": "never", "max_prompt_tokens": 8},
+        "generation": {"max_completion_tokens": 4},
+        "reward": {"functions": [{"fn": "exact_match"}]},
+        "output": tmp_path / "out.jsonl",
+    }
+    refuses(lambda: run_generation(GenerateConfig.model_validate(tree)), "row train:1 ", told)
+
+
+def test_models_that_read_what_the_policy_writes_have_all_its_tokens(
+    narrow: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    told = (
+        f"its model has {SIZE} tokens, and 7 of the policy's lie beyond, the first is token {SIZE}"
+    )
+    for sections in (
+        {"teacher": {"path": narrow}},
+        {"critic": {"path": narrow}, "algorithm": {"advantage": "gae"}},
+    ):
+        cfg = make_config(**sections)
+        start = Mock()
+        start.mesh.device.type, start.roles.num_trainers = "cpu", 1
+        run = reinforce.build_run(cfg, start, thread_pools)
+        refuses(run.__enter__, told)
+
+    judge = make_narrow(tmp_path / "judge")
+    config = judge / "config.json"
+    config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
+    cfg = make_config(reward={"model": {"path": str(judge)}})
+    prompts = prompts_of(cfg, load_tokenizer(cfg.model)).train.sources[0]
+    refuses(lambda: transcripts_of(cfg, prompts), "reward.model.path", f"its model has {SIZE}")
