@@ -64,7 +64,7 @@ def test_R22_help_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None
         if field.path[0] in ("plan", "model"):
             assert field.help in flat, field.key
             assert field.key in flat
-    assert "no section 'simulat'" in output(capsys, "--help", "simulat", code=2)
+    assert "has to do with 'simulat'" in output(capsys, "--help", "simulat", code=2)
 
 
 def test_table_numbers_and_plot(capsys: pytest.CaptureFixture[str]) -> None:

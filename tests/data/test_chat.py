@@ -413,7 +413,9 @@ def test_every_kind_of_row_shows_its_tools(tmp_path):
         messages=tuple(ASKED),
         metadata={"prompt": ASKED, "tools": [WEATHER]},
     )
-    transcripts = Transcripts(tokenizer, DataConfig(train=()), max_tokens=2000, path="judge")
+    transcripts = Transcripts(
+        tokenizer, DataConfig(train=()), max_tokens=2000, path="judge", vocab_size=1 << 17
+    )
     ids = transcripts.of(prompt, "30", is_truncated=False)
     assert tokenizer.decode(ids) == f"{asked}30<|im_end|>\n"
     sample = Sample(

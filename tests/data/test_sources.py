@@ -183,7 +183,7 @@ def test_folder_without_data(tmp_path):
 
 def test_datasets_not_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"no such file .* pip install 'hone-rl\[data\]'"):
+    with pytest.raises(UserError, match=r"no such file .* pip install 'datasets>=4\.7,<6'"):
         columns("openai/gsm8k")
 
 

@@ -216,7 +216,9 @@ def test_a_call_that_would_be_left_out_is_refused(template: str | None, message:
 def test_a_truncated_completion_is_read_as_an_unfinished_one(name: str) -> None:
     """Whatever the model declares: the template alone knows how a turn ends."""
     tokenizer = dialect(name)
-    transcripts = Transcripts(tokenizer, DataConfig(train=()), max_tokens=99, path="judge")
+    transcripts = Transcripts(
+        tokenizer, DataConfig(train=()), max_tokens=99, path="judge", vocab_size=999
+    )
     prompt = Prompt(id="1", token_ids=(1,), text="1+1", unrendered="1+1")
     whole, cut = (
         str(tokenizer.decode(transcripts.of(prompt, "It is 2", is_truncated=is_truncated)))
@@ -229,7 +231,9 @@ def test_a_truncated_completion_is_read_as_an_unfinished_one(name: str) -> None:
 
 def test_it_reads_the_thoughts_whose_tag_the_policys_prompt_has_opened() -> None:
     tokenizer = dialect("qwen")
-    transcripts = Transcripts(tokenizer, DataConfig(train=()), max_tokens=99, path="judge")
+    transcripts = Transcripts(
+        tokenizer, DataConfig(train=()), max_tokens=99, path="judge", vocab_size=999
+    )
     prompt = Prompt(id="1", token_ids=(1,), text="assistant\n<think>\n", unrendered="1+1")
     for said in ("so\n</think>2", "<think>\nso\n</think>2"):
         found = tokenizer.decode(transcripts.of(prompt, said, is_truncated=False))

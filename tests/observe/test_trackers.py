@@ -48,7 +48,7 @@ def test_a_missing_tracker_names_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     cfg = LogConfig.model_validate({"to": [name]})
-    with pytest.raises(ValueError, match=rf"{name} in log.to needs .*hone-rl\[{name}\]"):
+    with pytest.raises(ValueError, match=rf"{name} in log.to needs .*pip install '{name}>="):
         RunLog(tmp_path, cfg)
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from hone.cli.command import (
     check_host,
     check_plan,
+    check_run_disk,
     load_arguments,
     near_name,
     plan_here,
@@ -120,13 +121,13 @@ def _has_pairs(cfg: Section) -> bool:
 
 
 def _findings(plan: RunPlan, known: Mapping[str, Any]) -> list[Finding]:
-    """What is wrong, by the plan and what else is `known`; that this host's memory is too small is
-    a warning where the run could be elsewhere."""
+    """What is wrong, by the plan and what else is `known`; that this host's memory or disk is too
+    small is a warning where the run could be elsewhere."""
     found = check_plan(plan, **known)
     if plan.config.run.device != "auto" or not plan.is_on_cpu:
         return found
     here = "without a GPU here, run.device auto is a run on this host's CPU, and "
-    on_cpu = set(check_host(plan))
+    on_cpu = {*check_host(plan), *check_run_disk(plan)}
     return [
         replace(one, level="warning", message=here + one.message) if one in on_cpu else one
         for one in found

@@ -296,7 +296,7 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
             require_resumable(cfg, newest=newest_step(cfg.run.dir))
         except UserError as error:
             found.append(Finding("error", ("run.dir",), f"{error}"))
-        found += _check_disk(plan, cfg.run.dir)
+        found += check_run_disk(plan)
     if isinstance(cfg, EvaluateConfig | GenerateConfig):
         try:
             require_same_settings(cfg)
@@ -311,9 +311,12 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
     return sorted([*found, *memory], key=lambda finding: finding.level)
 
 
-def _check_disk(plan: RunPlan, folder: Path) -> Iterator[Finding]:
-    """Whether the disk of `folder`, the run's, holds what it writes. Of a run that is for other
-    machines, which may have another disk there, that is a warning alone."""
+def check_run_disk(plan: RunPlan) -> Iterator[Finding]:
+    """Whether the disk of `run.dir` holds what the run writes. Of a run that is for other machines,
+    which may have another disk there, that is a warning alone."""
+    if not _trains(plan.config):
+        return
+    folder = plan.config.run.dir
     saved = folder.glob("checkpoints/step_*/*")
     held = sum(path.stat().st_size for path in saved if path.is_file())
     is_here = plan.devices.host_bytes is not None

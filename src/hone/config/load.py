@@ -277,6 +277,10 @@ class _Draft:
             )
             given = _dig(self.values, at)
             problem = _path_problem(given) if is_path and isinstance(given, str) else None
+            names_place = at[0] != "data" and (is_path or at[-1] == "path")
+            if names_place and isinstance(given, str) and given.startswith("~"):
+                whole = os.path.expanduser(given)  # a shell does it to a word of its own alone
+                problem = "begins with `~`, which is not expanded here", f"give {whole}"
             if problem is not None:
                 self._problem(at, f"{problem[0]} ({self._origin(at)}); {problem[1]}")
 
@@ -442,8 +446,6 @@ def _path_problem(path: str) -> tuple[str, str] | None:
         return "is empty", "give a path, '.' for this folder"
     if "\0" in path:
         return "holds a null character", "give a path without it"
-    if path.split("/")[0].startswith("~"):  # a shell expands it, in a word of its own alone
-        return "begins with `~`, which is not expanded here", f"give {os.path.expanduser(path)}"
     if any(len(name.encode(errors="replace")) > _MAX_NAME_BYTES for name in path.split("/")):
         return f"has a name of more than {_MAX_NAME_BYTES} bytes", "give a shorter one"
     return None

@@ -40,7 +40,7 @@ ROWS: list[Row] = [
     ("sft", "model.path=bare data.system_prompt=Answer.", "error", "data.system_prompt"),
     *[(command, f"model.path={path}", level, "model.path")
       for command in ("rl", "sft", "eval", "generate")
-      for path, level in (("modle", "error"), ("./modle", "error"), ("~/none", "error"),
+      for path, level in (("modle", "error"), ("./modle", "error"),
                           ("bare/none", "warning"))],
     ("rl", "model.tokenizer=./none", "error", "model.tokenizer"),
     ("rl", "model.tokenizer=bare/none", "warning", "model.tokenizer"),
