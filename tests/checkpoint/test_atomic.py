@@ -69,6 +69,25 @@ def test_whoever_may_read_a_folder_can_read_its_weights(tmp_path: Path) -> None:
             path.unlink()
 
 
+def test_no_error_of_a_disk_is_lost_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells of an error once, at the flush that meets it; the last one is well."""
+    flush, flushed = os.fdatasync, list[int]()
+
+    def failing_once(descriptor: int) -> None:
+        flushed.append(descriptor)
+        if len(flushed) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", failing_once)
+    monkeypatch.setattr(atomic, "_FLUSH_BYTES", 1)
+    monkeypatch.setattr(atomic, "_BLOCK_BYTES", 1 << 10)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write_tensors(tmp_path / "state.safetensors", {"a": torch.zeros(1 << 18)}, {})
+
+
 def no_leftovers(folder: Path) -> bool:
     return not [path.name for path in folder.iterdir() if path.name.startswith(".")]
 

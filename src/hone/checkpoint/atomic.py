@@ -302,6 +302,8 @@ def _write_file(path: Path, blocks: Iterable[memoryview]) -> FileRecord:
             size += len(block)
             unflushed += len(block)
             if unflushed >= _FLUSH_BYTES and (flushing is None or flushing.done()):
+                if flushing is not None:
+                    flushing.result()  # the system tells of an error once: the next flush is well
                 flushing = flusher.submit(os.fdatasync, file.fileno())
                 unflushed = 0
         if flushing is not None:
