@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.loops.conftest import MakeConfig
@@ -26,6 +28,7 @@ from hone.config.tree import SFTConfig
 from hone.loops import reinforce, supervised
 from hone.loops.interrupt import Terminated, terminable
 from hone.loops.launch import FolderLock
+from hone.loops.loop import train
 from hone.loops.run import Outcome
 from hone.loops.saving import time_in_words
 from hone.observe.resumed_run import exported_step, is_finished, require_resumable
@@ -180,6 +183,38 @@ def test_a_run_has_written_its_models_once_the_critic_is_there(make_config: Make
         (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
         found.append(exported_step(cfg))
     assert found == [None, 3]
+
+
+def test_a_model_that_an_earlier_launch_left_out_is_written_as_the_last_one_is() -> None:
+    """The trainer has the device, and nothing is sampled, where its weights are read."""
+    events: list[str] = []
+
+    class Ended:
+        launch = SimpleNamespace(steps_done=3, total_steps=3)
+        interrupt = nullcontext()
+        outcome = Outcome(3)
+
+        def rehearse(self) -> None:
+            events.append("rehearse")
+
+        def start(self) -> bool:
+            events.append("start")
+            return False
+
+        def steps(self) -> Iterator[int]:
+            return iter(())
+
+        @contextmanager
+        def phase(self, name: str, step: int) -> Generator[None]:
+            events.append(f"begin {name}")
+            yield
+            events.append(f"end {name}")
+
+        def export(self, step: int) -> None:
+            events.append(f"export {step}")
+
+    assert train(cast(Any, Ended())) == Outcome(3)
+    assert events == ["rehearse", "start", "begin save", "export 3", "end save"]
 
 
 def test_what_an_export_needs_is_tried_before_the_first_step(

@@ -55,7 +55,8 @@ def train(run: Run[Any]) -> Outcome:
         if run.start():
             return run.outcome
         if run.launch.steps_done >= run.launch.total_steps:  # an earlier launch ended in between
-            run.export(run.launch.steps_done)
+            with run.phase("save", run.launch.steps_done):
+                run.export(run.launch.steps_done)
         for step in run.steps():
             batch = run.collect(step)
             with run.phase("train", step):
