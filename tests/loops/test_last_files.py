@@ -185,6 +185,26 @@ def test_a_run_has_written_its_models_once_the_critic_is_there(make_config: Make
     assert found == [None, 3]
 
 
+def test_a_model_is_whole_whatever_is_put_into_its_folder_later(make_config: MakeConfig) -> None:
+    """As programs that upload it do. Adapters, which are written last, are those of the model."""
+    cfg = make_config(model={"lora": {"rank": 2}})
+    model, adapters = cfg.run.dir / "model", cfg.run.dir / "adapter" / "adapter_config.json"
+    for file in (model / MANIFEST_NAME, adapters):
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"content": {"metadata": {"step": 3}}}))
+    written = adapters.stat().st_mtime
+    found: list[int | None] = []
+    for folder, manifest in (
+        (written - 1, written - 1),
+        (written + 9, written - 1),
+        (0, written + 9),
+    ):
+        os.utime(model / MANIFEST_NAME, (manifest, manifest))
+        os.utime(model, (folder, folder))
+        found.append(exported_step(cfg))
+    assert found == [3, 3, None], "the last are of an earlier model"
+
+
 def test_a_model_that_an_earlier_launch_left_out_is_written_as_the_last_one_is() -> None:
     """The trainer has the device, and nothing is sampled, where its weights are read."""
     events: list[str] = []

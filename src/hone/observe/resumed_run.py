@@ -87,7 +87,7 @@ def exported_step(tree: RLConfig | SFTConfig) -> int | None:
     try:
         held = [json.loads(manifest.read_text(encoding="utf-8")) for manifest in manifests]
         step = min(int(each["content"]["metadata"]["step"]) for each in held)
-        is_older = exported_last(tree).stat().st_mtime < manifests[0].parent.stat().st_mtime
+        is_older = exported_last(tree).stat().st_mtime < manifests[0].stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None if tree.model.lora.rank > 0 and is_older else step
