@@ -109,6 +109,24 @@ def test_a_demonstration_ends_where_sampling_ends(
     assert trained(tokenizer, {"prompt": "1+1", "completion": said}, ends) == expected
 
 
+@table(
+    "said, expected",
+    [
+        ("<b>2</b>3", "<b>2</b>3"),
+        ("<b>2", "<b>2"),
+        ("<b>2</b></b>", "<b><b>2</b></b>"),
+    ],
+)
+def test_a_tag_that_the_prompt_has_opened_is_trained_once(said: str, expected: str) -> None:
+    """Rows of `hone generate` repeat it; an element of that name that lies in it does not."""
+    tokenizer = dialect("qwen")
+    (row,) = demonstrations(
+        tokenizer, {"prompt": "1+1 <b>", "completion": said}, ENDS["qwen"], chat="never"
+    )
+    text = str(tokenizer.decode(row.token_ids)).removesuffix("<|im_end|>")
+    assert text == f"1+1 {expected}"
+
+
 def folder_of(
     folder: Path, tokenizer: PreTrainedTokenizerFast, ends: tuple[str, ...]
 ) -> ModelConfig:

@@ -499,10 +499,13 @@ def _content_alone(example: Example, since: str) -> str:
 
 def _without_opened(said: str, prompt: str) -> str:
     """What is said behind a prompt, without a tag that the prompt has opened already, as templates
-    of reasoning models do with `<think>`."""
+    of reasoning models do with `<think>`. A tag that is closed more often than it is opened is one
+    of its own, inside of that of the prompt."""
     opened = opened_tag(prompt)
     tag = opened.rstrip()
     if not tag or not said.lstrip().startswith(tag):
+        return said
+    if said.count(tag.replace("<", "</")) > said.count(tag):
         return said
     return said.lstrip().removeprefix(tag).removeprefix(opened[len(tag) :])
 
