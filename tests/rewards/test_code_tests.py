@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
 from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
@@ -14,6 +16,8 @@ from hone.rewards import code
 from hone.rewards.builtin import CodeTests, build
 from hone.rewards.code import Call, Example, count_passed, program_in, read_tests
 from hone.rewards.jail import Jail
+from hone.rewards.launcher import END
+from hone.rewards.peer import Link, RemoteError
 from tests.tables import table
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -104,6 +108,19 @@ def test_what_a_program_does_to_its_folder_is_no_error_of_ours(
 def test_what_never_ends_fails_at_the_deadline(score: Callable[..., float], endless: str) -> None:
     for answer in (json.dumps(ASSERTS), SUMS):
         assert score(endless, answer, timeout_s=0.5) == 0.0
+
+
+def test_a_program_that_sends_without_end_is_left_at_the_deadline(jail: Jail) -> None:
+    ours, its = socket.socketpair()
+    with ours, its:
+        its.sendall(b"1\n")
+        with pytest.raises(RemoteError, match="deadline has passed"):
+            Link(ours, deadline=monotonic()).receive()
+    jail.send(END)  # which the launcher answers, as it tells of orphans that have ended
+    select.select([jail._control], [], [])
+    with pytest.raises(TimeoutError):
+        jail.receive(deadline=monotonic())
+    assert jail.receive(monotonic() + 60) == END
 
 
 def test_what_has_passed_before_the_deadline_counts(
