@@ -381,6 +381,7 @@ CALLS: dict[str, tuple[str, Any, Any, bool]] = {
         *([{"7": 1}, 2], [{"1": 3}], True),
     ),
     "a value a line": (ADD, "[1]\n[2]", "[1, 2]", True),
+    "the first of a value a line": ("def add(a, b): return 1", "[1]\n[2]", "[1, 2]", False),
     "an exception": ("def add(a, b): raise ValueError", [1, 2], [3], False),
     "an exit": ("def add(a, b): raise SystemExit", [1, 2], [3], False),
     "another name": ("def plus(a, b): return a + b", [1, 2], [3], False),
