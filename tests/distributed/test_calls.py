@@ -1,5 +1,7 @@
 """Calls over a line: in order of nothing, each answered once, or lost with a cause."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import os
