@@ -1,5 +1,7 @@
 """Calls over a line: in order of nothing, each answered once, or lost with a cause."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import os
@@ -140,6 +142,26 @@ class Loaded:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Loaded.times.append, ("unpickled",)
+
+
+def test_those_who_only_connect_keep_nobody_out_and_take_no_files(hub: Hub) -> None:
+    line = hub.line("engine 0")
+    strangers = [socket.create_connection(hub.address) for _ in range(calls._MAX_STRANGERS + 2)]
+    try:
+        strangers[0].settimeout(PATIENCE_S)
+        assert strangers[0].recv(1) == b"", "the oldest has to go"
+        answering = threading.Thread(
+            target=serve,
+            args=(hub.address, line.key, lambda method, args: method),
+            kwargs={"num_threads": 1},
+        )
+        answering.start()
+        assert line.call("echo").result(PATIENCE_S) == "echo"
+        line.end("it is enough")
+        answering.join(PATIENCE_S)
+    finally:
+        for stranger in strangers:
+            stranger.close()
 
 
 def test_a_hub_may_have_as_many_lines_as_were_asked_for() -> None:

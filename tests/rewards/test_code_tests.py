@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
 from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
@@ -14,6 +16,8 @@ from hone.rewards import code
 from hone.rewards.builtin import CodeTests, build
 from hone.rewards.code import Call, Example, count_passed, program_in, read_tests
 from hone.rewards.jail import Jail
+from hone.rewards.launcher import END
+from hone.rewards.peer import Link, RemoteError
 from tests.tables import table
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -104,6 +108,19 @@ def test_what_a_program_does_to_its_folder_is_no_error_of_ours(
 def test_what_never_ends_fails_at_the_deadline(score: Callable[..., float], endless: str) -> None:
     for answer in (json.dumps(ASSERTS), SUMS):
         assert score(endless, answer, timeout_s=0.5) == 0.0
+
+
+def test_a_program_that_sends_without_end_is_left_at_the_deadline(jail: Jail) -> None:
+    ours, its = socket.socketpair()
+    with ours, its:
+        its.sendall(b"1\n")
+        with pytest.raises(RemoteError, match="deadline has passed"):
+            Link(ours, deadline=monotonic()).receive()
+    jail.send(END)  # which the launcher answers, as it tells of orphans that have ended
+    select.select([jail._control], [], [])
+    with pytest.raises(TimeoutError):
+        jail.receive(deadline=monotonic())
+    assert jail.receive(monotonic() + 60) == END
 
 
 def test_what_has_passed_before_the_deadline_counts(
@@ -214,6 +231,15 @@ RIGHT = {
         "assert math.isclose(f(2), 1.41421356, rel_tol=1e-6)",
     ),
     "a function called as a built-in": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+    "a well-known function": ("def lcm(a, b): return 12", "assert abs(lcm(4, 6) - 12) < 1e-6"),
+    "well-known functions that a test uses without an import": (
+        "def f(x): return [x, x]",
+        "assert Counter(f(1)) == {1: 2}",
+    ),
+    "a name that both sides have": (
+        "x = 9\ndef f(a):\n    a.append(x)",
+        "x = [1]\nf(x)\nassert x == [1, 9]",
+    ),
     "numpy": (
         "import numpy as np\ndef f(x): return np.array(x) * 2",
         "assert np.array_equal(f([1, 2]), np.array([2, 4]))\nassert f([1]).sum() == 2",
@@ -302,6 +328,39 @@ def test_wrong_programs_that_mean_to_pass_do_not(jail: Jail, name: str) -> None:
     assert count_passed(ADD, TESTS, monotonic() + 60, jail) == len(TESTS), "the jail goes on"
 
 
+# Programs that are wrong, by what they do with names that tests use: program and tests.
+NAMES: dict[str, tuple[str, list[str]]] = {
+    "built-ins that become its own in a call": (
+        "held = globals()\ndef add(a, b):\n    held.pop('add', None)\n"
+        "    held['abs'] = lambda x: 0\n    return 9",
+        ["assert add(1, 2) == 3", "assert abs(add(1, 2) - 3) < 1e-6"],
+    ),
+    "built-ins of its own for a value kept": (
+        "def add(a, b): return 9\ndef abs(x): return 0",
+        ["x = add(1, 2)\nassert x == 3", "assert abs(x - 3) < 1e-6"],
+    ),
+    "nothing, where a well-known function is tested": ("", ["assert lcm(4, 6) == 12"]),
+    "a local name of the test, where one is": (
+        "candidate = check = None\ndef lcm(a, b): return 0",
+        ["def check(candidate):\n    assert candidate(4, 6) == 12\ncheck(lcm)"],
+    ),
+    "a built-in of its own, where one is": (
+        "def lcm(a, b): return 0\ndef abs(x): return 0",
+        ["assert abs(lcm(4, 6) - 12) < 1e-6"],
+    ),
+    "two well-known functions of its own": (
+        "def lcm(a, b): return 0\ndef isclose(a, b): return True",
+        ["assert isclose(lcm(4, 6), 12)"],
+    ),
+}
+
+
+@table("name", NAMES)
+def test_a_wrong_program_does_not_pass_by_names_that_tests_use(jail: Jail, name: str) -> None:
+    program, tests = NAMES[name]
+    assert count_passed(program, tests, monotonic() + 60, jail) == 0
+
+
 # As `fn_name` of APPS and TACO: program, arguments, value in the data, whether that is right.
 CALLS: dict[str, tuple[str, Any, Any, bool]] = {
     "a function": (ADD, [1, 2], 3, True),
@@ -322,6 +381,7 @@ CALLS: dict[str, tuple[str, Any, Any, bool]] = {
         *([{"7": 1}, 2], [{"1": 3}], True),
     ),
     "a value a line": (ADD, "[1]\n[2]", "[1, 2]", True),
+    "the first of a value a line": ("def add(a, b): return 1", "[1]\n[2]", "[1, 2]", False),
     "an exception": ("def add(a, b): raise ValueError", [1, 2], [3], False),
     "an exit": ("def add(a, b): raise SystemExit", [1, 2], [3], False),
     "another name": ("def plus(a, b): return a + b", [1, 2], [3], False),

@@ -3,6 +3,7 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import subprocess
@@ -72,6 +73,26 @@ ATTEMPTS: dict[str, tuple[str, str]] = {
         "files",
         "def reaches(): return open({folder!r} + '/answers').read() == '42'",
     ),
+    "a socket that is a file": (
+        "network",
+        "import socket\ndef reaches():\n"
+        "    one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "    return one.sendto(b'x', {folder!r} + '/log') == 1",
+    ),
+    "memory that other processes share": (
+        "secrets",
+        "import ctypes\ndef reaches():\n    shmat = ctypes.CDLL(None).shmat\n"
+        "    shmat.restype = ctypes.c_ssize_t\n    return shmat({memory}, None, 0) != -1",
+    ),
+    **{
+        name: ("files", f"import os\nplace = {{folder!r}} + '/answers'\ndef reaches():\n    {text}")
+        for name, text in {
+            "the permissions of a file": "os.chmod(place, 0o4777); return True",
+            "the times of a file": "os.utime(place, (0, 0)); return True",
+            "the attributes of a file": "os.setxattr(place, 'user.x', b''); return True",
+            "the length of a file": "os.truncate(place, 1); return True",
+        }.items()
+    },
     "a file to write": (
         "files",
         "def reaches(): return open({folder!r} + '/left', 'w').write('x') == 1",
@@ -97,6 +118,14 @@ ALWAYS = {
         "import ctypes\ndef reaches(): return ctypes.CDLL(None).unshare(0x10000000) == 0"
     ),
     "another user": "import os\ndef reaches():\n    os.setuid(1); return True",
+    "a lease, which stops who opens the file": (
+        "import fcntl, os\ndef reaches():\n    file = os.open(os.__file__, os.O_RDONLY)\n"
+        "    fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK); return True"
+    ),
+    "what others do in a folder": (
+        "import ctypes\ndef reaches():\n    libc = ctypes.CDLL(None)\n"
+        "    return libc.inotify_add_watch(libc.inotify_init(), b'/', 0xfff) >= 0"
+    ),
     "a device": "import os\ndef reaches():\n    os.mknod('x', 0o60666, 2048); return True",
     "variables": "import os\ndef reaches(): return 'SECRET_KEY' in os.environ",
     "a trace of its parent": (
@@ -108,6 +137,9 @@ ALWAYS = {
         "        for pid in os.listdir('/proc') if pid == str(os.getppid()))"
     ),
 }
+BY_FILTER = (
+    "new namespaces", "a lease, which stops who opens the file", "what others do in a folder",
+)  # fmt: skip
 MODES: dict[str, tuple[str, ...]] = {
     "all that this machine has": (),
     "no namespaces, as in most containers": ("namespaces",),
@@ -118,17 +150,26 @@ MODES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture
-def words() -> Iterator[Mapping[str, object]]:
+def words(tmp_path: Path) -> Iterator[Mapping[str, object]]:
     """What the attempts name: a process of this user with a key in its environment, as the
-    trainer's, and a port of this host that accepts connections."""
+    trainer's, memory that processes of this user share, a port of this host that accepts
+    connections, and a socket in `folder` that takes messages."""
+    libc = ctypes.CDLL(None)
+    memory = libc.shmget(0, 1, 0o1600)
     environment = {**os.environ, "SECRET_KEY": "hunter2"}
     with (
         subprocess.Popen(["sleep", "600"], env=environment) as process,
         socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log,
     ):
+        log.bind(str(tmp_path / "log"))
         threading.Thread(target=server.accept, daemon=True).start()
-        yield {"pid": process.pid, "port": server.getsockname()[1]}
+        yield {
+            **{"pid": process.pid, "port": server.getsockname()[1]},
+            **{"memory": memory, "folder": str(tmp_path)},
+        }
         process.kill()
+        libc.shmctl(memory, 0, None)
 
 
 @pytest.mark.parametrize("python", [sys.executable, SYSTEM_PYTHON])
@@ -150,14 +191,14 @@ def test_a_program_reaches_nothing_that_a_wall_is_said_to_keep_it_from(
 
     def check(name: str) -> None:
         wall, program = ATTEMPTS[name]
-        program = program.format(**words, folder=str(tmp_path))
+        program = program.format(**words)
         if wall not in jail.missing:
             assert not reaches(jail, program)
         assert Path(f"/proc/{words['pid']}/exe").exists() or "signals" in jail.missing
 
     def check_always(name: str) -> None:
-        may_unshare = name == "new namespaces" and "seccomp" in MODES[mode]
-        assert may_unshare or not reaches(jail, ALWAYS[name])
+        is_open = name in BY_FILTER and "seccomp" in MODES[mode]
+        assert is_open or not reaches(jail, ALWAYS[name])
 
     try:
         check_rows(list(ATTEMPTS), check)
@@ -182,8 +223,9 @@ def test_what_is_missing_is_said_for_each_wall() -> None:
         return jail.missing
 
     everything = missing("user", "namespaces", "landlock", "seccomp")
-    assert set(everything) - {"secrets"} == {"signals", "network", "files", "disk", "forks"}
-    assert ("secrets" in everything) == (os.geteuid() != 0), "root's have capabilities, others not"
+    assert set(everything) == {"secrets", "signals", "network", "files", "disk", "forks"}
+    assert "files" in missing("user", "namespaces", "seccomp"), "permissions, for one"
+    assert "network" in missing("seccomp"), "sockets that are files, for one"
     assert "files" in missing("landlock")
 
 

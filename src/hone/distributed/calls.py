@@ -49,6 +49,9 @@ _LINGER_S = 1e-4
 _MIN_LINGER_S, _MAX_LINGER_S = 2e-3, 0.05
 _OTHER_FILES = 256
 """What a process may open later, lines not counted."""
+_MAX_STRANGERS = 64
+"""Connections that may be open without a key, above those that are waited for: fewer than
+`_OTHER_FILES`, so that whoever only connects takes no file that the process needs."""
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 _FULL_S = 10.0
 """How long nobody is let in once no file can be opened."""
@@ -183,6 +186,8 @@ class Hub:
         self._lines: dict[bytes, Line] = {}
         """By key, until their process is there."""
         self._num_connected = 0
+        self._strangers: dict[socket.socket, None] = {}
+        """Those who have not shown a key yet, oldest first."""
         self._received = memoryview(bytearray(_READ_BYTES))
         self._has_more = False
         """A socket had more to read than was read at once."""
@@ -223,7 +228,8 @@ class Hub:
                     self._accept()
                 else:
                     assert isinstance(key.fileobj, socket.socket)
-                    self._take(key.fileobj, key.data)
+                    if key.fileobj.fileno() >= 0:  # not dropped a moment ago
+                        self._take(key.fileobj, key.data)
 
     def _wait_s(self) -> float | None:
         """How long to wait for something to read; None: until it comes."""
@@ -258,6 +264,9 @@ class Hub:
             timeout = struct.pack("ll", int(_SEND_S), 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             self._selector.register(sock, selectors.EVENT_READ, _Connection())
+            self._strangers[sock] = None
+            if len(self._strangers) > len(self._lines) + _MAX_STRANGERS:
+                self._drop(next(iter(self._strangers)), None)
 
     def _take(self, sock: socket.socket, connection: _Connection) -> None:
         line = connection.line
@@ -289,10 +298,12 @@ class Hub:
                 self._drop(sock, None)
             else:
                 self._num_connected += 1
+                del self._strangers[sock]
                 connection.line.connect(sock)
 
     def _drop(self, sock: socket.socket, line: Line | None) -> None:
         self._selector.unregister(sock)
+        self._strangers.pop(sock, None)
         sock.close()
         if line is not None:
             self._num_connected -= 1

@@ -51,15 +51,18 @@ class Call:
     name: str
     args: tuple[Any, ...]
     value: Any
+    may_be_wrapped: bool = True
+    """The value that is wanted may stand in a list of its own."""
 
     def accepts(self, value: Any) -> bool:
         """Whether a value counts as the one wanted, as the data sets' own graders have it: a tuple
-        is a list, and the value that is wanted may stand in a list of its own.
+        is a list.
 
-        Source: `eval/testing_util.py` of APPS, which TACO's grader comes from.
+        Source: `eval/testing_util.py` of APPS, which TACO's grader comes from, and
+        `lcb_runner/evaluation/testing_util.py` of LiveCodeBench, whose values are never wrapped.
         """
         wanted = [self.value]
-        if isinstance(self.value, list) and self.value:
+        if self.may_be_wrapped and isinstance(self.value, list) and self.value:
             wanted.append(self.value[0])
         return any(_as_lists(value) == _as_lists(one) for one in map(_with_numbers, wanted))
 
@@ -149,7 +152,8 @@ def _examples(found: Mapping[str, Any]) -> list[Example] | list[Call]:
 def _call(name: str, given: Any, wanted: Any) -> Call:
     """A call with a list of arguments; or with a text of one JSON value a line and a JSON value as
     what is wanted, as LiveCodeBench and data made from it have them."""
-    if isinstance(given, str):
+    is_text = isinstance(given, str)
+    if is_text:
         try:
             given = [json.loads(line) for line in given.splitlines() if line.strip()]
             wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
@@ -162,7 +166,8 @@ def _call(name: str, given: Any, wanted: Any) -> Call:
         raise ValueError(
             f"`inputs` of tests with `fn_name` are lists of arguments, and one is {given!r}"
         )
-    return Call(name, tuple(_with_numbers(one) for one in given), wanted)
+    args = tuple(_with_numbers(one) for one in given)
+    return Call(name, args, wanted, may_be_wrapped=not is_text)
 
 
 def _joined(lines: Any) -> str:

@@ -14,7 +14,6 @@ environment or its frames is worth finding. A role gets its text and its streams
 
 from __future__ import annotations
 
-import ast
 import atexit
 import builtins
 import collections
@@ -35,10 +34,11 @@ import select
 import signal
 import socket
 import string
+import symtable
 import sys
 import threading
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
@@ -249,11 +249,16 @@ def _judge(tests: str, link: Link, verdicts: int) -> NoReturn:
     loaded = link.receive()
     if isinstance(loaded, dict) and loaded.get("loaded") is True:
         peer = Peer(link, is_judge=True)
+        own, known = _divide_known_names(found, peer)
         names: dict[str, Any] = {"__name__": "test"}
-        given: set[str] = set()
+        given: dict[str, Any] = {}
         for test in found:
             try:
-                given |= _lend(test, names, given, peer)
+                of_tests = {
+                    name for name in names if name not in given or names[name] is not given[name]
+                }
+                given |= _lend(_global_names(test)[0] - of_tests, own, known, peer)
+                names |= {name: one for name, one in given.items() if name not in of_tests}
                 exec(compile(test, "test.py", "exec"), names)
             except BaseException:  # noqa: BLE001 - whatever a test and its calls raise
                 os.write(verdicts, b"0")
@@ -262,23 +267,50 @@ def _judge(tests: str, link: Link, verdicts: int) -> NoReturn:
     os._exit(0)
 
 
-def _lend(test: str, names: dict[str, Any], given: set[str], peer: Peer) -> set[str]:
-    """Give a test the names that it uses and does not define, and say which: those of the program,
-    and those of well-known modules.
+def _global_names(test: str) -> tuple[set[str], set[str]]:
+    """The global names that a test uses, and those that it gives a value itself."""
+    used: set[str] = set()
+    made: set[str] = set()
+    scopes = [symtable.symtable(test, "test.py", "exec")]
+    for scope in scopes:  # which grows
+        for symbol in scope.get_symbols():
+            if symbol.is_global() and symbol.is_referenced():
+                used.add(symbol.get_name())
+            if symbol.is_global() and (symbol.is_assigned() or symbol.is_imported()):
+                made.add(symbol.get_name())
+        scopes += scope.get_children()
+    return used - {"__name__"}, made
 
-    A built-in or a well-known function is the program's own only where the test uses nothing else
-    of the program: with `set` of its own it could make `set(f(x)) == set(y)` true.
+
+def _divide_known_names(tests: Sequence[str], peer: Peer) -> tuple[set[str], set[str]]:
+    """Of the built-in and well-known names that tests use, those that are the program's own, and
+    those that are lent for what they are.
+
+    With `set` of its own a program could make `set(f(x)) == set(y)` true. So one name is its own at
+    most, and only where the tests use no other name that they have not made: it is what they test,
+    and well-known functions, which a program then passes with that has none, are not lent. It is
+    settled before the first test, so that no program can change it in a call.
     """
-    used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
-    wanted = sorted(used - (names.keys() - given) - {"__name__"})
-    held = sorted(peer.has(wanted))
-    own = [name for name in held if not _is_known(name)] or held
-    for name in own:
-        names[name] = peer.result("name", name)
-    known = [name for name in wanted if name not in own and _is_known(name)]
-    for name in known:
-        names[name] = _known(name)
-    return {*own, *known}
+    divided = [_global_names(test) for test in tests]
+    used = set[str]().union(*(used for used, _ in divided))
+    made = set[str]().union(*(made for _, made in divided))
+    known = set(filter(_is_known, used))
+    if used - known - made:
+        return set(), known
+    modules = {name for name in known if name in _MODULES or name in _SHORT_NAMES}
+    plain = {name for name in known - modules if hasattr(builtins, name)}
+    for kind in (known - modules - plain, plain, modules):
+        if held := peer.has(sorted(kind)):
+            own = held if len(held) == 1 else set[str]()
+            return own, (modules | plain) - own
+    return set(), modules | plain
+
+
+def _lend(wanted: set[str], own: set[str], known: set[str], peer: Peer) -> dict[str, Any]:
+    """What a test uses and has not made: of the program, and of well-known modules."""
+    held = peer.has(sorted(name for name in wanted if name in own or not _is_known(name)))
+    lent = {name: peer.result("name", name) for name in sorted(held)}
+    return lent | {name: _known(name) for name in wanted & known}
 
 
 def _is_known(name: str) -> bool:

@@ -102,8 +102,12 @@ class Link:
             raise RemoteError(str(error)) from None
 
     def _watch_the_clock(self) -> None:
-        if self._deadline is not None:
-            self._sock.settimeout(max(self._deadline - monotonic(), 0.001))
+        if self._deadline is None:
+            return
+        left_s = self._deadline - monotonic()
+        if left_s <= 0.0:  # else one that sends without end would go on
+            raise RemoteError("the deadline has passed")
+        self._sock.settimeout(left_s)
 
 
 class Peer:

@@ -49,6 +49,8 @@ class Walls:
     """`/proc` shows that process table."""
     tmpfs: bool = False
     """The folder of a program is a file system in memory, which ends with the program."""
+    read_only: bool = False
+    """No other file system can be changed: neither files nor their permissions and times."""
     landlock: int = 0
     """Version of Landlock; 0: none."""
     seccomp: bool = False
@@ -58,14 +60,19 @@ class Walls:
     def missing(self) -> dict[str, str]:
         """What is open on this machine, in words, by the name of the wall."""
         is_hidden = self.namespaces or self.user or self.outranked or self.landlock > 0
+        is_apart = self.namespaces or self.user or self.seccomp
+        sockets = "sockets of this host that are files" if self.namespaces else "the network"
         found = {
-            "secrets": (is_hidden, "read the memory and the environment of your other processes"),
-            "signals": (
-                self.namespaces or self.seccomp or self.user,
-                "end your other processes",
+            "secrets": (
+                is_hidden and is_apart,
+                "read the memory and the environment of your other processes",
             ),
-            "network": (self.namespaces or self.seccomp, "use the network"),
-            "files": (self.landlock > 0, "read and write the files that your user can"),
+            "signals": (is_apart, "end your other processes"),
+            "network": (self.seccomp, f"use {sockets}"),
+            "files": (
+                self.landlock > 0 and (self.read_only or self.user or self.seccomp),
+                "read and write the files that your user can",
+            ),
             "disk": (self.tmpfs, f"fill the disk, with files of {MAX_FILE_BYTES >> 20} MiB each"),
             "forks": (
                 self.user or (self.namespaces and not self.is_root),
@@ -93,13 +100,14 @@ def raise_walls(folder: str, refused: Collection[str] = ()) -> Walls:
         file.write("1000")  # where memory ends, programs end before the trainer does
     is_other = "user" not in refused and os.geteuid() == 0 and _become_nobody(folder)
     _end_with_parent()  # which a change of the user forgets
-    has_own_proc = has_tmpfs = False
+    has_own_proc = has_tmpfs = is_read_only = False
     has_namespaces = "namespaces" not in refused and _enter_namespaces()
     if has_namespaces:
         has_own_proc = _mount("proc", "/proc", "proc", "")
         has_tmpfs = _mount_folder(folder)
         if has_tmpfs:
             _libc.umount2(folder.encode(), 0)
+            is_read_only = _make_read_only()
     else:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _drop_capabilities()
@@ -111,6 +119,7 @@ def raise_walls(folder: str, refused: Collection[str] = ()) -> Walls:
         namespaces=has_namespaces,
         own_proc=has_own_proc,
         tmpfs=has_tmpfs,
+        read_only=is_read_only,
         landlock=0 if "landlock" in refused else _landlock_version(),
         seccomp="seccomp" not in refused and _has_seccomp(),
     )
@@ -191,6 +200,17 @@ def _mount_folder(folder: str) -> bool:
     )
 
 
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
+
+
+def _make_read_only() -> bool:
+    """Let nothing be changed on what is mounted now; False where the kernel (before 5.12) does not
+    know how."""
+    attributes = struct.pack("=4Q", _MOUNT_ATTR_RDONLY, 0, 0, 0)  # set, clear, propagation, user
+    words = (_AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
+    return _libc.syscall(_MOUNT_SETATTR, *words) == 0
+
+
 # ---- raised by each program's process ------------------------------------------------------------
 
 
@@ -224,7 +244,8 @@ def enter(walls: Walls, folder: str) -> None:
     if walls.landlock:
         _restrict_files(walls.landlock, folder, has_own_proc=walls.own_proc)
     if walls.seccomp:
-        _filter_calls(_instructions(may_signal=walls.namespaces))
+        may_change = walls.read_only or walls.user
+        _filter_calls(_instructions(may_signal=walls.namespaces, may_change=may_change))
 
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
@@ -349,6 +370,18 @@ _REFUSED_CALLS = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
+    # the same of other processes, whose numbers can be guessed
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    # what other processes do with files, which Landlock does not hide
+    "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262),
     # keys of this user, and what attacks on the kernel begin with
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -357,11 +390,40 @@ _REFUSED_CALLS = {
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
 }
+_CHANGES = {
+    "chmod": (90, 53),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, 54),
+    "fchown": (93, 55),
+    "lchown": (94, 54),
+    "fchownat": (260, 54),
+    "utime": (132, 88),
+    "utimes": (235, 88),
+    "futimesat": (261, 88),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "truncate": (76, 45),
+}
+"""What Landlock lets an owner do to any file, and before its version 3 shorten it. ARM has the
+later ones of a kind alone."""
 _CLONE, _CLONE3 = (56, 220), (435, 435)
+_SOCKETPAIR, _DATAGRAM = (53, 199), 2
+"""A socket of a pair that is not connected for good can send to those of other programs."""
 _KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
 _FCNTL, _IOCTL = (72, 25), (16, 29)
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 """With these the kernel sends a signal of choice to a process of choice."""
+_F_SETLEASE, _F_NOTIFY = 1024, 1026
+"""With these it stops who opens a file, and tells what others do in a folder."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Where a machine's numbers stand above, and what the kernel calls it."""
@@ -379,9 +441,10 @@ def _has_seccomp() -> bool:
         return _MACHINE is not None and "Seccomp:" in file.read()
 
 
-def _instructions(*, may_signal: bool) -> list[_Instruction]:
+def _instructions(*, may_signal: bool, may_change: bool) -> list[_Instruction]:
     """The filter, which the kernel runs before each system call. `may_signal`: a namespace keeps
-    signals in; else a process may signal itself alone."""
+    signals in; else a process may signal itself alone. `may_change`: something else keeps a
+    program from changing files of others; else it may change no permissions and times at all."""
     assert _MACHINE is not None
     column, name = _MACHINE
     refuse: _Instruction = (_RETURN, 0, 0, _EPERM)
@@ -399,15 +462,17 @@ def _instructions(*, may_signal: bool) -> list[_Instruction]:
     found = [(_LOAD, 0, 0, 4), (_IF_EQUAL, 1, 0, name), refuse, (_LOAD, 0, 0, 0)]
     if column == 0:
         found += unless(_IF_AT_LEAST, _X32_CALLS, refuse)
-    for numbers in _REFUSED_CALLS.values():
+    refused = _REFUSED_CALLS if may_change else _REFUSED_CALLS | _CHANGES
+    for numbers in refused.values():
         found += of(numbers, refuse)
     found += of(_CLONE3, (_RETURN, 0, 0, _ENOSYS))  # C libraries then use clone, seen through here
     namespaces = unless(_IF_BITS, _CLONE_NEWUSER, refuse)
     found += of(_CLONE, load_argument(0), *namespaces, allow)
     found += of(_PRLIMIT, load_argument(0), *unless(_IF_EQUAL, 0, allow), refuse)
-    owners = [x for value in (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)
-              for x in unless(_IF_EQUAL, value, refuse)]  # fmt: skip
-    found += of(_FCNTL, load_argument(1), *owners, allow)
+    found += of(_SOCKETPAIR, load_argument(1), *unless(_IF_BITS, _DATAGRAM, refuse), allow)
+    commands = [x for value in (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)
+                for x in unless(_IF_EQUAL, value, refuse)]  # fmt: skip
+    found += of(_FCNTL, load_argument(1), *commands, allow)
     owners = [x for value in (_FIOSETOWN, _SIOCSPGRP) for x in unless(_IF_EQUAL, value, refuse)]
     found += of(_IOCTL, load_argument(1), *owners, allow)
     if not may_signal:
