@@ -195,8 +195,6 @@ def test_a_lasting_symptom_speaks_once_and_a_returning_one_again() -> None:
 BROKEN = {
     "policy/entropy": 9.0,
     "policy/clip_fraction": 0.8,
-    "off_policy/mismatch_kl": 0.4,
-    "off_policy/ratio/mean": 0.5,
     "train/grad_norm": 90.0,
     "rollout/truncated_share": 0.97,
     "rollout/zero_spread_share": 1.0,
@@ -225,6 +223,9 @@ def test_steps_that_are_too_large_are_the_one_cause_that_is_named(delay: int) ->
     assert "learning rate" in raised[0].advice
     own = run(lambda scalars, _: scalars.update(BROKEN), seed=0, num_steps=ONSET + 5)
     assert len({alarm.name for alarm in own}) >= len(BROKEN) - 1
+    mismatch = set_to(off_policy__mismatch_kl=0.4, train__update_to_weight_ratio=0.4)
+    engine = {alarm.name for alarm in run(mismatch, seed=0, num_steps=ONSET + 5)}
+    assert {"large_update", "mismatch_kl"} <= engine, "an engine may be wrong whatever else is"
     long_after = [alarm.name for alarm in run(later, seed=0, num_steps=ONSET + 40)]
     assert {"large_update", "truncated", "entropy_explosion"} <= {*long_after}
 

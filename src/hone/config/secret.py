@@ -68,7 +68,9 @@ def secret_problem(at: Sequence[str | int], value: str) -> str | None:
     if problem := _in_address(value):
         return problem
     words = _words(names[-1])
-    is_named = bool(_ALWAYS.intersection(words)) or bool(_PAIRS.intersection(pairwise(words)))
+    # The last word says what a thing is: `secret_word` is a word, `client_secret` a secret.
+    is_named = words[-1:] != [] and words[-1] in _ALWAYS
+    is_named |= bool(_PAIRS.intersection(pairwise(words)))
     is_free = "args" in names[:-1] and names[-2] != "headers"  # which say what is wrong themselves
     is_key = _KNOWN_KEY.fullmatch(value) is not None
     if is_key or (is_free and is_named and value and not VARIABLE.search(value)):

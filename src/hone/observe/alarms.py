@@ -456,12 +456,13 @@ _TOO_LARGE = (
 
 _NAME_OTHER_CAUSES = frozenset(
     {
-        *("mismatch_kl", "mismatch_kl_growing", "ratio_mean", "stale_samples", "zero_spread"),
+        *("stale_samples", "zero_spread"),
         *("truncated", "duplicates", "entropy_collapse", "entropy_explosion", "clip_fraction"),
         *("grad_norm_spike", "grad_norm_zero", "untrained", "skipped_steps"),
     }
 )
-"""Symptoms that a policy has too once steps that are too large have broken it."""
+"""Symptoms that a policy has too once steps that are too large have broken it. A mismatch of the
+engine is none of them: it may be a fault of its own, which nobody may miss."""
 
 _LEARNING = (
     Rule(

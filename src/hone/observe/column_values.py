@@ -36,7 +36,11 @@ def as_text(value: Any) -> str:
             except UnicodeDecodeError:
                 raise ValueError(f"{len(value):,} bytes that are no UTF-8 text") from None
         case _:
-            return json.dumps(value, ensure_ascii=False, default=json_value)
+            try:
+                return json.dumps(value, ensure_ascii=False, allow_nan=False, default=json_value)
+            except ValueError as error:
+                words = "a number that is not finite" if "JSON compliant" in f"{error}" else error
+                raise ValueError(f"{words}") from None
 
 
 def json_value(value: Any) -> Any:
