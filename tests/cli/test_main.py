@@ -24,7 +24,7 @@ from hone.cli.command import conclude, take_nproc
 from hone.cli.help import _FIRST_PAGES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
-from hone.config.hardware import Peaks
+from hone.config.hardware import Peaks, gpu_peaks
 from hone.config.load import load_config, resolve_recipe
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import recipe_names
@@ -350,6 +350,33 @@ def test_check_prints_settings_numbers_and_findings(
     text = output(capsys, "check", *BASE["rl"], *bad_layout, code=2)
     assert "which does not divide" in " ".join(text.split())
     assert "Derived numbers" not in text
+
+
+@pytest.mark.usefixtures("workspace")
+@table(
+    "gpu, flags, finds",
+    [
+        ("H100", (), True),
+        ("A100", (), False),
+        ("H100", ("--model.dtype=float32",), False),
+        ("H100", ("--gpu=h100",), False),
+        ("H100", ("--run.device=cpu",), False),
+    ],
+)
+def test_check_finds_an_attention_library_that_training_could_not_import(
+    gpu: str,
+    flags: tuple[str, ...],
+    finds: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(commands, "_num_gpus", lambda: 1)
+    monkeypatch.setattr(commands, "installed_gpu", lambda: gpu_peaks(gpu))
+    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: True)
+    monkeypatch.setattr("hone.config.flash4.is_installed", lambda: True)
+    monkeypatch.setattr("hone.config.flash4.import_problem", lambda: "flash-attn-4 is broken")
+    told = output(capsys, "check", *BASE["rl"], "--nproc=1", *flags, code=2 if finds else 0)
+    assert ("error: flash-attn-4 is broken" in told) == finds
 
 
 @pytest.mark.parametrize("nproc", ["1", "2"])

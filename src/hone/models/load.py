@@ -22,9 +22,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hone.attention import ATTENTION_NAME
+from hone.attention import ATTENTION_NAME, flash4
+from hone.attention.backends import choose_packed_backend
 from hone.config import plan
 from hone.config.errors import UserError
+from hone.config.flash4 import is_installed
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
 from hone.families.registry import SPECS
@@ -194,6 +196,23 @@ def blank_model(
     for name, buffer in _computed_buffers(model).items():
         tensors[name].copy_(buffer)
     return _filled(model, tensors, tp)
+
+
+def require_attention(cfg: ModelConfig, device: torch.device) -> None:
+    """Have the kernels imported that attention of training will call. Raises UserError where they
+    are installed but broken, and as `load_config`."""
+    if device.type != "cuda" or not is_installed():
+        return
+    config = load_config(cfg)
+    backend = choose_packed_backend(
+        device,
+        compute_dtype(cfg, device),
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+    )
+    if backend == "flash4":
+        flash4.require_importable()
 
 
 def load_config(cfg: ModelConfig) -> PreTrainedConfig:
