@@ -388,6 +388,18 @@ MISTAKES = {
         ValueError,
         "no known family",
     ),
+    "a number format with its module": (
+        lambda f: edit_config(f, dtype="torch.bfloat16"),
+        "",
+        UserError,
+        "holds dtype = 'torch.bfloat16', where transformers takes 'bfloat16'; correct it",
+    ),
+    "a number format by a short name": (
+        lambda f: edit_config(f, dtype=None, torch_dtype="fp16"),
+        "",
+        UserError,
+        "holds torch_dtype = 'fp16', where transformers takes 'float16'",
+    ),
     "images": (lambda f: edit_config(f, model_type="qwen2_vl"), "", ValueError, "vision_config"),
     "a larger model's config": (
         lambda f: edit_config(f, hidden_size=32),

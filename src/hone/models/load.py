@@ -29,6 +29,7 @@ from hone.config.errors import UserError
 from hone.config.flash4 import is_installed
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
+from hone.config.model_facts import impossible_values
 from hone.families.registry import SPECS
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
@@ -236,13 +237,17 @@ def load_end_ids(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 def _config(cfg: ModelConfig) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(_place(cfg), trust_remote_code=cfg.trust_remote_code)
+        held, _ = PreTrainedConfig.get_config_dict(_place(cfg))
+        problem = next(impossible_values(held), None)
+        if problem is None:
+            return AutoConfig.from_pretrained(_place(cfg), trust_remote_code=cfg.trust_remote_code)
     except OSError as error:
         raise FileNotFoundError(
             f"model.path={cfg.path!r} holds no usable config.json: {error}"
         ) from error
     except ValueError as error:
         raise UserError(f"model.path={cfg.path!r} is of no known family: {error}") from error
+    raise UserError(f"the config.json of model.path={cfg.path!r} {problem}; correct it there")
 
 
 def _generation_config(cfg: ModelConfig) -> GenerationConfig | None:
