@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -350,6 +351,25 @@ def test_check_prints_settings_numbers_and_findings(
     text = output(capsys, "check", *BASE["rl"], *bad_layout, code=2)
     assert "which does not divide" in " ".join(text.split())
     assert "Derived numbers" not in text
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("command", ["rl", "sft", "eval", "generate"])
+def test_a_run_says_that_it_loads_torch_before_it_does(
+    command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hone")
+    for module in ("hone.loops", "hone.loops.inference", "hone.loops.generation"):
+        monkeypatch.setitem(sys.modules, module, None)  # would load torch
+    for known in (True, False):
+        caplog.clear()
+        if known:
+            monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+        else:
+            monkeypatch.delitem(sys.modules, "torch", raising=False)
+        with pytest.raises(ImportError):
+            import_module(f"hone.cli.{command}").run(BASE[command])
+        assert ("loading torch and transformers" in caplog.messages) != known
 
 
 @pytest.mark.usefixtures("workspace")

@@ -65,6 +65,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+_QUICK_BYTES = 1 << 30
+"""Weights that a disk gives in about a second."""
 
 
 def compute_dtype(cfg: ModelConfig, device: torch.device | str) -> torch.dtype:
@@ -309,7 +311,15 @@ def _defer_to_files(model: PreTrainedModel, cfg: ModelConfig) -> bool:
             size,
         )
         return False
+    _say_loading(_place(cfg))
     return True
+
+
+def _say_loading(path: str) -> None:
+    """Say that weights are read from a folder, where that takes seconds."""
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    if size >= _QUICK_BYTES:
+        logger.info("loading the weights in %s, %.1f GiB", path, size / 2**30)
 
 
 def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -401,6 +411,7 @@ class _BackboneWeights:
 def _from_files(
     kind: Any, path: str, config: PreTrainedConfig, options: dict[str, Any]
 ) -> PreTrainedModel:
+    _say_loading(path)
     try:
         loaded = kind.from_pretrained(
             path,
