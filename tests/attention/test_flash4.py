@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from types import SimpleNamespace
@@ -10,7 +12,10 @@ import pytest
 import torch
 
 from hone.attention import PackedContext, backends, flash4
+from hone.config import flash4 as known
 from hone.config.errors import UserError
+from hone.config.model import ModelConfig
+from hone.models.load import require_attention
 from tests.attention.twin import attend_packed
 from tests.tables import table
 
@@ -158,7 +163,7 @@ def test_rule_where_it_is_missing(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(flash4, "distribution", missing)
+    monkeypatch.setattr(known, "distribution", missing)
     monkeypatch.setattr(flash4, "_architecture", None)  # not asked: there may be no GPU
     flash4._is_installed.cache_clear()
     try:
@@ -183,7 +188,53 @@ def test_a_broken_installation_says_what_to_do(monkeypatch):
     monkeypatch.setattr(flash4.importlib, "import_module", broken)
     flash4._kernels.cache_clear()
     inputs, _ = draw()
-    with pytest.raises(UserError, match=r"no cutlass.*hone-rl\[flash\].*uninstall"):
+    with pytest.raises(UserError, match=r"no cutlass.*pip install .*flash-attn-4>=.*uninstall"):
         flash4.packed_attention(
             *inputs, PackedContext.from_lengths(LENGTHS), scale=SCALE, window=None
         )
+
+
+@pytest.fixture
+def broken_package(tmp_path, monkeypatch):
+    """FlashAttention 4 as pip lists it, on the path of other processes too, that lacks a part."""
+    monkeypatch.undo()  # the twins
+    caches = flash4._is_installed.cache_clear, flash4._kernels.cache_clear
+    for clear in caches:
+        clear()
+    (tmp_path / "flash_attn_4-4.0.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0\n"
+    (tmp_path / "flash_attn_4-4.0.0.dist-info" / "METADATA").write_text(metadata)
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("import no_cutlass")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    yield
+    for clear in caches:
+        clear()
+    for name in ("flash_attn.cute", "flash_attn"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("broken_package")
+def test_another_process_finds_that_it_cannot_be_imported():
+    assert known.is_installed()
+    problem = known.import_problem()
+    assert problem is not None
+    assert "installed but broken: ModuleNotFoundError: No module named 'no_cutlass'." in problem
+
+
+@pytest.mark.usefixtures("broken_package")
+def test_what_training_will_call_is_imported_before_a_model_is_loaded(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "qwen3", "head_dim": 16} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cfg, cuda = ModelConfig(path=str(tmp_path)), torch.device("cuda")
+    monkeypatch.setattr(flash4, "_architecture", lambda _: 9)
+    with pytest.raises(UserError, match="installed but broken: No module named 'no_cutlass'"):
+        require_attention(cfg, cuda)
+    require_attention(cfg, torch.device("cpu"))
+    require_attention(ModelConfig(path=str(tmp_path), dtype="float32"), cuda)
+    monkeypatch.setattr(flash4, "_architecture", lambda _: 8)
+    require_attention(cfg, cuda)

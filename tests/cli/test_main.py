@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from hone.cli.command import conclude, take_nproc
 from hone.cli.help import _FIRST_PAGES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
-from hone.config.hardware import Peaks
+from hone.config.hardware import Peaks, gpu_peaks
 from hone.config.load import load_config, resolve_recipe
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import recipe_names
@@ -350,6 +351,52 @@ def test_check_prints_settings_numbers_and_findings(
     text = output(capsys, "check", *BASE["rl"], *bad_layout, code=2)
     assert "which does not divide" in " ".join(text.split())
     assert "Derived numbers" not in text
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("command", ["rl", "sft", "eval", "generate"])
+def test_a_run_says_that_it_loads_torch_before_it_does(
+    command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hone")
+    for module in ("hone.loops", "hone.loops.inference", "hone.loops.generation"):
+        monkeypatch.setitem(sys.modules, module, None)  # would load torch
+    for known in (True, False):
+        caplog.clear()
+        if known:
+            monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+        else:
+            monkeypatch.delitem(sys.modules, "torch", raising=False)
+        with pytest.raises(ImportError):
+            import_module(f"hone.cli.{command}").run(BASE[command])
+        assert ("loading torch and transformers" in caplog.messages) != known
+
+
+@pytest.mark.usefixtures("workspace")
+@table(
+    "gpu, flags, finds",
+    [
+        ("H100", (), True),
+        ("A100", (), False),
+        ("H100", ("--model.dtype=float32",), False),
+        ("H100", ("--gpu=h100",), False),
+        ("H100", ("--run.device=cpu",), False),
+    ],
+)
+def test_check_finds_an_attention_library_that_training_could_not_import(
+    gpu: str,
+    flags: tuple[str, ...],
+    finds: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(commands, "_num_gpus", lambda: 1)
+    monkeypatch.setattr(commands, "installed_gpu", lambda: gpu_peaks(gpu))
+    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: True)
+    monkeypatch.setattr("hone.config.flash4.is_installed", lambda: True)
+    monkeypatch.setattr("hone.config.flash4.import_problem", lambda: "flash-attn-4 is broken")
+    told = output(capsys, "check", *BASE["rl"], "--nproc=1", *flags, code=2 if finds else 0)
+    assert ("error: flash-attn-4 is broken" in told) == finds
 
 
 @pytest.mark.parametrize("nproc", ["1", "2"])

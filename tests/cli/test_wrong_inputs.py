@@ -38,6 +38,7 @@ FILES: dict[str, str | bytes] = {
     "torn/config.json": "{",
     "array/config.json": "[]",
     "minus/config.json": '{"model_type": "qwen3", "num_hidden_layers": -1}',
+    "spelt/config.json": '{"model_type": "qwen3", "torch_dtype": "torch.float16"}',
     "word/config.json": '{"model_type": "qwen3", "num_attention_heads": "four"}',
     "file": "",
 }
@@ -107,6 +108,7 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --model.path array", "is a list and not an object. Get the model again"),
     ("rl r.yaml --model.path minus", "holds num_hidden_layers = -1, where a whole number"),
     ("rl r.yaml --model.path word", "holds num_attention_heads = 'four', where a whole number"),
+    ("rl r.yaml --model.path spelt", "holds torch_dtype = 'torch.float16', where transformers"),
     ("eval quickstart-eval", "Run `hone quickstart` first, which makes it"),
     ("rl r.yaml --model.path bare", "holds no weights"),
     ("rl r.yaml --model.path mute", "Set model.tokenizer to a folder or hub name."),

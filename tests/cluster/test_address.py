@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.distributed.address import unreachable
 from tests.tiny_runs import tiny_config, write_inputs
@@ -77,3 +79,21 @@ def test_a_wrong_address_ends_a_run_before_anything_is_loaded(
     assert json.loads(run.stdout) == [2]
     assert "error: there is no Ray cluster at cluster.address='127.0.0.1:" in run.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_ray_of_this_host_that_does_not_start_in_time_is_told_with_remedies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hone.distributed import ray
+
+    def start(error: Exception) -> None:
+        monkeypatch.setattr(ray.ray, "init", Mock(side_effect=error))
+        ray._start(2, 0)
+
+    for error in (Exception("The current node timed out during startup."), TimeoutError("30 s")):
+        with pytest.raises(
+            UserError, match=rf"did not start on this host: {error}.*ulimit -u.*logs"
+        ):
+            start(error)
+    with pytest.raises(TypeError):  # a mistake of ours
+        start(TypeError("no such argument"))

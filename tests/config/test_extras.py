@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.attention import flash4
-from hone.config import extras
+from hone.config import extras, flash4
 from hone.config.errors import UserError
 from hone.config.extras import import_extra, is_installed, missing_extra
 

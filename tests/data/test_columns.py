@@ -1,15 +1,21 @@
 """Column mapping and detection."""
 
+import json
+import re
+import textwrap
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 
 import pyarrow.parquet
 import pytest
+import yaml
 
-from hone.config.data import ColumnsConfig, SourceConfig
+from hone.config.data import ColumnsConfig, DataConfig, SourceConfig
 from hone.config.errors import UserError
+from hone.data.chat import Renderer
 from hone.data.columns import choose_columns, map_rows, read_examples
 from hone.data.sources import Row, read_source
+from tests.data.support import char_tokenizer
 from tests.tables import table
 
 USER = {"role": "user", "content": "hi"}
@@ -212,6 +218,34 @@ def test_dialogues_are_demonstrations_also_beside_a_prompt():
     assert (example.prompt, example.completion) == ([USER], ASSISTANT)
 
 
+def test_the_settings_for_alpaca_read_it():
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    with pytest.raises(UserError) as refused:
+        map_dicts([row], demonstrations=True)
+    told = re.search(r"`columns.prompt` to (\w+) and .*template to (.*)\.$", str(refused.value))
+    assert told
+    named, template = told.groups()
+    (example,) = map_dicts([row], demonstrations=True, named={"prompt": named})
+    cfg = DataConfig(train=(), prompt_template=yaml.safe_load(template))
+    (rendered,) = Renderer(char_tokenizer(), cfg).prompts([example])
+    assert rendered.text == "Add.\n\n1 and 2"
+    assert example.completion == {"role": "assistant", "content": "3"}
+
+
+def test_the_program_for_sharegpt_writes_messages(tmp_path, monkeypatch):
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    (tmp_path / "shared.json").write_text(json.dumps([{"id": "a", "conversations": turns}]))
+    source = SourceConfig(path=str(tmp_path / "shared.json"))
+    with pytest.raises(UserError, match="'conversations' have `from` and `value`") as refused:
+        read_examples(read_source(source), source, "f", demonstrations=True)
+    monkeypatch.chdir(tmp_path)
+    program = str(refused.value).partition("\n\n")[2].partition("\n\n")[0]
+    exec(textwrap.dedent(program), {})
+    written = SourceConfig(path="messages.jsonl")
+    (example,) = read_examples(read_source(written), written, "f", demonstrations=True)
+    assert (example.prompt, example.completion) == ([USER], ASSISTANT)
+
+
 OK = {"prompt": "a", "answer": "1"}
 BAD_ROWS = {
     "no prompt column": (
@@ -223,7 +257,8 @@ BAD_ROWS = {
     "two prompts": (
         [{"instruction": "a", "input": "b"}],
         {},
-        r"the prompt may be in any of the columns input, instruction\. .*`columns.prompt`",
+        r"the prompt may be in any of the columns input, instruction\. .*`columns.prompt` .*set "
+        r"`columns.prompt` to instruction and data.prompt_template to \"{instruction}",
     ),
     "two answers": (
         [{"prompt": "a", "answer": "1", "ground_truth": "1"}],

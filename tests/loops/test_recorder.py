@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hone.config.run import LogConfig
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
 from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
+from hone.loops.run import Run
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import GIB, DeviceMemory, Reading
@@ -316,3 +318,21 @@ def test_engines_that_need_most_are_the_peak() -> None:
     memory = DeviceMemory(torch.device("cpu"), read=gpu.read)
     memory.end_phase()
     assert memory.take() == {}
+
+
+def test_the_first_step_on_a_gpu_says_that_it_compiles() -> None:
+    told: list[tuple[str, str]] = []
+    for device in ("cpu", "cuda"):
+        run: Any = SimpleNamespace(
+            launch=SimpleNamespace(
+                steps_done=3,
+                total_steps=5,
+                watch=SimpleNamespace(begin_step=lambda step: None),
+                mesh=SimpleNamespace(device=torch.device(device)),
+            ),
+            recorder=SimpleNamespace(
+                waiting=lambda text, device=device: told.append((device, text))
+            ),
+        )
+        assert list(Run.steps(run)) == [4, 5]
+    assert told == [("cuda", "the first step also compiles kernels")]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.families.registry import SPECS
+from hone.models import load as load_module
 from hone.models import weight_files
 from hone.models.deferred import take_source
 from hone.models.load import (
@@ -105,6 +106,17 @@ def test_random_models_differ_from_pretrained_ones_in_weights_alone(family):
             assert not weight.any(), name
     tied = drawn.get_input_embeddings().weight is drawn.get_output_embeddings().weight
     assert tied == bool(drawn.config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("reader", [load_model, load_deferred])
+def test_weights_that_take_seconds_are_announced(folder, monkeypatch, caplog, reader):
+    caplog.set_level("INFO", logger="hone")
+    cfg = ModelConfig(path=str(folder))
+    reader(cfg, device="cpu", seed=0)
+    assert "loading" not in caplog.text
+    monkeypatch.setattr(load_module, "_QUICK_BYTES", 1)
+    reader(cfg, device="cpu", seed=0)
+    assert f"loading the weights in {folder}, 0.0 GiB" in caplog.messages
 
 
 def test_pretrained_weights_are_those_on_disk(folder):
@@ -387,6 +399,18 @@ MISTAKES = {
         "",
         ValueError,
         "no known family",
+    ),
+    "a number format with its module": (
+        lambda f: edit_config(f, dtype="torch.bfloat16"),
+        "",
+        UserError,
+        "holds dtype = 'torch.bfloat16', where transformers takes 'bfloat16'; correct it",
+    ),
+    "a number format by a short name": (
+        lambda f: edit_config(f, dtype=None, torch_dtype="fp16"),
+        "",
+        UserError,
+        "holds torch_dtype = 'fp16', where transformers takes 'float16'",
     ),
     "images": (lambda f: edit_config(f, model_type="qwen2_vl"), "", ValueError, "vision_config"),
     "a larger model's config": (

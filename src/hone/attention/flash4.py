@@ -14,24 +14,17 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hone.attention.context import PackedContext
+from hone.config import flash4 as known
 from hone.config.errors import UserError
 
-__all__ = ["is_usable", "packed_attention"]
+__all__ = ["is_usable", "packed_attention", "require_importable"]
 
-DISTRIBUTION = "flash-attn-4"
-REQUIREMENTS = "flash-attn-4>=4.0.0b36", "nvidia-cutlass-dsl>=4.8"
-INSTALL = "pip install " + " ".join(f"'{requirement}'" for requirement in REQUIREMENTS)
-ARCHITECTURES = (9, 10)
-"""Major compute capabilities whose kernels differ from those of FlashAttention 2."""
-MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 128, 8
-"""Head sizes that every one of these architectures serves, forward and backward."""
 TILE = 192
 """Queries or keys of the largest tile. Where the longest sequence fits one, other kernels would be
 compiled; its length is but an upper bound to them, so it is given as more."""
@@ -39,8 +32,14 @@ compiled; its length is but an upper bound to them, so it is given as more."""
 
 def is_usable(device: torch.device, head_dim: int) -> bool:
     """Whether the library is installed and has kernels for this CUDA device and head size."""
-    is_served = head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0
-    return is_served and _is_installed() and _architecture(device) in ARCHITECTURES
+    is_served = known.serves(head_dim) and _is_installed()
+    return is_served and _architecture(device) in known.ARCHITECTURES
+
+
+def require_importable() -> None:
+    """Import the library, which takes seconds, before anything large is loaded. Raises UserError
+    where it is installed but broken."""
+    _kernels()
 
 
 def packed_attention(
@@ -141,12 +140,7 @@ def _mask(left: int | None) -> dict[str, Any]:
 
 @cache
 def _is_installed() -> bool:
-    # By its distribution: `flash_attn` is the module of FlashAttention 2 as well.
-    try:
-        distribution(DISTRIBUTION)
-    except PackageNotFoundError:
-        return False
-    return True
+    return known.is_installed()
 
 
 @cache
@@ -157,10 +151,6 @@ def _architecture(device: torch.device) -> int:
 @cache
 def _kernels() -> Any:
     try:
-        return importlib.import_module("flash_attn.cute.interface")
-    except ImportError as error:
-        raise UserError(
-            f"packed attention uses {DISTRIBUTION}, which is installed but broken: {error}. "
-            f"Install it anew ({INSTALL} --force-reinstall), or uninstall it: FlashAttention 2 "
-            "comes with torch"
-        ) from error
+        return importlib.import_module(known.MODULE)
+    except (ImportError, AttributeError, OSError) as error:
+        raise UserError(known.broken(f"{error}")) from error

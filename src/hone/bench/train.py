@@ -31,7 +31,7 @@ from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
 from hone.loops.launch import join, load_for_training
 from hone.models.adapters import adapt
-from hone.models.load import compute_dtype, load_config
+from hone.models.load import compute_dtype, load_config, require_attention
 from hone.observe.metrics import Metrics
 from hone.observe.peaks import measure_peaks
 from hone.planner.memory import (
@@ -171,6 +171,7 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
     with model_folder(cfg.model) as folder, join(cfg.run, cfg.trainer.parallel) as (mesh, watch):
         model_cfg = cfg.model.as_trained(folder)
         config = load_config(model_cfg)
+        require_attention(model_cfg, mesh.device)
         dtype = compute_dtype(model_cfg, mesh.device)
         rates = _rates(mesh, dtype)
         torch.manual_seed(cfg.run.seed)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hone.cli.command import load_checked, plan_here, quiet_transformers
+from hone.cli.command import load_checked, plan_here, quiet_transformers, say_loading
 from hone.cli.help import print_help
 from hone.config import UserError
 from hone.config.plan import RunPlan
@@ -82,6 +82,7 @@ def _engine(arguments: Sequence[str]) -> int:
         return [*found, *_lack_of_host_memory(plan)]
 
     cfg = load_checked(BenchEngineConfig, arguments, check)
+    say_loading()
     from hone.bench import report
     from hone.bench.bench import bench_engine
 
@@ -109,6 +110,7 @@ def _train(arguments: Sequence[str]) -> int:
         return [*found, *([lack] if lack else [])]
 
     cfg = load_checked(BenchTrainConfig, arguments, check)
+    say_loading()
     from hone.bench import train_report
     from hone.bench.train import bench_train
 

@@ -27,11 +27,12 @@ from hone.cli.command import (
     take_word,
 )
 from hone.cli.help import is_help, print_help
+from hone.config import flash4
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.hardware import known_gpu
 from hone.config.paths import DATA_SUFFIXES, local_path, must_be_local
-from hone.config.plan import RECIPE_TREES, Command, RunPlan
+from hone.config.plan import RECIPE_TREES, Command, RunPlan, compute_dtype
 from hone.config.printable import printable
 from hone.config.recipe import read_recipe, to_yaml
 from hone.config.reward import RewardConfig
@@ -124,6 +125,8 @@ def _findings(plan: RunPlan, known: Mapping[str, Any]) -> list[Finding]:
     """What is wrong, by the plan and what else is `known`; that this host's memory or disk is too
     small is a warning where the run could be elsewhere."""
     found = check_plan(plan, **known)
+    if _calls_flash4(plan) and (problem := flash4.import_problem()):
+        found.append(Finding("error", ("model.path",), problem))
     if plan.config.run.device != "auto" or not plan.is_on_cpu:
         return found
     here = "without a GPU here, run.device auto is a run on this host's CPU, and "
@@ -132,6 +135,22 @@ def _findings(plan: RunPlan, known: Mapping[str, Any]) -> list[Finding]:
         replace(one, level="warning", message=here + one.message) if one in on_cpu else one
         for one in found
     ]
+
+
+def _calls_flash4(plan: RunPlan) -> bool:
+    """Whether FlashAttention 4 is installed here, and training on GPUs of this host calls it."""
+    devices, shape = plan.devices, plan.shape
+    return (
+        plan.trainer is not None
+        and plan.device == "cuda"
+        and devices.per_node is not None
+        and devices.gpu is not None
+        and devices.gpu.capability[0] in flash4.ARCHITECTURES
+        and shape is not None
+        and flash4.serves(shape.head_dim)
+        and compute_dtype(plan.config.model.dtype, "cuda") == "bfloat16"
+        and flash4.is_installed()
+    )
 
 
 def _unknown_sizes(plan: RunPlan) -> Iterator[str]:

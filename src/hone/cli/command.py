@@ -75,6 +75,7 @@ __all__ = [
     "quiet_transformers",
     "require_no_error",
     "run_in_processes",
+    "say_loading",
     "split",
     "started_here",
     "take_nproc",
@@ -507,6 +508,12 @@ def require_no_error(found: Sequence[Finding]) -> None:
     errors = [finding.message for finding in found if finding.level == "error"]
     if errors:
         raise UserError("\nerror: ".join(errors))  # the command line writes the first one
+
+
+def say_loading() -> None:
+    """Say what the next seconds are for, where torch is not loaded yet."""
+    if "torch" not in sys.modules:
+        _log.info("loading torch and transformers")
 
 
 def quiet_transformers() -> None:

@@ -13,6 +13,7 @@ from hone.cli.command import (
     load_checked,
     quiet_transformers,
     run_in_processes,
+    say_loading,
     take_nproc,
 )
 from hone.config.printable import printable
@@ -28,6 +29,7 @@ def run(argv: Sequence[str]) -> int:
     if nproc is not None and nproc > 1:
         return run_in_processes("eval", EvaluateConfig, arguments, check_here, nproc)
     cfg = load_checked(EvaluateConfig, arguments, check_here)
+    say_loading()
     from hone.loops.inference import run_evaluation
 
     quiet_transformers()

@@ -10,6 +10,7 @@ from hone.cli.command import (
     load_checked,
     quiet_transformers,
     run_in_processes,
+    say_loading,
     take_nproc,
 )
 from hone.config.tree import GenerateConfig
@@ -25,6 +26,7 @@ def run(argv: Sequence[str]) -> int:
     if nproc is not None and nproc > 1:
         return run_in_processes("generate", GenerateConfig, arguments, check_here, nproc)
     cfg = load_checked(GenerateConfig, arguments, check_here)
+    say_loading()
     from hone.loops.generation import run_generation
 
     quiet_transformers()

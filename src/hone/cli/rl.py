@@ -14,6 +14,7 @@ from hone.cli.command import (
     quiet_transformers,
     require_no_error,
     run_in_processes,
+    say_loading,
     take_nproc,
 )
 from hone.config.extras import import_extra
@@ -67,6 +68,7 @@ def train(cfg: RLConfig) -> Outcome:
     """Train in this process, by a configuration that has been checked."""
     if cfg.cluster.needs_ray:
         import_extra("ray", needed_by=cfg.cluster.used_by)
+    say_loading()
     from hone.loops import reinforce
     from hone.loops.workers import ray_pools, thread_pools
 

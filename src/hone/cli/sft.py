@@ -12,6 +12,7 @@ from hone.cli.command import (
     load_checked,
     quiet_transformers,
     run_in_processes,
+    say_loading,
     take_nproc,
 )
 from hone.config.tree import TREES, SFTConfig
@@ -42,6 +43,7 @@ def run(argv: Sequence[str], command: str = "sft") -> int:
 
 def train(cfg: SFTConfig) -> Outcome:
     """Train in this process, by a configuration that has been checked."""
+    say_loading()
     from hone.loops import supervised
 
     quiet_transformers()

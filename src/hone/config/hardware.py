@@ -49,8 +49,8 @@ class Peaks:
     """What the data sheet promises; None where there is none, as for a CPU."""
     memory_gib: int | None = None
     """Size of the memory; a program can use one to two percent less."""
-    has_fp8: bool = True
-    """Whether it multiplies eight-bit floats: from compute capability 8.9 on."""
+    capability: tuple[int, int] = (9, 0)
+    """Compute capability, by which kernels are chosen."""
     link_bytes_per_s: float = 450e9
     """To the other GPUs of its host, one way: NVLink, or where there is none PCIe."""
     host_bytes_per_s: float = 50e9
@@ -59,6 +59,11 @@ class Peaks:
     node_bytes_per_s: float = 50e9
     """To GPUs of other hosts, one way: one network card of 400 Gb/s a GPU."""
 
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it multiplies eight-bit floats."""
+        return self.capability >= (8, 9)
+
 
 def _datasheet(
     name: str,
@@ -66,7 +71,7 @@ def _datasheet(
     tflops: float,
     memory_gib: int,
     *,
-    has_fp8: bool = True,
+    capability: tuple[int, int] = (9, 0),
     link_gb_per_s: int = 450,
     pcie: Literal[4, 5] = 5,
 ) -> Peaks:
@@ -77,7 +82,7 @@ def _datasheet(
         "datasheet",
         datasheet_flops_per_s=tflops * 1e12,
         memory_gib=memory_gib,
-        has_fp8=has_fp8,
+        capability=capability,
         link_bytes_per_s=link_gb_per_s * 1e9,
         host_bytes_per_s=50e9 if pcie == 5 else 25e9,
     )
@@ -85,24 +90,24 @@ def _datasheet(
 
 GPUS: tuple[Peaks, ...] = (
     Peaks("H200", 4.3e12, 790e12, "measured", 989e12, 140),
-    _datasheet("B200", 8.0, 2250, 180, link_gb_per_s=900),
+    _datasheet("B200", 8.0, 2250, 180, capability=(10, 0), link_gb_per_s=900),
     _datasheet("GH200", 4.0, 989, 95),
     _datasheet("H100 PCIe", 2.0, 756, 79, link_gb_per_s=64),
     _datasheet("H100 NVL", 3.9, 835, 94, link_gb_per_s=300),
     Peaks("H100", 3.1e12, 790e12, "measured", 989e12, 79),
     _datasheet("H20", 4.0, 148, 96),
-    _datasheet("A100 40GB", 1.555, 312, 40, has_fp8=False, link_gb_per_s=300, pcie=4),
-    _datasheet("A100 80GB PCIe", 1.935, 312, 79, has_fp8=False, link_gb_per_s=32, pcie=4),
-    _datasheet("A100", 2.039, 312, 79, has_fp8=False, link_gb_per_s=300, pcie=4),
-    _datasheet("A40", 0.696, 150, 45, has_fp8=False, link_gb_per_s=32, pcie=4),
-    _datasheet("A10G", 0.6, 70, 22, has_fp8=False, link_gb_per_s=32, pcie=4),
-    _datasheet("A10", 0.6, 125, 22, has_fp8=False, link_gb_per_s=32, pcie=4),
-    _datasheet("RTX A6000", 0.768, 155, 48, has_fp8=False, link_gb_per_s=32, pcie=4),
-    _datasheet("L40S", 0.864, 362, 45, link_gb_per_s=32, pcie=4),
-    _datasheet("L4", 0.3, 121, 22, link_gb_per_s=32, pcie=4),
-    _datasheet("RTX 5090", 1.792, 209, 32, link_gb_per_s=64),
-    _datasheet("RTX 4090", 1.008, 165, 24, link_gb_per_s=32, pcie=4),
-    _datasheet("RTX 3090", 0.936, 71, 24, has_fp8=False, link_gb_per_s=32, pcie=4),
+    _datasheet("A100 40GB", 1.555, 312, 40, capability=(8, 0), link_gb_per_s=300, pcie=4),
+    _datasheet("A100 80GB PCIe", 1.935, 312, 79, capability=(8, 0), link_gb_per_s=32, pcie=4),
+    _datasheet("A100", 2.039, 312, 79, capability=(8, 0), link_gb_per_s=300, pcie=4),
+    _datasheet("A40", 0.696, 150, 45, capability=(8, 6), link_gb_per_s=32, pcie=4),
+    _datasheet("A10G", 0.6, 70, 22, capability=(8, 6), link_gb_per_s=32, pcie=4),
+    _datasheet("A10", 0.6, 125, 22, capability=(8, 6), link_gb_per_s=32, pcie=4),
+    _datasheet("RTX A6000", 0.768, 155, 48, capability=(8, 6), link_gb_per_s=32, pcie=4),
+    _datasheet("L40S", 0.864, 362, 45, capability=(8, 9), link_gb_per_s=32, pcie=4),
+    _datasheet("L4", 0.3, 121, 22, capability=(8, 9), link_gb_per_s=32, pcie=4),
+    _datasheet("RTX 5090", 1.792, 209, 32, capability=(12, 0), link_gb_per_s=64),
+    _datasheet("RTX 4090", 1.008, 165, 24, capability=(8, 9), link_gb_per_s=32, pcie=4),
+    _datasheet("RTX 3090", 0.936, 71, 24, capability=(8, 6), link_gb_per_s=32, pcie=4),
 )
 """Where several match a device, the first with all its words does."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ __all__ = [
     "FP8_ALIGNMENT",
     "NF4_BLOCK",
     "ModelFacts",
-    "impossible_sizes",
+    "impossible_values",
 ]
 
 EXACT_HEAD_DIMS = (32, 64, 128)
@@ -36,6 +37,8 @@ FP8_ALIGNMENT = 16
 """The same of products in float8; projections of other widths stay as they are."""
 NF4_BLOCK = 64
 """Values that share a scale in four bits."""
+_DTYPE = re.compile(r"b?float16|float(32|64|8_\w+)?|half|double")
+"""Number formats of weights that torch has under this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class ModelFacts:
             config: Any = json.loads((Path(model_path) / "config.json").read_text())
         except (OSError, ValueError):
             return None
-        if not isinstance(config, dict) or any(impossible_sizes(config)):
+        if not isinstance(config, dict) or any(impossible_values(config)):
             return None
         return cls.from_config(config)
 
@@ -176,7 +179,7 @@ def _kv_values_per_token(config: dict[str, Any]) -> int | None:
     return 2 * layers * (config.get("num_key_value_heads") or heads) * head_dim
 
 
-def impossible_sizes(config: dict[str, Any]) -> Iterator[str]:
+def impossible_values(config: Mapping[str, Any]) -> Iterator[str]:
     """What no model can have, as `holds key = value`."""
     text = config.get("text_config", config)
     if not isinstance(text, dict):
@@ -186,3 +189,15 @@ def impossible_sizes(config: dict[str, Any]) -> Iterator[str]:
         size = text.get(key)
         if size is not None and (type(size) is not int or size < 1):
             yield f"holds {key} = {size!r}, where a whole number above 0 stands"
+    for part in (config,) if text is config else (config, text):
+        key = "torch_dtype" if part.get("dtype") is None else "dtype"
+        name = part.get(key)
+        if isinstance(name, str) and not _DTYPE.fullmatch(name):
+            yield f"holds {key} = {name!r}, where transformers takes {_dtype_near(name)}"
+
+
+def _dtype_near(name: str) -> str:
+    """What a name of a number format was to be."""
+    bare = name.removeprefix("torch.")
+    found = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(bare, bare)
+    return repr(found) if _DTYPE.fullmatch(found) else "'bfloat16', 'float16' or 'float32'"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hone.config.data import SourceBase
 from hone.config.errors import UserError
+from hone.config.paths import DATA_SUFFIXES
 from hone.data.sources import Row, short_name, shorten
 from hone.observe.column_values import as_text
 from hone.types import Message, StopReason
@@ -55,6 +57,10 @@ an `answer` and a `solution`, the latter is the way to the former."""
 
 
 _UNFINISHED = frozenset(StopReason) - {StopReason.EOS, StopReason.STOP_STRING}
+_ALPACA = (
+    " Where the question is in both, as in Alpaca's rows, set `columns.prompt` to instruction and "
+    'data.prompt_template to "{instruction}\\n\\n{input}".'
+)
 _NOUNS = {"chosen": "chosen completion", "rejected": "rejected completion"}
 
 
@@ -276,14 +282,18 @@ def choose_column(
     for tier in tiers:
         held = [n for n in tier if any(value_of(row.columns, n) is not None for row in rows)]
         if len(held) > 1:
+            both = _ALPACA if {"instruction", "input"} <= set(held) else ""
             raise UserError(
                 f"{source.path}: the {role} may be in any of the columns {', '.join(held)}. Name "
-                f"the right one in `columns.{key}` of this source."
+                f"the right one in `columns.{key}` of this source.{both}"
             )
         if held:
+            _refuse_sharegpt(rows, source, held)
             return held[0]
     if named is None and not required:
         return None
+    if named is None and role in {"prompt", "completion"}:
+        _refuse_sharegpt(rows, source, rows[0].columns)
     candidates = ", ".join(name for tier in tiers for name in tier)
     found = dict.fromkeys(
         f"{name} (null in all rows looked at)" if any(name in tier for tier in tiers) else name
@@ -293,6 +303,42 @@ def choose_column(
     raise UserError(
         f"{source.path}: no column for the {_NOUNS.get(role, role)}: looked for {candidates}; "
         f"found {_listed(found)}. Name the right one in `columns.{key}` of this source."
+    )
+
+
+def _refuse_sharegpt(rows: Sequence[Row], source: SourceBase, names: Iterable[str]) -> None:
+    """Raise UserError, with a program that converts them, where a column of `names` holds turns as
+    ShareGPT has them."""
+    for name in names:
+        turns = next((v for row in rows if (v := value_of(row.columns, name)) is not None), None)
+        turn = turns[0] if isinstance(turns, list) and turns else None
+        if isinstance(turn, Mapping) and {"from", "value"} <= turn.keys():
+            raise UserError(
+                f"{source.path}: the turns of column {name!r} have `from` and `value`, as "
+                "ShareGPT's do; messages have `role` and `content`. This Python writes them so:"
+                f"\n\n{_converter(source, name)}\nName messages.jsonl in `path` then."
+            )
+
+
+def _converter(source: SourceBase, column: str) -> str:
+    """A Python program that writes ShareGPT's turns as messages."""
+    path = Path(source.path).expanduser()
+    if path.suffix in DATA_SUFFIXES:
+        reader = "parquet" if path.suffix == ".parquet" else "json"
+        opened = f"{reader!r}, data_files={str(path)!r}, split='train'"
+    else:
+        subset = "" if source.subset is None else f"{source.subset!r}, "
+        opened = f"{str(path)!r}, {subset}split={source.split!r}"
+    return (
+        "    from datasets import load_dataset  # pip install datasets\n"
+        "    roles = {'human': 'user', 'gpt': 'assistant'}\n"
+        "    def message(turn):\n"
+        "        who = turn['from']\n"
+        "        return {'role': roles.get(who, who), 'content': turn['value']}\n"
+        "    def messages(row):\n"
+        f"        return {{'messages': [message(turn) for turn in row[{column!r}]]}}\n"
+        f"    rows = load_dataset({opened})\n"
+        f"    rows.map(messages, remove_columns={column!r}).to_json('messages.jsonl')\n"
     )
 
 

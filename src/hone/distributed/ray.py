@@ -210,14 +210,7 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
         if address is None:
             num_cpus, num_gpus, inherited = _own_devices(cfg, uses_gpus=uses_gpus)
             with environment(inherited), _private():
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
+                _start(num_cpus, num_gpus)
         else:
             join(address)
             check_nodes(cfg.cluster, "GPU" if uses_gpus else "CPU")
@@ -231,6 +224,31 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
             with _undisturbed():
                 ray.shutdown()
                 _read_settings()
+
+
+def _start(num_cpus: int, num_gpus: int) -> None:
+    """Start a Ray of this host alone. Raises UserError where it does not come up."""
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except Exception as error:
+        # What Ray raises after half a minute has no class of its own.
+        is_of_ray = type(error) is Exception or isinstance(error, RuntimeError | OSError | RayError)
+        if not is_of_ray:
+            raise
+        raise UserError(
+            f"Ray, which starts engines and models with devices of their own, did not start on "
+            f"this host: {f'{error}'.strip().rstrip('.')}. Usual causes are a host that is busy, "
+            "few processes that may be started (ulimit -u), and a full disk: free it, or name a "
+            "folder of another one in RAY_TMPDIR. Then give the same command again. Its logs are "
+            "in /tmp/ray/session_latest/logs, or in that place below RAY_TMPDIR."
+        ) from error
 
 
 def _undisturbed() -> AbstractContextManager[None]:

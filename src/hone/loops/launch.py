@@ -37,7 +37,7 @@ from hone.loops.hosts import require_same_inputs, require_shared
 from hone.loops.interrupt import terminable
 from hone.loops.resuming import announce, announce_restart, changes, find_checkpoint
 from hone.models.adapters import save_adapter
-from hone.models.load import load_deferred, load_model
+from hone.models.load import load_deferred, load_model, require_attention
 from hone.observe.disk import writing
 from hone.observe.environment import save_environment
 from hone.observe.local_server import ADDRESS
@@ -241,6 +241,7 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
                 run.dir.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(lock_run_dir(run.dir))
         stack.enter_context(ending.cause())
+        require_attention(cfg.model, everyone.device)
         if everyone.is_first and found is None:
             for line in announce_restart(cfg):
                 _log.warning("warning: %s", line)

@@ -167,6 +167,9 @@ class Run(ABC, Generic[Item]):
         """The updates that are to be made."""
         for step in range(self.launch.steps_done + 1, self.launch.total_steps + 1):
             self.launch.watch.begin_step(step)
+            is_first = step == self.launch.steps_done + 1
+            if is_first and self.launch.mesh.device.type == "cuda":
+                self.recorder.waiting("the first step also compiles kernels")
             yield step
 
     def finish(self, step: int, batch: list[Item], rows: Sequence[Row], metrics: Metrics) -> bool:

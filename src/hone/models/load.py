@@ -22,11 +22,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hone.attention import ATTENTION_NAME
+from hone.attention import ATTENTION_NAME, flash4
+from hone.attention.backends import choose_packed_backend
 from hone.config import plan
 from hone.config.errors import UserError
+from hone.config.flash4 import is_installed
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
+from hone.config.model_facts import impossible_values
 from hone.families.registry import SPECS
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
@@ -62,6 +65,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+_QUICK_BYTES = 1 << 30
+"""Weights that a disk gives in about a second."""
 
 
 def compute_dtype(cfg: ModelConfig, device: torch.device | str) -> torch.dtype:
@@ -196,6 +201,23 @@ def blank_model(
     return _filled(model, tensors, tp)
 
 
+def require_attention(cfg: ModelConfig, device: torch.device) -> None:
+    """Have the kernels imported that attention of training will call. Raises UserError where they
+    are installed but broken, and as `load_config`."""
+    if device.type != "cuda" or not is_installed():
+        return
+    config = load_config(cfg)
+    backend = choose_packed_backend(
+        device,
+        compute_dtype(cfg, device),
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+    )
+    if backend == "flash4":
+        flash4.require_importable()
+
+
 def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     """The checked `config.json` of `cfg.path`; raises as `load_model` does."""
     place = _place(cfg)
@@ -217,13 +239,17 @@ def load_end_ids(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 def _config(cfg: ModelConfig) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(_place(cfg), trust_remote_code=cfg.trust_remote_code)
+        held, _ = PreTrainedConfig.get_config_dict(_place(cfg))
+        problem = next(impossible_values(held), None)
+        if problem is None:
+            return AutoConfig.from_pretrained(_place(cfg), trust_remote_code=cfg.trust_remote_code)
     except OSError as error:
         raise FileNotFoundError(
             f"model.path={cfg.path!r} holds no usable config.json: {error}"
         ) from error
     except ValueError as error:
         raise UserError(f"model.path={cfg.path!r} is of no known family: {error}") from error
+    raise UserError(f"the config.json of model.path={cfg.path!r} {problem}; correct it there")
 
 
 def _generation_config(cfg: ModelConfig) -> GenerationConfig | None:
@@ -285,7 +311,15 @@ def _defer_to_files(model: PreTrainedModel, cfg: ModelConfig) -> bool:
             size,
         )
         return False
+    _say_loading(_place(cfg))
     return True
+
+
+def _say_loading(path: str) -> None:
+    """Say that weights are read from a folder, where that takes seconds."""
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    if size >= _QUICK_BYTES:
+        logger.info("loading the weights in %s, %.1f GiB", path, size / 2**30)
 
 
 def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -377,6 +411,7 @@ class _BackboneWeights:
 def _from_files(
     kind: Any, path: str, config: PreTrainedConfig, options: dict[str, Any]
 ) -> PreTrainedModel:
+    _say_loading(path)
     try:
         loaded = kind.from_pretrained(
             path,

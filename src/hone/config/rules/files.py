@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.config.data import SourceBase, template_fields
 from hone.config.extras import missing_extra
-from hone.config.model_facts import ModelFacts, impossible_sizes
+from hone.config.model_facts import ModelFacts, impossible_values
 from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
@@ -113,7 +113,7 @@ def _bad_config(view: View) -> Found:
     if not isinstance(held, dict):
         yield {"problem": f"is a {type(held).__name__} and not an object"}
         return
-    yield from ({"problem": problem} for problem in impossible_sizes(held))
+    yield from ({"problem": problem} for problem in impossible_values(held))
 
 
 def _instead_of(folder: Path) -> str:
@@ -298,7 +298,7 @@ _MODEL = (
           says="model.path '{model.path}' holds no config.json", fix="{fix}"),
     error("@model_folder", each=_bad_config,
           says="the config.json of model.path '{model.path}' {problem}",
-          fix="get the model again, or name another in model.path"),
+          fix="get the model again | correct the file | name another in model.path"),
     error("@has_config", "not @has_weights", given=("model.init = pretrained",),
           says="model.init is pretrained, and model.path '{model.path}' holds no weights "
           "(*.safetensors)",
