@@ -30,6 +30,8 @@ ALLOWED: dict[str, tuple[tuple[str, ...], str]] = {
     "an address without a secret": (("fn",), "https://h/a?model=keyword&max_tokens=5"),
     "a name of a column": (("args", "answer_key"), "label"),
     "a token of a text": (("args", "eos_token"), "<|im_end|>"),
+    "a word that is a secret of a game": (("args", "secret_word"), "apple"),
+    "a column of passwords": (("args", "password_column"), "pw"),
     "a key of a dict": (("args", "key"), "answer"),
     "a model": (("model", "path"), "sk-labs/some-model"),
     "a header, which says itself what is wrong": (("args", "headers", "X-Key"), "$MY_KEY"),
