@@ -103,7 +103,7 @@ def test_a_value_of_an_answer_is_its_text_and_no_quoted_one(kind, tmp_path):
 @table(
     "values, message",
     [
-        ([[1.0], [float("nan")]], r"row 2: column .answer. holds a number that is not finite"),
+        ([[1.0], [float("nan")]], r"row 2: column 'answer' holds a number that is not finite"),
         ([1.0, float("nan")], r"row 2: column 'answer' holds nan, which is no number; put text or"),
         ([float("-inf")], r"row 1: column 'answer' holds -inf, which is no number"),
         ([b"\xff\x00"], r"row 1: column 'answer' holds 2 bytes that are no UTF-8 text"),
