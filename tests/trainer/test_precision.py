@@ -210,7 +210,7 @@ def test_devices_and_formats_that_do_not_serve(name, dtype, device, capability, 
 def test_R25_a_missing_extra_is_told_before_a_model_is_touched(monkeypatch):
     monkeypatch.setattr("hone.config.extras.is_installed", lambda _: False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    with pytest.raises(UserError, match=r"needs the `torchao` .*pip install 'hone-rl\[fp8\]'"):
+    with pytest.raises(UserError, match=r"needs the `torchao` .*pip install 'torchao>=0\.18'"):
         require_matmul_precision("fp8", torch.bfloat16, GPU)
 
 
