@@ -17,6 +17,7 @@ from hone.config.errors import UserError
 from hone.engine.arena import Arena
 from hone.families.shape import ModelShape
 from hone.models.routes import route_dtype, route_size
+from hone.models.support import head_dim_of
 
 __all__ = [
     "KVCache",
@@ -69,7 +70,7 @@ class KVCache:
         self.num_layers: int = config.num_hidden_layers
         self.block_size = block_size
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        self.head_dim = head_dim_of(config)
         self.dtype = dtype
         self.device = device
         self.layers: list[Tensor] = []

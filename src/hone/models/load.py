@@ -35,7 +35,7 @@ from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
 from hone.models.int8_rows import is_packed, pack_layers, packed_like
 from hone.models.parity import require_parity
-from hone.models.support import check_supported, classifies, declared_eos_ids
+from hone.models.support import check_supported, classifies, declared_eos_ids, head_dim_of
 from hone.models.tensor_parallel import (
     TensorParallel,
     check_divides,
@@ -210,8 +210,7 @@ def require_attention(cfg: ModelConfig, device: torch.device) -> None:
     backend = choose_packed_backend(
         device,
         compute_dtype(cfg, device),
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim_of(config),
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
     if backend == "flash4":

@@ -20,6 +20,7 @@ from hone.attention import ATTENTION_NAME, AttentionContext, PackedContext, Page
 from hone.config.errors import UserError
 from hone.families.registry import SPECS
 from hone.models.decoder import decoder_layers, head_logits, hidden_states
+from hone.models.support import head_dim_of
 
 __all__ = ["TOLERANCE", "require_parity"]
 
@@ -129,8 +130,9 @@ def _sampled(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits [T, V] as an engine computes them: some tokens at once, the others one by one."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    caches = [torch.zeros(2, 1, len(ids), heads, head_dim) for _ in decoder_layers(model)]
+    caches = [
+        torch.zeros(2, 1, len(ids), heads, head_dim_of(config)) for _ in decoder_layers(model)
+    ]
     found: list[Tensor] = []
     chunks = (_PREFILL, *[1] * (len(ids) - _PREFILL))
     for size, end in zip(chunks, accumulate(chunks), strict=True):

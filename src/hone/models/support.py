@@ -16,6 +16,7 @@ __all__ = [
     "context_length",
     "declared_eos_ids",
     "eos_token_ids",
+    "head_dim_of",
     "silent_token_ids",
 ]
 
@@ -39,6 +40,12 @@ def classifies(config: PreTrainedConfig) -> bool:
 def context_length(config: PreTrainedConfig) -> int:
     """Longest sequence, prompt plus completion, that the model's positions are made for."""
     return int(config.max_position_embeddings)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Size of an attention head; where a config names none, an equal part of the hidden size."""
+    given = getattr(config, "head_dim", None)
+    return int(given or config.hidden_size // config.num_attention_heads)
 
 
 def eos_token_ids(

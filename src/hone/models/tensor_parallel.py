@@ -41,6 +41,7 @@ from hone.families.spec import DIVIDED_FIELDS, Split
 from hone.models.experts import Experts
 from hone.models.fused_layers import is_fusible
 from hone.models.layer_ops import LayerOps, Mlp, Projection, TorchKernels
+from hone.models.support import head_dim_of
 
 if TYPE_CHECKING:
     from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
@@ -349,9 +350,7 @@ class _SumOverRanks:
 
 def divide_config(config: PreTrainedConfig, size: int) -> None:
     """Put the numbers of one of `size` ranks into the config of a model that `check_divides`."""
-    config.head_dim = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    config.head_dim = head_dim_of(config)
     for field in DIVIDED_FIELDS:
         setattr(config, field, getattr(config, field) // size)
 

@@ -30,6 +30,7 @@ from hone.config.extras import import_extra
 from hone.config.vllm import VERSIONS, is_served
 from hone.engine.kv_cache import KVCache
 from hone.families.registry import spec_of
+from hone.models.support import head_dim_of
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout.vllm_weights import unpacked_weights
 
@@ -119,7 +120,7 @@ def _check_head_dim(config: PreTrainedConfig) -> None:
     """Raise UserError where vLLM's attention on a CPU would fail in the first step."""
     module: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     served: list[int] = module.CPUAttentionBackend.get_supported_head_sizes()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_dim_of(config)
     if head_dim not in served:
         raise UserError(
             f"the model's head_dim is {head_dim}; on a CPU vLLM serves "

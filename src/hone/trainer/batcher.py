@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 from hone.distributed.mesh import Mesh
+from hone.models.support import head_dim_of
 from hone.trainer.collating import collate, empty_batch
 from hone.trainer.packing import AttentionCost, Cost, Plan, plan, units_of
 from hone.trainer.prefixes import pass_tokens, shared_prefixes
@@ -220,7 +221,7 @@ def _by_group(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def _attention_cost(model: PreTrainedModel) -> AttentionCost:
     config = model.config
     heads: int = config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = head_dim_of(config)
     return AttentionCost.of(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_layers=config.num_hidden_layers,
