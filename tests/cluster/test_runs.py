@@ -113,6 +113,14 @@ def test_more_processes_than_cores_can_serve_are_refused(folder: Path) -> None:
     assert "processes are needed: cluster.num_trainers 1 + cluster.num_engines" in output, output
 
 
+OF_RANKS: dict[str, Any] = {
+    "cluster": {"num_engines": 1, "num_trainers": 2},
+    "engine": {"tensor_parallel_size": 2},
+    "trainer": {"parallel": {"zero_stage": 3}},
+}
+"""Two trainers, and an engine of two ranks."""
+
+
 @pytest.mark.slow
 def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
     folder: Path,
@@ -169,9 +177,7 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
         folder,
         "ranks",
         2000,
-        cluster={"num_engines": 1, "num_trainers": 2},
-        engine={"tensor_parallel_size": 2},
-        trainer={"parallel": {"zero_stage": 3}},
+        **OF_RANKS,
     )
     run = start(path)
     rows = folder / "ranks-run" / "metrics.jsonl"
@@ -238,9 +244,7 @@ def test_a_run_of_one_host_is_reached_from_no_other_and_by_no_stranger_of_this_o
         folder,
         "reached",
         2000,
-        cluster={"num_engines": 1, "num_trainers": 2},
-        engine={"tensor_parallel_size": 2},
-        trainer={"parallel": {"zero_stage": 3}},
+        **OF_RANKS,
     )
     run, mark = start(path), folder / "ran"
     rows = folder / "reached-run" / "metrics.jsonl"

@@ -180,10 +180,10 @@ def _unknown(command: str, tree: type[Section], text: str) -> str:
     known = [*(field.key for field in fields(tree)), *recipe_names()]
     near = get_close_matches(text, known, 1)
     hint = f"did you mean {near[0]}?" if near else unknown_key(tree, _path(text.replace(" ", "_")))
-    told = "" if hint.startswith("allowed here") else f" {hint[0].upper()}{hint[1:].rstrip('.')}"
-    told += "." if told and not told.endswith("?") else ""
+    nearest = "" if hint.startswith("allowed here") else f" {hint[0].upper()}{hint[1:].rstrip('.')}"
+    nearest += "." if nearest and not nearest.endswith("?") else ""
     return (
-        f"no key of `hone {command}` has to do with '{text}', and no recipe is called so.{told} "
+        f"no key of `hone {command}` has to do with '{text}', and no recipe is called so.{nearest} "
         f"Sections: {', '.join(tree.model_fields)}. Recipes: {', '.join(recipe_names())}, or the "
         "path of a YAML file."
     )

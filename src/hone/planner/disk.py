@@ -105,7 +105,7 @@ def check_disk(plan: RunPlan, *, free: int, held: int) -> Iterator[Finding]:
         yield Finding("error", ("run.dir", "checkpoint.keep_last"), f"{told}. {changes}.")
     elif use.most_at_end > free + held:
         told = (
-            f"by prediction {place} does not hold the state of the last step beside the model: "
+            f"by prediction {place} does not hold both the model and the state of the last step: "
             f"{_gb(use.state)}, and {there}. The run then ends with its model alone and cannot be "
             "extended"
         )
