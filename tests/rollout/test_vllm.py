@@ -644,8 +644,8 @@ def test_R4_a_run_trains_with_vllm_and_goes_on_exactly(tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     assert any(row["rollout/carried_samples"] for row in rows)
     for steps in (9, 16):
-        reinforce.run(rl_config(tmp_path, "broken", run={"dir": tmp_path / "broken", "steps": steps,
-                                                    "device": "cpu"}))  # fmt: skip
+        run = {"dir": tmp_path / "broken", "steps": steps, "device": "cpu"}
+        reinforce.run(rl_config(tmp_path, "broken", run=run, checkpoint={"every_n_steps": 50}))
     weights = [
         load_file(tmp_path / name / "model" / "model.safetensors")
         for name in ("straight", "broken")

@@ -105,9 +105,9 @@ def check_disk(plan: RunPlan, *, free: int, held: int) -> Iterator[Finding]:
         yield Finding("error", ("run.dir", "checkpoint.keep_last"), f"{told}. {changes}.")
     elif use.most_at_end > free + held:
         told = (
-            f"by prediction {place} does not hold both the model and the state of the last step: "
-            f"{_gb(use.state)}, and {there}. The run then ends with its model alone and cannot be "
-            "extended"
+            f"by prediction {place} does not hold both the model ({_gb(use.export)}) and the state "
+            f"of the last step ({_gb(use.state)}): {there}. The run then ends with its model alone "
+            "and cannot be extended"
         )
         quiet = "or checkpoint.every_n_steps to 0, with which no state is written at the end"
         yield Finding("warning", ("run.dir",), f"{told}. {remedy}, {quiet}.")
