@@ -16,7 +16,7 @@ from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
 from hone.families.shape import public_shape
-from hone.observe.advice import lowered_caps, more_sequences
+from hone.observe.advice import lowered_caps, more_reward_workers, more_sequences
 from hone.observe.alarms import QUIET_STEPS, Alarm, Alarms
 from hone.planner.gain import Measured, Pricing
 
@@ -86,7 +86,7 @@ GAINS: dict[str, tuple[dict[str, Any], Scalars, dict[str, Any]]] = {
         {"engine.kv_cache_gib": 8.0},
     ),
     "slow_rewards": (
-        {"reward": {"num_workers": 2}},
+        {"reward": {"num_workers": 2, "functions": [{"fn": "a_package.scores:score"}]}},
         {"perf/wait_for_rewards_share": 0.4, "time/reward/p99_s": 0.06},
         {"reward.num_workers": 8},
     ),
@@ -106,6 +106,27 @@ GAINS: dict[str, tuple[dict[str, Any], Scalars, dict[str, Any]]] = {
         {"trainer.recompute": "off"},
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("fn", "tried"),
+    [
+        ("exact_match", [4, 6]),
+        ("code_tests", [4, 6]),
+        ("a_package.scores:score", [4, 8]),
+        ("http://scores:8000", [4, 8]),
+    ],
+)
+def test_functions_that_compute_get_no_more_workers_than_cores(
+    fn: str, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the user's own and services may wait for something else."""
+    plan = plan_of(reward={"num_workers": 2, "functions": [{"fn": fn}]})
+    assert isinstance(plan.config, RLConfig)
+    for cores, expected in ((6, tried), (2, tried if tried[-1] == 8 else [])):
+        monkeypatch.setattr("hone.observe.advice.num_usable_cores", lambda cores=cores: cores)
+        found = more_reward_workers(plan, plan.config, {})
+        assert [change["reward.num_workers"] for change in found] == expected
 
 
 def test_memory_to_spare_goes_to_logits_where_nothing_else_is_computed_again() -> None:

@@ -439,6 +439,17 @@ def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path: Path) ->
     assert "different kinds" not in page.text
 
 
+def test_runs_that_do_not_differ_have_one_word_and_no_empty_columns(tmp_path: Path) -> None:
+    (first, second) = compared(tmp_path)
+    (second / "config.yaml").write_text((first / "config.yaml").read_text())
+    (second / "environment.json").write_text((first / "environment.json").read_text())
+    _, page = render(first, second)
+    for what in ("configurations", "environments"):
+        table = table_under(page, f"What differs between the {what}")
+        assert "nothing" in table
+        assert "a b nothing" not in table
+
+
 def test_unequal_rewards_are_said_first(tmp_path: Path) -> None:
     folders = compared(tmp_path)
     said = "These runs are not rewarded by the same functions"

@@ -113,7 +113,7 @@ def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
         assert f"needs '{name}'" in finding.message
         assert told in finding.message
         columns = "answer, question" if name == "level" else "answer, level, question"
-        assert f"(columns, but nulls: {columns})" in finding.message
+        assert f"(which has: {columns})" in finding.message
     named = reward(tmp_path / "a.py", "def f(completion, level): return 1.0", args={"level": 1})
     assert told_of(named, data) == []
 
@@ -149,10 +149,11 @@ def test_an_answer_that_no_row_has_is_missed_before_the_run(
         f"'{name}' needs the answer",
         f"64 of the first 64 rows of data.train.{int(has_some)} lack it",
         "d.jsonl, line 1",
-        "(columns, but nulls: prompt, result)",
+        "(which has: prompt, result)",
         f"data.train.{int(has_some)}.columns.answer",
     ):
         assert told in finding.message
+    assert ("give the parameter a default" in finding.message) == (source is not None)
     prompts = [
         Prompt(id=f"d:{n}", token_ids=(1,), text="Q", answer=answer, metadata={"result": "1"})
         for n, answer in enumerate(["1"] * has_some + [None] * 2)
@@ -191,7 +192,7 @@ def test_a_null_is_missed_as_a_column_is(tmp_path: Path) -> None:
     told = "lack it, the first is"
     (finding,) = told_of(cfg, data)
     assert f"1 of the first 2 rows of data.train.0 {told}" in finding.message
-    assert "d.jsonl, line 2 (columns, but nulls: prompt)" in finding.message
+    assert "d.jsonl, line 2 (which has: prompt)" in finding.message
     with make(cfg) as scorer_, pytest.raises(UserError, match=f"1 of 2 rows {told} row train:2"):
         scorer_.check_data(rows({"level": 1}, {"level": None}), encode)
 

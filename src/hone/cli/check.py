@@ -236,7 +236,7 @@ def _print_tables(plan: RunPlan, findings: list[Finding], notes: list[str]) -> N
     for note in [*notes, _planned_for(plan)]:
         console.print(Text(printable(note), style="dim"))
     if plan.world_size is None:
-        hint = "What depends on the number of processes is not checked: add --nproc N, or 1."
+        hint = "What depends on the number of processes is not checked: add --nproc N (1 for one)."
         console.print(Text(hint, style="dim"))
     for finding in sorted(findings, key=lambda finding: finding.level == "error"):
         style = "bold red" if finding.level == "error" else "yellow"

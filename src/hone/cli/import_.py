@@ -81,7 +81,8 @@ def run(argv: Sequence[str]) -> int:
     text = recipe(found, origin, str(output or "RECIPE.yaml"))
     if output is None:
         sys.stdout.write(printable(text))
+        sys.stderr.write(f"{counts(found)}\n")
     else:
         output.write_text(text, encoding="utf-8")
-    sys.stderr.write(f"{counts(found)}\n")
+        sys.stderr.write(f"{counts(found)}\nwritten to {output}; its comments say what to check\n")
     return 0

@@ -203,9 +203,12 @@ def _host_lines(result: Comparison) -> list[str]:
     needed = sum(role.num_bytes for role in roles) / 2**30
     if needed < 0.05:  # nothing that shows
         return []
-    has = "of how many plan.host_gib would say" if limit is None else f"of {limit:.0f}"
+    size = f"{needed:.1f} GiB" + ("" if limit is None else f" of {limit:.0f} GiB")
     parts = "; ".join(role.in_words() for role in roles)
-    return [f"a host, for what is offloaded and copied: {needed:.1f} GiB, {has} ({parts})"]
+    lines = [f"memory of a host, for what is offloaded and copied: {size} ({parts})"]
+    if limit is None:
+        lines.append("plan.host_gib is unset: whether a host has that much is not checked")
+    return lines
 
 
 def _legend(result: Comparison) -> str:

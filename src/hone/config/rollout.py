@@ -51,8 +51,8 @@ class GenerationConfig(FilteredSamplingConfig):
 
 
 class RolloutConfig(SamplingConfig):
-    """What one training step samples, from the whole distribution: what leaves tokens out is
-    not the policy that the trainer scores."""
+    """What one training step samples. There is no top_p and no top_k: tokens are drawn from the
+    whole distribution, which is the one that the trainer scores."""
 
     stop: Stop = ()
     """Texts and token ids that end a completion, besides the model's own end-of-sequence ids; in

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
+from hone.config.address import names_code
 from hone.config.function_code import module_file
 from hone.config.inherited import inherited
 
@@ -180,11 +181,12 @@ def missing_column(
     asks for; they are `among` so many rows of `source`."""
     place, columns = lacking[0]
     has = ", ".join(sorted(columns)) or "none"
-    rows = f"{len(lacking):,} of {among} lack it, the first is {place} (columns, but nulls: {has})"
+    rows = f"{len(lacking):,} of {among} lack it, the first is {place} (which has: {has})"
     if name == "answer":
+        default = ", or give the parameter a default where rows may lack it"
         return (
             f"'{spec}' needs the answer of each row, and {rows}. Name the column that has it with "
-            f"{source}.columns.answer, or give the parameter a default where rows may lack it."
+            f"{source}.columns.answer{default if names_code(spec) else ''}."
         )
     return (
         f"'{spec}' needs '{name}', which is not in its args, and {rows}."

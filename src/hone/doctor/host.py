@@ -118,7 +118,7 @@ def open_files(machine: Machine) -> Finding:
     remedy += "refused, /etc/security/limits.conf sets the hard limit."
     return judge(
         f"{'no limit' if soft == 2**63 else f'{soft:,}'}",
-        f"1,024 or more, up to {least_hard:,} for who raises it",
+        f"1,024 or more, and a hard limit of {least_hard:,} or more",
         (soft < 256, "wrong", remedy),
         (soft < 1024 or hard < least_hard, "slow", remedy),
     )

@@ -46,8 +46,12 @@ def counts(found: Imported) -> str:
     parts += [f"{len(names)} {words}" for entries, words in (
         (found.unneeded, "need nothing"), (found.missing, "not served"), (found.unread, "not read"),
     ) if (names := given & {one.name for one, _ in entries} - mapped)]  # fmt: skip
-    texts = ((found.differs, "differences of meaning"), (found.to_do, "things to be done"))
-    more = [f"{len(entries)} {words}" for entries, words in texts if entries]
+    texts = (
+        (found.differs, "difference of meaning", "differences of meaning"),
+        (found.to_do, "thing to be done", "things to be done"),
+    )
+    more = [f"{len(entries)} {one if len(entries) == 1 else many}" for entries, one, many in texts
+            if entries]  # fmt: skip
     return "; ".join([", ".join(parts), *more])
 
 

@@ -17,7 +17,9 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from hone.config.address import names_code
 from hone.config.engine import CPU_CACHE_GIB
+from hone.config.hardware import num_usable_cores
 from hone.config.plan import RunPlan
 from hone.config.tree import RLConfig
 from hone.observe.symptoms import History
@@ -276,8 +278,13 @@ def fresher_samples(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Chan
 
 
 def more_reward_workers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Calls at a time."""
-    yield from ({"reward.num_workers": n * cfg.reward.worker_limit} for n in (2, 4))
+    """Calls at a time. Built-in functions compute, so that more workers than cores gain nothing;
+    the user's own and services may wait."""
+    now = cfg.reward.worker_limit
+    waits = cfg.reward.waits_for_services or any(names_code(x.fn) for x in cfg.reward.functions)
+    most = 4 * now if waits else num_usable_cores()
+    numbers = dict.fromkeys(min(n * now, most) for n in (2, 4))
+    yield from ({"reward.num_workers": number} for number in numbers if number > now)
 
 
 def wider_buffers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:

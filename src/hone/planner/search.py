@@ -145,7 +145,7 @@ def search(
             found[placement] = fitted
     notes += [f"{_listed(numbers)} trainers: {reason}" for reason, numbers in refused.values()]
     if any(found[placement] is not laid_out[placement] for placement in found):
-        notes.append("settings of memory that are others than the recipe's are among the flags")
+        notes.append("the flags below also change what the recipe says about memory")
     return found
 
 

@@ -372,8 +372,8 @@ def _comparison(runs: Sequence[RunFolder]) -> list[Table]:
         Table(title="Results", columns=["", *names], rows=_results(runs)),
         Table(
             title="What differs between the configurations",
-            columns=["key", *names],
-            rows=configs or [["nothing", *[""] * len(runs)]],
+            columns=["key", *names] if configs else (),
+            rows=configs or [["nothing"]],
             note="Settings that only one kind of run has are not listed."
             if several_kinds
             else "All other settings are equal, except for the folder of the run.",
@@ -381,8 +381,8 @@ def _comparison(runs: Sequence[RunFolder]) -> list[Table]:
         ),
         Table(
             title="What differs between the environments",
-            columns=["", *names],
-            rows=environments or [[nothing, *[""] * len(runs)]],
+            columns=["", *names] if environments else (),
+            rows=environments or [[nothing]],
             note=f"Not recorded of {', '.join(unknown)}." if unknown else "",
             is_text=True,
         ),
