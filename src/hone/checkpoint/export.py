@@ -116,8 +116,11 @@ def export_adapter(
     mesh: Mesh,
     step: int,
 ) -> None:
-    """Write adapters, of which `named` yields the tensors on every process, as `peft_adapter` has
-    them. Appears, replaces, collects and raises as `export_hf`."""
+    """Write adapters as `peft_adapter` has them; `named` yields their tensors on every process.
+
+    The folder appears whole or not at all; former adapters there are replaced. `step` goes into its
+    manifest. Collective. Raises as `export_hf`.
+    """
     if mesh.is_first:
         tensors, document = peft_adapter(model, cfg, named)
     else:
