@@ -19,7 +19,7 @@ from transformers import (
 
 from hone.checkpoint import export as export_module
 from hone.checkpoint.atomic import CheckpointError, read_manifest
-from hone.checkpoint.export import export_hf, rehearse_export
+from hone.checkpoint.export import export_adapter, export_hf, rehearse_export
 from hone.config.errors import UserError
 from hone.config.model import LoraConfig
 from hone.distributed.mesh import Mesh
@@ -269,6 +269,38 @@ def test_a_generation_config_is_written_as_it_came(
     folder = export(model, tokenizer, tmp_path / "out", torch.float32)
     written = json.loads((folder / "generation_config.json").read_text())
     assert {key: written[key] for key in given} == given
+
+
+def test_R18_adapters_are_replaced_whole_or_not_at_all(
+    tiny: tuple[PreTrainedModel, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that versions before have left without a manifest, whole or half."""
+    model, _ = tiny
+    folder, mesh = tmp_path / "adapter", Mesh.alone("cpu")
+
+    def write(rank: int) -> None:
+        named = [(f"layers.0.q_proj.lora_{half}", torch.full((rank, 8), rank)) for half in "AB"]
+        export_adapter(model, LoraConfig(rank=rank), folder, named, mesh=mesh, step=rank)
+
+    def held() -> list[int]:
+        """The rank of the tensors and that of the configuration."""
+        tensors = load_file(folder / "adapter_model.safetensors")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        return [next(iter(tensors.values())).shape[0], config["r"]]
+
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"half")
+    write(2)
+    assert held() == [2, 2]
+    assert read_manifest(folder).metadata == {"step": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", failing)
+        with pytest.raises(KeyError):
+            write(3)
+    assert held() == [2, 2], "the tensors were there, their configuration was not"
+    write(3)
+    assert held() == [3, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "source"]
 
 
 @pytest.mark.parametrize("rank", [0, 2])

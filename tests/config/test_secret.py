@@ -16,8 +16,14 @@ SECRET = "s3cr3t" * 5
 REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
     "a key in a query": (("fn",), f"https://h/a?model=x&api_key={SECRET}", "api_key=$API_KEY"),
     "a key of another spelling": (("fn",), f"http://h/a?apiKey={SECRET}", "apiKey=$API_KEY"),
-    "a signature": (("data", "path"), f"https://h/a?X-Amz-Signature={SECRET}", "Signature=$X_AMZ"),
-    "a password": (("data", "path"), f"s3://me:{SECRET}@bucket/rows", "a password"),
+    "a signature": (("fn",), f"https://h/a?X-Amz-Signature={SECRET}", "Signature=$X_AMZ"),
+    "a signed path": (
+        ("data", "path"),
+        f"https://h/a?key={SECRET}",
+        "folder; nothing is read from",
+    ),
+    "a password": (("fn",), f"http://me:{SECRET}@host/a", "a password"),
+    "a path's password": (("data", "path"), f"s3://me:{SECRET}@b/rows", "folder; nothing is read"),
     "a token as a user": (("fn",), f"https://{SECRET}@host/a", "a user name"),
     "a judge's address": (("args", "base_url"), f"http://h/v1?key={SECRET}", "key=$KEY"),
     "an argument": (("args", "api_key"), SECRET, "os.environ['API_KEY']"),

@@ -134,6 +134,21 @@ def test_nulls_that_parquet_adds_to_messages_are_removed():
     assert example.metadata["messages"] == example.prompt
 
 
+def test_a_null_among_arguments_of_a_call_is_the_author_s_in_json_alone(tmp_path):
+    arguments = {"city": "Rome", "unit": None}
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    rows = [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": calls}, USER]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "f.parquet")
+    (tmp_path / "f.jsonl").write_text(json.dumps(rows[0]))
+    found = []
+    for name in ("f.jsonl", "f.parquet"):
+        source = SourceConfig(path=str(tmp_path / name))
+        (example,) = read_examples(read_source(source), source, "f")
+        assert example.prompt[1]["content"] == ""
+        found.append(example.prompt[1]["tool_calls"][0]["function"]["arguments"])
+    assert found == [arguments, {"city": "Rome"}]
+
+
 def test_content_in_parts_is_the_text_of_the_parts():
     """As APIs have it, and Parquet, which fills up what other parts have."""
     parts = [{"type": "text", "text": "1", "image": None}, {"type": "text", "text": "+1="}]

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from hone.checkpoint.atomic import MANIFEST_NAME, CheckpointError, read_manifest
 from hone.checkpoint.store import CheckpointStore
 from hone.config.errors import UserError
+from hone.config.model import LoraConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, resolve
 from hone.config.tree import SFTConfig
@@ -185,6 +186,26 @@ def test_a_run_has_written_its_models_once_the_critic_is_there(make_config: Make
     assert found == [None, 3]
 
 
+def test_a_run_of_a_version_that_wrote_no_step_has_the_model_of_its_newest_state(
+    sft_config: SFTConfig,
+) -> None:
+    """Which was saved right before; a state that is newer has no model."""
+    supervised.run(sft_config)
+    manifest = sft_config.run.dir / "model" / MANIFEST_NAME
+    document = json.loads(manifest.read_text())
+    assert document["content"]["metadata"].pop("step") == 3
+    manifest.write_text(json.dumps(document))
+    state = sft_config.run.dir / "checkpoints" / "step_3" / MANIFEST_NAME
+    saved_s = json.loads(state.read_text())["content"]["metadata"]["saved_at"]
+    found: list[tuple[int | None, bool]] = []
+    for written_s in (saved_s + 2, saved_s - 2):
+        os.utime(manifest, (written_s, written_s))
+        found.append((exported_step(sft_config), is_finished(sft_config)))
+    assert found == [(3, True), (None, False)]
+    shutil.rmtree(state.parent)
+    assert exported_step(sft_config) is None
+
+
 def test_a_model_is_whole_whatever_is_put_into_its_folder_later(make_config: MakeConfig) -> None:
     """As programs that upload it do. Adapters, which are written last, are those of the model."""
     cfg = make_config(model={"lora": {"rank": 2}})
@@ -244,12 +265,14 @@ def test_what_an_export_needs_is_tried_before_the_first_step(
         raise KeyError("vocab_file")
 
     in_step(monkeypatch, 1, lambda: pytest.fail("a step was made"))
-    model = sft_config.run.dir / "model"
-    model.mkdir(parents=True)
-    (model / "mine.txt").write_text("")
-    with pytest.raises(ValueError, match="model exists and is not ours to replace"):
-        supervised.run(sft_config)
-    shutil.rmtree(model)
+    lora = sft_config.model.model_copy(update={"lora": LoraConfig(rank=2)})
+    for name in ("model", "adapter"):
+        folder = sft_config.run.dir / name
+        folder.mkdir(parents=True)
+        (folder / "mine.txt").write_text("")
+        with pytest.raises(ValueError, match=f"{name} exists and is not ours to replace"):
+            supervised.run(sft_config.model_copy(update={"model": lora}))
+        shutil.rmtree(folder)
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
     with pytest.raises(UserError, match=r"its tokenizer.*vocab_file"):
         supervised.run(sft_config)

@@ -11,7 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.attention import PackedContext
+from hone.checkpoint.export import export_adapter
 from hone.config.model import LoraConfig, ModelConfig
+from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS
 from hone.models import adapters
 from hone.models.adapters import (
@@ -23,7 +25,6 @@ from hone.models.adapters import (
     is_adapted,
     merged_weights,
     quantise,
-    save_adapter,
 )
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
@@ -207,7 +208,8 @@ def test_saved_adapters_are_peft_s(folder, tmp_path):
     model = load(folder)
     adapt(model, LORA, seed=3)
     stir(model)
-    save_adapter(tmp_path / "adapter", model, LORA, export_weights(model))
+    mesh, weights = Mesh.alone("cpu"), export_weights(model)
+    export_adapter(model, LORA, tmp_path / "adapter", weights, mesh=mesh, step=1)
     document = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert document["r"] == 3
     assert document["target_modules"][:2] == ["down_proj", "gate_proj"]

@@ -204,12 +204,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("delay", [0, 1, 15])
 def test_steps_that_are_too_large_are_the_one_cause_that_is_named(delay: int) -> None:
-    """Of all that they bring with them, as long as it lasts; not of what comes later."""
+    """Of all that they bring with them; not of what comes later, or stays."""
 
     def too_large(scalars: Scalars, age: int) -> None:
         if age < 3:
             scalars["train/update_to_weight_ratio"] = 0.4
-        if age >= delay:
+        if delay <= age < delay + 5:
             scalars |= BROKEN
 
     def later(scalars: Scalars, age: int) -> None:
@@ -228,6 +228,24 @@ def test_steps_that_are_too_large_are_the_one_cause_that_is_named(delay: int) ->
     assert {"large_update", "mismatch_kl"} <= engine, "an engine may be wrong whatever else is"
     long_after = [alarm.name for alarm in run(later, seed=0, num_steps=ONSET + 40)]
     assert {"large_update", "truncated", "entropy_explosion"} <= {*long_after}
+
+
+def test_what_a_step_that_is_too_large_has_silenced_is_said_where_it_stays() -> None:
+    """Once, however long it stays; nothing that has been said before is said again."""
+
+    def stays(scalars: Scalars, age: int) -> None:
+        scalars["rollout/zero_spread_share"] = 1.0
+        if age >= 5:
+            scalars["rollout/truncated_share"] = 0.97
+        if 5 <= age < 8:
+            scalars["train/update_to_weight_ratio"] = 0.4
+
+    said = [(alarm.name, alarm.step - ONSET) for alarm in run(stays, seed=0, num_steps=120)]
+    assert said == [
+        ("zero_spread", 1),
+        ("large_update", 5),
+        ("truncated", 7 + QUIET_STEPS),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -286,6 +287,34 @@ def test_rows_that_repeat_a_prompt_are_one_cluster(num_samples: int) -> None:
     cfg = EvaluateConfig.model_validate({"model": {"path": "m"}, "eval": cfg.model_dump()})
     each = f"160 rows of 20 prompts, {num_samples} sample"
     assert str(_table(cfg, scalars).caption).startswith(each)
+
+
+@table("column, has_env", [("answer", False), ("seed", True)])
+def test_rows_of_one_prompt_that_ask_for_other_things_are_independent(
+    column: str, has_env: bool
+) -> None:
+    """As environments have them; where the rows repeat each other they are one cluster still."""
+    cfg, rule = EvaluationConfig(n_samples_per_prompt=4), PassRule(("right",), 1.0)
+    rows = shaped_samples(20, 4)
+    expected = to_scalars(summarise(rows, cfg, rule))
+
+    def like(number_of: Callable[[int], int]) -> dict[str, float]:
+        shared = [
+            replace(
+                sample,
+                prompt=replace(
+                    sample.prompt,
+                    token_ids=rows[0].prompt.token_ids,
+                    answer=f"{number_of(number // 4)}" if column == "answer" else None,
+                    metadata={column: number_of(number // 4)},
+                ),
+            )
+            for number, sample in enumerate(rows)
+        ]
+        return to_scalars(summarise(shared, cfg, rule, has_env=has_env))
+
+    assert like(lambda row: row) == expected
+    assert like(lambda row: row // 2)["eval/num_prompts"] == 10
 
 
 ONE, HALF, ZERO = {"a": 1.0}, {"a": 0.5}, {"a": 0.0}

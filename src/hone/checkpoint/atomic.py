@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -112,19 +112,24 @@ class Publication:
 
 @contextmanager
 def publish_folder(
-    path: Path, *, metadata: Mapping[str, Any] | None = None, num_bytes: int | None = None
+    path: Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    num_bytes: int | None = None,
+    ours: Collection[str] = (),
 ) -> Generator[Publication]:
     """Yield an empty folder to write into; publish it as `path` when the block ends well.
 
     A published folder already at `path` is replaced. On any failure the partial folder is removed
     and what was at `path` stays. `metadata` (JSON) goes into the manifest; `num_bytes` is as in
-    `Publication`, and where it is more than what is free, nothing is written.
+    `Publication`, and where it is more than what is free, nothing is written. `ours` is as in
+    `require_replaceable`.
 
     Raises CheckpointError when the disk is full or another I/O error occurs, and ValueError when
     `path` holds something that was not published by this function.
     """
     publication = Publication(partial_name(path), num_bytes=num_bytes)
-    require_replaceable(path)
+    require_replaceable(path, ours=ours)
     try:
         clean_leftovers(path)
         publication.folder.mkdir(parents=True)
@@ -145,10 +150,16 @@ def publish_folder(
         raise
 
 
-def require_replaceable(path: Path) -> None:
-    """Raise ValueError where `path` holds something that `publish_folder` has not published."""
-    if path.exists() and not (path / MANIFEST_NAME).exists() and not _is_empty(path):
-        raise ValueError(f"{path} exists and is not ours to replace. Name another folder.")
+def require_replaceable(path: Path, *, ours: Collection[str] = ()) -> None:
+    """Raise ValueError where `path` holds something that `publish_folder` has not published, but
+    for files of the names `ours`, which versions before have written without a manifest."""
+    if not path.exists() or (path / MANIFEST_NAME).exists():
+        return
+    if not path.is_dir() or not {item.name for item in path.iterdir()} <= {*ours}:
+        raise ValueError(
+            f"{path} exists and is not ours to replace. Move it away, or name another folder "
+            "(run.dir)."
+        )
 
 
 def together(mesh: Mesh, work: Callable[[], T]) -> T:
@@ -265,10 +276,6 @@ def partial_name(path: Path) -> Path:
 
 def _retired_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.retired")
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

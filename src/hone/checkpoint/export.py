@@ -1,16 +1,19 @@
-"""Export a model as a standard Hugging Face folder, for any other tool to load.
+"""Export a model as a standard Hugging Face folder, and adapters as PEFT's, for any other tool to
+load.
 
 Weights come one after the other, on every process, and are dealt out to files by their names and
 sizes alone: the files are the same whatever processes write them. Process r of n writes each n-th
 file, in the background while the next tensors are gathered. No process holds the whole model.
 
-`rehearse_export` does all of it but for the weights, before anything is trained.
+`rehearse_export` does all of it but for the weights, before anything is trained. Adapters are few:
+the first process holds and writes them.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -34,14 +37,17 @@ from hone.checkpoint.atomic import (
     write_tensors,
 )
 from hone.config.errors import UserError
+from hone.config.model import LoraConfig
 from hone.distributed.mesh import Axis, Mesh
-from hone.models.adapters import merged_weights
+from hone.models.adapters import merged_weights, peft_adapter
 from hone.observe.disk import writing
 
-__all__ = ["export_hf", "rehearse_export"]
+__all__ = ["export_adapter", "export_hf", "rehearse_export"]
 
 _FILE_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+"""In PEFT's folders: tensors, configuration."""
 
 
 def export_hf(
@@ -101,6 +107,38 @@ def export_hf(
     return folder
 
 
+def export_adapter(
+    model: PreTrainedModel,
+    cfg: LoraConfig,
+    folder: Path,
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    mesh: Mesh,
+    step: int,
+) -> None:
+    """Write adapters as `peft_adapter` has them; `named` yields their tensors on every process.
+
+    The folder appears whole or not at all; former adapters there are replaced. `step` goes into its
+    manifest. Collective. Raises as `export_hf`.
+    """
+    if mesh.is_first:
+        tensors, document = peft_adapter(model, cfg, named)
+    else:
+        deque(named, maxlen=0)  # gathered by all
+        tensors, document = {}, {}
+
+    def write() -> None:
+        if not mesh.is_first:
+            return
+        weights, config = _ADAPTER_FILES
+        with publish_folder(folder, metadata={"step": step}, ours=_ADAPTER_FILES) as publication:
+            path = publication.folder / weights
+            publication.files[weights] = write_tensors(path, tensors, {"format": "pt"})
+            (publication.folder / config).write_text(json.dumps(document, indent=2))
+
+    together(mesh, write)
+
+
 def rehearse_export(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -108,12 +146,14 @@ def rehearse_export(
     dtype: torch.dtype,
     *,
     mesh: Mesh,
+    adapter: Path | None = None,
 ) -> int:
     """Do all that `export_hf` does but for the weights, and delete it; the bytes that the weights
-    will have. `model` may have adapters, which are merged in an export. Collective.
+    will have. `model` may have adapters, which are merged in an export, and which `export_adapter`
+    will write to `adapter`. Collective.
 
-    Raises on all processes: UserError for what transformers does not write, ValueError where
-    `folder` holds something else, DiskError or CheckpointError where it cannot be written.
+    Raises on all processes: UserError for what transformers does not write, ValueError where a
+    folder holds something else, DiskError or CheckpointError where it cannot be written.
     """
     folder = Path(folder)
     partial = partial_name(folder)
@@ -125,6 +165,8 @@ def rehearse_export(
             revert_weight_conversion(model, tensors)
         if mesh.is_first:
             require_replaceable(folder)
+            if adapter is not None:
+                require_replaceable(adapter, ours=_ADAPTER_FILES)
             try:
                 with writing(partial, "run.dir"):
                     clean_leftovers(folder)

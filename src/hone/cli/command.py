@@ -29,7 +29,7 @@ from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.rules import Finding, findings
 from hone.config.rules.rewards import needs_columns
 from hone.config.run import RunConfig
-from hone.config.tokens import raises_for_unknown
+from hone.config.tokens import is_of_tokenizers, raises_for_unknown
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
@@ -464,16 +464,16 @@ def unwritable_by(model: ModelConfig) -> Callable[[Example], str | None]:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
-        if type(error) is not Exception:  # which it raises for a damaged file: the run says so
+        if not is_of_tokenizers(error):
             raise
-        return lambda example: None
+        return lambda example: None  # the run says that the file is damaged
 
     def problem(example: Example) -> str | None:
         for text in _texts(example):
             try:
                 tokenizer.encode(text)
             except Exception as error:
-                if type(error) is not Exception:  # `tokenizers` raises it for want of a token
+                if not is_of_tokenizers(error):
                     raise
                 return (
                     f"{example.location}: the tokenizer cannot encode {shorten(text)!r} ({error}). "

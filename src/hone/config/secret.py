@@ -65,7 +65,7 @@ def secret_problem(at: Sequence[str | int], value: str) -> str | None:
     """Why the text at a key of a configuration would make a secret known, and where it belongs; or
     None. The secret is not repeated."""
     names = [str(part) for part in at]
-    if problem := _in_address(value):
+    if problem := _in_address(value, is_path=names[-1] == "path"):
         return problem
     words = _words(names[-1])
     # The last word says what a thing is: `secret_word` is a word, `client_secret` a secret.
@@ -83,25 +83,33 @@ def secret_problem(at: Sequence[str | int], value: str) -> str | None:
     return None
 
 
-def _in_address(value: str) -> str | None:
+def _in_address(value: str, *, is_path: bool) -> str | None:
+    """`is_path`: of rows or of a model, which no address gives."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://\S+", value):
         return None
     try:
         parts = urlsplit(value)
     except ValueError:
         return None  # what is wrong with it is said elsewhere
+    download = "nothing is read from an address here: download it, and name the file or folder"
     if parts.password is not None or (parts.username and parts.scheme.startswith("http")):
-        return (
-            "it holds a user name or a password, which would be written into the run folder; for "
-            "a service export SERVICE_AUTH='Basic ...' and give the header Authorization: "
+        service = (
+            "for a service export SERVICE_AUTH='Basic ...' and give the header Authorization: "
             "$SERVICE_AUTH, else let the address ask for none"
+        )
+        return (
+            "it holds a user name or a password, which would be written into the run folder; "
+            + (download if is_path else service)
         )
     for name, text in parse_qsl(parts.query):
         if _is_secret_name(name) and not VARIABLE.fullmatch(text):
             variable = _variable(name)
-            return (
-                f"its parameter '{name}' would be written into the run folder; export {variable} "
-                f"and write {name}=${variable}, which is read when a service is asked"
+            service = (
+                f"export {variable} and write {name}=${variable}, which is read when a service is "
+                "asked"
+            )
+            return f"its parameter '{name}' would be written into the run folder; " + (
+                download if is_path else service
             )
     return None
 

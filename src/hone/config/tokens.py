@@ -10,6 +10,7 @@ from typing import Any
 __all__ = [
     "OTHER_TOKENS",
     "difference",
+    "is_of_tokenizers",
     "lacking_room",
     "raises_for_unknown",
     "tokens_beyond",
@@ -51,6 +52,12 @@ def raises_for_unknown(file: Path) -> bool:
         return model["type"] in ("WordLevel", "WordPiece", "Unigram")
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def is_of_tokenizers(error: Exception) -> bool:
+    """Whether `tokenizers` has refused a text or a file. It raises a bare Exception for a text that
+    it has no token for and for a damaged file, and TypeError for half a surrogate pair."""
+    return type(error) in (Exception, TypeError)
 
 
 def _parts(folder: Path) -> tuple[dict[str, int], dict[str, int]]:

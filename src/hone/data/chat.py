@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 
 from hone.config.data import DataConfig, fill_template, template_fields
 from hone.config.errors import UserError
+from hone.config.tokens import is_of_tokenizers
 from hone.data.columns import Example, text_of, without_nulls
 from hone.data.sources import shorten
 from hone.types import Message, opened_tag
@@ -398,8 +399,7 @@ class Renderer:
                 verbose=False,
             )
         except Exception as error:
-            # What `tokenizers` raises for text it has no token for, and for half a surrogate pair.
-            if type(error) not in (Exception, TypeError):
+            if not is_of_tokenizers(error):
                 raise
             raise self._unencodable(texts, examples, error) from error
         return list(map(tuple, batch["input_ids"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -405,7 +405,7 @@ def as_message(turn: Any, row: Row) -> Message:
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         shown = shorten(json.dumps(turn, default=str))
         raise UserError(f"{row.location}: a chat message needs a role and content, got {shown}")
-    message: Message = without_nulls(turn)
+    message: Message = without_nulls(turn, keep=() if row.is_padded else ("arguments",))
     if "content" not in message and "tool_calls" not in message:
         raise UserError(f"{row.location}: a {turn['role']!r} message has no content")
     return {**message, "content": _text_of(message.get("content", ""), row)}
@@ -448,15 +448,20 @@ def log_truncated(source: SourceBase, examples: Sequence[Example]) -> None:
         )
 
 
-def without_nulls(value: Any) -> Any:
-    """A value without the fields of objects that are null, however deep they lie.
+def without_nulls(value: Any, *, keep: Collection[str] = ()) -> Any:
+    """A value without the fields of objects that are null, however deep they lie, but for those in
+    fields of the names `keep`.
 
     Arrow, and so Parquet and `datasets`, gives every object of a column the fields that any of them
     has, and chat templates would take them for present.
     """
     if isinstance(value, Mapping):
-        return {key: without_nulls(held) for key, held in value.items() if held is not None}
-    return [without_nulls(held) for held in value] if isinstance(value, list) else value
+        return {
+            key: held if key in keep else without_nulls(held, keep=keep)
+            for key, held in value.items()
+            if held is not None
+        }
+    return [without_nulls(held, keep=keep) for held in value] if isinstance(value, list) else value
 
 
 def _kind(value: Any) -> str:

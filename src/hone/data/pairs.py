@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
 from itertools import takewhile
@@ -214,7 +214,7 @@ def _without_prompt(
         if not all(isinstance(text, str) and text.startswith(asked) for text in said):
             return rows, []
         rest = {name: text[len(asked) :] for name, text in zip(names, said, strict=True)}
-        found.append(SourceRow({**row.columns, **rest}, row.location))
+        found.append(replace(row, columns={**row.columns, **rest}))
     what = f"{' and '.join(names)} of all {which}{len(rows):,} rows begin with the prompt"
     return found, [f"{what}, which is taken off them"]
 

@@ -47,6 +47,9 @@ class Row:
     columns: dict[str, Any]
     location: str
     """Where it stands, for messages: `data/train.jsonl, line 17`."""
+    is_padded: bool = False
+    """Whether objects have a null for each field that they lack and another row's have, as Arrow
+    gives them. A null of JSON is its author's."""
 
 
 def read_source(source: SourceBase) -> list[Row]:
@@ -165,7 +168,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         for batch in file.iter_batches():
             for columns in batch.to_pylist():
                 number += 1
-                yield Row(columns, f"{path}, row {number}")
+                yield Row(columns, f"{path}, row {number}", is_padded=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"cannot read {path} as Parquet: {shorten(str(error), 200)}") from error
 
@@ -283,4 +286,4 @@ def _read_hub(source: SourceBase) -> Iterator[Row]:
 
 def _dataset_rows(data: Any, name: str) -> Iterator[Row]:
     for number, columns in enumerate(data, start=1):
-        yield Row(columns, f"{name}, row {number}")
+        yield Row(columns, f"{name}, row {number}", is_padded=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.config.data import DataConfig
+from hone.config.tokens import is_of_tokenizers
 from hone.data.chat import template_arguments, uses_chat
 from hone.data.sources import shorten
 from hone.types import Message, Observation, Sample, StopReason
@@ -124,8 +125,7 @@ class TurnRenderer:
         try:
             found: Any = self.tokenizer(text, add_special_tokens=False, verbose=False)
         except Exception as error:
-            # What `tokenizers` raises for text it has no token for, and for half a surrogate pair.
-            if type(error) not in (Exception, TypeError):
+            if not is_of_tokenizers(error):
                 raise
             raise RenderError(
                 f"the tokenizer cannot encode the observation ({error}): {shorten(text)}"

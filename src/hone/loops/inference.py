@@ -70,7 +70,9 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
         scalars: dict[str, float] = {}
         if mesh.is_first:
             rule = pass_rule(samples, cfg.eval, cfg.reward)
-            scalars = to_scalars(summarise(samples, cfg.eval, rule))
+            scalars = to_scalars(
+                summarise(samples, cfg.eval, rule, has_env=cfg.env.path is not None)
+            )
             if isinstance(rule, str):
                 _log.info("pass@k is not reported: %s", rule)
             write_whole(cfg.run.dir / EVAL_METRICS, json.dumps(scalars, indent=2), "run.dir")

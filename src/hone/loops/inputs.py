@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
 from hone.config.reward import RewardConfig
+from hone.config.tokens import is_of_tokenizers
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
 from hone.data.sources import shorten
@@ -106,7 +107,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
         try:
             return list(tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:
-            if type(error) is not Exception:  # `tokenizers` raises it for what it has no token for
+            if not is_of_tokenizers(error):
                 raise
             raise UserError(
                 f"the tokenizer cannot encode {shorten(text)!r}, the answer of the first row, with "

@@ -6,7 +6,6 @@ import fcntl
 import logging
 import os
 import random
-from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.checkpoint.export import export_hf, rehearse_export
+from hone.checkpoint.export import export_adapter, export_hf, rehearse_export
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
@@ -36,7 +35,6 @@ from hone.loops.ending import Ending
 from hone.loops.hosts import require_same_inputs, require_shared
 from hone.loops.interrupt import terminable
 from hone.loops.resuming import announce, announce_restart, changes, find_checkpoint
-from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model, require_attention
 from hone.observe.disk import writing
 from hone.observe.environment import save_environment
@@ -342,7 +340,9 @@ def rehearse(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launc
     policy, is_policy = trainer.policy, trainer.role == "policy"
     folder = launch.dir / ("model" if is_policy else trainer.role)
     dtype = _export_dtype(trainer, launch) if is_policy else policy.dtype
-    return rehearse_export(policy.model, tokenizer, folder, dtype, mesh=launch.mesh)
+    adapter = launch.dir / "adapter" if is_policy and launch.cfg.model.lora.rank else None
+    args = policy.model, tokenizer, folder, dtype
+    return rehearse_export(*args, mesh=launch.mesh, adapter=adapter)
 
 
 def export(
@@ -358,12 +358,8 @@ def export(
         weights = policy.named_masters()
     export_hf(policy.model, tokenizer, launch.dir / "model", dtype, weights, mesh=mesh, step=step)
     if lora.rank:
-        adapters = _wholes(policy.masters)
-        if mesh.is_first:
-            with writing(launch.dir / "adapter", "run.dir"):
-                save_adapter(launch.dir / "adapter", policy.model, lora, adapters)
-        else:
-            deque(adapters, maxlen=0)  # gathered by all
+        adapters, folder = _wholes(policy.masters), launch.dir / "adapter"
+        export_adapter(policy.model, lora, folder, adapters, mesh=mesh, step=step)
 
 
 def export_role(

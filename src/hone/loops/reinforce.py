@@ -210,7 +210,7 @@ class RLRun(Run[Group]):
             self._pass_rule = rule
             if isinstance(rule, str):
                 _log.info("evaluations do not report pass@k: %s", rule)
-        return summarise(samples, cfg.eval, rule)
+        return summarise(samples, cfg.eval, rule, has_env=cfg.env.path is not None)
 
     def rank(self, evaluated: Mapping[str, float]) -> float | None:
         return evaluated.get(self.cfg.eval.metric)

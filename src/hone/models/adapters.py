@@ -11,12 +11,10 @@ What samples and what is exported knows nothing of adapters: `merged_weights` gi
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,7 +28,6 @@ from hone.families.registry import SPECS
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head, value_head
-from hone.models.weight_files import save_tensors
 
 __all__ = [
     "LoraLinear",
@@ -38,7 +35,7 @@ __all__ = [
     "adapters_off",
     "is_adapted",
     "merged_weights",
-    "save_adapter",
+    "peft_adapter",
 ]
 
 _ADAPTER = frozenset(("lora_A", "lora_B"))
@@ -286,16 +283,16 @@ def merged_weights(
         raise RuntimeError(f"parts of adapted projections are missing: {', '.join(missing)}")
 
 
-def save_adapter(
-    folder: Path, model: PreTrainedModel, cfg: LoraConfig, named: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Write adapters in PEFT's format, for tools that add them to the base model themselves.
+def peft_adapter(
+    model: PreTrainedModel, cfg: LoraConfig, named: Iterable[tuple[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Adapters in PEFT's format, for tools that add them to the base model themselves: tensors, on
+    the host, and configuration.
 
-    `named` are the adapters' tensors, or all of the model's. A head that gives values is written
-    beside them.
+    `named` are the adapters' tensors, or all of the model's. A head that gives values lies beside
+    them.
     """
     is_scorer = has_value_head(model)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     for name, tensor in named:
@@ -305,8 +302,7 @@ def save_adapter(
             targets.add(path.rpartition(".")[2])
         elif is_scorer and path == "score":
             tensors[f"base_model.model.{name}"] = tensor.detach().cpu().contiguous()
-    save_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
-    document = {
+    return tensors, {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_scorer else "CAUSAL_LM",
         "modules_to_save": ["score"] if is_scorer else None,
@@ -317,4 +313,3 @@ def save_adapter(
         "bias": "none",
         "target_modules": sorted(targets),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(document, indent=2))

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import (
@@ -39,7 +38,6 @@ __all__ = [
     "misshapen",
     "note_unread",
     "require_finite",
-    "save_tensors",
     "without_place",
 ]
 
@@ -53,15 +51,6 @@ _EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down
 """What a module holds of all experts of a layer, by what files hold of each."""
 _ONCE_SAVED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that old files hold, and modules compute now."""
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that whoever may read the folder's other files can read; the library
-    lets its owner alone. Raises OSError or SafetensorError where that fails."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path, dict(metadata))
-    path.chmod(mode)
 
 
 class OtherFormatError(Exception):

@@ -9,10 +9,11 @@ only after the symptom has been gone for `QUIET_STEPS` steps.
 
 Alarms of numbers (what is sampled, learnt, delivered) come first. Steps that are too large make
 many numbers leave their ranges: within `QUIET_STEPS` steps of that alarm, those that would name
-another cause are silent. Advice on speed and memory is for healthy runs: none is given within
-`QUIET_STEPS` steps of an alarm of numbers, or of an engine that was lost. It names a setting, a
-value, and what the planner estimates that to bring (`hone.observe.advice`); where the planner knows
-all that could be changed and nothing helps, nothing is said.
+another cause are silent, and said afterwards where they are still there. Advice on speed and memory
+is for healthy runs: none is given within `QUIET_STEPS` steps of an alarm of numbers, or of an
+engine that was lost. It names a setting, a value, and what the planner estimates that to bring
+(`hone.observe.advice`); where the planner knows all that could be changed and nothing helps,
+nothing is said.
 
 A metric that a run does not have is not checked.
 """
@@ -116,6 +117,8 @@ class Alarms:
         self._advisor = None if plan is None else Advisor(plan)
         self._history = History()
         self._last_breach: dict[str, int] = {}
+        self._unsaid = set[str]()
+        """Names of symptoms that have appeared and are still to be said."""
 
     def check(
         self,
@@ -159,15 +162,18 @@ class Alarms:
         is_tuning: bool = False,
         silent: Collection[str] = (),
     ) -> Iterator[Alarm]:
-        """Those of the names `silent` have symptoms, of which nothing is said."""
+        """Of the names `silent` nothing is said yet."""
         for rule in rules:
             breach = rule.test(self._history)
             if breach is None:
                 continue
             last = self._last_breach.get(rule.name)
             self._last_breach[rule.name] = step
-            if rule.name in silent or (last is not None and step - last <= QUIET_STEPS):
+            if last is None or step - last > QUIET_STEPS:
+                self._unsaid.add(rule.name)
+            if rule.name in silent or rule.name not in self._unsaid:
                 continue
+            self._unsaid.remove(rule.name)
             found: Advice | None = Advice("", {}, None)
             if rule.candidates is not None and self._advisor is not None:
                 found = self._advisor.advise(rule.candidates, self._history, rule.pick)

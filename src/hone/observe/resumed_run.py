@@ -57,10 +57,16 @@ def newest_step(folder: Path) -> int | None:
 def _order(checkpoint: Path) -> int:
     """The place of a checkpoint among those of its run; -1 where its manifest is damaged."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))
-        return int(manifest["content"]["metadata"]["order"])
+        return int(_said_of(checkpoint)["order"])
     except (OSError, ValueError, KeyError, TypeError):
         return -1
+
+
+def _said_of(folder: Path) -> dict[str, Any]:
+    """What the manifest of a published folder says of it as a whole. Raises OSError, ValueError,
+    KeyError or TypeError where it is not there, or damaged."""
+    document = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    return document["content"]["metadata"]
 
 
 def is_finished(tree: RLConfig | SFTConfig) -> bool:
@@ -83,14 +89,32 @@ def exported_step(tree: RLConfig | SFTConfig) -> int | None:
     roles = ["model"]
     if isinstance(tree, RLConfig) and tree.algorithm.needs_critic:
         roles.append("critic")
-    manifests = [tree.run.dir / role / MANIFEST_NAME for role in roles]
     try:
-        held = [json.loads(manifest.read_text(encoding="utf-8")) for manifest in manifests]
-        step = min(int(each["content"]["metadata"]["step"]) for each in held)
-        is_older = exported_last(tree).stat().st_mtime < manifests[0].stat().st_mtime
+        step = min(_step_of(tree.run.dir, role) for role in roles)
+        written_s = (tree.run.dir / "model" / MANIFEST_NAME).stat().st_mtime
+        is_older = exported_last(tree).stat().st_mtime < written_s
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None if tree.model.lora.rank > 0 and is_older else step
+
+
+def _step_of(run: Path, role: str) -> int:
+    """The step that has trained the model in the folder of a role. Raises as `_said_of`, ValueError
+    too where that is not known.
+
+    Manifests of versions before have none. Those versions wrote a model right after the state of
+    its step: it is of the newest state, unless that is newer.
+    """
+    said = _said_of(run / role)
+    if "step" in said:
+        return int(said["step"])
+    newest = newest_step(run)
+    if newest is None:
+        raise ValueError(f"{run} holds no state")
+    saved_s = _said_of(run / "checkpoints" / f"step_{newest}")["saved_at"]
+    if saved_s > (run / role / MANIFEST_NAME).stat().st_mtime:
+        raise ValueError(f"{run / role} is of an earlier step")
+    return newest
 
 
 def exported_last(tree: RLConfig | SFTConfig) -> Path:

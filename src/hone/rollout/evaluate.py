@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -276,16 +276,23 @@ def standard_error(clusters: Iterable[Sequence[float]]) -> float | None:
     return math.sqrt(len(held) / (len(held) - 1) * squares) / number
 
 
-def summarise(samples: Sequence[Sample], cfg: EvaluationConfig, rule: PassRule | str) -> Metrics:
+def summarise(
+    samples: Sequence[Sample],
+    cfg: EvaluationConfig,
+    rule: PassRule | str,
+    *,
+    has_env: bool = False,
+) -> Metrics:
     """Metrics under `eval/`, and under `eval/<task>/` where there are several tasks.
 
     Failed samples are counted and left out; a prompt without any valid sample does not enter. There
     is pass@k where `rule`, from `pass_rule`, says by what samples pass. `stderr` is the standard
-    error over prompts: rows that repeat a prompt, which have the same token ids, are one cluster.
+    error over prompts: rows that repeat a prompt with its answer are one cluster. With an
+    environment, which may make another task of each row, they are one where all columns are alike.
     """
-    prompts = {sample.prompt.id: sample.prompt.token_ids for sample in samples}
-    numbers = {ids: number for number, ids in enumerate(dict.fromkeys(prompts.values()))}
-    prompt_of = {row: numbers[ids] for row, ids in prompts.items()}
+    prompts = {sample.prompt.id: _content(sample.prompt, has_env=has_env) for sample in samples}
+    numbers = {content: number for number, content in enumerate(dict.fromkeys(prompts.values()))}
+    prompt_of = {row: numbers[content] for row, content in prompts.items()}
     metrics = _summary(samples, cfg, "eval", rule, prompt_of)
     by_task: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -294,6 +301,13 @@ def summarise(samples: Sequence[Sample], cfg: EvaluationConfig, rule: PassRule |
         for task, members in sorted(by_task.items()):
             metrics |= _summary(members, cfg, f"eval/{task}", rule, prompt_of)
     return metrics
+
+
+def _content(prompt: Prompt, *, has_env: bool) -> tuple[Hashable, ...]:
+    """What a prompt has in common with those of rows that repeat it: its tokens and its answer, of
+    an environment all columns."""
+    columns = repr(sorted(prompt.metadata.items())) if has_env else ""
+    return prompt.token_ids, prompt.answer, columns
 
 
 def _summary(
