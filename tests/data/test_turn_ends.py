@@ -218,7 +218,7 @@ def test_a_call_of_a_tool_is_trained_as_the_template_writes_it() -> None:
 @table(
     "template, message",
     [
-        (CHATML, "line 1: the demonstration calls tools, and the chat template does not write"),
+        (CHATML, "line 1: the chat template leaves out the call of 'add' in message 2. Name"),
         (None, "line 1: it is rendered without chat template, so .* tool_calls cannot be"),
     ],
 )
