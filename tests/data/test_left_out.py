@@ -114,7 +114,7 @@ def goes_on(template: str) -> tuple[TurnRenderer, Sample]:
         stop_reason=StopReason.EOS,
         turns=[Turn(start=0, end=2, text="a", stop_reason=StopReason.EOS)],
     )
-    return TurnRenderer(tokenizer, DataConfig(train=())), sample
+    return TurnRenderer(tokenizer, DataConfig(train=()), vocab_size=len(tokenizer)), sample
 
 
 def test_what_an_environment_says_and_the_template_leaves_out_fails_the_sample() -> None:

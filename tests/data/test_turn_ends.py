@@ -332,7 +332,7 @@ def test_a_turn_is_ended_once_whichever_end_was_sampled(sampled: str, expected: 
         turns=[Turn(start=0, end=2, text="2", stop_reason=StopReason.EOS)],
     )
     ends = ids_of(tokenizer, *ENDS["qwen"])
-    render = TurnRenderer(tokenizer, DataConfig(train=()), end_ids=ends)
+    render = TurnRenderer(tokenizer, DataConfig(train=()), vocab_size=len(tokenizer), end_ids=ends)
     _, _, appended = render(sample, Observation("no"))
     assert tokenizer.decode([*appended]) == expected
 

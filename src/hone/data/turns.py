@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.config.data import DataConfig
+from hone.config.tokens import unknown_token
 from hone.data.chat import template_arguments, uses_chat
 from hone.data.left_out import left_out, shape_of
 from hone.data.sources import shorten
@@ -44,10 +45,13 @@ class TurnRenderer:
         tokenizer: PreTrainedTokenizerBase,
         cfg: DataConfig,
         *,
+        vocab_size: int,
         end_ids: Collection[int] = (),
     ) -> None:
-        """`end_ids` are those that end a turn of the model (`hone.models.load.load_end_ids`)."""
+        """`vocab_size` is the number of the model's tokens, `end_ids` are those that end a turn of
+        it (`hone.models.load.load_end_ids`)."""
         self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
         self.uses_chat = uses_chat(tokenizer, cfg)
         self.ends = {end: cast(str, tokenizer.decode([end])) for end in end_ids}
         self._written: set[Hashable] = set()
@@ -60,6 +64,22 @@ class TurnRenderer:
 
         Raises RenderError.
         """
+        text, messages, token_ids = self._appended(sample, observation)
+        if unknown := unknown_token(
+            token_ids, self.vocab_size, self.tokenizer.convert_ids_to_tokens
+        ):
+            said = f", {shorten(repr(text))}," if text else ""
+            raise RenderError(
+                f"row {sample.prompt.id}: what the environment answers to turn "
+                f"{len(sample.turns)}{said} has {unknown}, and the model has {self.vocab_size}: "
+                "its tokenizer has more. Answer without it, or name the model's own tokenizer in "
+                "model.tokenizer"
+            )
+        return text, messages, token_ids
+
+    def _appended(
+        self, sample: Sample, observation: Observation
+    ) -> tuple[str, tuple[Message, ...], tuple[int, ...]]:
         if observation.token_ids:
             return "", (), observation.token_ids
         content, messages = observation.content, tuple[Message, ...]()
