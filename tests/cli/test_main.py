@@ -584,6 +584,11 @@ def test_prompts_that_the_tokenizer_cannot_write_are_told_before_a_run(
     (workspace / "train.jsonl").write_text('{"prompt": "ab", "completion": "ac"}')
     told = " ".join(output(capsys, "check", "sft", *BASE["sft"], code=2).split())
     assert "cannot encode 'ac'" in told
+    pairs = [{"prompt": "ab", "chosen": "a", "rejected": each} for each in ("b", "bc")]
+    (workspace / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    for command in ("dpo", "reward-model"):
+        told = " ".join(output(capsys, "check", command, *BASE[command], code=2).split())
+        assert "pairs.jsonl, line 2: the tokenizer cannot encode 'bc'" in told
 
 
 def test_errors_stand_last_and_are_named_before_the_numbers(

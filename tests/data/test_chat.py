@@ -162,7 +162,7 @@ def test_R6_a_dialogue_is_rendered_once():
     tokenizer = CountingTokenizer(tokenizer_object=base.backend_tokenizer)
     tokenizer.chat_template = CHATML
     render(tokenizer, [dialogue(20, seed=i) for i in range(7)])
-    assert tokenizer.num_rendered == 7
+    assert tokenizer.num_rendered == 7 + 1  # what the template writes of this shape
 
 
 # --------------------------------------------------------------------------- R6: demonstrations
@@ -429,7 +429,9 @@ def test_every_kind_of_row_shows_its_tools(tmp_path):
         stop_reason=StopReason.EOS,
         turns=[Turn(start=0, end=2, text="a", stop_reason=StopReason.EOS)],
     )
-    observed, _, _ = TurnRenderer(tokenizer, DataConfig(train=()))(sample, Observation("hot"))
+    observed, _, _ = TurnRenderer(tokenizer, DataConfig(train=()), vocab_size=len(tokenizer))(
+        sample, Observation("hot")
+    )
     assert observed == "<|im_end|>\n<|im_start|>user\nhot<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -557,6 +559,6 @@ def test_R22_mistakes_are_named(case):
 
 def test_a_prompt_of_no_tokens_is_refused():
     tokenizer = make_char_tokenizer("ab")
-    tokenizer.chat_template = "{% if add_generation_prompt %}{% endif %}"
+    tokenizer.chat_template = "{{ messages[0].content | trim }}"
     with pytest.raises(UserError, match="line 1: the prompt renders to no tokens"):
-        render(tokenizer, ["ab"])
+        render(tokenizer, [[{"role": "user", "content": " "}]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from datetime import date
 from decimal import Decimal
@@ -14,7 +15,7 @@ import pytest
 from hone.config.data import PairColumnsConfig, PairSourceConfig
 from hone.config.errors import UserError
 from hone.config.tree import PairsDataConfig
-from hone.data.pairs import load_pairs, read_pairs, taught_little
+from hone.data.pairs import load_pairs, map_pairs, read_pairs
 from hone.data.sources import Row, read_source
 from hone.models.tiny import make_char_tokenizer
 from hone.rollout.judge import Transcripts
@@ -96,7 +97,7 @@ def test_a_prompt_that_all_completions_repeat_is_taken_off(
     source = written(tmp_path, [row])
     assert (
         "of all first 1 rows"
-        in taught_little(read_source(source), source, is_unpaired=is_unpaired)[0]
+        in map_pairs(read_source(source), source, is_unpaired=is_unpaired)[1][0]
     )
     # In one row of many it is what is said.
     items = read(tmp_path, greeting, row | dict.fromkeys(names, "4"), is_unpaired=is_unpaired)
@@ -157,10 +158,10 @@ def test_pairs_that_teach_little_are_counted(
     usual = {"prompt": "a", "chosen": "b", "rejected": "c"}
     source = written(tmp_path, [usual, usual | {"chosen": chosen, "rejected": rejected}])
     rows = read_source(source)
-    (told,) = taught_little(rows, source)
+    _, (told,) = map_pairs(rows, source)
     assert told.startswith(f"1 of the first 2 rows {said}")
     assert told.endswith("line 2")
-    assert taught_little(rows[:1], source) == []
+    assert map_pairs(rows[:1], source)[1] == []
     assert caplog.text == ""  # of the first rows it may not be said as of all
     read_pairs(rows, source, "pairs")
     assert f"1 of the 2 rows {said}" in caplog.text
@@ -278,3 +279,19 @@ def test_completions_alone_are_trained_and_both_keep_the_limits(tmp_path: Path) 
     assert [len(row.token_ids) for row in item.rows] == [6, 6]
     assert [row.loss_mask for row in item.rows] == [[False] * 4 + [True] * 2] * 2
     assert len(data.report.dropped) == 1
+
+
+@table("chat", ["auto", "always", "never"])
+def test_pairs_in_a_template_that_nobody_asked_for_are_told_once(
+    chat: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As prompts and demonstrations: a model that was never trained on it fails with it."""
+    rows = [{"prompt": "2+2=", "chosen": "4", "rejected": each} for each in ("5", "6")]
+    tokenizer = make_char_tokenizer("0123456789+=")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
+    cfg = PairsDataConfig(train=(written(tmp_path, rows),), chat=chat, shuffle=False)
+    with caplog.at_level(logging.INFO):
+        load_pairs(cfg, tokenizer, seed=0)
+    told = "preferences are put into the tokenizer's chat template"
+    assert caplog.text.count(told) == (chat == "auto")
+    assert ("the first one: '2+2==" in caplog.text) == (chat == "auto")

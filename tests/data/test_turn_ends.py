@@ -218,7 +218,7 @@ def test_a_call_of_a_tool_is_trained_as_the_template_writes_it() -> None:
 @table(
     "template, message",
     [
-        (CHATML, "line 1: the demonstration calls tools, and the chat template does not write"),
+        (CHATML, "line 1: the chat template leaves out the call of 'add' in message 2. Name"),
         (None, "line 1: it is rendered without chat template, so .* tool_calls cannot be"),
     ],
 )
@@ -332,7 +332,7 @@ def test_a_turn_is_ended_once_whichever_end_was_sampled(sampled: str, expected: 
         turns=[Turn(start=0, end=2, text="2", stop_reason=StopReason.EOS)],
     )
     ends = ids_of(tokenizer, *ENDS["qwen"])
-    render = TurnRenderer(tokenizer, DataConfig(train=()), end_ids=ends)
+    render = TurnRenderer(tokenizer, DataConfig(train=()), vocab_size=len(tokenizer), end_ids=ends)
     _, _, appended = render(sample, Observation("no"))
     assert tokenizer.decode([*appended]) == expected
 

@@ -41,7 +41,7 @@ from hone.config.tree import (
     SFTConfig,
 )
 from hone.data.columns import Example, choose_columns, map_rows
-from hone.data.pairs import taught_little
+from hone.data.pairs import map_pairs
 from hone.data.sources import is_json_array, read_source, shorten
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
@@ -430,17 +430,18 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                 try:
                     read = read_source(source.model_copy(update={"max_rows": head}))
                     if pairs is not None:
-                        told = taught_little(
+                        items, told = map_pairs(
                             read,
                             source,
                             is_unpaired=pairs.is_unpaired,
                             reads_margin=pairs.for_reward_model,
                         )
                         weak += [{"key": key, "problem": problem} for problem in told]
-                        continue
-                    columns = choose_columns(read, source, demonstrations=demonstrations)
-                    examples = map_rows(read, source, columns, name=source.path)
-                    rows[f"data.{section}.{index}"] = [_held(x) for x in examples]
+                        examples = [example for item in items for example in item.completions]
+                    else:
+                        columns = choose_columns(read, source, demonstrations=demonstrations)
+                        examples = map_rows(read, source, columns, name=source.path)
+                        rows[f"data.{section}.{index}"] = [_held(x) for x in examples]
                     for example in examples:
                         if (problem := unwritable(example)) is not None:
                             problems.append({"key": key, "problem": problem})

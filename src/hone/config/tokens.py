@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ __all__ = [
     "raises_for_unknown",
     "tokens_beyond",
     "tokens_of",
+    "unknown_token",
 ]
 
 OTHER_TOKENS = {
@@ -95,6 +96,17 @@ def lacking_room(own: Mapping[str, int], vocab_size: int, other_size: int) -> st
         f"its model has {other_size:,} tokens, and {len(beyond):,} of the policy's lie beyond, the "
         f"first is token {min(beyond)}"
     )
+
+
+def unknown_token(
+    token_ids: Sequence[int], vocab_size: int, name_of: Callable[[int], object]
+) -> str | None:
+    """That a text has a token which its model, of `vocab_size` tokens, lacks, in words; None where
+    it has none. `name_of` gives the text of a token."""
+    beyond = max(token_ids, default=0)
+    if beyond < vocab_size:
+        return None
+    return f"the token {name_of(beyond)!r}, number {beyond}"
 
 
 def difference(own: Mapping[str, int], other: Mapping[str, int]) -> str | None:

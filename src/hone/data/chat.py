@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from hone.config.data import DataConfig, fill_template, template_fields
 from hone.config.errors import UserError
 from hone.config.tokens import is_of_tokenizers
 from hone.data.columns import Example, text_of, without_nulls
+from hone.data.left_out import left_out, shape_of
 from hone.data.sources import shorten
 from hone.types import Message, opened_tag
 
@@ -97,6 +98,8 @@ class Renderer:
         self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
         self._has_logged = False
+        self._written: set[Hashable] = set()
+        """Shapes of dialogues of which the chat template leaves nothing out."""
         end = tokenizer.eos_token_id
         self.end = (end,) if isinstance(end, int) else ()
         self.end_ids = frozenset((*end_ids, *self.end))
@@ -246,7 +249,9 @@ class Renderer:
     def _prompt_text(self, example: Example) -> str:
         messages = self._messages(example)
         if self.uses_chat:
-            return self._apply_template(messages, example, add_generation_prompt=True)
+            text = self._apply_template(messages, example, add_generation_prompt=True)
+            self._require_written(messages, example)
+            return text
         return cast(str, messages[0]["content"])
 
     def _whole_text(self, example: Example, prompt: Rendered) -> str:
@@ -258,13 +263,7 @@ class Renderer:
         messages = [*self._messages(example), example.completion]
         text = self._apply_template(messages, example, add_generation_prompt=False)
         if "tool_calls" in example.completion:
-            without = {k: v for k, v in example.completion.items() if k != "tool_calls"}
-            messages[-1] = without
-            if text == self._apply_template(messages, example, add_generation_prompt=False):
-                raise UserError(
-                    f"{example.location}: the demonstration calls tools, and the chat template "
-                    "does not write that; name one that does in model.chat_template"
-                )
+            self._require_written(messages, example, is_answered=True)
         return text
 
     def _messages(self, example: Example) -> list[Message]:
@@ -324,6 +323,32 @@ class Renderer:
                 "Mend the row, or name another template in model.chat_template"
             ) from error
         return cast(str, text)
+
+    def _require_written(
+        self, messages: list[Message], example: Example, *, is_answered: bool = False
+    ) -> None:
+        """Raise UserError where the template leaves out one of the messages, or a call of tools
+        among them; where they are answered, of the answer.
+
+        Looked at once for all dialogues of a shape, since it takes another rendering.
+        """
+        shape = shape_of(messages), bool(example.columns.get(TOOLS)), is_answered
+        if shape in self._written:
+            return
+
+        def render(marked: list[Message]) -> str:
+            return self._apply_template(marked, example, add_generation_prompt=not is_answered)
+
+        try:
+            lost = left_out(messages, render, start=len(messages) - 1 if is_answered else 0)
+        except UserError:
+            lost = []  # it accepts the texts as they are, and no others in their place
+        if lost:
+            raise UserError(
+                f"{example.location}: the chat template leaves out {lost[0]}. Name a template that "
+                "writes it in model.chat_template, or leave such rows out"
+            )
+        self._written.add(shape)
 
     def _log_arguments(self, examples: Sequence[Example]) -> None:
         """Log once which columns the template gets beyond the messages, or that it has no place for

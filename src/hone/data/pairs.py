@@ -37,6 +37,7 @@ from hone.data.columns import (
     value_of,
 )
 from hone.data.filters import LengthLimit
+from hone.data.prompts import is_put_into_template, show_template
 from hone.data.sources import Row as SourceRow
 from hone.data.sources import short_name, shorten
 from hone.data.split import Data, load_data
@@ -45,7 +46,7 @@ from hone.types import Message, Preference, Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Compared", "PairsData", "load_pairs", "read_pairs", "taught_little"]
+__all__ = ["Compared", "PairsData", "load_pairs", "map_pairs", "read_pairs"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,15 @@ def load_pairs(
         )
         return [_Rendered(tuple(next(rendered) for _ in item.completions)) for item in items]
 
+    shown: list[str] = []
+
+    def make(item: Compared, rendered: _Rendered) -> Preference:
+        first = rendered.completions[0]
+        if not shown and is_put_into_template(item.completions[0].prompt, renderer, cfg):
+            shown.append(str(tokenizer.decode([*first.token_ids])))
+            show_template("preferences", shown[0])
+        return _preference(item, rendered)
+
     def longest(length: Callable[[Demonstration], int]) -> Callable[[_Rendered], int]:
         return lambda row: max(map(length, row.completions))
 
@@ -134,7 +144,7 @@ def load_pairs(
             ),
             LengthLimit("data.max_tokens", cfg.max_tokens, longest(lambda row: len(row.token_ids))),
         ],
-        make=_preference,
+        make=make,
         content=lambda item: (item.id, item.token_ids, item.labels, item.margin),
         seed=seed,
     )
@@ -166,18 +176,19 @@ def read_pairs(
     return [each for x in items for each in _singles(x)] if is_unpaired and has_pairs else items
 
 
-def taught_little(
+def map_pairs(
     rows: Sequence[SourceRow],
     source: SourceBase,
     *,
     is_unpaired: bool = False,
     reads_margin: bool = False,
-) -> list[str]:
-    """What `read_pairs` would warn of, of the first rows of a source; nothing is logged. Raises
+) -> tuple[list[Compared], list[str]]:
+    """The first rows of a source, and what `read_pairs` would warn of; nothing is logged. Raises
     UserError as it does."""
     columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
     rows, repeated = _without_prompt(rows, columns, "first ")
-    return repeated + _teaching_little(_map_rows(rows, source, columns, source.path), "first ")
+    items = _map_rows(rows, source, columns, source.path)
+    return items, repeated + _teaching_little(items, "first ")
 
 
 def _choose_columns(

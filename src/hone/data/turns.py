@@ -11,14 +11,16 @@ than it was sampled from.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
 from hone.config.data import DataConfig
-from hone.config.tokens import is_of_tokenizers
+from hone.config.tokens import is_of_tokenizers, unknown_token
 from hone.data.chat import template_arguments, uses_chat
+from hone.data.left_out import left_out, shape_of
 from hone.data.sources import shorten
 from hone.types import Message, Observation, Sample, StopReason
 
@@ -43,12 +45,17 @@ class TurnRenderer:
         tokenizer: PreTrainedTokenizerBase,
         cfg: DataConfig,
         *,
+        vocab_size: int,
         end_ids: Collection[int] = (),
     ) -> None:
-        """`end_ids` are those that end a turn of the model (`hone.models.load.load_end_ids`)."""
+        """`vocab_size` is the number of the model's tokens, `end_ids` are those that end a turn of
+        it (`hone.models.load.load_end_ids`)."""
         self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
         self.uses_chat = uses_chat(tokenizer, cfg)
         self.ends = {end: cast(str, tokenizer.decode([end])) for end in end_ids}
+        self._written: set[Hashable] = set()
+        """Shapes of messages of which the chat template leaves nothing out."""
 
     def __call__(
         self, sample: Sample, observation: Observation
@@ -57,6 +64,22 @@ class TurnRenderer:
 
         Raises RenderError.
         """
+        text, messages, token_ids = self._appended(sample, observation)
+        if unknown := unknown_token(
+            token_ids, self.vocab_size, self.tokenizer.convert_ids_to_tokens
+        ):
+            said = f", {shorten(repr(text))}," if text else ""
+            raise RenderError(
+                f"row {sample.prompt.id}: what the environment answers to turn "
+                f"{len(sample.turns)}{said} has {unknown}, and the model has {self.vocab_size}: "
+                "its tokenizer has more. Answer without it, or name the model's own tokenizer in "
+                "model.tokenizer"
+            )
+        return text, messages, token_ids
+
+    def _appended(
+        self, sample: Sample, observation: Observation
+    ) -> tuple[str, tuple[Message, ...], tuple[int, ...]]:
         if observation.token_ids:
             return "", (), observation.token_ids
         content, messages = observation.content, tuple[Message, ...]()
@@ -77,7 +100,8 @@ class TurnRenderer:
                 "chat template; answer with a text, or use a tokenizer that has a template with "
                 "data.chat 'auto'"
             )
-        whole = self._render(sample, [*sample.prompt.messages, *_marked(sample), *messages])
+        history = [*sample.prompt.messages, *_marked(sample)]
+        whole = self._render(sample, [*history, *messages])
         *pieces, new = _MARKS.split(whole)
         held = [sample.prompt.text, *(turn.observed for turn in sample.turns[:-1])]
         if len(pieces) != len(held):
@@ -94,7 +118,27 @@ class TurnRenderer:
                     "change; give a template that keeps it in model.chat_template, or answer with "
                     "a text of role None"
                 )
+        self._require_written(sample, history, messages)
         return new
+
+    def _require_written(
+        self, sample: Sample, history: Sequence[Message], messages: Sequence[Message]
+    ) -> None:
+        """Raise RenderError where the template leaves out one of the messages that follow a
+        history."""
+        if (shape := shape_of(messages)) in self._written:
+            return
+        together = [*history, *messages]
+        try:
+            lost = left_out(together, partial(self._render, sample), start=len(history))
+        except RenderError:
+            lost = []  # it accepts the texts as they are, and no others in their place
+        if lost:
+            raise RenderError(
+                f"the chat template leaves out {lost[0]}; answer with a role that it writes, or "
+                "name another template in model.chat_template"
+            )
+        self._written.add(shape)
 
     def _render(self, sample: Sample, messages: list[Message]) -> str:
         prompt = sample.prompt

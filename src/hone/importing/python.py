@@ -12,6 +12,7 @@ from typing import Any
 from hone.config.errors import UserError
 from hone.importing.bindings import Binding, Bindings, Branch, called
 from hone.importing.source import Given, Unread
+from hone.importing.sums import OPERATORS
 
 __all__ = ["read_python"]
 
@@ -22,18 +23,7 @@ _SAME_ROWS = {"shuffle", "remove_columns", "select_columns", "with_format", "set
 """Methods of a data set that change nothing of what is trained on: hone shuffles by itself, and
 takes the columns that it needs."""
 _OPERATORS: Mapping[type[ast.operator | ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+    **OPERATORS,
     ast.Is: operator.eq,
     ast.IsNot: operator.ne,
     ast.In: lambda left, right: left in right,

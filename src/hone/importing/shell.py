@@ -9,8 +9,6 @@ written.
 
 from __future__ import annotations
 
-import ast
-import operator
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from hone.importing.conditions import Truth, both, either, holds, is_known, matches, opposite
 from hone.importing.source import Word
+from hone.importing.sums import worked_out
 
 __all__ = ["Script", "read_script"]
 
@@ -34,21 +33,6 @@ _QUIET = {"true", ":", "false", "set", "shift", "cd", "mkdir"}
 _DECLARES = {"export", "declare", "local", "readonly", "typeset"}
 _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh)")
 _SCRIPT_FLAG = re.compile(r"-[a-z]*c")
-_SUMS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARES: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
 _MAX_DEPTH = 8
 """Of functions and scripts within each other."""
 
@@ -730,25 +714,12 @@ class _Reader:
     def _sum(self, text: str, written: str) -> str:
         """A sum of whole numbers, worked out; as it is written where it is anything else."""
 
-        def work_out(node: ast.expr) -> int:
-            match node:
-                case ast.Constant(value=int(value)):
-                    return value
-                case ast.Name(id=name) if values := self._value(name, 0):
-                    return int(values[0].text)
-                case ast.BinOp(left=left, op=op, right=right) if type(op) in _SUMS:
-                    return _SUMS[type(op)](work_out(left), work_out(right))
-                case ast.UnaryOp(op=ast.USub(), operand=operand):
-                    return -work_out(operand)
-                case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARES:
-                    return int(_COMPARES[type(op)](work_out(left), work_out(right)))
-                case _:
-                    raise ValueError
+        def value_of(name: str) -> str | None:
+            values = self._value(name, 0)
+            return values[0].text if values else None
 
-        try:
-            return str(work_out(ast.parse(text.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, IndexError):
-            return written
+        made = worked_out(text, value_of)
+        return written if made is None else str(made)
 
     def _inner(self, text: str, line: int) -> str:
         """Text within an expansion, its own variables filled in."""

@@ -20,7 +20,6 @@ from hone.config.parallel import ParallelConfig
 from hone.config.paths import settings_file
 from hone.config.tree import GenerateConfig
 from hone.data.reading import num_rows, read_prompts
-from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.loops.inference import counting, load_engine
 from hone.loops.inputs import (
@@ -29,6 +28,7 @@ from hone.loops.inputs import (
     share_of_workers,
     transcripts_of,
     try_out,
+    turns_of,
 )
 from hone.loops.launch import join
 from hone.loops.workers import judged
@@ -118,8 +118,7 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
             first = list(islice(prompts, _TRIED_PROMPTS))
             prompts = chain(first, prompts)
             if mesh.is_first:
-                turns = TurnRenderer(tokenizer, cfg.data, end_ids=end_ids)
-                try_out(scorer, first, tokenizer, turns)
+                try_out(scorer, first, tokenizer, turns_of(cfg, tokenizer))
             scores = judged(scorer, transcripts_of(cfg, first), cfg, mesh.device)
         own = (
             (number, prompt)

@@ -17,11 +17,17 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.config.parallel import ParallelConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig
-from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
 from hone.loops.engine_ranks import EngineRanks
-from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
+from hone.loops.inputs import (
+    decoder,
+    prompts_of,
+    share_of_workers,
+    transcripts_of,
+    try_out,
+    turns_of,
+)
 from hone.loops.launch import join
 from hone.loops.workers import judged, make_engine
 from hone.models.load import load_end_ids, load_model
@@ -92,7 +98,7 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh, ranks: EngineRanks) -> list[Samp
     tokenizer = load_tokenizer(cfg.model)
     data = prompts_of(cfg, tokenizer)
     end_ids = load_end_ids(cfg.model, tokenizer)
-    turns = TurnRenderer(tokenizer, cfg.data, end_ids=end_ids)
+    turns = turns_of(cfg, tokenizer)
     rewards = share_of_workers(cfg.reward, processes_per_engine=ranks.tp.size)
     with ExitStack() as stack:
         scorer = scores = None

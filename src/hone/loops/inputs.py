@@ -15,7 +15,7 @@ from hone.data.prompts import PromptData, load_prompts
 from hone.data.sources import shorten
 from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
-from hone.models.load import load_config
+from hone.models.load import load_config, load_end_ids
 from hone.models.support import classifies, context_length, silent_token_ids
 from hone.models.tokenizer import load_tokenizer, require_known_tokens
 from hone.rewards.scorer import Scorer
@@ -31,6 +31,7 @@ __all__ = [
     "share_of_workers",
     "transcripts_of",
     "try_out",
+    "turns_of",
 ]
 
 
@@ -52,6 +53,18 @@ def prompts_of(cfg: RLConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBas
 def room_for_prompts(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> int:
     """Tokens of the model's context that completions of full length leave to their prompts."""
     return context_length(load_config(cfg.model)) - cfg.max_completion_tokens
+
+
+def turns_of(
+    cfg: RLConfig | EvaluateConfig | GenerateConfig, tokenizer: PreTrainedTokenizerBase
+) -> TurnRenderer:
+    """What environments say, as tokens of the model."""
+    return TurnRenderer(
+        tokenizer,
+        cfg.data,
+        vocab_size=load_config(cfg.model).vocab_size,
+        end_ids=load_end_ids(cfg.model, tokenizer),
+    )
 
 
 def transcripts_of(

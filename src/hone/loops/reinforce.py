@@ -20,13 +20,19 @@ from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptData
-from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
 from hone.loops.engine_ranks import EngineRanks
-from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
+from hone.loops.inputs import (
+    decoder,
+    prompts_of,
+    share_of_workers,
+    transcripts_of,
+    try_out,
+    turns_of,
+)
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.rank0 import Controller, CriticLead, Lead, Rank0Collector, Rank0Scorer
@@ -419,8 +425,7 @@ def _scoring(
     limit = cfg.rollout.max_completion_tokens
     with Scorer(rewards, max_completion_tokens=limit, env=cfg.env) as scorer:
         if mesh.is_first:
-            turns = TurnRenderer(tokenizer, cfg.data, end_ids=load_end_ids(cfg.model, tokenizer))
-            try_out(scorer, data.all_rows(), tokenizer, turns)
+            try_out(scorer, data.all_rows(), tokenizer, turns_of(cfg, tokenizer))
         yield scorer
 
 
@@ -453,7 +458,7 @@ def _sampling(
         rollout_cfg=cfg.rollout,
         pipeline_cfg=cfg.pipeline,
         decode=decoder(tokenizer, end_ids),
-        render=TurnRenderer(tokenizer, cfg.data, end_ids=end_ids),
+        render=turns_of(cfg, tokenizer),
         seed=cfg.run.seed,
         max_failure_rate=cfg.reward.max_failure_rate,
         on_complete=on_complete,

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
-from hone.config.tokens import OTHER_TOKENS, difference, lacking_room
+from hone.config.tokens import OTHER_TOKENS, difference, lacking_room, unknown_token
 
 __all__ = [
     "load_tokenizer",
@@ -98,11 +98,9 @@ def require_known_tokens(
     """Raise UserError for the first row with a token that the model at `path`, of `vocab_size`
     tokens, lacks: its embedding has no row for it."""
     for row in rows:
-        beyond = max(row.token_ids, default=0)
-        if beyond >= vocab_size:
-            text = tokenizer.convert_ids_to_tokens(beyond)
+        if unknown := unknown_token(row.token_ids, vocab_size, tokenizer.convert_ids_to_tokens):
             raise UserError(
-                f"row {row.id} has the token {text!r}, number {beyond}, and the model at "
+                f"row {row.id} has {unknown}, and the model at "
                 f"{path!r} has {vocab_size}: its tokenizer has more. Name the model's own in "
                 "model.tokenizer, leave such rows out, or use a model that has room for them "
                 "(resize_token_embeddings in transformers)"

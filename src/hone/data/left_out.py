@@ -1,0 +1,71 @@
+"""What a chat template leaves out of a dialogue: it writes nothing for a role that it does not
+know, or for calls of tools, and says nothing about it.
+
+    the messages, a mark in place of each text and each name of a tool ──► template ──► text
+    a mark that is not in the text ──► "the call of 'weather' in message 2"
+
+What a message says is left out by some templates where it also calls tools, as Llama 3's do, and
+what it thinks by most: their models are trained so, and neither counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from hone.types import Message
+
+__all__ = ["left_out", "shape_of"]
+
+
+def shape_of(messages: Sequence[Message]) -> Hashable:
+    """What of a dialogue decides over what a template writes: dialogues of one shape differ in
+    their texts alone."""
+    return tuple((x["role"], _has_text(x), len(_calls(x))) for x in messages)
+
+
+def left_out(
+    messages: Sequence[Message], render: Callable[[list[Message]], str], *, start: int = 0
+) -> list[str]:
+    """The parts of the messages from `start` on that `render` does not write, for people; messages
+    count from 1. Their `content` is text."""
+    wanted: dict[str, str] = {}
+    marked: list[Message] = [*messages[:start]]
+    for number, message in enumerate(messages[start:], start + 1):
+        made = dict(message)
+        if calls := _calls(message):
+            made["tool_calls"] = renamed = list[Any]()
+            for place, call in enumerate(calls):
+                mark = f"hone_mark_{number}_{place}_"
+                renamed.append(_renamed(call, mark))
+                wanted[mark] = f"the call of {_called(call)!r} in message {number}"
+        elif _has_text(message):
+            made["content"] = mark = f"hone_mark_{number}_"
+            wanted[mark] = f"message {number}, of the role {message['role']!r}"
+        marked.append(made)
+    text = render(marked)
+    return [part for mark, part in wanted.items() if mark not in text]
+
+
+def _has_text(message: Message) -> bool:
+    return bool(message.get("content", "").strip())
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    """The calls of tools in a message, as far as they have names."""
+    calls = message.get("tool_calls")
+    found = calls if isinstance(calls, list) else []
+    return found if all(isinstance(x, dict) and isinstance(_called(x), str) for x in found) else []
+
+
+def _called(call: dict[str, Any]) -> Any:
+    """The name of the tool: of its function, as in APIs, or beside its arguments."""
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else call.get("name")
+
+
+def _renamed(call: dict[str, Any], name: str) -> dict[str, Any]:
+    function = call.get("function")
+    if isinstance(function, dict):
+        return {**call, "function": {**function, "name": name}}
+    return {**call, "name": name}
