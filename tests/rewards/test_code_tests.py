@@ -482,7 +482,7 @@ def test_what_a_program_raises_or_gives_does_not_end_a_test(jail: Jail, name: st
 SENDS: dict[str, tuple[str, list[Any]]] = {
     "values of one hash": (
         "import json, os\nvalues = [['int', hex(k * ((1 << 61) - 1))] for k in range(20_000)]\n"
-        "os.write(3, json.dumps({'loaded': True}).encode() + b'\\n')\n"
+        'os.write(3, b\'{"loaded": true}\\n{"value": []}\\n\')  # it has no class `Solution`\n'
         "line = json.dumps({'value': ['set', values]}).encode() + b'\\n'\n"
         "while line: line = line[os.write(3, line):]",
         [Call("f", [1], 3)],
