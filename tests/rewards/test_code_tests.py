@@ -412,6 +412,13 @@ TWO_NAMES: dict[str, tuple[str, list[str], int]] = {
         ["x = []", "x.append(add(1, 2))", "assert abs(x[0] - 3) < 1e-6"],
         2,
     ),
+    "a pattern holds what the program gave": (
+        "def add(a, b): return [9]\ndef abs(x): return 0",
+        ["match add(1, 2):\n    case [x]: pass", "assert abs(x - 3) < 1e-6"],
+        1,
+    ),
+    "tests remove what they were lent": (ADD, ["assert add(len([1]), 2) == 3\ndel len",
+                                               "assert add(len([1]), 2) == 3"], 2),
     "a function of the tests calls another one": (
         "def add(a, b): return 9\ndef abs(x): return 0",
         ["assert abs(3) == 0\ndef is_near(a, b): return abs(a - b) < 1e-6",

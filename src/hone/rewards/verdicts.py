@@ -124,6 +124,8 @@ class _Statement:
     code: CodeType
     names: frozenset[str]
     """Global names that stand in it."""
+    assigned: frozenset[str]
+    """Those that it gives a value, other than by an import."""
 
 
 def judge(tests: str, link: Link, verdicts: int) -> NoReturn:
@@ -131,14 +133,10 @@ def judge(tests: str, link: Link, verdicts: int) -> NoReturn:
     texts: list[str] = json.loads(tests)
     if _is_loaded(link):
         scopes = [_global_names(text) for text in texts]
-        made = set[str]().union(*(made for _, made, _ in scopes))
-        assigned = set[str]().union(*(assigned for _, _, assigned in scopes))
-        found = [
-            _statements(text, used | made)
-            for text, (used, made, _) in zip(texts, scopes, strict=True)
-        ]
-        names = [statement.names for statements in found for statement in statements]
-        lender = _Lender(Peer(link, is_judge=True), names, made, assigned)
+        made = set[str]().union(*(made for _, made in scopes))
+        pairs = zip(texts, scopes, strict=True)
+        found = [_statements(text, used | made) for text, (used, made) in pairs]
+        lender = _Lender(Peer(link, is_judge=True), list(itertools.chain(*found)), made)
         for statements in found:
             try:
                 for statement in statements:
@@ -151,24 +149,19 @@ def judge(tests: str, link: Link, verdicts: int) -> NoReturn:
     os._exit(0)
 
 
-def _global_names(text: str) -> tuple[set[str], set[str], set[str]]:
-    """The global names that a test uses, those that it gives a value itself, and of these the ones
-    that are not imported alone."""
+def _global_names(text: str) -> tuple[set[str], set[str]]:
+    """The global names that a test uses, and those that it gives a value itself."""
     used: set[str] = set()
     made: set[str] = set()
-    assigned: set[str] = set()
     scopes = [symtable.symtable(text, "test.py", "exec")]
     for scope in scopes:  # which grows
         for symbol in filter(symtable.Symbol.is_global, scope.get_symbols()):
-            name = symbol.get_name()
             if symbol.is_referenced():
-                used.add(name)
+                used.add(symbol.get_name())
             if symbol.is_assigned() or symbol.is_imported():
-                made.add(name)
-            if symbol.is_assigned() and not symbol.is_imported():
-                assigned.add(name)
+                made.add(symbol.get_name())
         scopes += scope.get_children()
-    return used - {"__name__"}, made, assigned
+    return used - {"__name__"}, made
 
 
 def _statements(text: str, global_names: Set[str]) -> list[_Statement]:
@@ -178,28 +171,32 @@ def _statements(text: str, global_names: Set[str]) -> list[_Statement]:
     ]
     found: list[_Statement] = []
     for part in body:
-        module = ast.Module([*features, part], [])
-        names: set[str] = set()
+        code = compile(ast.Module([*features, part], []), "test.py", "exec", dont_inherit=True)
+        used: set[str] = set()
+        assigned: set[str] = set()
         for node in ast.walk(part):
             match node:
-                case ast.Name(id=name):
-                    names.add(name)
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                    names.add(node.name)
-                case ast.Global():
-                    names.update(node.names)
+                case ast.Name(id=name, ctx=ast.Load()):
+                    used.add(name)
+                case ast.Name(id=name) | ast.MatchMapping(rest=str(name)):
+                    assigned.add(name)
+                case ast.alias():
+                    pass  # a module is the same for all who import it
+                case _ if isinstance(name := getattr(node, "name", None), str):
+                    assigned.add(name)  # functions, classes, exceptions, parts of a pattern
                 case _:
                     pass
-        code = compile(module, "test.py", "exec", dont_inherit=True)
-        found.append(_Statement(code, frozenset(names & global_names)))
+        names = (used | assigned) & global_names
+        found.append(_Statement(code, frozenset(names), frozenset(assigned & global_names)))
     return found
 
 
-def _linked(statements: Sequence[Set[str]], assigned: Set[str]) -> dict[str, Set[str]]:
-    """By the names that tests assign, the names of all statements that have to do with them."""
+def _linked(statements: Sequence[_Statement]) -> dict[str, Set[str]]:
+    """By the names that statements assign, the names of all that have to do with them."""
+    assigned = set[str]().union(*(one.assigned for one in statements))
     found: dict[str, Set[str]] = {}
-    for names in statements:
-        joined = set(names).union(*(found[name] for name in names if name in found))
+    for one in statements:
+        joined = set(one.names).union(*(found[name] for name in one.names if name in found))
         found |= dict.fromkeys(joined & assigned, joined)
     return found
 
@@ -215,22 +212,15 @@ class _Lender:
     can change it in a call.
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        statements: Sequence[Set[str]],
-        made: Set[str],
-        assigned: Set[str],
-    ) -> None:
-        """`statements` are the names of each, `made` those that tests give a value, of which
-        `assigned` are not imported alone."""
+    def __init__(self, peer: Peer, statements: Sequence[_Statement], made: Set[str]) -> None:
+        """`made` are the names that tests give a value."""
         self.names: dict[str, Any] = {"__name__": "test"}
         """The global names of tests."""
         self._peer = peer
         self._made = made
-        self._linked = _linked(statements, assigned)
+        self._linked = _linked(statements)
         self._lent: dict[str, Any] = {}
-        known = set(filter(_is_known, set[str]().union(*statements)))
+        known = set(filter(_is_known, set[str]().union(*(one.names for one in statements))))
         self._held = peer.has(known)
         self._own = peer.has(known, of_its_own=True)
 
@@ -241,7 +231,8 @@ class _Lender:
         lent, names = self._lent, self.names
         of_tests = {name for name in names if name not in lent or names[name] is not lent[name]}
         for name in [name for name in lent if _is_known(name) and name not in of_tests]:
-            del lent[name], names[name]  # of a statement where it was divided in another way
+            del lent[name]  # of a statement where it was divided in another way
+            names.pop(name, None)
         wanted = own | {name for name in used if not _is_known(name)}
         held = self._peer.has(wanted - of_tests)
         lent |= {name: self._peer.result("name", name) for name in sorted(held)}
