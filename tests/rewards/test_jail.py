@@ -15,7 +15,7 @@ from time import monotonic
 
 import pytest
 
-from hone.rewards import builtin, walls
+from hone.rewards import builtin, jail, walls
 from hone.rewards.builtin import CodeTests
 from hone.rewards.code import count_passed
 from hone.rewards.jail import Jail, JailError, remove_tree
@@ -190,6 +190,16 @@ def test_a_launcher_that_is_lost_is_an_error_and_the_next_call_has_another() -> 
     assert reward._jail is not None
     reward._jail.close()
     lost.close()
+
+
+def test_a_launcher_that_cannot_end_its_programs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its late answer would be read as the next program's."""
+    walled = Jail()
+    monkeypatch.setattr(jail, "_END_S", 0.0)
+    with pytest.raises(JailError, match="cannot end what it has started"), walled.run():
+        pass
+    assert walled._process.returncode is not None
+    assert not walled._folder.exists()
 
 
 def test_a_folder_is_removed_whatever_a_program_has_made_of_it(tmp_path: Path) -> None:
