@@ -7,7 +7,7 @@ import json
 import select
 import socket
 from collections.abc import Callable, Iterator
-from time import monotonic
+from time import monotonic, process_time
 from typing import Any
 
 import pytest
@@ -56,6 +56,7 @@ def score(jail: Jail) -> Callable[..., float]:
         ("def add(a, b): return a - b", json.dumps(ASSERTS), 0.0, 0.0),
         ("def add(", json.dumps(ASSERTS), 0.0, 0.0),
         ("", json.dumps(ASSERTS), 0.0, 0.0),
+        ("def add(a: Missing, b): return a + b", json.dumps(ASSERTS), 0.0, 0.0),
         ("import os\nos._exit(0)", json.dumps(ASSERTS), 0.0, 0.0),
         ("raise SystemExit(0)", json.dumps(ASSERTS), 0.0, 0.0),
         (f"print('passed' * 99)\n{ADD}", json.dumps(ASSERTS), 1.0, 1.0),
@@ -145,6 +146,9 @@ def test_what_has_passed_before_the_deadline_counts(
     ("answer", "told"),
     [
         ("add(1, 2) is 3 of course", "a test is not Python"),
+        ("nonlocal add", "a test is not Python: nonlocal declaration"),
+        ("return add(1, 2) == 3", "a test is not Python: 'return' outside function"),
+        ("-" * 20_000 + "1", "a test is not Python: MemoryError"),
         ("[]", "no JSON list of texts"),
         ("def check(add):\n    assert add(1, 2) == 3\n", "only defines things"),
         ("[1, 2]", "no JSON list of texts"),
@@ -194,6 +198,11 @@ RIGHT = {
         "assert f('aab') == {'a': 2, 'b': 1}",
     ),
     "a generator": ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "the end of a generator": (
+        "def f(n):\n    yield n",
+        "given = f(3)\nassert next(given) == 3\ntry:\n    next(given)\n"
+        "except StopIteration:\n    pass\nelse:\n    assert 0",
+    ),
     "an object": (
         "class Stack:\n    def __init__(self): self.held = []\n"
         "    def push(self, x): self.held.append(x)\n    def __len__(self): return len(self.held)",
@@ -359,6 +368,147 @@ NAMES: dict[str, tuple[str, list[str]]] = {
 def test_a_wrong_program_does_not_pass_by_names_that_tests_use(jail: Jail, name: str) -> None:
     program, tests = NAMES[name]
     assert count_passed(program, tests, monotonic() + 60, jail) == 0
+
+
+# What tests test where one of two functions has a well-known name: program, tests, how many pass.
+TWO_NAMES: dict[str, tuple[str, list[str], int]] = {
+    "both are right": (
+        "def product(x): return x[0] * x[1]\n" + ADD,
+        ["assert product([2, 3]) == 6", "assert add(1, 2) == 3"],
+        2,
+    ),
+    "in one test": (
+        "def product(x): return x[0] * x[1]\n" + ADD,
+        ["assert product([2, 3]) == 6\nassert add(1, 2) == 3"],
+        1,
+    ),
+    "the well-known one is wrong": (
+        "def gcd(a, b): return 99\n" + ADD,
+        ["assert gcd(4, 6) == 2", "assert add(1, 2) == 3"],
+        1,
+    ),
+    "both are well known": (
+        "def gcd(a, b): return 2\ndef lcm(a, b): return 12",
+        ["assert gcd(4, 6) == 2", "assert lcm(4, 6) == 12"],
+        2,
+    ),
+    "one is imported by the program": (
+        "from math import gcd\ndef lcm(a, b): return a * b // gcd(a, b)",
+        ["assert lcm(4, 6) == 24 // gcd(4, 6)"],
+        1,
+    ),
+    "a built-in of its own after a well-known one": (
+        "from math import isclose\ndef sum(a, b): return a + b",
+        ["assert isclose(sum(1, 2), 3)"],
+        1,
+    ),
+    "one that was lent to another test is missing": (
+        ADD,
+        ["assert add(1, 1) == gcd(4, 6)", "assert gcd(4, 6) == 2"],
+        1,
+    ),
+    "a variable holds what the program gave": (
+        "def add(a, b): return 9\ndef abs(x): return 0",
+        ["x = []", "x.append(add(1, 2))", "assert abs(x[0] - 3) < 1e-6"],
+        2,
+    ),
+    "a pattern holds what the program gave": (
+        "def add(a, b): return [9]\ndef abs(x): return 0",
+        ["match add(1, 2):\n    case [x]: pass", "assert abs(x - 3) < 1e-6"],
+        1,
+    ),
+    "tests remove what they were lent": (ADD, ["assert add(len([1]), 2) == 3\ndel len",
+                                               "assert add(len([1]), 2) == 3"], 2),
+    "a function of the tests calls another one": (
+        "def add(a, b): return 9\ndef abs(x): return 0",
+        ["assert abs(3) == 0\ndef is_near(a, b): return abs(a - b) < 1e-6",
+         "assert is_near(add(1, 2), 3)"],
+        1,
+    ),
+    "a module that tests import ties nothing together": (
+        "def gcd(a, b): return 2\ndef half(x): return x / 2",
+        ["import math\nassert math.isclose(gcd(4, 6), 2)",
+         "import math\nassert math.isclose(half(3), 1.5)"],
+        2,
+    ),
+}  # fmt: skip
+
+
+@table("name", TWO_NAMES)
+def test_which_function_of_two_is_the_programs_own(jail: Jail, name: str) -> None:
+    program, tests, passed = TWO_NAMES[name]
+    assert count_passed(program, tests, monotonic() + 60, jail) == passed
+
+
+# Programs that mean to end what a test does, or to catch its failure, and have no right answer.
+_OBJECT = "def f(x): return Odd()\nclass Odd:\n    value = 0\n"
+_LOOP = "for got in map(f, [1]):\n    assert got == 1"
+ENDS: dict[str, tuple[str, str]] = {
+    **{
+        f"{error} in a loop": (f"def f(x): raise {error}", _LOOP)
+        for error in ("StopIteration", "StopAsyncIteration", "GeneratorExit", "IndexError",
+                      "KeyboardInterrupt", "SystemExit", "BaseException")
+    },
+    "an end of its own": ("class End(StopIteration): pass\ndef f(x): raise End", _LOOP),
+    "the end of all": ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
+    "an attribute": (
+        f"{_OBJECT}    def __getattr__(self, name): raise StopIteration",
+        "for got in map(lambda x: f(x).other, [1]):\n    assert got == 1",
+    ),
+    "an operation": (
+        f"{_OBJECT}    def __getitem__(self, at): raise StopIteration",
+        "for got in map(lambda x: f(x)[0], [1]):\n    assert got == 1",
+    ),
+    "an object that nothing can be compared with": (
+        f"{_OBJECT}    def __bool__(self): raise StopIteration\n    __len__ = __iter__ = __bool__",
+        "assert all(map(bool, [f(1), f(2)]))",
+    ),
+    "the end of an iteration that has no start": (
+        f"{_OBJECT}    def __iter__(self): raise StopIteration",
+        "for got in map(list, [f(1)]):\n    assert got == [1]",
+    ),
+    "a context that catches": (
+        f"{_OBJECT}    def __enter__(self): return self\n    def __exit__(self, *_): return True",
+        "with f(1) as got:\n    assert got.value == 1",
+    ),
+    "an error that is a number": (
+        "from hone.rewards.peer import Peer\n"
+        "Peer.encode = lambda self, value: ['error', 7, 'f', 'int']",
+        "assert f(1) == 1",
+    ),
+}  # fmt: skip
+
+
+@table("name", ENDS)
+def test_what_a_program_raises_or_gives_does_not_end_a_test(jail: Jail, name: str) -> None:
+    program, test = ENDS[name]
+    assert count_passed(program, [test, "assert True"], monotonic() + 60, jail) == 1
+
+
+# Programs that send much, or what takes long to read.
+SENDS: dict[str, tuple[str, list[Any]]] = {
+    "values of one hash": (
+        "import json, os\nvalues = [['int', hex(k * ((1 << 61) - 1))] for k in range(20_000)]\n"
+        'os.write(3, b\'{"loaded": true}\\n{"value": []}\\n\')  # it has no class `Solution`\n'
+        "line = json.dumps({'value': ['set', values]}).encode() + b'\\n'\n"
+        "while line: line = line[os.write(3, line):]",
+        [Call("f", [1], 3)],
+    ),
+    "lines": ("print('a\\n' * (1 << 24))", [Example("", "3")]),
+}
+
+
+@table("name", SENDS)
+def test_what_a_program_sends_costs_the_worker_no_time(jail: Jail, name: str) -> None:
+    program, tests = SENDS[name]
+    before_s = process_time()
+    assert count_passed(program, tests, monotonic() + 1, jail) == 0
+    assert process_time() - before_s < 0.25
+
+
+def test_blanks_at_the_ends_of_lines_are_no_difference_however_many(jail: Jail) -> None:
+    program = "print('3' + ' ' * 1000 + '\\n' * 1000)"
+    assert count_passed(program, [Example("", "3")], monotonic() + 60, jail) == 1
 
 
 # As `fn_name` of APPS and TACO: program, arguments, value in the data, whether that is right.

@@ -3,140 +3,32 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import ctypes
+import json
 import os
-import socket
+import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 
 import pytest
 
-from hone.rewards import builtin
+from hone.rewards import builtin, jail, walls
 from hone.rewards.builtin import CodeTests
 from hone.rewards.code import count_passed
 from hone.rewards.jail import Jail, JailError, remove_tree
-from tests.tables import check_rows, table
+from hone.rewards.walls import Walls
+from tests.rewards import attempts
+from tests.rewards.attempts import ATTEMPTS, Outcome, outcome_of
+from tests.tables import table
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these walls")
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 """One that any user can read."""
 
-
-# What a program tries, by the wall that keeps it from it: `reaches` says whether it has worked.
-ATTEMPTS: dict[str, tuple[str, str]] = {
-    "the environment of another process": (
-        "secrets",
-        "def reaches(): return b'hunter2' in open('/proc/{pid}/environ', 'rb').read()",
-    ),
-    "the environment of any process": (
-        "secrets",
-        "import os\ndef reaches():\n    held = b''\n    for pid in os.listdir('/proc'):\n"
-        "        try: held += open(f'/proc/{{pid}}/environ', 'rb').read()\n"
-        "        except OSError: pass\n    return b'hunter2' in held",
-    ),
-    "the memory of another process": (
-        "secrets",
-        "def reaches(): return bool(open('/proc/{pid}/mem', 'rb'))",
-    ),
-    "a kill": ("signals", "import os\ndef reaches():\n    os.kill({pid}, 9)\n    return True"),
-    "a signal that only asks": (
-        "signals",
-        "import os\ndef reaches():\n    os.kill({pid}, 0); return True",
-    ),
-    "a kill by way of a pipe": (
-        "signals",
-        "import fcntl, os\ndef reaches():\n    read, write = os.pipe()\n"
-        "    fcntl.fcntl(read, fcntl.F_SETOWN, {pid}); fcntl.fcntl(read, 10, 9)\n"
-        "    fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC); os.write(write, b'x')\n"
-        "    return False  # whether the other process is still there says more",
-    ),
-    "the limits of another process": (
-        "signals",
-        "import resource\ndef reaches():\n"
-        "    resource.prlimit({pid}, resource.RLIMIT_CORE, (0, 0)); return True",
-    ),
-    "the cores of another process": (
-        "signals",
-        "import os\ndef reaches():\n    os.sched_setaffinity({pid}, [0]); return True",
-    ),
-    "a connection": (
-        "network",
-        "import socket\ndef reaches():\n"
-        "    return bool(socket.create_connection(('127.0.0.1', {port}), 1))",
-    ),
-    "a file to read": (
-        "files",
-        "def reaches(): return open({folder!r} + '/answers').read() == '42'",
-    ),
-    "a socket that is a file": (
-        "network",
-        "import socket\ndef reaches():\n"
-        "    one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
-        "    return one.sendto(b'x', {folder!r} + '/log') == 1",
-    ),
-    "memory that other processes share": (
-        "secrets",
-        "import ctypes\ndef reaches():\n    shmat = ctypes.CDLL(None).shmat\n"
-        "    shmat.restype = ctypes.c_ssize_t\n    return shmat({memory}, None, 0) != -1",
-    ),
-    **{
-        name: ("files", f"import os\nplace = {{folder!r}} + '/answers'\ndef reaches():\n    {text}")
-        for name, text in {
-            "the permissions of a file": "os.chmod(place, 0o4777); return True",
-            "the times of a file": "os.utime(place, (0, 0)); return True",
-            "the attributes of a file": "os.setxattr(place, 'user.x', b''); return True",
-            "the length of a file": "os.truncate(place, 1); return True",
-        }.items()
-    },
-    "a file to write": (
-        "files",
-        "def reaches(): return open({folder!r} + '/left', 'w').write('x') == 1",
-    ),
-    "a full disk": (
-        "disk",
-        "import os\ndef reaches():\n    for number in range(5):\n"
-        "        os.posix_fallocate(os.open(str(number), os.O_CREAT | os.O_WRONLY), 0, 1 << 26)\n"
-        "    return True",
-    ),
-    "processes": (
-        "forks",
-        "import os, time\ndef reaches():\n    for _ in range(100):\n"
-        "        if not os.fork(): time.sleep(60)\n    return True",
-    ),
-}
-ALWAYS = {
-    "a large file": (
-        "import os\nfile = os.open('x', os.O_CREAT | os.O_WRONLY)\n"
-        "def reaches(): return os.write(file, bytes((1 << 26) + 1)) > 1 << 26"
-    ),
-    "new namespaces": (
-        "import ctypes\ndef reaches(): return ctypes.CDLL(None).unshare(0x10000000) == 0"
-    ),
-    "another user": "import os\ndef reaches():\n    os.setuid(1); return True",
-    "a lease, which stops who opens the file": (
-        "import fcntl, os\ndef reaches():\n    file = os.open(os.__file__, os.O_RDONLY)\n"
-        "    fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK); return True"
-    ),
-    "what others do in a folder": (
-        "import ctypes\ndef reaches():\n    libc = ctypes.CDLL(None)\n"
-        "    return libc.inotify_add_watch(libc.inotify_init(), b'/', 0xfff) >= 0"
-    ),
-    "a device": "import os\ndef reaches():\n    os.mknod('x', 0o60666, 2048); return True",
-    "variables": "import os\ndef reaches(): return 'SECRET_KEY' in os.environ",
-    "a trace of its parent": (
-        "import ctypes, os\ndef reaches(): return ctypes.CDLL(None).ptrace(16, os.getppid()) == 0"
-    ),
-    "the process that started it": (
-        "import os\ndef reaches():\n"
-        "    return any(bool(open(f'/proc/{{pid}}/mem', 'rb'))\n"
-        "        for pid in os.listdir('/proc') if pid == str(os.getppid()))"
-    ),
-}
 BY_FILTER = (
     "new namespaces", "a lease, which stops who opens the file", "what others do in a folder",
 )  # fmt: skip
@@ -149,71 +41,75 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> Iterator[Mapping[str, object]]:
-    """What the attempts name: a process of this user with a key in its environment, as the
-    trainer's, memory that processes of this user share, a port of this host that accepts
-    connections, and a socket in `folder` that takes messages."""
-    libc = ctypes.CDLL(None)
-    memory = libc.shmget(0, 1, 0o1600)
-    environment = {**os.environ, "SECRET_KEY": "hunter2"}
-    with (
-        subprocess.Popen(["sleep", "600"], env=environment) as process,
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log,
-    ):
-        log.bind(str(tmp_path / "log"))
-        threading.Thread(target=server.accept, daemon=True).start()
-        yield {
-            **{"pid": process.pid, "port": server.getsockname()[1]},
-            **{"memory": memory, "folder": str(tmp_path)},
-        }
-        process.kill()
-        libc.shmctl(memory, 0, None)
-
-
 @pytest.mark.parametrize("python", [sys.executable, SYSTEM_PYTHON])
 @table("mode", MODES)
 def test_a_program_reaches_nothing_that_a_wall_is_said_to_keep_it_from(
-    mode: str,
-    python: str,
-    words: Mapping[str, object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a Python that any user can read, programs of root's runs are another user."""
     if not Path(python).exists():
         pytest.skip(f"there is no {python}")
     monkeypatch.setenv("SECRET_KEY", "hunter2")
     monkeypatch.setattr(sys, "executable", python)
-    (tmp_path / "answers").write_text("42")
-    jail = Jail(refused=MODES[mode])
-
-    def check(name: str) -> None:
-        wall, program = ATTEMPTS[name]
-        program = program.format(**words)
-        if wall not in jail.missing:
-            assert not reaches(jail, program)
-        assert Path(f"/proc/{words['pid']}/exe").exists() or "signals" in jail.missing
-
-    def check_always(name: str) -> None:
-        is_open = name in BY_FILTER and "seccomp" in MODES[mode]
-        assert is_open or not reaches(jail, ALWAYS[name])
-
-    try:
-        check_rows(list(ATTEMPTS), check)
-        check_rows(list(ALWAYS), check_always)
-        assert not (tmp_path / "left").exists() or "files" in jail.missing
-    finally:
-        jail.close()
+    _check_outcome(MODES[mode], outcome_of(MODES[mode], tmp_path))
 
 
-def reaches(jail: Jail, program: str) -> bool:
-    """What `reaches` of a program gives; an exception is a no."""
-    tests = ["assert reaches()", "assert True"]
-    passed = count_passed(program, tests, monotonic() + 60, jail)
-    assert passed > 0, "the program and its judge have run"
-    return passed == 2
+def _check_outcome(refused: Sequence[str], outcome: Outcome) -> None:
+    reached = {name for name in outcome.reached if ATTEMPTS[name][0] not in outcome.missing}
+    assert not reached
+    by_filter = BY_FILTER if "seccomp" in refused else ()
+    assert set(outcome.always_reached) <= set(by_filter)
+    assert outcome.is_alive or "signals" in outcome.missing
+    assert not outcome.has_written or "files" in outcome.missing
+
+
+NOBODY = 65534
+OF_NOBODY: dict[str, tuple[tuple[str, ...], set[str] | None]] = {
+    "all that this machine has": ((), None),
+    "no namespaces, as in most containers": (("namespaces",), {"disk", "forks"}),
+    "no namespaces and no Landlock": (
+        ("namespaces", "landlock"), {"secrets", "files", "disk", "forks"},
+    ),
+    "nothing": (
+        ("namespaces", "landlock", "seccomp"),
+        {"secrets", "signals", "network", "files", "disk", "forks"},
+    ),
+}  # fmt: skip
+"""What is refused, and what SECURITY.md says is then missing for a user who is not root."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@table("mode", OF_NOBODY)
+def test_a_user_who_is_not_root_has_the_walls_that_are_said(mode: str) -> None:
+    if not Path(SYSTEM_PYTHON).exists():
+        pytest.skip(f"there is no {SYSTEM_PYTHON}")
+    refused, missing = OF_NOBODY[mode]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _copy_source(folder)
+        os.chown(folder, NOBODY, NOBODY)
+        done = subprocess.run(
+            [SYSTEM_PYTHON, folder / "attempts.py", folder, *refused],
+            env={"PATH": os.defpath, "PYTHONPATH": name, "SECRET_KEY": "hunter2"},
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+    outcome = Outcome(**json.loads(done.stdout))
+    _check_outcome(refused, outcome)
+    if missing is not None:
+        assert set(outcome.missing) == missing
+    for wall in {"secrets", "signals", "network", "files"}.intersection(outcome.missing):
+        assert any(ATTEMPTS[name][0] == wall for name in outcome.reached), f"{wall} is there"
+
+
+def _copy_source(folder: Path) -> None:
+    """What another user needs, who may be kept from where this file lies."""
+    shutil.copytree(Path(walls.__file__).parent, folder / "hone" / "rewards")
+    (folder / "hone" / "__init__.py").touch()
+    shutil.copy(Path(attempts.__file__), folder)
 
 
 def test_what_is_missing_is_said_for_each_wall() -> None:
@@ -227,6 +123,24 @@ def test_what_is_missing_is_said_for_each_wall() -> None:
     assert "files" in missing("user", "namespaces", "seccomp"), "permissions, for one"
     assert "network" in missing("seccomp"), "sockets that are files, for one"
     assert "files" in missing("landlock")
+
+
+@pytest.mark.parametrize(
+    ("up", "is_missing"),
+    [
+        (Walls(namespaces=True), False),
+        (Walls(seccomp=True), True),
+        (Walls(landlock=1, seccomp=True), False),
+        (Walls(outranked=True, is_root=True, seccomp=True), False),
+        (Walls(is_root=True, seccomp=True), True),
+        (Walls(user=True), False),
+        (Walls(landlock=1), True),
+        (Walls(outranked=True, is_root=True), True),
+    ],
+)
+def test_secrets_are_said_to_be_open_where_nothing_hides_them(up: Walls, is_missing: bool) -> None:
+    """The last column of its row in SECURITY.md, case by case."""
+    assert ("secrets" in up.missing) == is_missing
 
 
 def test_one_warning_says_what_programs_can_do(
@@ -276,6 +190,16 @@ def test_a_launcher_that_is_lost_is_an_error_and_the_next_call_has_another() -> 
     assert reward._jail is not None
     reward._jail.close()
     lost.close()
+
+
+def test_a_launcher_that_cannot_end_its_programs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its late answer would be read as the next program's."""
+    walled = Jail()
+    monkeypatch.setattr(jail, "_END_S", 0.0)
+    with pytest.raises(JailError, match="cannot end what it has started"), walled.run():
+        pass
+    assert walled._process.returncode is not None
+    assert not walled._folder.exists()
 
 
 def test_a_folder_is_removed_whatever_a_program_has_made_of_it(tmp_path: Path) -> None:

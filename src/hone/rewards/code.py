@@ -3,8 +3,8 @@
     count_passed("def f(x): return x + 1", ["assert f(1) == 2"], monotonic() + 5, jail)
 
 The program runs in a jail (`jail.py`) and gives values; what they are compared with is never in its
-process. Assertions run in a second process of the jail, since they are code too; what a program
-writes, and the values of calls, are compared here.
+process. Assertions and values of calls are judged in a second process of the jail (`verdicts.py`);
+what a program writes is compared here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import json
 import re
 import socket
 import tempfile
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
 
 from hone.rewards.jail import Jail
-from hone.rewards.peer import Link, Peer, RemoteError
+from hone.rewards.verdicts import Call
 
 __all__ = ["Call", "Example", "count_passed", "program_in", "read_tests"]
 
@@ -29,6 +30,9 @@ _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)[ \t]*")
 _PYTHON = ("python", "python3", "py")
 
 
+_MAX_BLANK_BYTES = 1 << 20
+"""What a program may write beyond twice of what is wanted, which only blanks can be: more counts as
+wrong, since reading it would cost the worker seconds."""
 _TESTS_NOTHING = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
     *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign),
@@ -42,45 +46,6 @@ class Example:
 
     stdin: str
     stdout: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A test of a function: what it is called, with what, and the value that is wanted."""
-
-    name: str
-    args: tuple[Any, ...]
-    value: Any
-    may_be_wrapped: bool = True
-    """The value that is wanted may stand in a list of its own."""
-
-    def accepts(self, value: Any) -> bool:
-        """Whether a value counts as the one wanted, as the data sets' own graders have it: a tuple
-        is a list.
-
-        Source: `eval/testing_util.py` of APPS, which TACO's grader comes from, and
-        `lcb_runner/evaluation/testing_util.py` of LiveCodeBench, whose values are never wrapped.
-        """
-        wanted = [self.value]
-        if self.may_be_wrapped and isinstance(self.value, list) and self.value:
-            wanted.append(self.value[0])
-        return any(_as_lists(value) == _as_lists(one) for one in map(_with_numbers, wanted))
-
-
-def _as_lists(value: Any) -> Any:
-    """A value in which tuples are lists, as JSON has them."""
-    if isinstance(value, list | tuple):
-        return [_as_lists(one) for one in value]
-    if isinstance(value, dict):
-        return {key: _as_lists(one) for key, one in value.items()}
-    return value
-
-
-def _with_numbers(value: Any) -> Any:
-    """A dict whose keys are all whole numbers, which JSON makes texts; anything else as it is."""
-    if isinstance(value, dict) and all(re.fullmatch(r"-?\d+", key) for key in value):
-        return {int(key): one for key, one in value.items()}
-    return value
 
 
 def program_in(completion: str) -> str:
@@ -124,8 +89,11 @@ def read_tests(text: str) -> list[str] | list[Example] | list[Call]:
     for test in found:
         try:
             statements = ast.parse(test, "test.py").body
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"a test is not Python: {error}") from None
+            with warnings.catch_warnings(action="ignore"):
+                compile(test, "test.py", "exec", dont_inherit=True)  # such as a `return` by itself
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            why = str(error) or type(error).__name__
+            raise ValueError(f"a test is not Python: {why}") from None
         if all(isinstance(one, _TESTS_NOTHING) for one in statements):
             raise ValueError(
                 "a test only defines things, so every program would pass it; append a call, such "
@@ -166,8 +134,7 @@ def _call(name: str, given: Any, wanted: Any) -> Call:
         raise ValueError(
             f"`inputs` of tests with `fn_name` are lists of arguments, and one is {given!r}"
         )
-    args = tuple(_with_numbers(one) for one in given)
-    return Call(name, args, wanted, may_be_wrapped=not is_text)
+    return Call(name, given, wanted, may_be_wrapped=not is_text)
 
 
 def _joined(lines: Any) -> str:
@@ -184,26 +151,29 @@ def count_passed(
     process of the program, in order, and so do calls; every example has one, and a folder, so that
     none finds what another one has left."""
     texts = [test for test in tests if isinstance(test, str)]
-    calls = [test for test in tests if isinstance(test, Call)]
-    passed = _count_true(program, texts, deadline, jail) if texts else 0
-    passed += _count_answered(program, calls, deadline, jail) if calls else 0
+    calls = [asdict(test) for test in tests if isinstance(test, Call)]
+    passed = _count_judged(f"\n{program}", "judge", texts, deadline, jail) if texts else 0
+    passed += _count_judged(f"prelude\n{program}", "calls", calls, deadline, jail) if calls else 0
     for test in tests:
         if isinstance(test, Example) and monotonic() < deadline:
             passed += _passes(program, test, deadline, jail)
     return passed
 
 
-def _count_true(program: str, tests: Sequence[str], deadline: float, jail: Jail) -> int:
-    """How many assertions hold, as a process says that the program cannot reach."""
+def _count_judged(
+    program: str, role: str, tests: Sequence[Any], deadline: float, jail: Jail
+) -> int:
+    """How many tests pass, as a process says that the program cannot reach. What a program sends is
+    read there, and costs this process nothing."""
     with (
         jail.run() as programs,
-        _file_of(f"\n{program}") as text,
+        _file_of(program) as text,
         _file_of(json.dumps(tests)) as asked,
         _linked() as (of_program, of_judge),
         _linked() as (ours, verdicts),
     ):
         programs.start("serve", [text, of_program.fileno()])
-        programs.start("judge", [asked, of_judge.fileno(), verdicts.fileno()])
+        programs.start(role, [asked, of_judge.fileno(), verdicts.fileno()])
         for end in (of_program, of_judge, verdicts):
             end.close()  # so that a judge which has ended is seen
         passed = 0
@@ -211,34 +181,6 @@ def _count_true(program: str, tests: Sequence[str], deadline: float, jail: Jail)
             while piece := _receive(ours, deadline):
                 passed += piece.count(b"1")
         return min(passed, len(tests))
-
-
-def _count_answered(program: str, calls: Sequence[Call], deadline: float, jail: Jail) -> int:
-    """How many calls of a function give the value that is wanted."""
-    passed, function = 0, None
-    with jail.run() as programs, _file_of(f"prelude\n{program}") as text, _linked() as (ours, its):
-        programs.start("serve", [text, its.fileno()])
-        its.close()
-        peer = Peer(Link(ours, deadline), is_judge=True)
-        with suppress(RemoteError):
-            if peer.link.receive() != {"loaded": True}:
-                return 0
-            for call in calls:
-                try:
-                    function = function or _named(peer, call.name)
-                    passed += call.accepts(function(*call.args))
-                except RemoteError:
-                    raise
-                except Exception:  # noqa: BLE001 - what the program has raised
-                    continue
-    return passed
-
-
-def _named(peer: Peer, name: str) -> Any:
-    """The method of `class Solution` of the name, or else the function."""
-    if peer.has(["Solution"]):
-        return getattr(peer.result("name", "Solution")(), name)
-    return peer.result("name", name)
 
 
 def _passes(program: str, test: Example, deadline: float, jail: Jail) -> bool:
@@ -253,7 +195,9 @@ def _passes(program: str, test: Example, deadline: float, jail: Jail) -> bool:
         if programs.wait(process, deadline) != 0:
             return False
         written.seek(0)
-        return _lines(written.read().decode(errors="replace")) == _lines(test.stdout)
+        most = 2 * len(test.stdout.encode(errors="replace")) + _MAX_BLANK_BYTES
+        text = written.read(most + 1)
+        return len(text) <= most and _lines(text.decode(errors="replace")) == _lines(test.stdout)
 
 
 def _lines(text: str) -> list[str]:

@@ -112,8 +112,12 @@ class Jail:
         finally:
             self.send(END)
             deadline = monotonic() + _END_S
-            while self.receive(deadline) != END:
-                pass
+            try:
+                while self.receive(deadline) != END:
+                    pass
+            except TimeoutError:  # what comes later would be taken for the next test's
+                self.close()
+                raise self._lost("it cannot end what it has started") from None
             if not self._has_tmpfs:
                 remove_tree(folder)
 

@@ -9,13 +9,13 @@ environment or its frames is worth finding. A role gets its text and its streams
     trial   does nothing, behind the walls: an empty text
     script  runs a program whole: its text, what it reads, what it writes
     serve   runs a program, then answers what it is asked (`peer.py`): its text, the link
-    judge   runs tests, which ask a program: the tests, the link, where verdicts go
+    judge   runs tests, which ask a program (`verdicts.py`): the tests, the link, where verdicts go
+    calls   compares values of a function of a program: the calls, the link, where verdicts go
 """
 
 from __future__ import annotations
 
 import atexit
-import builtins
 import collections
 import copy
 import fcntl
@@ -23,7 +23,6 @@ import fractions
 import functools
 import gc
 import heapq
-import importlib
 import itertools
 import json
 import math
@@ -34,16 +33,16 @@ import select
 import signal
 import socket
 import string
-import symtable
 import sys
 import threading
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
 from hone.rewards.peer import Link, Peer
+from hone.rewards.verdicts import judge, judge_calls, own_names
 from hone.rewards.walls import Walls, enter, raise_walls
 
 __all__ = ["END", "main"]
@@ -171,7 +170,7 @@ def _role(name: str, handles: list[int], walls: Walls, folder: str) -> Callable[
     link = Link(socket.socket(fileno=3))
     if name == "serve":
         return functools.partial(_serve_program, found, link)
-    return functools.partial(_judge, found, link, 4)
+    return functools.partial({"judge": judge, "calls": judge_calls}[name], found, link, 4)
 
 
 def _run_script(program: str) -> NoReturn:
@@ -180,7 +179,7 @@ def _run_script(program: str) -> NoReturn:
     module = sys.modules["__main__"] = ModuleType("__main__")
     status = 0
     try:
-        exec(compile(program, "program.py", "exec"), vars(module))
+        exec(compile(program, "program.py", "exec", dont_inherit=True), vars(module))
     except SystemExit as error:
         code = error.code
         status = code & 0xFF if isinstance(code, int) else int(code is not None)
@@ -221,108 +220,13 @@ def _serve_program(text: str, link: Link) -> NoReturn:
         vars(module).update(_PRELUDE)
     peer.names = vars(module)
     try:
-        exec(compile(program, "program.py", "exec"), peer.names)
+        exec(compile(program, "program.py", "exec", dont_inherit=True), peer.names)
     except BaseException:  # noqa: BLE001 - a program may raise anything
         link.send({"loaded": False})
         os._exit(1)
+    peer.own = own_names(dict(peer.names))
     link.send({"loaded": True})
     try:
         peer.serve()
     finally:
         os._exit(0)
-
-
-_MODULES = (
-    *("math", "cmath", "collections", "itertools", "functools", "operator", "copy", "re", "string"),
-    *("random", "heapq", "bisect", "json", "decimal", "fractions", "statistics", "datetime"),
-    *("time", "typing", "numpy"),
-)
-"""Modules that tests use without importing them, since programs mostly have."""
-_SHORT_NAMES = {"np": "numpy", "dt": "datetime"}
-_HOLDERS = (math, collections, itertools, functools, fractions, copy)
-"""Whose names tests use the same way."""
-
-
-def _judge(tests: str, link: Link, verdicts: int) -> NoReturn:
-    """Run tests one after the other; write 1 for each that passes and 0 for another."""
-    found = json.loads(tests)
-    loaded = link.receive()
-    if isinstance(loaded, dict) and loaded.get("loaded") is True:
-        peer = Peer(link, is_judge=True)
-        own, known = _divide_known_names(found, peer)
-        names: dict[str, Any] = {"__name__": "test"}
-        given: dict[str, Any] = {}
-        for test in found:
-            try:
-                of_tests = {
-                    name for name in names if name not in given or names[name] is not given[name]
-                }
-                given |= _lend(_global_names(test)[0] - of_tests, own, known, peer)
-                names |= {name: one for name, one in given.items() if name not in of_tests}
-                exec(compile(test, "test.py", "exec"), names)
-            except BaseException:  # noqa: BLE001 - whatever a test and its calls raise
-                os.write(verdicts, b"0")
-            else:
-                os.write(verdicts, b"1")
-    os._exit(0)
-
-
-def _global_names(test: str) -> tuple[set[str], set[str]]:
-    """The global names that a test uses, and those that it gives a value itself."""
-    used: set[str] = set()
-    made: set[str] = set()
-    scopes = [symtable.symtable(test, "test.py", "exec")]
-    for scope in scopes:  # which grows
-        for symbol in scope.get_symbols():
-            if symbol.is_global() and symbol.is_referenced():
-                used.add(symbol.get_name())
-            if symbol.is_global() and (symbol.is_assigned() or symbol.is_imported()):
-                made.add(symbol.get_name())
-        scopes += scope.get_children()
-    return used - {"__name__"}, made
-
-
-def _divide_known_names(tests: Sequence[str], peer: Peer) -> tuple[set[str], set[str]]:
-    """Of the built-in and well-known names that tests use, those that are the program's own, and
-    those that are lent for what they are.
-
-    With `set` of its own a program could make `set(f(x)) == set(y)` true. So one name is its own at
-    most, and only where the tests use no other name that they have not made: it is what they test,
-    and well-known functions, which a program then passes with that has none, are not lent. It is
-    settled before the first test, so that no program can change it in a call.
-    """
-    divided = [_global_names(test) for test in tests]
-    used = set[str]().union(*(used for used, _ in divided))
-    made = set[str]().union(*(made for _, made in divided))
-    known = set(filter(_is_known, used))
-    if used - known - made:
-        return set(), known
-    modules = {name for name in known if name in _MODULES or name in _SHORT_NAMES}
-    plain = {name for name in known - modules if hasattr(builtins, name)}
-    for kind in (known - modules - plain, plain, modules):
-        if held := peer.has(sorted(kind)):
-            own = held if len(held) == 1 else set[str]()
-            return own, (modules | plain) - own
-    return set(), modules | plain
-
-
-def _lend(wanted: set[str], own: set[str], known: set[str], peer: Peer) -> dict[str, Any]:
-    """What a test uses and has not made: of the program, and of well-known modules."""
-    held = peer.has(sorted(name for name in wanted if name in own or not _is_known(name)))
-    lent = {name: peer.result("name", name) for name in sorted(held)}
-    return lent | {name: _known(name) for name in wanted & known}
-
-
-def _is_known(name: str) -> bool:
-    return (
-        name in _MODULES
-        or name in _SHORT_NAMES
-        or any(hasattr(holder, name) for holder in (builtins, *_HOLDERS))
-    )
-
-
-def _known(name: str) -> Any:
-    for holder in (builtins, *_HOLDERS):
-        if hasattr(holder, name) and name not in _MODULES:
-            return getattr(holder, name)
-    return importlib.import_module(_SHORT_NAMES.get(name, name))

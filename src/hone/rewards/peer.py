@@ -13,7 +13,7 @@ import json
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -124,6 +124,8 @@ class Peer:
         """Exception classes of the program, as the judge knows them."""
         self.names: dict[str, Any] = {}
         """The global names of a program."""
+        self.own: Collection[str] = ()
+        """Those that are not the well-known objects of their names."""
 
     # ---- asking ----------------------------------------------------------------------------------
 
@@ -141,11 +143,12 @@ class Peer:
     def result(self, what: str, *words: Any) -> Any:
         """The value that the other side answers with. Raises what it raises, as far as that is of a
         built-in class, and RemoteError."""
-        return self._value_of(self._ask(what, *words))
+        may_end = what == "do" and words[1] == "__next__"
+        return self._value_of(self._ask(what, *words), may_end=may_end)
 
-    def has(self, names: Sequence[str]) -> set[str]:
-        """Which of the global names a program has."""
-        answer = self._ask("has", names).get("value")
+    def has(self, names: Collection[str], *, of_its_own: bool = False) -> set[str]:
+        """Which of the global names a program has, or has for something of its own."""
+        answer = self._ask("own" if of_its_own else "has", sorted(names)).get("value")
         if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
             raise RemoteError("no answer")
         return set(names).intersection(answer)
@@ -160,12 +163,14 @@ class Peer:
                 _become(value, self.decode(word))
         return self._value_of(message)
 
-    def _value_of(self, message: Mapping[str, Any]) -> Any:
+    def _value_of(self, message: Mapping[str, Any], *, may_end: bool = False) -> Any:
         if "value" in message:
             return self.decode(message["value"])
         kind, text = self.decode(message.get("error")), str(message.get("text"))
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             kind = RuntimeError  # a program that exits ends nothing here
+        if self._is_judge and not may_end and issubclass(kind, StopIteration | StopAsyncIteration):
+            kind = RuntimeError  # it would end a loop of the test, as in `all(map(f, xs))`
         try:
             error = kind(text)
         except TypeError:  # of more arguments, such as UnicodeDecodeError
@@ -208,8 +213,9 @@ class Peer:
             return {"value": None}
         if self._is_judge:
             raise TypeError("the tests do not allow that")
-        if what == "has":
-            return {"value": [name for name in words[0] if name in self.names]}
+        if what in ("has", "own"):
+            held = self.names if what == "has" else self.own
+            return {"value": [name for name in words[0] if name in held]}
         if what == "name":
             return {"value": self.encode(self.names[words[0]])}
         assert what == "do", f"{what=}"
@@ -317,7 +323,10 @@ class Peer:
     def _error_class(self, number: int, name: str, base: str) -> type:
         """A class that stands for an exception of the other side, so that a test can catch it."""
         if number not in self._classes:
-            self._classes[number] = type(str(name), (getattr(builtins, base),), {})
+            kind = getattr(builtins, base)
+            if not issubclass(kind, BaseException):
+                raise TypeError("no exception")
+            self._classes[number] = type(str(name), (kind,), {})
         return self._classes[number]
 
 

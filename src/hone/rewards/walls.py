@@ -65,7 +65,7 @@ class Walls:
         found = {
             "secrets": (
                 is_hidden and is_apart,
-                "read the memory and the environment of your other processes",
+                "read the environment of your other processes, and read and change their memory",
             ),
             "signals": (is_apart, "end your other processes"),
             "network": (self.seccomp, f"use {sockets}"),
