@@ -115,18 +115,20 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.open(encoding="utf-8")] if file.exists() else []
 
 
-def learning_config(inputs: Path, run_dir: Path, *, seed: int, **sections: Any) -> RLConfig:
-    """Twenty updates in which the reward of `rewards.py` rises from 0.4 to 0.9 or so."""
+def learning_config(
+    inputs: Path, run_dir: Path, *, seed: int, steps: int = 20, lr: float = 6e-3, **sections: Any
+) -> RLConfig:
+    """Updates in which the reward of `rewards.py` rises from 0.3 to 0.8 or 0.9."""
     sizes = {"prompts_per_step": 8, "n_samples_per_prompt": 4}
     return tiny_config(
         inputs,
         run_dir,
         **sections
         | {
-            "run": {"steps": 20, "seed": seed},
+            "run": {"steps": steps, "seed": seed},
             "rollout": sizes | sections.get("rollout", {}),
             "algorithm": {"correction": {"kind": "tis"}} | sections.get("algorithm", {}),
-            "trainer": {"optimizer": {"lr": 6e-3}, "logits_chunk_tokens": 64},
+            "trainer": {"optimizer": {"lr": lr}, "logits_chunk_tokens": 64},
             "eval": {"max_completion_tokens": 8},
         },
     )

@@ -37,7 +37,6 @@ from hone.config.trainer import TrainerConfig
 from hone.data.arithmetic import write_jsonl
 from hone.engine import EmbeddedEngine
 from hone.models.tiny import make_model_folder
-from hone.planner.rungs import Rungs
 from hone.trainer.trainer import Trainer
 from hone.types import Request, SamplingParams
 
@@ -66,7 +65,7 @@ def make_trainer(max_tokens: int) -> Trainer:
         TrainerConfig(max_tokens_per_microbatch=max_tokens),
         PolicyObjective(AlgorithmConfig(), max_completion_tokens=LENGTH),
         total_steps=10,
-        rungs=Rungs(None),
+        on_exhausted=lambda: "",
     )
 
 

@@ -213,11 +213,13 @@ LEARNING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_every_mode_learns_as_much(inputs: Path, tmp_path: Path) -> None:
-    """In three seeds each; with threads for engines."""
+    """In three seeds each; with threads for engines. Twice the rate loses the policy now and then
+    in the last of 20 steps, whichever the mode."""
     rewards: dict[str, list[list[float]]] = {}
     for mode, sections in LEARNING.items():
         for seed in range(3):
-            cfg = learning_config(inputs, tmp_path / f"{mode} {seed}", seed=seed, **sections)
+            folder = tmp_path / f"{mode} {seed}"
+            cfg = learning_config(inputs, folder, seed=seed, steps=28, lr=3e-3, **sections)
             rewards.setdefault(mode, []).append([row["reward/mean"] for row in run(cfg)])
     assert_all_learn_as_much(rewards)
 

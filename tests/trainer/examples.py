@@ -16,7 +16,6 @@ from hone.attention import ATTENTION_NAME
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.planner.rungs import Rungs
 from hone.trainer.scorer import FrozenScorer, RowScorer
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
@@ -134,7 +133,7 @@ def make_trainer(
         TrainerConfig.model_validate(settings),
         PolicyObjective(algorithm or AlgorithmConfig(), max_completion_tokens=24),
         total_steps=100,
-        rungs=Rungs(None),
+        on_exhausted=lambda: "",
         replays_routes=replays_routes,
         mesh=mesh,
     )
@@ -143,7 +142,9 @@ def make_trainer(
 def make_reference(
     model: PreTrainedModel, *, mesh: Mesh | None = None, **settings: Any
 ) -> FrozenScorer:
-    return FrozenScorer(model, TrainerConfig.model_validate(settings), mesh=mesh, rungs=Rungs(None))
+    return FrozenScorer(
+        model, TrainerConfig.model_validate(settings), mesh=mesh, on_exhausted=lambda: ""
+    )
 
 
 def logprobs_of(scorer: RowScorer, rows: Sequence[Row]) -> list[torch.Tensor]:

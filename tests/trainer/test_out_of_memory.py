@@ -18,7 +18,6 @@ from torch import Tensor
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
 from hone.models.decoder import decoder_layers
-from hone.planner.rungs import Rungs
 from hone.trainer.batcher import Batcher
 from hone.trainer.out_of_memory import NOTES
 from hone.trainer.trainer import Trainer
@@ -238,7 +237,7 @@ def test_recomputation_is_the_rung_after_the_smallest_cap(caplog: pytest.LogCapt
     assert all(torch.equal(got[name], want) for name, want in wants.items())
 
 
-def test_without_rungs_an_error_stays_what_it_is():
+def test_where_nothing_is_given_up_an_error_stays_what_it_is():
     """What is measured must not be changed by it."""
     objective = make_trainer(tiny_model()).objective
     trainer = Trainer(tiny_model(), TrainerConfig(), objective, total_steps=9)
@@ -310,7 +309,9 @@ def test_scores_are_those_of_passes_that_never_failed(kind: str):
 def trainer_in(folder: Path, **options: Any) -> Trainer:
     cfg = TrainerConfig.model_validate({"max_tokens_per_microbatch": BUDGET, **options})
     objective = make_trainer(tiny_model(), AlgorithmConfig()).objective
-    return Trainer(tiny_model(), cfg, objective, total_steps=9, dump_dir=folder, rungs=Rungs(None))
+    return Trainer(
+        tiny_model(), cfg, objective, total_steps=9, dump_dir=folder, on_exhausted=lambda: ""
+    )
 
 
 def test_the_next_launch_begins_with_the_lowered_cap(

@@ -23,7 +23,7 @@ from hone.config.hardware import available_host_bytes, installed_gpu, known_gpu
 from hone.config.recipe import to_yaml
 from hone.config.rules import findings
 from hone.config.tree import PlanConfig
-from hone.observe.whole_file import whole_file, write_whole
+from hone.observe.whole_file import write_whole
 from hone.planner.comparison import (
     NUM_WHOLE,
     Comparison,
@@ -36,7 +36,6 @@ from hone.planner.comparison import (
 )
 from hone.planner.fitting import gpu_host_roles
 from hone.planner.run_memory import RunMemory
-from hone.planner.timeline import draw_timelines
 from hone.version import __version__
 
 __all__ = ["run"]
@@ -54,9 +53,9 @@ It simulates the steps of each and ranks them: seconds a step, tokens/s, who is
 idle, how stale samples are; then memory by phase, and why each of the first
 beats the next. What fits nowhere is refused with what would make it possible.
 Needs no GPU, no model (only its shape) and no data. --output FILE.yaml writes
-the first as a recipe, FILE.json all numbers, with a timeline as FILE.svg. What
-the columns mean is below the table; tok/s is that of `hone rl`, tokens of
-trained rows with their prompts over all GPUs.
+the first as a recipe, FILE.json all numbers. What the columns mean is below
+the table; tok/s is that of `hone rl`, tokens of trained rows with their
+prompts over all GPUs.
 
 Lengths decide: give measured ones where there are any (plan.lengths). The
 speed of programs is assumed to be what has been measured on one H200; every
@@ -113,7 +112,7 @@ def _with_own_host(cfg: PlanConfig) -> PlanConfig:
 
 
 def _write(result: Comparison, output: Path) -> str:
-    """Write the recipe, or numbers and plot; what is where."""
+    """Write the recipe, or all numbers. Returns what to do with the file, or what it holds."""
     if output.suffix in (".yaml", ".yml"):
         write_whole(output, _recipe(result), "output")
         launch = " ".join(launch_words(result.outcomes[0]))
@@ -122,7 +121,8 @@ def _write(result: Comparison, output: Path) -> str:
         if placement.colocated and launch == "hone rl":
             nproc = placement.num_trainers + result.cfg.cluster.num_critics
         return f"to run the first: {launch} {output}{f' --nproc {nproc}' * (nproc > 1)}"
-    return f"numbers in {output}, plot in {_write_files(result, output)}"
+    write_whole(output, f"{json.dumps(_as_json(result), indent=1)}\n", "output")
+    return f"numbers in {output}"
 
 
 def _recipe(result: Comparison) -> str:
@@ -284,24 +284,6 @@ def _title(result: Comparison) -> str:
 
 def _model(result: Comparison) -> str:
     return result.cfg.model.shape or result.cfg.model.path
-
-
-def _write_files(result: Comparison, output: Path) -> Path:
-    """Write `output`, and the plot beside it; returns the path of the plot."""
-    plot = output.with_suffix(".svg")
-    with whole_file(output) as file:
-        json.dump(_as_json(result), file, indent=1)
-        file.write("\n")
-    drawn = dict.fromkeys([result.outcomes[0], result.plain])
-    title = f"{_model(result)} on {result.num_gpus} x {result.gpu.name}, simulated"
-    with whole_file(plot) as file:
-        file.write(
-            draw_timelines(
-                title,
-                [(f"{x.name}: {x.run.tokens_per_s:,.0f} tok/s", x.run) for x in drawn],
-            )
-        )
-    return plot
 
 
 def _as_json(result: Comparison) -> dict[str, Any]:

@@ -57,7 +57,7 @@ from hone.models.tokenizer import (
 )
 from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
-from hone.planner.rungs import Rungs
+from hone.planner.smaller_start import smaller_start
 from hone.rewards.scorer import Scorer, check_failure_rate
 from hone.rollout.buffer import SampleScorer, apply_masks
 from hone.rollout.collector import Collector
@@ -519,7 +519,7 @@ def _models(
         total_steps=plan.optimizer_steps - waits,
         seed=cfg.run.seed,
         dump_dir=start.dir,
-        rungs=Rungs(plan),
+        on_exhausted=partial(smaller_start, plan),
         temperature=temperature,
         exact=exact,
         replays_routes=cfg.algorithm.routing_replay,
@@ -537,7 +537,7 @@ def _models(
             exact=exact,
             mesh=mesh,
             dump_dir=start.dir,
-            rungs=Rungs(plan),
+            on_exhausted=partial(smaller_start, plan),
         )
     elif is_adapted(model):  # a rule keeps it from devices of its own
         scorers["reference"] = WithoutAdapters(model, trainer)
@@ -551,7 +551,7 @@ def _models(
             mesh=mesh,
             role="teacher",
             dump_dir=start.dir,
-            rungs=Rungs(plan),
+            on_exhausted=partial(smaller_start, plan),
         )
     is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
     is_rounded = is_half or cfg.engine.packs_rows
@@ -601,7 +601,7 @@ def _critic(cfg: RLConfig, plan: RunPlan, start: Launch, objective: Objective) -
         total_steps=plan.optimizer_steps,
         seed=seed,
         dump_dir=start.dir,
-        rungs=Rungs(plan),
+        on_exhausted=partial(smaller_start, plan),
         mesh=mesh,
     )
 

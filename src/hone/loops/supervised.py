@@ -32,7 +32,7 @@ from hone.models.adapters import adapt, is_adapted
 from hone.models.load import load_config, load_end_ids, load_value_model
 from hone.models.tokenizer import load_tokenizer, require_known_tokens, require_padding
 from hone.observe.metrics import Mean, Metrics
-from hone.planner.rungs import Rungs
+from hone.planner.smaller_start import smaller_start
 from hone.trainer.collating import collate
 from hone.trainer.kept_scores import KeptScores
 from hone.trainer.models import Models
@@ -177,13 +177,17 @@ def _models(
         algorithm.objectives["policy"],
         total_steps=cfg.run.steps,
         dump_dir=start.dir,
-        rungs=Rungs(plan),
+        on_exhausted=partial(smaller_start, plan),
         mesh=mesh,
     )
     scorers: dict[str, RowScorer] = {}
     if frozen is not None:
         scorers["reference"] = FrozenScorer(
-            frozen, cfg.trainer, mesh=mesh, dump_dir=start.dir, rungs=Rungs(plan)
+            frozen,
+            cfg.trainer,
+            mesh=mesh,
+            dump_dir=start.dir,
+            on_exhausted=partial(smaller_start, plan),
         )
     elif "reference" in algorithm.needs.scores and is_adapted(model):
         scorers["reference"] = WithoutAdapters(model, trainer)

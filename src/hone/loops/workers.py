@@ -27,7 +27,6 @@ from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.tracing import EngineTracer, MemoryRecorder
-from hone.planner.rungs import Rungs
 from hone.rewards.scorer import Scorer
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.judge import Judge, PooledRewardModel, RewardModel, Transcripts
@@ -204,7 +203,7 @@ def build_scorer(role: ScorerName, cfg: RLConfig) -> FrozenScorer | RewardModel:
         top_k=cfg.teacher.top_k,
         role=role,
         dump_dir=cfg.run.dir,
-        rungs=Rungs(None),
+        on_exhausted=lambda: "",
     )
 
 

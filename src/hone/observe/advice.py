@@ -21,6 +21,7 @@ from hone.config.address import names_code
 from hone.config.engine import CPU_CACHE_GIB
 from hone.config.hardware import num_usable_cores
 from hone.config.plan import RunPlan
+from hone.config.trainer import cap_key
 from hone.config.tree import RLConfig
 from hone.observe.symptoms import History
 from hone.planner.fitting import (
@@ -32,7 +33,6 @@ from hone.planner.fitting import (
     memory_changes,
 )
 from hone.planner.gain import Measured, Pricing
-from hone.planner.rungs import cap_key
 from hone.planner.search import peak_bytes
 
 __all__ = [
@@ -61,6 +61,7 @@ _UNPLANNED = (ArithmeticError, AssertionError, AttributeError, LookupError, OSEr
 """What planner and rules raise about a run that they were not made for."""
 TRAINED_OR_SCORED = ("policy", "critic", "reference", "teacher")
 """Roles whose passes are computed again where memory ends."""
+_KINDS: tuple[Literal["backward"], Literal["forward"]] = ("backward", "forward")
 _NUM_KEPT = 8
 """Steps whose lengths are kept."""
 
@@ -260,7 +261,7 @@ def lowered_caps(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]
     """What the passes that ran out of memory have been cut down to."""
     change: dict[str, int] = {}
     for role in TRAINED_OR_SCORED:
-        for kind in ("backward", "forward"):
+        for kind in _KINDS:
             if (cap := now.get(f"mem/{role}_{kind}_cap")) is not None:
                 has_own = kind == "forward" and cfg.trainer.max_tokens_per_forward is not None
                 in_rows = cfg.trainer.micro_batch_size is not None and not has_own

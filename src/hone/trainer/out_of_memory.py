@@ -26,12 +26,11 @@ from typing import Any, TypeVar
 import torch
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
-from hone.config.trainer import SFTTrainerConfig
+from hone.config.trainer import SFTTrainerConfig, cap_key
 from hone.distributed.mesh import Mesh
 from hone.models.failed_pass import free_failed_pass
 from hone.observe.metrics import Last, Metrics, Sum
 from hone.observe.whole_file import write_whole
-from hone.planner.rungs import Rungs, cap_key
 from hone.trainer.batcher import Batcher, PassKind
 from hone.trainer.recompute import recompute_fully
 from hone.types import Row
@@ -49,7 +48,7 @@ class RestartError(torch.OutOfMemoryError):
 
 
 class Repair:
-    """The rungs that the passes of one role have taken."""
+    """What the passes of one role have given up since memory ended."""
 
     def __init__(
         self,
@@ -58,16 +57,17 @@ class Repair:
         *,
         role: str,
         folder: Path | None = None,
-        rungs: Rungs | None = None,
+        on_exhausted: Callable[[], str] | None = None,
     ) -> None:
-        """`rungs` are what a run can give up; without, nothing is, and errors stay as they are.
-        `folder` keeps notes, which are taken over and told. Collective."""
+        """`on_exhausted` is called where nothing is left to give up, and returns a sentence on what
+        another start can change; without it nothing is given up, and errors stay as they are.
+        `folder` keeps notes, which are taken over and logged. Collective."""
         self.num_failures = 0
         """Since `take_metrics` was last called."""
         self._mesh = mesh
         self._role = role
         self._path = None if folder is None else folder / NOTES
-        self._rungs = rungs
+        self._on_exhausted = on_exhausted
         self._noted = self._read_notes()
         self._own = cfg
         if self._in_force("recompute", cfg.recompute) is not None:
@@ -107,7 +107,7 @@ class Repair:
         Raises torch.OutOfMemoryError where no rung is left, and RestartError with several
         processes.
         """
-        if self._rungs is None:
+        if self._on_exhausted is None:
             return compute()
         random_state = capture_random_state()
         may_be_fragments = True
@@ -145,15 +145,15 @@ class Repair:
             )
 
     def exhausted(self, what: str, told: str) -> torch.OutOfMemoryError:
-        """The end of a run in which `what` does not fit, and the rungs that need another start."""
-        rest = "" if self._rungs is None else self._rungs.rest()
+        """The end of a run in which `what` does not fit, and what another start can change."""
+        rest = "" if self._on_exhausted is None else self._on_exhausted()
         return torch.OutOfMemoryError(
             f"{what} of the {self._role} does not fit, and a run under way has nothing else to "
             f"give up. {rest}\nFrom torch: {told}"
         )
 
     def _take_rung(self, kind: PassKind, rows: Sequence[Row], told: str) -> str:
-        """Give up the next, note it, and say which and what it costs."""
+        """Give up the next rung, and note it; returns the key and value that ask for it."""
         configured: object = self._batcher.configured(kind)
         now: object = self._batcher.lower(kind, rows, self._mesh)
         if isinstance(now, int):
@@ -165,8 +165,7 @@ class Repair:
             self._note("recompute", self._own.recompute, value)
         else:
             raise self.exhausted(f"a {kind} pass over the longest row alone", told)
-        assert self._rungs is not None
-        return f"{key} {value}{self._rungs.cost({key: value})}"
+        return f"{key} {value}"
 
     # -- notes -----------------------------------------------------------------------------------
 

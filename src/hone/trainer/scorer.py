@@ -21,7 +21,6 @@ from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import adapters_off
 from hone.models.routes import unrecorded
-from hone.planner.rungs import Rungs
 from hone.trainer.batcher import Batcher, PassKind
 from hone.trainer.collating import check_rows
 from hone.trainer.out_of_memory import Repair
@@ -134,13 +133,13 @@ class FrozenScorer:
         mesh: Mesh | None = None,
         role: str = "reference",
         dump_dir: Path | None = None,
-        rungs: Rungs | None = None,
+        on_exhausted: Callable[[], str] | None = None,
     ) -> None:
         """`cfg` is the trainer's, `top_k` as of `ParallelModel`, other arguments as of
         `Trainer`."""
         self._batcher = Batcher.of(cfg, model, exact=exact)
         mesh = Mesh.alone(model.device) if mesh is None else mesh
-        self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, rungs=rungs)
+        self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, on_exhausted=on_exhausted)
         self.repair.adopt(self._batcher)
         self.model = ParallelModel.frozen(
             model, cfg, mesh, temperature=temperature, exact=exact, top_k=top_k

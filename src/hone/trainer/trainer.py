@@ -29,7 +29,6 @@ from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import merged_weights
 from hone.observe.metrics import Mean, Metrics, Sum, merge
-from hone.planner.rungs import Rungs
 from hone.trainer.batcher import Batcher
 from hone.trainer.optimizer import Optimizer
 from hone.trainer.out_of_memory import Repair
@@ -61,7 +60,7 @@ class Trainer:
         temperature: float = 1.0,
         seed: int = 0,
         dump_dir: Path | None = None,
-        rungs: Rungs | None = None,
+        on_exhausted: Callable[[], str] | None = None,
         exact: bool = False,
         replays_routes: bool = False,
         mesh: Mesh | None = None,
@@ -69,7 +68,7 @@ class Trainer:
         """`total_steps` counts the optimizer steps of the run, for the schedule. `role` is the
         model's, as in the names of columns. `temperature` is that which sampled the rows, `seed`
         orders mini-batches. `dump_dir` receives the rows of a step whose numbers are not finite,
-        and what `Repair` notes; `rungs` are what a step gives up where memory ends.
+        and what `Repair` notes, `on_exhausted` as there.
         `exact` and `replays_routes` as in `ParallelModel.trained`. `mesh` is shared by all
         processes that train together, each of which brings the same model, in host memory, on its
         device or deferred (`hone.models.deferred`); it is changed in place."""
@@ -77,7 +76,7 @@ class Trainer:
         self.mesh = mesh
         self.objective = objective
         self.role = role
-        self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, rungs=rungs)
+        self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, on_exhausted=on_exhausted)
         cfg = self.repair.cfg
         self.batcher = Batcher.of(cfg, model, seed=seed, exact=exact)
         self.model, self.policy = ParallelModel.trained(
