@@ -281,11 +281,11 @@ def fresher_samples(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Chan
 def more_reward_workers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """Calls at a time. Built-in functions compute, so that more workers than cores gain nothing;
     the user's own and services may wait."""
-    now = cfg.reward.worker_limit
+    present = cfg.reward.worker_limit
     waits = cfg.reward.waits_for_services or any(names_code(x.fn) for x in cfg.reward.functions)
-    most = 4 * now if waits else num_usable_cores()
-    numbers = dict.fromkeys(min(n * now, most) for n in (2, 4))
-    yield from ({"reward.num_workers": number} for number in numbers if number > now)
+    most = 4 * present if waits else num_usable_cores()
+    numbers = dict.fromkeys(min(n * present, most) for n in (2, 4))
+    yield from ({"reward.num_workers": number} for number in numbers if number > present)
 
 
 def wider_buffers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
