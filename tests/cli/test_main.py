@@ -642,6 +642,11 @@ def test_a_name_that_the_hub_refuses_is_told_with_what_is_near(
         assert "model.path 'Qwen/Qwen3-06B' is no folder here" in told
         assert "there is no such model" in told
         assert "Did you mean qwen3-0.6b?" in told
+    config = str(workspace / "mixtral" / "config.json")
+    monkeypatch.setattr("hone.config.hub.hf_hub_download", lambda *_, **__: config)
+    flags = ("--model.path=mistralai/Mixtral-8x7B-v0.1", flags[1])
+    told = " ".join(output(capsys, "check", "rl", *flags, code=2).split())
+    assert "is of the family mixtral" in told
 
 
 def test_R22_a_run_that_cannot_go_on_is_told_by_hone_check(

@@ -83,6 +83,8 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --run.dir '~/runs'", "run.dir: begins with `~`, which is not expanded here"),
     ("rl r.yaml --model.path '~/m'", f"give {os.path.expanduser('~/m')}"),
     ("rl r.yaml --gpus 2", "--nproc N behind the command starts N processes on this host"),
+    ("rl r.yaml --num_gpus 2", "--nproc N behind the command starts N processes on this host"),
+    ("check r.yaml --model.shape qwen3-8b", "Name the model in --model.path, such as"),
     ("rl r.yaml --trainer.optimizer '{<<: {lr: 1}}'", "recipes have no merge keys"),
     ("rl r.yaml --run.dir " + "x" * 300, "run.dir: has a name of more than 255 bytes"),
     ("rl r.yaml --run.dir file", "run.dir 'file' is a file. Name another folder."),

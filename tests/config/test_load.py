@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hone.config import UserError, recipe, schema
 from hone.config.base import Section
-from hone.config.load import dump_config, load_config, resolve_recipe
+from hone.config.load import dump_config, load_config, load_noted, resolve_recipe
 from hone.config.recipe import to_yaml
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from tests.tables import table
@@ -307,6 +307,24 @@ def test_R22_suggestions_planted(bug: Callable[..., Any], monkeypatch: pytest.Mo
     monkeypatch.setattr("hone.config.unknown.nearest", bug)
     with pytest.raises(AssertionError):
         check_suggestions(GenerateConfig, NEEDED)
+
+
+@table("key", ["gpus", "num_gpus", "rollout.tempratur", "lora_rank", "rollout.xyz", "xyz"])
+def test_recipes_flags_and_python_answer_an_unknown_key_alike(key: str, tmp_path: Path) -> None:
+    """Only the place differs, and that flags have dashes before them."""
+    nested: Any = 1
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    with pytest.raises(UserError) as caught:
+        load_noted(RLConfig, None, NEEDED, [("Python", nested)])
+    said = [
+        message(f"--{key}=1"),
+        message(text=to_yaml(nested), folder=tmp_path),
+        str(caught.value),
+    ]
+    hints = {one.partition("); ")[2].replace(" --", " ") for one in said}
+    assert len(hints) == 1, said
+    assert hints != {""}, said
 
 
 def test_R22_unknown_keys_of_a_recipe_fail_in_every_section(tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ def unknown_key(tree: type[Section], path: Sequence[str], *, dashes: str = "") -
             f"{dashes}data.train.0.path names"
         )
     hint = of_other_command(tree, path) or alias_hint(tree, path, dashes=dashes)
+    if hint and path == ["model", "shape"]:
+        hint += (
+            f". Name the model in {dashes}model.path, such as `Qwen/Qwen3-8B`: `hone check` knows "
+            "the sizes of public ones by their name"
+        )
     near = [] if hint else [key for key in nearest(tree, path) if _is_meant(tree, path, key)]
     if near:
         hint = f"did you mean {' or '.join(dashes + key for key in near)}?"
