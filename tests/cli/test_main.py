@@ -613,6 +613,20 @@ def test_a_model_that_is_refused_has_no_sizes(
     assert "is of the family mixtral" in found
 
 
+def test_a_check_takes_a_public_shape_in_place_of_a_model(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--data.train.0.path=train.jsonl", "--gpu=h100", "--json")
+    by_name, by_shape = (
+        json.loads(output(capsys, "check", "rl", given, *flags))
+        for given in ("--model.path=Qwen/Qwen3-0.6B", "--model.shape=qwen3-0.6b")
+    )
+    assert by_shape["derived"] == by_name["derived"]
+    assert any("a run needs a model in model.path" in note for note in by_shape["notes"])
+    main(["check", "rl", "--model.shape=qwen3-06b", *flags])
+    assert "did you mean qwen3-0.6b?" in capsys.readouterr().err
+
+
 def test_a_recipe_of_pairs_is_known_by_its_columns(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

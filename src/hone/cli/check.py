@@ -40,6 +40,8 @@ from hone.config.rules import Finding
 from hone.config.sharing import command_of, key_paths
 from hone.config.tree import RLConfig, SFTConfig
 from hone.data.sources import is_json_array, iter_source
+from hone.families.registry import public_configs
+from hone.families.shape import public_shape
 from hone.planner.lines import Line, plan_lines
 from hone.rewards.jail import missing_walls
 
@@ -47,7 +49,7 @@ __all__ = ["run"]
 
 _USAGE = """\
 usage: hone check [COMMAND] RECIPE [--section.key VALUE ...]
-                  [--nproc N] [--gpu NAME] [--json]
+                  [--nproc N] [--gpu NAME] [--model.shape NAME] [--json]
 
 Resolves and checks a recipe of COMMAND (rl, sft, dpo, reward-model, eval or
 generate; unset: the one that its keys are for), and prints what is wrong, what
@@ -55,7 +57,8 @@ was set, the numbers that follow, the memory of each phase, and whether it fits:
 processes, one a device, on the GPUs of this host, or with --gpu on others (h200,
 h100, a100-80g, a100-40g, l40s, a10, 4090, ...); on a CPU, and of what is
 offloaded, whether this host's memory holds the run. Loads no model, of one on the
-hub config.json alone; needs no GPU, and with --gpu no packages of that host.
+hub config.json alone, of --model.shape (qwen3-8b, ...) in place of model.path
+nothing; needs no GPU, and with --gpu no packages of that host.
 Exit code: 2 with errors, else 0.
 `hone check COMMAND --help` explains the keys.
 """
@@ -65,6 +68,10 @@ def run(argv: Sequence[str]) -> int:
     """Check a recipe and print the outcome; 2 where it has errors."""
     nproc, words = take_nproc(argv)
     name, words = take_word("--gpu", words)
+    shape, words = take_word("--model.shape", words)
+    if shape is not None:
+        _require_public(shape)
+        words.append(f"--model.path={shape}")
     command = words.pop(0) if words and words[0] in RECIPE_TREES else None
     if not words or is_help(words):
         if command is not None and words:
@@ -91,12 +98,26 @@ def run(argv: Sequence[str]) -> int:
         known["can_install"] = True  # on the host that has such GPUs
     plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
     findings = _findings(plan, known)
+    if shape is not None:
+        findings = [one for one in findings if one.keys != ("model.path",)]  # which is none
+        notes.append(f"Sizes are those of the shape {shape}; a run needs a model in model.path.")
     notes = [*notes, *_unknown_sizes(plan), *_walls(cfg)]
     if as_json:
         _print_json(plan, findings, notes)
     else:
         _print_tables(plan, findings, [f"Checked for `hone {command}`.", *notes])
     return 2 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _require_public(shape: str) -> None:
+    """Raise UserError for a shape that is not known."""
+    if public_shape(shape.lower()) is None:
+        question = f"; {near}" if (near := near_name(shape)) else "."
+        raise UserError(
+            f"--model.shape {shape} is no public shape that hone knows{question} "
+            f"Known are {', '.join(public_configs())}. For another model give the folder with its "
+            "config.json as --model.path."
+        )
 
 
 def _command_of(words: Sequence[str], *, has_pairs: bool = False) -> str:

@@ -32,8 +32,8 @@ def unknown_key(tree: type[Section], path: Sequence[str], *, dashes: str = "") -
     hint = of_other_command(tree, path) or alias_hint(tree, path, dashes=dashes)
     if hint and path == ["model", "shape"]:
         hint += (
-            f". Name the model in {dashes}model.path, such as `Qwen/Qwen3-8B`: `hone check` knows "
-            "the sizes of public ones by their name"
+            f". Name the model in {dashes}model.path; `hone check` also takes the flag "
+            "--model.shape"
         )
     near = [] if hint else [key for key in nearest(tree, path) if _is_meant(tree, path, key)]
     if near:
