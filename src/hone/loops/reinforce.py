@@ -26,7 +26,7 @@ from hone.distributed.processes import processes
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
 from hone.loops.engine_ranks import EngineRanks
-from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
+from hone.loops.inputs import prompts_of, share_of_workers, transcripts_of, try_out
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.rank0 import Controller, CriticLead, Lead, Rank0Collector, Rank0Scorer
@@ -45,6 +45,7 @@ from hone.models.load import (
     load_value_model,
 )
 from hone.models.tokenizer import (
+    decoder,
     load_tokenizer,
     require_room_for_tokens,
     require_same_tokens,
