@@ -18,6 +18,7 @@ __all__ = [
     "RecomputeMode",
     "SFTTrainerConfig",
     "TrainerConfig",
+    "cap_key",
 ]
 
 
@@ -193,3 +194,11 @@ class TrainerConfig(SFTTrainerConfig):
     `auto`: 2e-3 for bfloat16, 1e-6 for float32, made for equal rounding: set it where
     `trainer.matmul_precision` is not `default`. Ratios may lie outside [0.9, 1.1] for 8 % of the
     tokens. `off`: no gate."""
+
+
+def cap_key(role: str, kind: str, *, in_rows: bool) -> str:
+    """The key that sets the cap of a role's passes, `backward` or `forward`, of tokens or rows."""
+    if in_rows:
+        return "trainer.micro_batch_size"
+    section = role if role == "critic" or (role, kind) == ("teacher", "forward") else "trainer"
+    return f"{section}.max_tokens_per_{'microbatch' if kind == 'backward' else 'forward'}"

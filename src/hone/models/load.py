@@ -24,7 +24,7 @@ from transformers import (
 
 from hone.attention import ATTENTION_NAME, flash4
 from hone.attention.backends import choose_packed_backend
-from hone.config import plan
+from hone.config import model as model_config
 from hone.config.errors import UserError
 from hone.config.flash4 import is_installed
 from hone.config.hub import locate_model
@@ -72,7 +72,7 @@ _QUICK_BYTES = 1 << 30
 def compute_dtype(cfg: ModelConfig, device: torch.device | str) -> torch.dtype:
     """Format of forward and backward: as configured; `auto` is bfloat16 on CUDA, else float32."""
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    return getattr(torch, plan.compute_dtype(cfg.dtype, kind))
+    return getattr(torch, model_config.compute_dtype(cfg.dtype, kind))
 
 
 def load_model(

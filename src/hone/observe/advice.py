@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hone.config.engine import CPU_CACHE_GIB
 from hone.config.plan import RunPlan
+from hone.config.trainer import cap_key
 from hone.config.tree import RLConfig
 from hone.observe.symptoms import History
 from hone.planner.fitting import (
@@ -30,7 +31,6 @@ from hone.planner.fitting import (
     memory_changes,
 )
 from hone.planner.gain import Measured, Pricing
-from hone.planner.rungs import cap_key
 from hone.planner.search import peak_bytes
 
 __all__ = [

@@ -15,7 +15,7 @@ from hone.planner.fitting import Change, changed, errors, memory_changes
 from hone.planner.run_memory import RunMemory
 from hone.planner.training_time import TrainingTime
 
-__all__ = ["Rungs", "cap_key"]
+__all__ = ["Rungs"]
 
 _GIB = 1 << 30
 _LEAST = _GIB // 10
@@ -30,14 +30,6 @@ _TAKEN = {
 _SHARE = "engine.gpu_memory_utilization"
 _UNPLANNED = (ArithmeticError, AssertionError, LookupError, ValueError)
 """Raised for runs that the planner was not made for: nothing is predicted for them."""
-
-
-def cap_key(role: str, kind: str, *, in_rows: bool) -> str:
-    """The key that sets the cap of a role's passes, `backward` or `forward`, of tokens or rows."""
-    if in_rows:
-        return "trainer.micro_batch_size"
-    section = role if role == "critic" or (role, kind) == ("teacher", "forward") else "trainer"
-    return f"{section}.max_tokens_per_{'microbatch' if kind == 'backward' else 'forward'}"
 
 
 class Rungs:

@@ -21,20 +21,22 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
-from hone.config.trainer import SFTTrainerConfig
+from hone.config.trainer import SFTTrainerConfig, cap_key
 from hone.distributed.mesh import Mesh
 from hone.models.failed_pass import free_failed_pass
 from hone.observe.metrics import Last, Metrics, Sum
 from hone.observe.whole_file import write_whole
-from hone.planner.rungs import Rungs, cap_key
 from hone.trainer.batcher import Batcher, PassKind
 from hone.trainer.recompute import recompute_fully
 from hone.types import Row
+
+if TYPE_CHECKING:
+    from hone.planner.rungs import Rungs
 
 __all__ = ["Repair", "RestartError"]
 

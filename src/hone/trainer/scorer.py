@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,15 @@ from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import adapters_off
 from hone.models.routes import unrecorded
-from hone.planner.rungs import Rungs
 from hone.trainer.batcher import Batcher, PassKind
 from hone.trainer.collating import check_rows
 from hone.trainer.out_of_memory import Repair
 from hone.trainer.packing import Plan, digest
 from hone.trainer.parallel_model import ParallelModel
 from hone.types import Column, MicroBatch, Row
+
+if TYPE_CHECKING:
+    from hone.planner.rungs import Rungs
 
 __all__ = ["FrozenScorer", "RowScorer", "WithoutAdapters", "agree", "agreed_passes", "row_outputs"]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import merged_weights
 from hone.observe.metrics import Mean, Metrics, Sum, merge
-from hone.planner.rungs import Rungs
 from hone.trainer.batcher import Batcher
 from hone.trainer.optimizer import Optimizer
 from hone.trainer.out_of_memory import Repair
@@ -39,6 +38,9 @@ from hone.trainer.policy import NonFiniteError
 from hone.trainer.scorer import agree, agreed_passes, row_outputs
 from hone.trainer.shown_tokens import ShownTokens
 from hone.types import MicroBatch, Row
+
+if TYPE_CHECKING:
+    from hone.planner.rungs import Rungs
 
 __all__ = ["Trainer"]
 
