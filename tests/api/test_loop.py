@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hone
 from hone.cli import quickstart
 from hone.cli.main import main
 from tests.tiny_runs import write_inputs
@@ -89,3 +90,10 @@ def test_the_readme_shows_the_loop_behind_the_quick_start() -> None:
     assert shown == EXAMPLE.read_text()
     assert "## Install and try it" in blocks[0]
     assert "## Train on your own data" not in blocks[0]
+
+
+def test_the_page_on_python_names_every_part() -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    section = page.partition("\n## A loop of your own\n")[2].partition("\n## ")[0]
+    parts = hone._PARTS  # type: ignore[attr-defined]
+    assert [name for name in parts if not re.search(rf"\b{name}\b", section)] == []
