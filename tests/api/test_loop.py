@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,8 @@ def test_the_loop_learns_and_saves_what_transformers_loads(
     assert len(rewards) == 12
     assert sum(rewards[-4:]) > sum(rewards[:4]) + 4 * 0.1, rewards
     assert after > before + 0.15
-    start, trained = map(AutoModelForCausalLM.from_pretrained, (loop.MODEL, loop.OUTPUT))
+    start: Any = AutoModelForCausalLM.from_pretrained(loop.MODEL)
+    trained: Any = AutoModelForCausalLM.from_pretrained(loop.OUTPUT)
     for name, weight in start.state_dict().items():
         assert not torch.equal(weight, trained.state_dict()[name]), name
     tokenizer = AutoTokenizer.from_pretrained(loop.OUTPUT)
