@@ -28,9 +28,9 @@ from hone.config.rollout import RolloutConfig
 from hone.distributed.calls import Frames, Hub, frame
 from hone.distributed.channel import packed
 from hone.engine.worker import Polled
-from hone.loops.inputs import decoder
 from hone.loops.loop import rare_collections
 from hone.models.tiny import make_bpe_tokenizer
+from hone.models.tokenizer import decoder
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector
 from hone.rollout.engine_pool import EnginePool

@@ -1,4 +1,5 @@
-"""How large the code is: files, lines by kind, keys, and the largest files of each package.
+"""How large the code is: files, lines by kind, keys, what `examples/loop.py` loads of it, and the
+largest files of each package.
 
     python benchmarks/size.py              # `make size`
     python benchmarks/size.py --files 20   # and the largest files
@@ -12,6 +13,9 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
+import subprocess
+import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -20,6 +24,16 @@ from hone.config import schema
 from hone.config.tree import RLConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "loop.py"
+_LOAD = """
+import ast, json, pathlib, sys
+import hone
+for node in ast.walk(ast.parse(pathlib.Path(sys.argv[1]).read_text())):
+    if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "hone":
+        getattr(hone, node.attr)
+files = [getattr(m, "__file__", None) for n, m in sys.modules.items() if n.split(".")[0] == "hone"]
+print(json.dumps([file for file in files if file]))
+"""
 
 
 def lines_by_kind(text: str) -> Counter[str]:
@@ -53,6 +67,19 @@ def lines_by_kind(text: str) -> Counter[str]:
     return kinds
 
 
+def loaded_by_example() -> Counter[str]:
+    """The lines of each package, by its name, that the names of hone in `examples/loop.py` load in
+    a fresh interpreter, and under `files` the number of modules."""
+    command = [sys.executable, "-c", _LOAD, str(EXAMPLE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = Counter[str]()
+    for file in map(Path, json.loads(done.stdout)):
+        package = file.relative_to(ROOT / "src").parts[1].removesuffix(".py")
+        loaded[package] += len(file.read_text().splitlines())
+        loaded["files"] += 1
+    return loaded
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -79,6 +106,10 @@ def main() -> None:
     for path, kinds in sorted(sizes.items(), key=lambda item: -item[1]["lines"])[:num_shown]:
         print(f"{kinds['lines']:>7,}  {path}")
     print(f"\nkeys of the rl tree: {len(list(schema.fields(RLConfig)))}")
+    loaded = loaded_by_example()
+    num_modules = loaded.pop("files")
+    most = ", ".join(f"{name} {lines:,}" for name, lines in loaded.most_common(6))
+    print(f"examples/loop.py loads {num_modules} modules, {loaded.total():,} lines: {most} ...")
 
 
 if __name__ == "__main__":

@@ -19,3 +19,11 @@ def test_files_import_each_other_in_no_circle() -> None:
         TopologicalSorter(files).prepare()
     except CycleError as error:
         pytest.fail("imports in a circle: " + " -> ".join(reversed(error.args[1])))
+
+
+def test_the_trainer_is_loaded_without_the_planner() -> None:
+    """A loop of hone's parts would else load a third of the package for it."""
+    graph = grimp.build_graph("hone", exclude_type_checking_imports=True)
+    loaded = graph.find_upstream_modules("hone.trainer.trainer")
+    heavy = ("hone.planner", "hone.config.rules", "hone.config.tree")
+    assert not [module for module in loaded if module.startswith(heavy)]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hone
+from hone import api
 from hone.cli.help import default_text
 from hone.config.recipe import RECIPES, recipe_names
 from hone.config.schema import Field, fields, is_section
@@ -85,10 +86,20 @@ def recipe_reference() -> str:
 
 
 def python_reference() -> str:
-    """The public names of the package, functions first, which mkdocstrings fills in."""
+    """The public names of the package, which mkdocstrings fills in: the commands, then what they
+    take and return, then the parts."""
     names = [name for name in hone.__all__ if name != "__version__"]
-    names.sort(key=lambda name: inspect.isclass(getattr(hone, name)))
-    return "# Python\n" + "".join(f"\n::: hone.api.{name}\n" for name in names)
+    names.sort(key=lambda name: (name not in api.__all__, inspect.isclass(getattr(hone, name))))
+    text = "# Python\n\n[Python](../docs/python.md) says how they belong together.\n"
+    for name in names:
+        found = getattr(hone, name)
+        place = f"hone.api.{name}"
+        if name not in api.__all__:
+            place = f"{found.__module__}.{found.__qualname__}"
+        text += f"\n::: {place}\n"
+        if not place.endswith(f".{name}"):
+            text += f"    options: {{heading: {name}, toc_label: {name}}}\n"
+    return text
 
 
 def main() -> int:

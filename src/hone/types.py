@@ -410,7 +410,7 @@ LossExtent = Literal["trained", "row", "unit"]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a row carries beside its ids, such as advantages or a label."""
+    """Values that a row has in addition to its token ids, such as advantages or a label."""
 
     values: Tensor  # [N, ...], [T, ...] or [1, ...] as `per` says, in host memory
     per: Extent = "trained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import math
@@ -334,9 +335,21 @@ def test_importing_is_light() -> None:
 
 def test_public_names() -> None:
     assert all(getattr(hone, name) for name in hone.__all__)
-    assert set(hone.__all__) - {"__version__"} == set(hone.api.__all__)  # type: ignore
+    assert set(hone.__all__) - {"__version__"} == {*hone.api.__all__, *hone._PARTS}  # type: ignore
+    assert not {*hone.api.__all__} & hone._PARTS.keys()  # type: ignore
+    assert all(inspect.getdoc(getattr(hone, name)) for name in hone._PARTS)
     with pytest.raises(AttributeError, match="no attribute 'train'"):
         hone.train  # type: ignore # noqa: B018
+
+
+def test_type_checkers_find_each_part_where_it_is() -> None:
+    typed = {
+        name.asname or name.name: node.module + (f":{name.name}" if name.asname else "")
+        for node in ast.walk(ast.parse(Path(hone.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for name in node.names
+    }
+    assert {name: typed[name] for name in hone._PARTS} == hone._PARTS
 
 
 def test_a_notebook_shows_bar_and_curves(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:

@@ -21,10 +21,10 @@ from hone.data.sft import load_sft
 from hone.data.sources import Row
 from hone.data.turns import TurnRenderer
 from hone.loops import supervised
-from hone.loops.inputs import decoder
 from hone.models.load import load_end_ids
 from hone.models.support import silent_token_ids
 from hone.models.tiny import make_tiny_model
+from hone.models.tokenizer import decoder
 from hone.observe.loggers import completion_row, pair_row
 from hone.rollout.judge import Transcripts
 from hone.types import Observation, Prompt, Sample, StopReason, Turn

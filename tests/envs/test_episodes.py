@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from hone.config.tree import RLConfig
 from hone.loops import reinforce
-from hone.loops.inputs import decoder, prompts_of
+from hone.loops.inputs import prompts_of
 from hone.loops.workers import make_engine
 from hone.models.load import load_model
 from hone.models.support import declared_eos_ids
-from hone.models.tokenizer import load_tokenizer
+from hone.models.tokenizer import decoder, load_tokenizer
 from hone.rollout.episodes import Episodes
 from hone.rollout.requests import Decode, request_seed, sampling_params
 from hone.types import NOT_SAMPLED, Completion, Engine, Request, Sample

@@ -271,3 +271,28 @@ def test_submit_and_poll_return_each_sample_once():
         assert scorer.stats().num_scored == 5
         with pytest.raises(AssertionError):
             scorer.submit(samples[0])
+
+
+def test_a_function_may_run_in_this_process():
+    calls = []
+
+    def double(completion, level, max_completion_tokens):
+        calls.append(max_completion_tokens)
+        return {"score": 2 * float(completion), "level": level}
+
+    scorer = Scorer.in_process(double, max_completion_tokens=16)
+    good, bad = make_sample("1.5", level=3), make_sample("four", level=3)
+    scorer.submit(good, bad)
+    assert scorer.poll() == [good, bad]
+    assert calls == [16, 16]
+    assert not scorer.uses_workers
+    assert good.reward is not None
+    assert (good.reward.total, dict(good.reward.parts)) == (3.0, {"double": 3.0, "double/level": 3})
+    assert (bad.reward, bad.failure) == (None, FailureKind.EXCEPTION)
+    assert "ValueError" in bad.failure_detail
+
+    def positional(completion, /):
+        return 1.0
+
+    with pytest.raises(ValueError, match="positional"):
+        Scorer.in_process(positional, max_completion_tokens=16)

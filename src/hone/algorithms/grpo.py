@@ -25,10 +25,18 @@ __all__ = ["GRPO"]
 
 
 class GRPO:
-    """Implements `Algorithm`."""
+    """GRPO and its kin (Dr.GRPO, RLOO, REINFORCE++; PPO clip, GSPO, CISPO, SAPO) as `cfg` says.
+
+        algorithm = GRPO(AlgorithmConfig(), max_completion_tokens=1024)
+        rows = algorithm.rows(groups, version=step - 1)  # token ids, masks, log-probabilities
+        algorithm.targets(rows, groups)                  # the column `advantages`, [N] float32
+
+    `objectives["policy"]` is the loss for the trainer. Implements `Algorithm`.
+    """
 
     def __init__(self, cfg: AlgorithmConfig, *, max_completion_tokens: int) -> None:
-        """`max_completion_tokens` as in `PolicyObjective`."""
+        """`max_completion_tokens`, the longest completion, is what the aggregation `constant`
+        divides by."""
         self.cfg = cfg
         self.needs = cfg.needs
         self.objectives: Mapping[str, Objective] = {
@@ -36,8 +44,8 @@ class GRPO:
         }
 
     def rows(self, batch: Sequence[Group], version: int) -> list[Row]:
-        """One for each valid sample, in order, of the groups that have enough of them. Failed
-        samples leave no trace in them."""
+        """One row for each valid sample, in order, of the groups that have enough of them. Failed
+        samples leave no trace. `version` is that of the weights that are about to be trained."""
         rows = [
             _row(sample, group, version)
             for group in self._usable(batch)

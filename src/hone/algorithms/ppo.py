@@ -26,12 +26,16 @@ __all__ = ["PPO", "ValueObjective", "gae"]
 
 
 class PPO(GRPO):
-    """The rows and the policy loss of GRPO; implements `Algorithm`."""
+    """PPO: the rows and the policy loss of GRPO, with advantages against a critic that learns.
+
+    `objectives["critic"]` is the critic's loss. `targets` needs the column `values/critic`, [N]
+    float32, of each row. Implements `Algorithm`.
+    """
 
     def __init__(
         self, cfg: AlgorithmConfig, critic: CriticConfig, *, max_completion_tokens: int
     ) -> None:
-        """`max_completion_tokens` as in `PolicyObjective`."""
+        """`max_completion_tokens` is the longest completion, as in `GRPO`."""
         super().__init__(cfg, max_completion_tokens=max_completion_tokens)
         values = frozenset[Output]({"values"})
         self.needs = replace(

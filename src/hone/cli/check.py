@@ -31,8 +31,9 @@ from hone.config import flash4
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.hardware import known_gpu
+from hone.config.model import compute_dtype
 from hone.config.paths import DATA_SUFFIXES, local_path, must_be_local
-from hone.config.plan import RECIPE_TREES, Command, RunPlan, compute_dtype
+from hone.config.plan import RECIPE_TREES, Command, RunPlan
 from hone.config.printable import printable
 from hone.config.recipe import read_recipe, to_yaml
 from hone.config.reward import RewardConfig

@@ -9,7 +9,9 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["LoraConfig", "ModelConfig", "TrainedModelConfig"]
+__all__ = ["Dtype", "LoraConfig", "ModelConfig", "TrainedModelConfig", "compute_dtype"]
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 class LoraConfig(Section):
@@ -66,3 +68,10 @@ class TrainedModelConfig(ModelConfig):
 
     lora: LoraConfig = LoraConfig()
     """Train adapters instead of all weights."""
+
+
+def compute_dtype(dtype: Literal["auto", "float32", "bfloat16"], kind: str) -> Dtype:
+    """The format that `model.dtype` is on a kind of device."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if kind == "cpu" else "bfloat16"

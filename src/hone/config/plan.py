@@ -20,7 +20,7 @@ from hone.config.data import DataConfig
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.config.hardware import Peaks
-from hone.config.model import LoraConfig
+from hone.config.model import Dtype, LoraConfig, compute_dtype
 from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes
 from hone.config.rollout import SamplingConfig
@@ -47,11 +47,9 @@ __all__ = [
     "BatchArithmetic",
     "Command",
     "Devices",
-    "Dtype",
     "Role",
     "RoleName",
     "RunPlan",
-    "compute_dtype",
     "resolve",
 ]
 
@@ -63,7 +61,6 @@ RECIPE_TREES = cast(
     "Mapping[str, type[Command]]", {command: TREES[command] for command in RECIPE_COMMANDS}
 )
 """The trees of the commands that a recipe may be for."""
-Dtype = Literal["float32", "bfloat16"]
 RoleName = Literal["policy", "engine", "reference", "critic", "teacher", "reward_model"]
 Layers = Literal["eager", "compiled", "exact", "fused"]
 
@@ -387,13 +384,6 @@ def resolve(
         except UserError as error:
             axes, problem = AxisSizes.of(plan.trainer.parallel), str(error)
     return replace(plan, roles=_roles(plan, axes), batch=_batch(config), problem=problem)
-
-
-def compute_dtype(dtype: Literal["auto", "float32", "bfloat16"], kind: str) -> Dtype:
-    """The format that `model.dtype` is on a kind of device."""
-    if dtype != "auto":
-        return dtype
-    return "float32" if kind == "cpu" else "bfloat16"
 
 
 def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:

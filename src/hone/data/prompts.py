@@ -37,11 +37,12 @@ def load_prompts(
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    seed: int,
+    seed: int = 0,
     max_prompt_tokens: int | None = None,
     keeps_messages: bool = False,
 ) -> PromptData:
-    """Read, render, filter and split the prompts of all sources.
+    """Read, render, filter and split the prompts of all sources: `train`, a stream without end
+    whose order `seed` draws, and `eval`, a list.
 
     `max_prompt_tokens` is what the model's context leaves for a prompt; the lower of it and
     `data.max_prompt_tokens` counts. `keeps_messages` as in `Renderer`. Raises UserError for

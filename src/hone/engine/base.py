@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from enum import StrEnum
 from itertools import count
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -16,8 +17,10 @@ from hone.engine.sequence import Sequence
 from hone.models.manifest import build_manifest, compare
 from hone.models.support import context_length
 from hone.models.tensor_parallel import TensorParallel
-from hone.observe.tracing import EngineTracer
 from hone.types import Request, WeightManifest
+
+if TYPE_CHECKING:
+    from hone.observe.tracing import EngineTracer
 
 __all__ = ["EngineBase", "EngineState", "check_context"]
 

@@ -48,7 +48,11 @@ _log = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(EngineBase):
-    """The `Engine` protocol over a transformers model with attention `hone`, on its device.
+    """Samples from a model in this process, with continuous batching over a paged KV cache.
+
+    `model` comes from `load_model`; the public name of this class is `hone.Engine`. Nothing runs
+    behind the caller's back: `submit` queues requests, and each `step` computes one token of every
+    running sequence.
 
     The model's parameters may be aliases of a trainer's, who then owns them:
     `EngineConfig.gpu_memory_utilization` is a share of the *total* device memory that holds the KV

@@ -23,7 +23,6 @@ from hone.data.reading import num_rows, read_prompts
 from hone.distributed.mesh import Mesh
 from hone.loops.inference import counting, load_engine
 from hone.loops.inputs import (
-    decoder,
     room_for_prompts,
     share_of_workers,
     transcripts_of,
@@ -34,7 +33,7 @@ from hone.loops.launch import join
 from hone.loops.workers import judged
 from hone.models.load import load_config, load_end_ids
 from hone.models.tensor_parallel import TensorParallel
-from hone.models.tokenizer import load_tokenizer, require_known_tokens
+from hone.models.tokenizer import decoder, load_tokenizer, require_known_tokens
 from hone.observe.kept_result import settings_text
 from hone.observe.loggers import completion_row, json_line, pair_row
 from hone.observe.parts import Part, PartWriter, finish_parts, read_parts, taken_parts

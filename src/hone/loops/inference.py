@@ -21,7 +21,6 @@ from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
 from hone.loops.engine_ranks import EngineRanks
 from hone.loops.inputs import (
-    decoder,
     prompts_of,
     share_of_workers,
     transcripts_of,
@@ -32,7 +31,7 @@ from hone.loops.launch import join
 from hone.loops.workers import judged, make_engine
 from hone.models.load import load_end_ids, load_model
 from hone.models.tensor_parallel import TensorParallel
-from hone.models.tokenizer import load_tokenizer
+from hone.models.tokenizer import decoder, load_tokenizer
 from hone.observe.environment import save_environment
 from hone.observe.kept_result import settings_text
 from hone.observe.loggers import json_line, sample_row

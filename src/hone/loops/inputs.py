@@ -1,10 +1,9 @@
-"""What is read before any weight: prompts that fit, text to tokens and back, reward workers."""
+"""What is read before any weight: prompts that fit, text to tokens, reward workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
@@ -16,15 +15,13 @@ from hone.data.sources import shorten
 from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
 from hone.models.load import load_config, load_end_ids
-from hone.models.support import classifies, context_length, silent_token_ids
+from hone.models.support import classifies, context_length
 from hone.models.tokenizer import load_tokenizer, require_known_tokens
 from hone.rewards.scorer import Scorer
 from hone.rollout.judge import Transcripts
-from hone.rollout.requests import Decode
 from hone.types import Prompt
 
 __all__ = [
-    "decoder",
     "encoder",
     "prompts_of",
     "room_for_prompts",
@@ -93,24 +90,6 @@ def transcripts_of(
     for prompt in prompts[:1]:
         found.check(prompt)
     return found
-
-
-def decoder(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> Decode:
-    """Token ids to text, exactly as the tokens spell it, without `silent_token_ids`. `end_ids` are
-    those that end a turn of the model."""
-    silent = np.array(sorted(silent_token_ids(end_ids, tokenizer)), np.int64)
-
-    def decode(token_ids: Sequence[int]) -> str:
-        ids = np.asarray(token_ids, np.int64)
-        text = tokenizer.decode(
-            ids[~np.isin(ids, silent)],  # of a list transformers looks at each number
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
-        assert isinstance(text, str)
-        return text
-
-    return decode
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.checkpoint.export import export_adapter, export_hf, rehearse_export
+from hone.checkpoint.export import export_adapter, rehearse_export
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
@@ -352,11 +352,7 @@ def export(
     merged there, also to `<run.dir>/adapter`. Collective."""
     policy, mesh, lora = trainer.policy, launch.mesh, launch.cfg.model.lora
     dtype = _export_dtype(trainer, launch)
-    if lora.rank or dtype == policy.dtype:
-        weights = trainer.named_weights()
-    else:  # the finest there are: masters in place of what is computed with
-        weights = policy.named_masters()
-    export_hf(policy.model, tokenizer, launch.dir / "model", dtype, weights, mesh=mesh, step=step)
+    trainer.export_hf(launch.dir / "model", tokenizer, dtype=dtype, step=step)
     if lora.rank:
         adapters, folder = _wholes(policy.masters), launch.dir / "adapter"
         export_adapter(policy.model, lora, folder, adapters, mesh=mesh, step=step)
@@ -366,9 +362,7 @@ def export_role(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch, *, step: int
 ) -> None:
     """Write a model that has learnt beside the policy to `<run.dir>/<role>`. Collective."""
-    policy = trainer.policy
-    folder, weights = launch.dir / trainer.role, trainer.named_weights()
-    export_hf(policy.model, tokenizer, folder, policy.dtype, weights, mesh=launch.mesh, step=step)
+    trainer.export_hf(launch.dir / trainer.role, tokenizer, step=step)
 
 
 def _export_dtype(trainer: Trainer, launch: Launch) -> torch.dtype:

@@ -26,7 +26,6 @@ from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
 from hone.loops.engine_ranks import EngineRanks
 from hone.loops.inputs import (
-    decoder,
     prompts_of,
     share_of_workers,
     transcripts_of,
@@ -51,6 +50,7 @@ from hone.models.load import (
     load_value_model,
 )
 from hone.models.tokenizer import (
+    decoder,
     load_tokenizer,
     require_room_for_tokens,
     require_same_tokens,

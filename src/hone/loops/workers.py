@@ -20,12 +20,11 @@ from hone.distributed.pool import RecordEvent, ThreadWorker
 from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.worker import EngineWorker, LockStep
-from hone.loops.inputs import decoder
 from hone.loops.launch import choose_device
 from hone.models.load import blank_model, load_config, load_model, load_value_model
 from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
-from hone.models.tokenizer import load_tokenizer
+from hone.models.tokenizer import decoder, load_tokenizer
 from hone.observe.tracing import EngineTracer, MemoryRecorder
 from hone.rewards.scorer import Scorer
 from hone.rollout.engine_pool import EnginePool

@@ -24,7 +24,7 @@ from transformers import (
 
 from hone.attention import ATTENTION_NAME, flash4
 from hone.attention.backends import choose_packed_backend
-from hone.config import plan
+from hone.config import model as model_config
 from hone.config.errors import UserError
 from hone.config.flash4 import is_installed
 from hone.config.hub import locate_model
@@ -72,21 +72,22 @@ _QUICK_BYTES = 1 << 30
 def compute_dtype(cfg: ModelConfig, device: torch.device | str) -> torch.dtype:
     """Format of forward and backward: as configured; `auto` is bfloat16 on CUDA, else float32."""
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    return getattr(torch, plan.compute_dtype(cfg.dtype, kind))
+    return getattr(torch, model_config.compute_dtype(cfg.dtype, kind))
 
 
 def load_model(
     cfg: ModelConfig,
     *,
-    device: torch.device | str,
-    seed: int,
+    device: torch.device | str | None = None,
+    seed: int = 0,
     tp: TensorParallel | None = None,
     on_host: bool = False,
     packs_rows: bool = False,
 ) -> PreTrainedModel:
     """The model of `cfg` on `device` in its compute dtype, in eval mode, with our attention.
 
-    `seed` draws the weights under `init: random`. With `tp`, only this rank's parts of them reach
+    `device` unset is the first GPU, or the CPU where torch sees none. `seed` draws the weights
+    under `init: random`. With `tp`, only this rank's parts of them reach
     the device, as `shard_model` makes them; together they are the weights of one process. With
     `on_host` the same model stays in host memory, for whoever takes it to the device in parts. With
     `packs_rows` it is for an engine of `engine.weight_dtype=int8` (`hone.models.int8_rows`).
@@ -94,7 +95,7 @@ def load_model(
     is not supported, predicts no tokens or cannot be divided, and where weights are missing, not
     finite, damaged, or more than it has places for.
     """
-    device = torch.device(device)
+    device = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     tp = tp or TensorParallel(rank=0, size=1, device=device)
     config = load_config(cfg)
     check_divides(config, tp.size)

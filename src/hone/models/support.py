@@ -51,8 +51,9 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 def eos_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[int, ...]:
-    """`declared_eos_ids` of a model that is loaded; `hone.models.load.load_end_ids` has them
-    before."""
+    """Every token id that ends an answer of a loaded model, ascending: those of its generation
+    config, of its config and of its tokenizer. `hone.models.load.load_end_ids` has them before a
+    model is loaded."""
     return declared_eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
 
 

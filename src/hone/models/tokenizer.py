@@ -1,18 +1,21 @@
-"""Loading a tokenizer."""
+"""Loading a tokenizer, and from token ids to text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, cast
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
 from hone.config.tokens import OTHER_TOKENS, difference, lacking_room, unknown_token
+from hone.models.support import silent_token_ids
 
 __all__ = [
+    "decoder",
     "load_tokenizer",
     "require_known_tokens",
     "require_padding",
@@ -49,6 +52,29 @@ def load_tokenizer(cfg: ModelConfig, *, path_key: str = "model.path") -> PreTrai
             raise FileNotFoundError(f"model.chat_template={str(cfg.chat_template)!r}: no such file")
         tokenizer.chat_template = cfg.chat_template.read_text(encoding="utf-8")
     return tokenizer
+
+
+def decoder(
+    tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
+) -> Callable[[Sequence[int]], str]:
+    """A function from the token ids of a completion to its text, exactly as the tokens spell it.
+
+    It leaves out `end_ids`, which end a turn of the model (`eos_token_ids`), the padding, and the
+    token by which the chat template ends a turn. All others are text, special or not.
+    """
+    silent = np.array(sorted(silent_token_ids(end_ids, tokenizer)), np.int64)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        ids = np.asarray(token_ids, np.int64)
+        text = tokenizer.decode(
+            ids[~np.isin(ids, silent)],  # of a list transformers looks at each number
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    return decode
 
 
 def require_padding(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -27,7 +27,7 @@ from hone.config.address import names_code
 from hone.config.env import EnvConfig
 from hone.config.errors import UserError
 from hone.config.inherited import inherited
-from hone.config.reward import BUILTIN_REWARDS, RewardConfig
+from hone.config.reward import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
 from hone.config.signatures import SHAPES, Shape, missing_column
 from hone.rewards.base import Builtin
 from hone.rewards.builtin import build
@@ -97,9 +97,15 @@ class Scorer:
     """
 
     def __init__(
-        self, cfg: RewardConfig, *, max_completion_tokens: int, env: EnvConfig | None = None
+        self,
+        cfg: RewardConfig,
+        *,
+        max_completion_tokens: int,
+        env: EnvConfig | None = None,
+        trusted: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        env = env or EnvConfig()
+        """`trusted` are functions that run here as built-ins do, by their names in `cfg`."""
+        env, trusted = env or EnvConfig(), trusted or {}
         self.max_turns = env.max_turns if env.path is not None else 1
         """Turns of an episode; where one is the last, a sample `must_end`."""
         self.on_wait: Callable[[str], None] | None = None
@@ -134,12 +140,33 @@ class Scorer:
             raise ValueError("`reward.functions` is empty; name one, such as `exact_match`")
         builtins = _builtins(cfg, max_completion_tokens)
         names = cfg.names
-        if self._has_env or any(builtin is None or builtin.isolated for builtin in builtins):
+        functions = [
+            trusted.get(entry.fn, None if builtin is None or builtin.isolated else builtin)
+            for entry, builtin in zip(cfg.functions, builtins, strict=True)
+        ]
+        if self._has_env or any(function is None for function in functions):
             self._pool = Pool(_job(cfg, names, env))
             return
-        for name, entry, builtin in zip(names, cfg.functions, builtins, strict=True):
-            assert builtin is not None
-            self._inline.append(RewardFunction(builtin, name=name, weight=entry.weight, args={}))
+        for name, entry, function in zip(names, cfg.functions, functions, strict=True):
+            assert function is not None
+            self._inline.append(RewardFunction(function, name=name, weight=entry.weight, args={}))
+
+    @classmethod
+    def in_process(cls, function: Callable[..., Any], *, max_completion_tokens: int) -> Scorer:
+        """A scorer of one function, which runs in this process, inside `submit`.
+
+        There is no worker, no deadline and no limit on memory: a function that may hang or crash is
+        better named in `RewardConfig`. Its parameters say what it needs, as in recipes:
+        `completion`, `prompt`, `answer`, `max_completion_tokens` (the longest completion), any
+        column of the data. It returns a number, or a dict with `score` and further numbers. Where
+        it raises, the sample has failed and gets no score.
+
+        Raises ValueError where it has other parameters, or they cannot be seen.
+        """
+        spec = f"{function.__module__}:{getattr(function, '__name__', type(function).__name__)}"
+        check_signature(function, spec, {})
+        cfg = RewardConfig(functions=(RewardFunctionConfig(fn=spec),))
+        return cls(cfg, max_completion_tokens=max_completion_tokens, trusted={spec: function})
 
     def check_data(
         self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]

@@ -125,7 +125,8 @@ class _Rounds:
 
 @dataclass(slots=True)
 class Collector:
-    """Drives an engine and a scorer over a stream of prompts. A step of the loop is
+    """Drives an engine and a scorer over a stream of prompts, and gives each step of training its
+    groups of scored samples. A step of the loop is
 
         groups = collector.collect(step)
         with collector.background():
@@ -142,9 +143,12 @@ class Collector:
     scorer: SampleScorer
     prompts: PromptSource
     rollout_cfg: RolloutConfig
-    pipeline_cfg: PipelineConfig
     decode: Decode
-    seed: int
+    """Token ids of a completion to its text (`hone.models.tokenizer.decoder`)."""
+    pipeline_cfg: PipelineConfig = field(default_factory=PipelineConfig)
+    """By default sampling and training take turns."""
+    seed: int = 0
+    """It draws all samples."""
     max_failure_rate: float = 1.0
     """Failed samples of a step, as a share (0 to 1), that end the run."""
     render: RenderTurn | None = None

@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.algorithms.algorithm import Objective, Outputs
+from hone.checkpoint.export import export_hf
 from hone.checkpoint.sharded import StoredTensor, bytes_on
 from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.models.adapters import merged_weights
+from hone.models.adapters import is_adapted, merged_weights
 from hone.observe.metrics import Mean, Metrics, Sum, merge
 from hone.trainer.batcher import Batcher
 from hone.trainer.optimizer import Optimizer
@@ -43,10 +44,12 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """A model and everything that its training needs.
+    """A model in training: it turns rows into micro-batches, gradients and optimizer steps.
 
-    With a mesh of several processes every one of them is given all rows and returns the same
-    results.
+        trainer = Trainer(model, TrainerConfig(), algorithm.objectives["policy"], total_steps=100)
+        metrics = trainer.update(rows)
+
+    With a mesh of several processes each of them is given all rows and returns the same results.
     """
 
     def __init__(
@@ -65,10 +68,11 @@ class Trainer:
         replays_routes: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        """`total_steps` counts the optimizer steps of the run, for the schedule. `role` is the
-        model's, as in the names of columns. `temperature` is that which sampled the rows, `seed`
-        orders mini-batches. `dump_dir` receives the rows of a step whose numbers are not finite,
-        and what `Repair` notes, `on_exhausted` as there.
+        """`model` comes from `load_model` and is changed in place; `objective` is the loss, that of
+        an algorithm for the model's `role`. `total_steps` is the number of optimizer steps of the
+        whole run, for the schedule of the learning rate. `temperature` is the one that sampled the
+        rows, `seed` orders mini-batches. `dump_dir` receives the rows of a step whose numbers are
+        not finite, and what `Repair` notes; `on_exhausted` as there.
         `exact` and `replays_routes` as in `ParallelModel.trained`. `mesh` is shared by all
         processes that train together, each of which brings the same model, in host memory, on its
         device or deferred (`hone.models.deferred`); it is changed in place."""
@@ -222,6 +226,27 @@ class Trainer:
         """The weights an engine must sample with, under Hugging Face names. With several processes
         whole tensors, gathered some at a time: collective, and each exists while it is held."""
         return merged_weights(self.policy.model, self.policy.named_weights())
+
+    def export_hf(
+        self,
+        folder: Path | str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        dtype: torch.dtype | None = None,
+        step: int | None = None,
+    ) -> Path:
+        """Write the model as a Hugging Face folder, which `from_pretrained` loads without hone:
+        config, weights, tokenizer and chat template. The folder.
+
+        Weights are of the format that the model computes in, or of `dtype`, to which float32
+        masters are then rounded; adapters are merged into them. `step` goes into the folder's
+        manifest. Collective; raises as `hone.checkpoint.export.export_hf`.
+        """
+        policy = self.policy
+        dtype = dtype or policy.dtype
+        is_as_computed = is_adapted(policy.model) or dtype == policy.dtype
+        weights = self.named_weights() if is_as_computed else policy.named_masters()
+        return export_hf(policy.model, tokenizer, folder, dtype, weights, mesh=self.mesh, step=step)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Masters and moments as named tensors, and counters that JSON can hold. Those of other

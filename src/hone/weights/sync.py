@@ -45,7 +45,11 @@ class SyncReport:
 
 
 class WeightSync:
-    """The way of weights from one trainer to one engine in the same process."""
+    """Delivers the weights of one trainer to one engine in the same process, with proof.
+
+    weights = WeightSync(trainer, engine)
+    report = weights.push(version=step)  # `report.seconds`, `report.bytes`
+    """
 
     def __init__(self, trainer: Trainer, engine: Engine) -> None:
         self.trainer = trainer

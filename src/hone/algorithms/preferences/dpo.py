@@ -19,8 +19,12 @@ __all__ = ["DPO", "PairObjective", "labelled_rows", "logits_by_label", "sum_of_r
 
 
 class DPO:
-    """Implements `Algorithm` for pairs. A unit is a pair; what a pair weighs is one over the pairs
-    of the optimizer step, over all ranks."""
+    """DPO and its kin: the rows of pairs of completions, the chosen one before the rejected one.
+
+    Most of its losses need the column `logprobs/reference`, [N] float32, of each row. A pair weighs
+    one over the pairs of the optimizer step, over all ranks. Implements `Algorithm` for items of
+    `Preference`.
+    """
 
     def __init__(self, cfg: PreferenceConfig) -> None:
         self.cfg = cfg
