@@ -135,10 +135,10 @@ class Buffer:
 
     def step(self) -> list[InFlightGroup]:
         """`Runner.step`; return the groups that it makes complete."""
-        has_requests = self.runner.has_requests
-        completed = self._completed(self.runner.step())
-        if has_requests:
-            now, counts = self.runner.engine.stats(), self.counts
+        runner, num_steps = self.runner, self.runner.num_steps
+        completed = self._completed(runner.step())
+        if runner.num_steps > num_steps:
+            now, counts = runner.engine.stats(), self.counts
             counts.max_kv_cache_usage = max(counts.max_kv_cache_usage, now.kv_cache_usage)
             counts.sum_waiting += now.num_waiting
             counts.num_polls += 1
@@ -149,6 +149,8 @@ class Buffer:
         return self._completed(self.runner.poll(timeout_s))
 
     def _completed(self, ended: Ended) -> list[InFlightGroup]:
+        if not ended.groups:  # nearly always
+            return []
         return [self.by_id[entry.group.id] for entry in ended.groups]
 
     def pop(self, entry: InFlightGroup) -> Group:

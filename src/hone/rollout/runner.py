@@ -162,6 +162,8 @@ class Runner:
     """Samples among these without a reward since they have failed."""
     num_undecided: int = 0
     """Samples with the scorer that may come back for another turn."""
+    num_steps: int = 0
+    """Steps of the engine that `step` has made."""
     num_prompt_tokens: int = 0
     """Prompt tokens of all turns that have ended."""
     num_cached_tokens: int = 0
@@ -213,6 +215,7 @@ class Runner:
             self._next_turns.clear()
         elif not self.engine.has_unfinished:
             return self.poll(SCORE_WAIT_S)
+        self.num_steps += 1
         for completion in self.engine.step():
             self._on_completion(completion)
         return self.poll()
