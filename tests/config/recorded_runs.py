@@ -56,7 +56,7 @@ RUNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         (*JUDGE, *PASSES, *HELD_OUT[:1], *HUB, *HELD_OUT[2:]),
     ),
     "generate": (
-        HUB,
+        (*HUB, *ENV),
         (*SCORED, *JUDGE, "--keep=passing", "--n_samples_per_prompt=2"),
         TOO_LONG,
     ),

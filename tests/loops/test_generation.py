@@ -1,4 +1,4 @@
-"""`hone generate`: what is kept, what a kill leaves, what goes on, and what is read again."""
+"""`hone generate`: what is kept, what a kill leaves, what goes on, what is read again, episodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -16,8 +17,10 @@ from tests.tiny_runs import lines
 
 from hone.cli.main import main
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.loops import generation, inference
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
-from hone.observe.parts import parts_folder
+from hone.observe.parts import PartWriter, parts_folder
+from hone.rollout.episodes import Episodes
 
 FLAGS = (
     *("--model.path=model", "--run.device=cpu", "--data.train.0.path=rows.jsonl"),
@@ -177,3 +180,78 @@ def test_kills_lose_and_double_nothing(here):
         # A product's last bits depend on how many rows it is computed with.
         assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)
     assert found == expected
+
+
+ENVS = """
+from hone.envs import Observation
+
+class Echo:
+    def __init__(self, last=3):
+        self.last = last
+
+    def step(self, episode):
+        if len(episode.turns) == self.last or episode.turn[:1] in "02468":
+            return sum(map(len, episode.turns)) / 10
+        return Observation(f"={len(episode.turn)}=", role=None, max_tokens=2, state=[episode.turn])
+"""
+ECHO = ("--env.path=envs.py:Echo", "--generation.max_completion_tokens=20")
+
+
+def test_episodes_are_those_of_an_evaluation(here, monkeypatch):
+    """Token for token, with the same seeds, in another order of engine steps."""
+
+    def same_seeds(**settings):
+        return Episodes(**settings | {"purpose": "generate"})
+
+    (here / "envs.py").write_text(ENVS)
+    rows = made(*ECHO)
+    assert {len(row["turns"]) for row in rows} == {1, 2, 3}
+    assert all(row["reward_parts"] == {"env": row["reward"]} for row in rows)
+    monkeypatch.setattr(inference, "Episodes", same_seeds)
+    replaced = {"train.0": "eval.0", "generation.": "eval.", "--n_samples": "--eval.n_samples"}
+    flags = [*FLAGS, *ECHO, "--run.dir=run", "--engine.max_num_seqs=3"]
+    for old, new in replaced.items():
+        flags = [flag.replace(old, new) for flag in flags]
+    assert main(["eval", *flags]) == 0
+    evaluated = lines(Path("run/eval_samples.jsonl"))
+    names = ("prompt_id", "index", "token_ids", "loss_mask", "turns", "reward", "stop_reason")
+    assert [[row[name] for name in names] for row in rows] == [
+        [row[name] for name in names] for row in evaluated
+    ]
+    assert all(
+        row["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)
+        for row, other in zip(rows, evaluated, strict=True)
+    )
+
+
+def test_episodes_go_on_where_they_were_ended(here, monkeypatch):
+    """What was done stays; the prompts after it are played."""
+    (here / "envs.py").write_text(ENVS)
+    expected, append = made(*ECHO), PartWriter.append
+
+    def dies(self, number, samples, rows):
+        if number == 9:
+            raise KeyboardInterrupt
+        append(self, number, samples, rows)
+
+    Path("completions.jsonl").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(PartWriter, "append", dies)
+        with suppress(KeyboardInterrupt):
+            main(["generate", *FLAGS, *ECHO])
+    part = parts_folder(Path("completions.jsonl")) / "0-of-1.jsonl"
+    assert len(lines(part)) == 9 * 4
+    assert main(["generate", *FLAGS, *ECHO]) == 0
+    found = lines(Path("completions.jsonl"))
+    for row, other in zip(found, expected, strict=True):
+        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)
+    assert found == expected
+
+
+def test_an_environment_that_answers_nonsense_is_told_before_the_model_is_loaded(
+    here, monkeypatch, capsys
+):
+    (here / "envs.py").write_text(ENVS.replace("sum(map(len, episode.turns)) / 10", "{'a': 1.0}"))
+    monkeypatch.delattr(generation, "load_engine")
+    assert main(["generate", *FLAGS, *ECHO, "--env.args={last: 1}"]) != 0
+    assert "without 'score'" in " ".join(capsys.readouterr().err.split())

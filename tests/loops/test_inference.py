@@ -35,6 +35,19 @@ MODELS = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+ENV = """
+from hone.envs import Observation
+
+class Twice:
+    def step(self, episode):
+        if len(episode.turns) == 2 or episode.must_end:
+            return float(len(episode.turn))
+        return Observation(" again ", role=None, max_tokens=6)
+"""
+PLAYED = (
+    *("--env.path=envs.py:Twice", "--generation.max_completion_tokens=24"),
+    f"--generation.stop={[*'aeiounrst0123456789']}",
+)
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -87,12 +100,14 @@ def test_several_processes_write_the_rows_of_one_and_the_first_talks(tmp_path, f
         tmp_path / "model", family=family, num_layers=1, hidden_size=32, **MODELS[family]
     )
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
-    (alone,), expected = generate(tmp_path, 1)
+    (tmp_path / "envs.py").write_text(ENV)
+    (alone,), expected = generate(tmp_path, 1, *PLAYED)
     assert "10 completions written to completions.jsonl" in alone
     assert len(expected) == NUM_PROMPTS * NUM_SAMPLES
+    assert any(len(row["turns"]) == 2 for row in expected)
     for flags in ([], ["--engine.tensor_parallel_size=2"]):
-        (first, second), found = generate(tmp_path, 2, *flags)
-        for key in ("id", "prompt", "index", "token_ids"):
+        (first, second), found = generate(tmp_path, 2, *PLAYED, *flags)
+        for key in ("id", "prompt", "index", "token_ids", "loss_mask", "turns", "reward"):
             assert [row[key] for row in found] == [row[key] for row in expected]
         assert "10 completions written to completions.jsonl" in first
         assert "warning: engine.max_num_batched_tokens" in first

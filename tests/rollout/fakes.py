@@ -16,6 +16,7 @@ from hone.types import (
     EngineStats,
     FailureKind,
     Group,
+    Observation,
     Prompt,
     Request,
     Reward,
@@ -138,8 +139,25 @@ def by_first_token(sample: Sample) -> float:
     return float(sample.token_ids[0] % 2)
 
 
+def render(sample: Sample, observation: Observation) -> tuple[str, tuple[()], tuple[int, ...]]:
+    """Of observations that are token ids."""
+    del sample
+    return "", (), observation.token_ids
+
+
+def play(sample: Sample) -> Observation | None:
+    """An environment of one to four turns, whose answers depend on what was sampled."""
+    drawn = draw("turn", sample.seed, sample.index, *sample.token_ids)
+    if sample.must_end or drawn % 4 == 0:
+        return None
+    return Observation(
+        token_ids=(7, drawn % 50), max_tokens=drawn % 3 + 1, reward=0.5, state=[drawn]
+    )
+
+
 class FakeScorer:
-    """Scores at the n-th poll after submission, in an order of its own."""
+    """Scores at the n-th poll after submission, in an order of its own; where there is an `answer`,
+    the sample goes on with it."""
 
     def __init__(
         self,
@@ -148,8 +166,10 @@ class FakeScorer:
         delay: int = 0,
         fails: Callable[[Sample], FailureKind | None] = lambda _: None,
         takes_whole_groups: bool = False,
+        answer: Callable[[Sample], Observation | None] | None = None,
     ) -> None:
-        self.max_turns = 1
+        self.max_turns = 1 if answer is None else 4
+        self.answer = answer
         self.takes_whole_groups = takes_whole_groups
         self.reward, self.delay, self.fails = reward, delay, fails
         self._waiting: list[tuple[int, Sample]] = []
@@ -164,7 +184,9 @@ class FakeScorer:
         self._waiting = [(left - 1, sample) for left, sample in self._waiting if left]
         for sample in ready:
             sample.failure = sample.failure or self.fails(sample)
-            if sample.failure is None:
+            if self.answer is not None and sample.failure is None:
+                sample.observation = self.answer(sample)
+            if sample.failure is None and sample.observation is None:
                 total = self.reward(sample)
                 sample.reward = Reward(total=total, parts={"fake": total})
         return sorted(ready, key=lambda sample: draw("order", sample.id))
@@ -210,5 +232,6 @@ def make_collector(
         pipeline_cfg=PipelineConfig.model_validate(pipeline or {}),
         decode=lambda ids: " ".join(map(str, ids)),
         seed=7,
+        render=render,
         comm=comm or SingleProcess(),
     )

@@ -105,7 +105,7 @@ def batches(
     for version in range(first, first + num_steps):
         yield collect(collector, version)
         for _ in range(num_polls()):
-            collector._poll(0.0)
+            collector._step()
         bring_weights(collector, version + 1)
 
 
@@ -344,19 +344,19 @@ def test_R19_room_is_filled_in_the_call_that_makes_it() -> None:
     engine = collector.engine
     collect(collector, 0)
     bring_weights(collector, 1)
-    collector._poll(0.0)
+    collector._step()
     assert len(collector._buffer) == 8, "two batches: one to train next, one ahead"
     collector._counting.num_dropped_groups = 0
     while not collector._counting.num_dropped_groups:
         before = len(engine.submitted)
-        collector._poll(0.0)
+        collector._step()
     dropped = collector._counting.num_dropped_groups
     assert len(engine.submitted) - before == 2 * dropped
     assert len(collector._buffer) == 8
     collect(collector, 1)
     assert len(collector._buffer) == 4, "the batch in training leaves one ahead"
     bring_weights(collector, 2)
-    collector._poll(0.0)
+    collector._step()
     assert len(collector._buffer) == 8
 
 
@@ -623,7 +623,7 @@ def test_an_error_of_the_thread_reaches_the_caller() -> None:
         trains()
     assert "Broken" in caught.value.__notes__[0]
     with pytest.raises(Broken):
-        collector._poll(0.0)
+        collector._step()
 
 
 # --- failures, size, metrics -------------------------------------------------------------------

@@ -102,7 +102,7 @@ def batches(ahead: Collector, versions: range, num_polls: int) -> Iterator[Any]:
     for version in versions:
         yield [group_to_dict(group) for group in ahead.collect(version + 1)]
         for _ in range(num_polls):
-            ahead._poll(0.0)
+            ahead._step()
         with ahead.pause(version + 1):
             set_weights(ahead.engine, version + 1)  # type: ignore[arg-type]
 

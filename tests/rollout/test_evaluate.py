@@ -21,7 +21,7 @@ from hone.rewards.scorer import FailureRateError
 from hone.rollout.collector import SingleProcess
 from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summarise
-from hone.rollout.requests import requests_for, sampling_params
+from hone.rollout.requests import sampling_params
 from hone.types import FailureKind, Reward, Sample, StopReason
 from tests.rollout.fakes import FakeEngine, FakeScorer, LateEngine, draw, prompt
 from tests.tables import table
@@ -145,18 +145,13 @@ def test_R21_each_sample_of_an_evaluation_has_a_seed_of_its_own() -> None:
     seeds: list[int] = []
     for purpose in ("eval", "rollout"):
         requests = [
-            requests_for(
-                prompt(number),
-                sampling_params(EvalConfig(), ()),
-                group_id=f"{number}",
-                num_samples=3,
-                run_seed=3,
-                purpose=purpose,
-                number=0,
+            Episodes(decode=str, run_seed=3, purpose=purpose).first_request(
+                f"{number}/{index}", prompt(number), sampling_params(EvalConfig(), ()), number=0
             )
             for number in range(5)
+            for index in range(3)
         ]
-        seeds += [request.sampling.seed for group in requests for request in group]
+        seeds += [request.sampling.seed for request in requests]
     assert len(set(seeds)) == 2 * 5 * 3
     engine = FakeEngine()
     cfg = EvalConfig(n_samples_per_prompt=3, max_completion_tokens=8)

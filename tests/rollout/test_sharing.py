@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hone.config.run import EvaluationConfig
-from hone.rollout import buffer as buffer_module
 from hone.rollout import collector as collector_module
 from hone.rollout.collector import Collector, SingleProcess
 from hone.rollout.episodes import Episodes
@@ -172,16 +171,16 @@ def bug_local_counts(self: Collector, num_groups: int) -> bool:
     return generated < num_groups and bool(self.comm.total(self.engine.has_unfinished)[0])
 
 
-def bug_own_seeds(prompt_: Any, *args: Any, **kwargs: Any) -> Any:
-    kwargs["number"] = id(threading.current_thread())
-    return unbroken_requests_for(prompt_, *args, **kwargs)
+def bug_own_seeds(self: Episodes, *args: Any, number: int) -> Any:
+    del number
+    return unbroken_first_request(self, *args, number=id(threading.current_thread()))
 
 
 def without_tokens(entry: Any) -> dict[int, Request]:
     return {index: replace(one, resumed=None) for index, one in entry.requests.items()}
 
 
-unbroken_requests_for = buffer_module.requests_for
+unbroken_first_request = Episodes.first_request
 
 
 @pytest.mark.parametrize("bug", ["counts", "seeds", "tokens"])
@@ -190,7 +189,7 @@ def test_R21_planted_sharing(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "counts":
         monkeypatch.setattr(Collector, "_must_step", bug_local_counts)
     elif bug == "seeds":
-        monkeypatch.setattr(buffer_module, "requests_for", bug_own_seeds)
+        monkeypatch.setattr(Episodes, "first_request", bug_own_seeds)
     else:  # what was sampled of an unfinished sample stays with its owner
         update = collector_module._GroupUpdate
         monkeypatch.setattr(

@@ -175,7 +175,7 @@ class GenerateRewardConfig(RewardConfig):
     """The reward of a completion, where it is to have one."""
 
     functions: tuple[RewardFunctionConfig, ...] = ()
-    """Scoring functions; the total is their weighted sum. None named, and no `reward.model.path`:
-    completions are not scored.
+    """Scoring functions; the total is their weighted sum. None named, no `reward.model.path` and no
+    `env.path`: completions are not scored.
     Before the model is loaded each is called once on the first row, with its answer as the
     completion."""

@@ -273,6 +273,7 @@ class GenerateConfig(Section):
     model: ModelConfig
     data: DataConfig
     engine: EngineConfig = EngineConfig()
+    env: EnvConfig = EnvConfig()
     generation: GenerationConfig = GenerationConfig()
     n_samples_per_prompt: int = Field(default=1, ge=1)
     """Samples drawn for each prompt."""

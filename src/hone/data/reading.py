@@ -28,15 +28,20 @@ BLOCK_ROWS = 256
 
 
 def read_prompts(
-    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, max_prompt_tokens: int
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    max_prompt_tokens: int,
+    keeps_messages: bool = False,
 ) -> Iterator[Prompt]:
     """The prompts of `data.train` in the order of its files, without those that `eval_fraction`
     holds out, that are longer than `max_prompt_tokens` or than `data.max_prompt_tokens`.
 
-    The columns of a source are chosen by its first block of rows. Raises UserError for anything
-    wrong with the data, when it is reached.
+    The columns of a source are chosen by its first block of rows. `keeps_messages` is that of
+    `Renderer`. Raises UserError for anything wrong with the data, when it is reached.
     """
-    renderer = Renderer(tokenizer, cfg)
+    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages)
     limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
     held_out = HeldOut(seed=seed, fraction=0.0 if cfg.eval else cfg.eval_fraction)
     is_shown = False

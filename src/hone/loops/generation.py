@@ -1,13 +1,13 @@
 """`hone generate`: prompts are read as they are needed, completions written as they come.
 
-prompts ──► engine ──► scorer ──► `chosen` ──► part of this replica ──► output, once all are done
+prompts ──► `Batch` ──► `_chosen` ──► part of this replica ──► output, once all are done
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import chain, islice
 from operator import itemgetter
 from time import monotonic
@@ -21,6 +21,7 @@ from hone.config.paths import settings_file
 from hone.config.tree import GenerateConfig
 from hone.data.reading import num_rows, read_prompts
 from hone.distributed.mesh import Mesh
+from hone.loops.engine_ranks import EngineRanks
 from hone.loops.inference import counting, load_engine
 from hone.loops.inputs import (
     room_for_prompts,
@@ -40,8 +41,10 @@ from hone.observe.parts import Part, PartWriter, finish_parts, read_parts, taken
 from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import FailureRateError, Scorer, describe_failures
 from hone.rollout.batch import Batch
+from hone.rollout.buffer import Progress
 from hone.rollout.episodes import Episodes
 from hone.rollout.requests import sampling_params
+from hone.rollout.runner import Runner
 from hone.types import Prompt, Sample
 
 __all__ = ["run_generation"]
@@ -61,7 +64,10 @@ def run_generation(cfg: GenerateConfig) -> int:
     what they have written, in the order of the prompts. Raises UserError, and FailureRateError
     where more than `reward.max_failure_rate` of the completions cannot be scored.
     """
-    with join(cfg.run, ParallelConfig()) as (mesh, watch):
+    parallel, size = ParallelConfig(), cfg.engine.tensor_parallel_size
+    with join(cfg.run, parallel) as (mesh, watch):
+        ranks = EngineRanks.join(size, mesh, timeout_s=parallel.timeout_s)
+        watch.follow(mesh.groups | ranks.groups)
         watch.enter("generate")
         if mesh.broadcast(cfg.output.is_file()):
             _log.info("%s is there already; remove it to have it made anew", cfg.output)
@@ -72,7 +78,7 @@ def run_generation(cfg: GenerateConfig) -> int:
             if mesh.is_first:
                 write_whole(settings_file(cfg.output), settings_text(cfg), "output")
                 parts = stack.enter_context(taken_parts(cfg.output))
-            _generate(cfg, mesh, mesh.broadcast(parts))
+            _generate(cfg, mesh, ranks, mesh.broadcast(parts))
             mesh.gather(None)  # all are done
             parts = read_parts(cfg.output)
             mesh.gather(None)
@@ -86,7 +92,7 @@ def run_generation(cfg: GenerateConfig) -> int:
 def _conclude(cfg: GenerateConfig, parts: Sequence[Part]) -> None:
     drawn = sum(part.done.num_samples for part in parts)
     failed = sum(part.done.num_failed for part in parts)
-    if not cfg.reward.has_parts:
+    if not _is_scored(cfg):
         return
     if drawn > failed:
         mean = sum(part.done.reward_sum for part in parts) / (drawn - failed)
@@ -95,70 +101,92 @@ def _conclude(cfg: GenerateConfig, parts: Sequence[Part]) -> None:
         _log.warning("warning: %s of them have no reward", f"{failed:,}")
 
 
-def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
-    """What this process is to make, behind what is done."""
-    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, mesh.device)
+def _generate(cfg: GenerateConfig, mesh: Mesh, ranks: EngineRanks, parts: Sequence[Part]) -> None:
+    """Sample what is not done yet: the first rank of each engine drives it, reads the prompts and
+    writes the part of its replica; the other ranks repeat its calls."""
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
-    prompts = _known(
-        read_prompts(
-            cfg.data, tokenizer, seed=cfg.run.seed, max_prompt_tokens=room_for_prompts(cfg)
-        ),
-        tokenizer,
-        cfg,
-    )
+    end_ids = load_end_ids(cfg.model, tokenizer)
+    turns = turns_of(cfg, tokenizer)
+    tp, limit = ranks.tp, cfg.max_completion_tokens
     with ExitStack() as stack:
+        prompts: Iterator[Prompt] = iter(())
         scorer = scores = None
-        end_ids = load_end_ids(cfg.model, tokenizer)
-        if cfg.reward.has_parts and tp.rank == 0:
-            limit = cfg.generation.max_completion_tokens
+        if ranks.is_first:
+            prompts = _known(_prompts_of(cfg, tokenizer), tokenizer, cfg)
+        if ranks.is_first and _is_scored(cfg):
             rewards = share_of_workers(cfg.reward, processes_per_engine=tp.size)
-            scorer = stack.enter_context(Scorer(rewards, max_completion_tokens=limit))
+            scorer = Scorer(rewards, max_completion_tokens=limit, env=cfg.env)
+            stack.enter_context(scorer)
             first = list(islice(prompts, _TRIED_PROMPTS))
             prompts = chain(first, prompts)
             if mesh.is_first:
-                try_out(scorer, first, tokenizer, turns_of(cfg, tokenizer))
+                try_out(scorer, first, tokenizer, turns)
             scores = judged(scorer, transcripts_of(cfg, first), cfg, mesh.device)
-        own = (
-            (number, prompt)
-            for number, prompt in enumerate(prompts)
-            if number % tp.num_replicas == tp.replica and not any(x.has(number) for x in parts)
-        )
-        decode = decoder(tokenizer, end_ids)
-        episodes = Episodes(decode=decode, run_seed=cfg.run.seed, purpose="generate")
-        engine = load_engine(cfg, mesh, tp, tokenizer)
-        batch = Batch(
-            own,
-            engine=engine,
-            scorer=scores,
-            episodes=episodes,
-            sampling=sampling_params(cfg.generation, cfg.generation.stop),
-            num_samples=cfg.n_samples_per_prompt,
-            max_in_engine=2 * cfg.engine.max_num_seqs,
-        )
-        if tp.rank > 0:
-            while not batch.is_done:
-                batch.step()
-            return
-        writer = PartWriter(cfg.output, tp.replica, tp.num_replicas)
-        stack.callback(writer.close)
-        total = -(-num_rows(cfg.data) // tp.num_replicas)
+        lead = ranks.lead(load_engine(cfg, mesh, tp, tokenizer))
         counter = stack.enter_context(counting(mesh, "prompts"))
         if scorer is not None:
             scorer.on_wait = counter.waiting
-        if mesh.is_first and (before := sum(part.done.num_groups for part in parts)):
-            _log.info("going on after %s prompts, from %s", f"{before:,}", parts[0].path.parent)
-        failures, begun_s = _Failures(cfg, total), monotonic()
-        while not batch.is_done:
-            for number, samples in batch.step():
-                failures.check(samples)
-                rows = [json_line(row) for row in _chosen(samples, cfg)]
-                writer.append(number, samples, rows)
-            counter.count(writer.done.num_groups, total)
-        stats, passed_s = engine.stats(), monotonic() - begun_s
-        told = f"{stats.num_generated_tokens:,} tokens in {passed_s:.1f} s, "
-        told += f"{stats.busy_s / passed_s:.1%} of it in the engine"
-        _log.info("%s: %.0f tok/s", told, stats.num_generated_tokens / passed_s)
+
+        def make(between: Progress) -> None:
+            episodes = Episodes(
+                decode=decoder(tokenizer, end_ids),
+                max_turns=1 if scorer is None else scorer.max_turns,
+                render=turns,
+                run_seed=cfg.run.seed,
+                purpose="generate",
+            )
+            batch = Batch(
+                _left_of(prompts, tp, parts),
+                Runner(lead.engine, scores, episodes),
+                sampling=sampling_params(cfg.generation, cfg.generation.stop),
+                num_samples=cfg.n_samples_per_prompt,
+                max_in_engine=2 * cfg.engine.max_num_seqs,
+            )
+            with closing(PartWriter(cfg.output, tp.replica, tp.num_replicas)) as writer:
+                total = -(-num_rows(cfg.data) // tp.num_replicas)
+                if mesh.is_first and (before := sum(part.done.num_groups for part in parts)):
+                    folder = parts[0].path.parent
+                    _log.info("going on after %s prompts, from %s", f"{before:,}", folder)
+                failures, begun_s = _Failures(cfg, total), monotonic()
+                while not batch.is_done:
+                    for number, samples in batch.step():
+                        failures.check(samples)
+                        rows = [json_line(row) for row in _chosen(samples, cfg)]
+                        writer.append(number, samples, rows)
+                    between(writer.done.num_groups, total)
+                    counter.count(writer.done.num_groups, total)
+            stats, passed_s = lead.engine.stats(), monotonic() - begun_s
+            told = f"{stats.num_generated_tokens:,} tokens in {passed_s:.1f} s, "
+            told += f"{stats.busy_s / passed_s:.1%} of it in the engine"
+            _log.info("%s: %.0f tok/s", told, stats.num_generated_tokens / passed_s)
+
+        lead.broadcast_from_rank0(make)
+
+
+def _is_scored(cfg: GenerateConfig) -> bool:
+    """Whether completions have rewards."""
+    return cfg.reward.has_parts or cfg.env.path is not None
+
+
+def _prompts_of(cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:
+    return read_prompts(
+        cfg.data,
+        tokenizer,
+        seed=cfg.run.seed,
+        max_prompt_tokens=room_for_prompts(cfg),
+        keeps_messages=cfg.env.path is not None,
+    )
+
+
+def _left_of(
+    prompts: Iterator[Prompt], tp: TensorParallel, parts: Sequence[Part]
+) -> Iterator[tuple[int, Prompt]]:
+    """The prompts of this replica that no part has, with their numbers."""
+    for number, prompt in enumerate(prompts):
+        is_own = number % tp.num_replicas == tp.replica
+        if is_own and not any(part.has(number) for part in parts):
+            yield number, prompt
 
 
 def _known(

@@ -59,10 +59,11 @@ from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
 from hone.planner.smaller_start import smaller_start
 from hone.rewards.scorer import Scorer, check_failure_rate
-from hone.rollout.buffer import SampleScorer, apply_masks
+from hone.rollout.buffer import apply_masks
 from hone.rollout.collector import Collector
 from hone.rollout.evaluate import PassRule, pass_rule, summarise
 from hone.rollout.metrics import rollout_metrics
+from hone.rollout.runner import SampleScorer
 from hone.trainer.models import Models
 from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
 from hone.trainer.trainer import Trainer

@@ -1,26 +1,25 @@
 """The groups between the draw of their prompt and the step that trains them.
 
-A group's requests go to the engine, its completions to the scorer, its scored samples into the
-group; a sample that an environment answers with an observation goes to the engine again. The
-collector decides how many groups are started and which of them make a step.
+The runner plays a group; the buffer names it, keeps it until it is trained, counts what its step
+took, and saves it. The collector decides how many groups are started and which of them make a step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hone.algorithms.advantage import has_spread
 from hone.config.rollout import RolloutConfig
 from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts
-from hone.rollout.episodes import Episodes
-from hone.rollout.requests import requests_for, sampling_params
+from hone.rollout.requests import sampling_params
+from hone.rollout.runner import Ended, Runner, RunningGroup, SampleScorer
 from hone.rollout.state import (
     group_from_dict,
     group_to_dict,
@@ -29,25 +28,13 @@ from hone.rollout.state import (
     sample_from_dict,
     sample_to_dict,
 )
-from hone.types import (
-    Completion,
-    EngineStats,
-    Group,
-    PerToken,
-    Prompt,
-    Request,
-    Sample,
-    SamplingEngine,
-    StopReason,
-)
+from hone.types import EngineStats, Group, PerToken, Prompt, Sample, SamplingParams
 
 __all__ = [
-    "SCORE_WAIT_S",
     "Buffer",
     "InFlightGroup",
     "Progress",
     "PromptSource",
-    "SampleScorer",
     "apply_masks",
     "check_failures",
     "teaches",
@@ -56,109 +43,64 @@ __all__ = [
 Progress = Callable[[int, int], None]
 """(finished samples, wanted samples), called while a step generates."""
 
-SCORE_WAIT_S = 0.05
-"""How long to wait for a score at a time where there is nothing else to do."""
-
 
 class PromptSource(Protocol):
-    """What a rollout needs of `hone.data.prompts.PromptStream`."""
+    """The part of `hone.data.prompts.PromptStream` that a rollout needs."""
 
     def take(self, num: int, /) -> list[Prompt]: ...
 
 
-class SampleScorer(Protocol):
-    """What a rollout needs of `hone.rewards.scorer.Scorer`."""
-
-    def submit(self, *samples: Sample) -> None: ...
-    def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
-    def cancel(self) -> None: ...
-    @property
-    def pending(self) -> int: ...
-    @property
-    def max_turns(self) -> int: ...
-    @property
-    def takes_whole_groups(self) -> bool: ...
-    def stats(self) -> ScorerStats: ...
-
-
-@dataclass(slots=True)
-class InFlightGroup:
+@dataclass(slots=True, kw_only=True)
+class InFlightGroup(RunningGroup):
     """A group whose prompt has been drawn and which is not trained yet."""
 
-    group: Group
-    requests: dict[int, Request]
-    """Those that the engine has not finished; after an abort they hold the tokens so far."""
-    order: int
-    """Running number of the group; a step trains its groups in this order."""
-    start_version: int
+    start_version: int = 0
     """Version of the weights when it was submitted first."""
     rank: int = 0
     """The process that generates it. The others receive it when it is complete, or when the step
     ends."""
-    episodes: dict[int, Sample] = field(default_factory=dict[int, Sample])
-    """The earlier turns of `requests`, by index; and samples that have ended, and wait for all of
-    the group to have, where reward functions compare them."""
     aborted_count: int = 0
     """Changes of weights, or ends of a step, that interrupted it."""
-    unscored: int = 0
-    """Samples that are with the scorer."""
-    undecided: int = 0
-    """Those of them that may come back for another turn."""
     is_shared: bool = False
     """All processes hold all of its samples."""
-    is_kept: bool = False
-    """Complete, and chosen for the step that is being collected."""
-
-    @property
-    def generated(self) -> bool:
-        return not self.requests and not self.undecided
-
-    @property
-    def complete(self) -> bool:
-        return not self.requests and not self.unscored
-
-    @property
-    def num_finished(self) -> int:
-        """Samples that the engine has finished, scored or not."""
-        num_waiting = len(self.episodes.keys() - self.requests.keys()) if self.episodes else 0
-        return len(self.group.samples) + num_waiting + self.unscored - self.undecided
 
     def is_overdue(self, max_aborted_count: int | None) -> bool:
         """Whether it has been interrupted so often that it must finish before the next time."""
         limit = max_aborted_count
         return limit is not None and self.aborted_count >= limit and not self.generated
 
-    def prioritise(self) -> None:
-        """Let the engine admit it before groups that have no tokens yet."""
-        self.requests = {i: replace(r, priority=-1) for i, r in self.requests.items()}
+
+class _Totals(NamedTuple):
+    """Running totals, of which `counts` gets the difference."""
+
+    engine: EngineStats
+    scorer: ScorerStats
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    read_at_s: float
 
 
 @dataclass(slots=True)
 class Buffer:
     """Groups that have been started and not trained, by id, in the order of their draw.
 
-    All requests of the engine and all samples of the scorer belong to them.
+    `runner` plays those of this process.
     """
 
-    engine: SamplingEngine
+    runner: Runner
     scorer: SampleScorer
     prompts: PromptSource
     cfg: RolloutConfig
-    episodes: Episodes
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     """What is added to; whoever starts a new count replaces it."""
     by_id: dict[str, InFlightGroup] = field(default_factory=dict[str, InFlightGroup])
-    num_failed: int = 0
-    """Samples that the scorer has returned without a reward."""
-    is_submitted: bool = True
-    """The engine has the requests of all groups, but those of `_next_turns`."""
-    _next_turns: list[Request] = field(default_factory=list[Request])
-    """Requests to be submitted by the next step."""
+    _sampling: SamplingParams = field(init=False)
     _num_started: int = 0
-    _counted: tuple[EngineStats, ScorerStats, float] = field(init=False)
-    """The totals of engine and scorer that are in `counts` already, and when they were read."""
+    _counted: _Totals = field(init=False)
+    """The totals that are in `counts` already."""
 
     def __post_init__(self) -> None:
+        self._sampling = sampling_params(self.cfg, self.cfg.stop)
         self.start_counting()
 
     def __len__(self) -> int:
@@ -168,186 +110,85 @@ class Buffer:
         return iter(self.by_id.values())
 
     @property
-    def has_requests(self) -> bool:
-        """There is work for `step`."""
-        return self.engine.has_unfinished or bool(self._next_turns)
-
-    @property
-    def is_sampling(self) -> bool:
-        """There is, or there may be once the environment has answered."""
-        return self.has_requests or self.num_undecided > 0
-
-    @property
     def num_unfinished(self) -> int:
         """Samples that are not finished, as far as is known."""
         return sum(len(entry.requests) + entry.undecided for entry in self)
-
-    @property
-    def num_undecided(self) -> int:
-        """Samples with the scorer that may come back for another turn."""
-        return sum(entry.undecided for entry in self)
-
-    # -- into the engine -------------------------------------------------------------------------
 
     def draw(self, num_prompts: int, *, step: int, version: int) -> list[InFlightGroup]:
         """Draw prompts and make their groups, named after `step`. Nothing is submitted."""
         drawn: list[InFlightGroup] = []
         for prompt in self.prompts.take(max(num_prompts, 0)):
-            group_id = f"{step}-{self._num_started}"
-            group = Group(id=group_id, prompt=prompt, samples=[])
-            num = self.cfg.n_samples_per_prompt
-            entry = InFlightGroup(
-                group=group,
-                requests=dict(enumerate(self._first_requests(group, self._num_started, num))),
+            entry = InFlightGroup.of(
+                prompt,
+                self._sampling,
+                self.runner.episodes,
+                group_id=f"{step}-{self._num_started}",
+                num_samples=self.cfg.n_samples_per_prompt,
                 order=self._num_started,
-                start_version=version,
+                number=self._num_started,
             )
-            self.by_id[group_id] = entry
+            entry.start_version = version
+            self.by_id[entry.group.id] = entry
             self._num_started += 1
             drawn.append(entry)
         return drawn
 
-    def _first_requests(self, group: Group, order: int, num: int) -> list[Request]:
-        return requests_for(
-            group.prompt,
-            sampling_params(self.cfg, self.cfg.stop),
-            group_id=group.id,
-            num_samples=num,
-            run_seed=self.episodes.run_seed,
-            purpose=self.episodes.purpose,
-            number=order,
-        )
-
-    def submit(self, entries: Iterable[InFlightGroup]) -> None:
-        """Submit the unfinished requests of groups, together."""
-        if requests := [request for entry in entries for request in entry.requests.values()]:
-            self.engine.submit(requests)
-
-    def withdraw(self, entries: Iterable[InFlightGroup]) -> None:
-        """Abort all requests of the engine, which are those of `entries`; their tokens are kept."""
-        running = [name for entry in entries for name in self._in_engine(entry)]
-        self._next_turns.clear()
-        self.is_submitted = False
-        for completion in self.engine.abort(running) if running else []:
-            self._on_completion(completion)
-        while self.engine.has_unfinished:  # requests that had just finished
-            for completion in self.engine.step():
-                self._on_completion(completion)
-            # Requests of an engine that was lost meanwhile wait for another, which may never come.
-            for completion in self.engine.abort(running):
-                self._on_completion(completion)
-
-    def _in_engine(self, entry: InFlightGroup) -> list[str]:
-        """The ids of its requests that the engine has."""
-        waiting = {request.id for request in self._next_turns}
-        return [one.id for one in entry.requests.values() if one.id not in waiting]
-
-    # -- out of engine and scorer ----------------------------------------------------------------
-
-    def step(self) -> None:
-        """Submit the next turns, then one step of the engine; its completions go to the scorer."""
-        if self._next_turns:
-            # However fast each was answered, the engine gets them in the same order.
-            self.engine.submit(sorted(self._next_turns, key=self._place))
-            self._next_turns.clear()
-        for completion in self.engine.step():
-            self._on_completion(completion)
-        now, counts = self.engine.stats(), self.counts
-        counts.max_kv_cache_usage = max(counts.max_kv_cache_usage, now.kv_cache_usage)
-        counts.sum_waiting += now.num_waiting
-        counts.num_polls += 1
-
-    def poll_scores(self, timeout_s: float) -> list[InFlightGroup]:
-        """Wait at most `timeout_s` for scores; return the groups that they make complete."""
-        completed: list[InFlightGroup] = []
-        for sample in self.scorer.poll(timeout_s):
-            entry = self._find(sample.id)
-            entry.unscored -= 1
-            entry.undecided -= not sample.must_end
-            self.num_failed += sample.failure is not None
-            if sample.observation is not None:
-                self._go_on(entry, sample)
-                continue
-            entry.group.samples.append(sample)
-            if entry.complete:
-                completed.append(entry)
+    def step(self) -> list[InFlightGroup]:
+        """`Runner.step`; return the groups that it makes complete."""
+        runner, num_steps = self.runner, self.runner.num_steps
+        completed = self._completed(runner.step())
+        if runner.num_steps > num_steps:
+            now, counts = runner.engine.stats(), self.counts
+            counts.max_kv_cache_usage = max(counts.max_kv_cache_usage, now.kv_cache_usage)
+            counts.sum_waiting += now.num_waiting
+            counts.num_polls += 1
         return completed
 
+    def poll(self, timeout_s: float) -> list[InFlightGroup]:
+        """`Runner.poll`; return the groups that it makes complete."""
+        return self._completed(self.runner.poll(timeout_s))
+
+    def _completed(self, ended: Ended) -> list[InFlightGroup]:
+        if not ended.groups:  # nearly always
+            return []
+        return [self.by_id[entry.group.id] for entry in ended.groups]
+
     def pop(self, entry: InFlightGroup) -> Group:
-        """Take a group out of the buffer, its samples in order; nothing of it is under way."""
-        del self.by_id[entry.group.id]
-        entry.group.samples.sort(key=lambda sample: sample.index)
-        return entry.group
-
-    def _find(self, request_id: str) -> InFlightGroup:
-        return self.by_id[request_id.rpartition("/")[0]]
-
-    def _on_completion(self, completion: Completion) -> None:
-        """Take a completion, finished or aborted, from the engine."""
-        entry = self._find(completion.request_id)
-        index = int(completion.request_id.rpartition("/")[2])
-        request = entry.requests[index]
-        if completion.stop_reason is StopReason.ABORT:
-            resumed = completion if completion.token_ids else None
-            entry.requests[index] = replace(request, resumed=resumed)
-        else:
-            del entry.requests[index]
-            self.counts.num_prompt_tokens += len(request.prompt_ids)
-            self.counts.num_cached_tokens += completion.num_cached_tokens
-            sample = entry.episodes.pop(index, None) or self.episodes.begin(
-                entry.group.prompt, completion.request_id, number=entry.order
-            )
-            limit = self.cfg.max_completion_tokens
-            self.episodes.take(sample, completion, max_tokens=limit)
-            self._score(entry, sample)
-
-    def _score(self, entry: InFlightGroup, sample: Sample) -> None:
-        entry.episodes[sample.index] = sample
-        if self.scorer.takes_whole_groups and entry.requests:
-            return
-        ended = sorted(entry.episodes.keys() - entry.requests.keys())
-        samples = [entry.episodes.pop(index) for index in ended]
-        entry.unscored += len(samples)
-        entry.undecided += sum(not one.must_end for one in samples)
-        self.scorer.submit(*samples)
-
-    def _go_on(self, entry: InFlightGroup, sample: Sample) -> None:
-        """Ask for the turn after an observation."""
-        *_, first = self._first_requests(entry.group, entry.order, sample.index + 1)
-        request = self.episodes.next_request(sample, first)
-        if request is None:
-            self._score(entry, sample)
-            return
-        entry.episodes[sample.index] = sample
-        entry.requests[sample.index] = request
-        if self.is_submitted:
-            self._next_turns.append(request)
-
-    def _place(self, request: Request) -> tuple[int, int]:
-        return self._find(request.id).order, int(request.id.rpartition("/")[2])
+        """Take a group out of the buffer; nothing of it is under way."""
+        return self.by_id.pop(entry.group.id).group
 
     # -- counts ----------------------------------------------------------------------------------
 
     def start_counting(self) -> None:
         """Leave out of `counts` what engine and scorer have done since the last `count`."""
-        self._counted = self.engine.stats(), self.scorer.stats(), monotonic()
+        runner = self.runner
+        self._counted = _Totals(
+            runner.engine.stats(),
+            self.scorer.stats(),
+            runner.num_prompt_tokens,
+            runner.num_cached_tokens,
+            monotonic(),
+        )
 
     def count(self) -> None:
         """Add what engine and scorer have done since to `counts`."""
-        (engine, scorer, since), counts = self._counted, self.counts
+        before, counts = self._counted, self.counts
         self.start_counting()
-        now, scored, until = self._counted
-        counts.counted_s += until - since
-        counts.num_preemptions += now.num_preemptions - engine.num_preemptions
-        counts.num_lost_engines += now.num_lost - engine.num_lost
-        counts.num_engine_steps += now.num_steps - engine.num_steps
-        counts.num_generated_tokens += now.num_generated_tokens - engine.num_generated_tokens
-        counts.engine_busy_s += now.busy_s - engine.busy_s
-        counts.kv_cache_bytes = now.kv_cache_bytes
-        counts.weight_bytes = now.weight_bytes
-        counts.num_kills += scored.num_kills - scorer.num_kills
-        counts.reward_p99_s = scored.p99_s
-        counts.reward_model_s += scored.model_s - scorer.model_s
+        now = self._counted
+        counts.counted_s += now.read_at_s - before.read_at_s
+        counts.num_prompt_tokens += now.num_prompt_tokens - before.num_prompt_tokens
+        counts.num_cached_tokens += now.num_cached_tokens - before.num_cached_tokens
+        counts.num_kills += now.scorer.num_kills - before.scorer.num_kills
+        counts.reward_p99_s = now.scorer.p99_s
+        counts.reward_model_s += now.scorer.model_s - before.scorer.model_s
+        engine, earlier = now.engine, before.engine
+        counts.num_preemptions += engine.num_preemptions - earlier.num_preemptions
+        counts.num_lost_engines += engine.num_lost - earlier.num_lost
+        counts.num_engine_steps += engine.num_steps - earlier.num_steps
+        counts.num_generated_tokens += engine.num_generated_tokens - earlier.num_generated_tokens
+        counts.engine_busy_s += engine.busy_s - earlier.busy_s
+        counts.kv_cache_bytes = engine.kv_cache_bytes
+        counts.weight_bytes = engine.weight_bytes
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -374,13 +215,16 @@ class Buffer:
         self._num_started = state["num_started"]
         for entry in state["groups"]:
             group = group_from_dict(entry["group"])
+            group.samples.sort(key=lambda sample: sample.index)
             self.by_id[group.id] = InFlightGroup(
                 group=group,
                 requests={int(i): request_from_dict(r) for i, r in entry["requests"].items()},
                 episodes={
                     int(i): sample_from_dict(s, group.prompt) for i, s in entry["episodes"].items()
                 },
+                sampling=self._sampling,
                 order=entry["order"],
+                number=entry["order"],
                 start_version=entry["start_version"],
                 aborted_count=entry["aborted_count"],
                 is_shared=not entry["requests"],

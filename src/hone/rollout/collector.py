@@ -40,12 +40,10 @@ from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
 from hone.planner.staleness import choose, too_late
 from hone.rollout.buffer import (
-    SCORE_WAIT_S,
     Buffer,
     InFlightGroup,
     Progress,
     PromptSource,
-    SampleScorer,
     apply_masks,
     check_failures,
     teaches,
@@ -55,6 +53,7 @@ from hone.rollout.counts import RolloutCounts
 from hone.rollout.episodes import Episodes, RenderTurn
 from hone.rollout.evaluate import evaluate
 from hone.rollout.requests import Decode
+from hone.rollout.runner import SCORE_WAIT_S, Runner, SampleScorer
 from hone.rollout.state import sample_of_values, sample_values
 from hone.types import Group, Prompt, Request, Sample, SamplingEngine
 
@@ -161,6 +160,7 @@ class Collector:
     """Of the last step: what happened since the one before it."""
     _counting: RolloutCounts = field(init=False)
     """Of the step that comes next."""
+    _runner: Runner = field(init=False)
     _buffer: Buffer = field(init=False)
     _kept: list[InFlightGroup] = field(default_factory=list[InFlightGroup])
     """Groups of the step that is being collected, taken from the buffer in earlier rounds."""
@@ -185,13 +185,9 @@ class Collector:
 
     def __post_init__(self) -> None:
         self._counting = RolloutCounts()
+        self._runner = Runner(self.engine, self.scorer, self._episodes("rollout"))
         self._buffer = Buffer(
-            self.engine,
-            self.scorer,
-            self.prompts,
-            self.rollout_cfg,
-            self._episodes("rollout"),
-            counts=self._counting,
+            self._runner, self.scorer, self.prompts, self.rollout_cfg, counts=self._counting
         )
         self._rounds = self._new_rounds(0)
         assert not self._is_ahead or self.comm.size == 1, "one process samples ahead for all"
@@ -259,7 +255,7 @@ class Collector:
         says, and nothing is polled. Samples that were interrupted `rollout.max_aborted_count` times
         are finished before, with `progress` called after each step of the engine."""
         assert not self._inside, f"leave {self._inside}() first"
-        if self._buffer.is_submitted and not self._is_idle:
+        if self._runner.is_submitted and not self._is_idle:
             self._stop_for_weights(progress)
         self._inside = "pause"
         yield
@@ -330,25 +326,17 @@ class Collector:
     def _generate(self, num_groups: int, progress: Progress | None) -> None:
         """Run the engine until enough groups are generated, then wait for their scores."""
         all_are_needed = len(self._buffer) <= num_groups  # then no process must ask the others
-        while self._buffer.is_sampling if all_are_needed else self._must_step(num_groups):
-            if self._buffer.has_requests:
-                self._buffer.step()
-            self._poll_answers(waits_for_all=not all_are_needed)
+        while self._runner.is_sampling if all_are_needed else self._must_step(num_groups):
+            self._buffer.step()
+            while not all_are_needed and self._runner.num_undecided:
+                # Which groups make the step must not depend on how fast samples are answered.
+                self._buffer.poll(SCORE_WAIT_S)
             self._check_failures(num_groups)
             self._report(progress, num_groups)
         while any(entry.generated and entry.unscored for entry in self._own()):
-            self._buffer.poll_scores(SCORE_WAIT_S)
+            self._buffer.poll(SCORE_WAIT_S)
             self._check_failures(num_groups)
             self._report(progress, num_groups)
-
-    def _poll_answers(self, *, waits_for_all: bool) -> None:
-        """Take scores and observations that have come, and wait for one where the engine has
-        nothing to do; for all that samples go on with where which groups make the step depends on
-        it, so that it does not depend on how fast they are computed."""
-        is_idle = not self._buffer.has_requests and self._buffer.num_undecided > 0
-        self._buffer.poll_scores(SCORE_WAIT_S if is_idle else 0.0)
-        while waits_for_all and self._buffer.num_undecided:
-            self._buffer.poll_scores(SCORE_WAIT_S)
 
     def _must_step(self, num_groups: int) -> bool:
         """Whether engines must make another step: all processes together have generated too few
@@ -357,7 +345,7 @@ class Collector:
         num_generated, num_overdue, num_busy = self.comm.total(
             sum(entry.generated for entry in own),
             sum(entry.is_overdue(self.rollout_cfg.max_aborted_count) for entry in own),
-            self._buffer.is_sampling,
+            self._runner.is_sampling,
         )
         return num_busy > 0 and (num_overdue > 0 or num_generated < num_groups)
 
@@ -399,7 +387,7 @@ class Collector:
         while batch is None:
             assert self._is_busy, f"no batch of {size} in {len(self._buffer)} groups"
             num_dropped, self._has_wanted = self._counting.num_dropped_groups, False
-            num_complete += self._poll(SCORE_WAIT_S)
+            num_complete += self._step()
             if self._has_wanted or self._counting.num_dropped_groups > num_dropped:
                 batch = self._choose_batch(num_complete)
             self._check_failures(size)
@@ -438,21 +426,19 @@ class Collector:
 
     @property
     def _is_busy(self) -> bool:
-        return self._buffer.has_requests or self.scorer.pending > 0
+        return self._runner.has_requests or self.scorer.pending > 0
 
-    def _poll(self, timeout_s: float, *, admits: bool = True) -> int:
+    def _step(self, *, admits: bool = True) -> int:
         """How many groups this has made complete, but for those that are dropped."""
-        if self._buffer.has_requests:
-            self._buffer.step()
-            timeout_s = 0.0
-        num_complete = self._poll_scores(timeout_s)
+        num_complete = self._keep(self._buffer.step())
         if admits and self._is_ahead:
             self._admit()
         return num_complete
 
-    def _poll_scores(self, timeout_s: float) -> int:
+    def _keep(self, completed: Iterable[InFlightGroup]) -> int:
+        """Drop the groups that do not teach; how many are left."""
         drops, num_kept = self.rollout_cfg.dynamic_sampling and self._is_ahead, 0
-        for entry in self._buffer.poll_scores(timeout_s):
+        for entry in completed:
             if drops:
                 is_kept = teaches(entry.group, self.rollout_cfg)
                 self._rounds.count(is_kept)
@@ -467,17 +453,17 @@ class Collector:
 
     def _poll_until(self, stop: Event) -> None:
         while self._is_busy and not stop.is_set():
-            self._poll(SCORE_WAIT_S)
+            self._step()
 
     def _poll_while(self, condition: Callable[[], bool], progress: Progress | None) -> None:
         """Poll without starting anything."""
         while condition():
-            self._poll(SCORE_WAIT_S, admits=False)
+            self._step(admits=False)
             self._report(progress, len(self._buffer))
 
     def _stop_for_weights(self, progress: Progress | None) -> None:
         if self.pipeline_cfg.in_flight == "finish":
-            self._poll_while(lambda: self._buffer.is_sampling, progress)
+            self._poll_while(lambda: self._runner.is_sampling, progress)
         else:
             limit = self.rollout_cfg.max_aborted_count
             self._poll_while(lambda: any(e.is_overdue(limit) for e in self._buffer), progress)
@@ -492,22 +478,22 @@ class Collector:
             return list(self._buffer)
         return [entry for entry in self._buffer if entry.rank == self.comm.rank]
 
-    def _assign_to_ranks(self, entries: Iterable[InFlightGroup]) -> None:
-        """Give each group to the next process; submit those of this one."""
+    def _assign_to_ranks(self, entries: Iterable[InFlightGroup]) -> list[InFlightGroup]:
+        """Give each group to the next process; those of this one."""
         own: list[InFlightGroup] = []
         for entry in entries:
             entry.rank = self._num_assigned % self.comm.size
             self._num_assigned += 1
             if entry.rank == self.comm.rank:
                 own.append(entry)
-        self._buffer.submit(own)
+        return own
 
     def _admit(self) -> None:
         """Start as many groups as there is room for."""
         assert self._version is not None
         version = self._version
         drawn = self._buffer.draw(self._num_free_slots, step=version + 1, version=version)
-        self._assign_to_ranks(drawn)
+        self._runner.submit(self._assign_to_ranks(drawn))
 
     @property
     def _num_free_slots(self) -> int:
@@ -522,14 +508,13 @@ class Collector:
         return size - len(self._kept) - len(self._buffer)
 
     def _submit_withdrawn(self) -> None:
-        if not self._buffer.is_submitted:
+        if not self._runner.is_submitted:
             self._num_assigned = 0
-            self._assign_to_ranks(self._buffer)
-            self._buffer.is_submitted = True
+            self._runner.resume(self._assign_to_ranks(self._buffer))
 
     def _withdraw(self) -> None:
         """Take all requests out of the engine; their tokens are kept, and they go first later."""
-        self._buffer.withdraw(self._own())
+        self._runner.withdraw()
         for entry in self._buffer:
             entry.prioritise()
 
@@ -547,7 +532,7 @@ class Collector:
         entries, size = list(self._buffer), self.rollout_cfg.prompts_per_step
         deadlines = [self._deadline(entry) for entry in entries]
         late = too_late(deadlines, update=self._next_update, size=size)
-        assert not (late and self._buffer.is_submitted), f"{late=}"
+        assert not (late and self._runner.is_submitted), f"{late=}"
         for position in late:
             self._buffer.pop(entries[position])
         self._counting.num_too_old += len(late)
@@ -556,10 +541,10 @@ class Collector:
 
     def _suspend(self) -> None:
         """Withdraw everything from engine and scorer."""
-        if self._buffer.is_submitted:
+        if self._runner.is_submitted:
             self._withdraw()
         while self.scorer.pending:
-            self._poll_scores(SCORE_WAIT_S)
+            self._keep(self._buffer.poll(SCORE_WAIT_S))
         if len(self._buffer):
             self._share(self._own())
         self._buffer.count()
@@ -590,7 +575,7 @@ class Collector:
         """
         assert not len(self._buffer)
         self._buffer.load_state_dict(state)
-        self._buffer.is_submitted = False
+        self._runner.is_submitted = False
 
     # -- counts ----------------------------------------------------------------------------------
 
@@ -611,8 +596,8 @@ class Collector:
 
     def _check_failures(self, num_wanted: int) -> None:
         """Raise FailureRateError where too many samples have failed, however the rest is scored."""
-        if self._buffer.num_failed > self._num_failed:
-            self._num_failed = self._buffer.num_failed
+        if self._runner.num_failed > self._num_failed:
+            self._num_failed = self._runner.num_failed
             limit = self.max_failure_rate
             check_failures(self._buffer, self.rollout_cfg, limit, num_wanted=num_wanted)
 

@@ -26,6 +26,7 @@ from hone.types import (
     Prompt,
     Request,
     Sample,
+    SamplingParams,
     StopReason,
     Turn,
 )
@@ -46,6 +47,16 @@ class Episodes:
     """Needed where there may be observations."""
     run_seed: int = 0
     purpose: str = ""
+
+    def first_request(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, number: int
+    ) -> Request:
+        """The request `<group id>/<index>` for the first turn of a sample."""
+        index = int(request_id.rpartition("/")[2])
+        seed = request_seed(self.run_seed, self.purpose, number, prompt.id, index)
+        return Request(
+            id=request_id, prompt_ids=prompt.token_ids, sampling=replace(sampling, seed=seed)
+        )
 
     def begin(self, prompt: Prompt, request_id: str, *, number: int) -> Sample:
         """A sample without tokens, for the request `<group id>/<index>` of the group `number`."""

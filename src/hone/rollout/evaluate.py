@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,16 +13,15 @@ from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Last, Mean, Metrics, Sum
 from hone.rewards.score import ENV_NAME
 from hone.rewards.scorer import check_failure_rate
-from hone.rollout.buffer import SCORE_WAIT_S, SampleScorer
 from hone.rollout.comm import Comm, SingleProcess
 from hone.rollout.episodes import Episodes
-from hone.rollout.requests import requests_for, sampling_params
+from hone.rollout.requests import sampling_params
+from hone.rollout.runner import Runner, RunningGroup, SampleScorer
 from hone.rollout.state import sample_of_values, sample_values
-from hone.types import Completion, Prompt, Request, Sample, SamplingEngine, SamplingParams
+from hone.types import Prompt, Sample, SamplingEngine
 
 __all__ = [
     "PassRule",
-    "Playing",
     "evaluate",
     "pass_at_k",
     "pass_rule",
@@ -54,19 +53,34 @@ def evaluate(
     differ by the weights alone. `stop` ends completions. Leaves nothing behind in the engine.
     """
     comm = comm or SingleProcess()
-    owners = _owners(prompts, sampling_params(cfg, stop), cfg, episodes, comm=comm)
+    sampling = sampling_params(cfg, stop)
+    groups = [
+        RunningGroup.of(
+            prompt,
+            sampling,
+            episodes,
+            group_id=f"eval-{number}",
+            num_samples=cfg.n_samples_per_prompt,
+            order=number,
+        )
+        for number, prompt in enumerate(prompts)
+        if number % comm.size == comm.rank
+    ]
     num_samples = len(prompts) * cfg.n_samples_per_prompt
-    playing = Playing(engine, scorer, episodes, owners)
-    while not playing.is_done and not should_stop():
-        finished = playing.step()
-        if any(sample.failure is not None for sample in finished):
-            done = [*playing.done.values()]
-            check_failure_rate(done, max_failure_rate, num_samples=num_samples)
+    num_own = len(groups) * cfg.n_samples_per_prompt
+    runner = Runner(engine, scorer, episodes)
+    runner.submit(groups)
+    while runner.groups and not should_stop():
+        num_failed = runner.num_failed
+        runner.step()
+        if runner.num_failed > num_failed:
+            check_failure_rate(_ended(groups), max_failure_rate, num_samples=num_samples)
         if progress is not None:
-            progress(len(playing.done), len(owners))
-    own = [playing.done[name] for name in owners] if playing.is_done else None
+            progress(runner.num_ended, num_own)
+    own = None if runner.groups else _ended(groups)
     if own is None:
-        playing.withdraw()
+        runner.withdraw()
+        scorer.cancel()
     if comm.size == 1:
         return own
     shares = comm.gather(None if own is None else [sample_values(sample) for sample in own])
@@ -81,106 +95,8 @@ def evaluate(
     return found
 
 
-class Playing:
-    """Samples of given first requests, each with its prompt, by id: played until all have ended."""
-
-    def __init__(
-        self,
-        engine: SamplingEngine,
-        scorer: SampleScorer,
-        episodes: Episodes,
-        owners: Mapping[str, tuple[Prompt, Request]],
-    ) -> None:
-        self._engine, self._scorer, self._episodes = engine, scorer, episodes
-        self._owners = owners
-        self._in_engine = set(owners)
-        self._begun: dict[str, Sample] = {}
-        self._sizes = Counter(map(_group_of, owners))
-        self._ended: dict[str, list[Sample]] = defaultdict(list)
-        """Samples that are to be scored, by group."""
-        self.done: dict[str, Sample] = {}
-        engine.submit([request for _, request in owners.values()])
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.done) == len(self._owners)
-
-    def step(self) -> list[Sample]:
-        """A step of the engine, or a moment's wait for scores; the samples that have ended."""
-        if self._engine.has_unfinished:
-            for completion in self._engine.step():
-                self._take(completion)
-        ended: list[Sample] = []
-        for sample in self._scorer.poll(0.0 if self._engine.has_unfinished else SCORE_WAIT_S):
-            if sample.observation is None:
-                ended.append(sample)
-            else:
-                self._go_on(sample)
-        self.done |= {sample.id: sample for sample in ended}
-        return ended
-
-    def _take(self, completion: Completion) -> None:
-        name = completion.request_id
-        prompt, first = self._owners[name]
-        self._in_engine.remove(name)
-        sample = self._begun.pop(name, None) or self._episodes.begin(prompt, name, number=0)
-        self._episodes.take(sample, completion, max_tokens=first.sampling.max_tokens)
-        self._score(sample)
-
-    def _score(self, sample: Sample) -> None:
-        name = _group_of(sample.id)
-        self._ended[name].append(sample)
-        if self._scorer.takes_whole_groups and len(self._ended[name]) < self._sizes[name]:
-            return
-        self._scorer.submit(*sorted(self._ended.pop(name), key=lambda one: one.index))
-
-    def _go_on(self, sample: Sample) -> None:
-        _, first = self._owners[sample.id]
-        request = self._episodes.next_request(sample, first)
-        if request is None:
-            self._score(sample)
-            return
-        self._begun[sample.id] = sample
-        self._in_engine.add(sample.id)
-        self._engine.submit([request])
-
-    def withdraw(self) -> None:
-        """Leave nothing behind in engine and scorer."""
-        self._engine.abort([*self._in_engine])
-        while self._engine.has_unfinished:  # what had just finished, or was with a lost engine
-            self._engine.step()
-            self._engine.abort([*self._in_engine])
-        self._scorer.cancel()
-
-
-def _group_of(request_id: str) -> str:
-    return request_id.rpartition("/")[0]
-
-
-def _owners(
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    cfg: EvaluationConfig,
-    episodes: Episodes,
-    *,
-    comm: Comm,
-) -> dict[str, tuple[Prompt, Request]]:
-    """The first requests of this process's share, by id, each with its prompt."""
-    owners: dict[str, tuple[Prompt, Request]] = {}
-    for number, prompt in enumerate(prompts):
-        if number % comm.size != comm.rank:
-            continue
-        requests = requests_for(
-            prompt,
-            sampling,
-            group_id=f"eval-{number}",
-            num_samples=cfg.n_samples_per_prompt,
-            run_seed=episodes.run_seed,
-            purpose=episodes.purpose,
-            number=0,
-        )
-        owners |= {request.id: (prompt, request) for request in requests}
-    return owners
+def _ended(groups: Iterable[RunningGroup]) -> list[Sample]:
+    return [sample for entry in groups for sample in entry.group.samples]
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

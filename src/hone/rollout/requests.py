@@ -1,16 +1,15 @@
-"""The first request of each sample; `episodes.py` has what comes of it."""
+"""Seeds and distributions of requests."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hone.config.rollout import FilteredSamplingConfig, RolloutConfig
-from hone.types import Prompt, Request, SamplingParams
+from hone.types import SamplingParams
 
-__all__ = ["Decode", "request_seed", "requests_for", "sampling_params"]
+__all__ = ["Decode", "request_seed", "sampling_params"]
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, without those that end or pad."""
@@ -41,26 +40,3 @@ def sampling_params(
         stop_token_ids=tuple(number for number in stop if isinstance(number, int)),
         **kept,
     )
-
-
-def requests_for(
-    prompt: Prompt,
-    sampling: SamplingParams,
-    *,
-    group_id: str,
-    num_samples: int,
-    run_seed: int,
-    purpose: str,
-    number: int,
-) -> list[Request]:
-    """One request for each sample of a group, `<group id>/<index>`."""
-    return [
-        Request(
-            id=f"{group_id}/{index}",
-            prompt_ids=prompt.token_ids,
-            sampling=replace(
-                sampling, seed=request_seed(run_seed, purpose, number, prompt.id, index)
-            ),
-        )
-        for index in range(num_samples)
-    ]

@@ -133,7 +133,6 @@ GENERATE: dict[str, Row] = {
             ),
         )
         for key, row in REWARDS.items()
-        if key.startswith("reward.")
     },
     "keep": Row("best", "samples", (*SCORED, "--n_samples_per_prompt=2")),
     "pass_threshold": Row("0", "samples", (*SCORED, "--keep=passing")),

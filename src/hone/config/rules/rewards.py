@@ -32,7 +32,6 @@ from hone.config.signatures import (
     signature_problem,
     takes_labels,
 )
-from hone.config.tree import EvaluateConfig, RLConfig
 
 __all__ = ["RULES", "needs_columns"]
 
@@ -84,9 +83,8 @@ def _failing_imports(view: View) -> Found:
     if view.known.get("can_install", False):
         return
     specs = {f"{key}.fn": function.fn for key, function in _functions(view)}
-    cfg = view.plan.config
-    if isinstance(cfg, RLConfig | EvaluateConfig) and cfg.env.path is not None:
-        specs["env.path"] = cfg.env.path
+    if view["env.path"] is not None:
+        specs["env.path"] = view["env.path"]
     for key, spec in specs.items():
         file = Path(spec.rpartition(":")[0])
         if file.suffix == ".py" and _problem(spec) is None:
@@ -308,12 +306,14 @@ def _bound_names(tree: ast.Module) -> set[str]:
 
 RULES = (
     error("not reward.functions", given=("env.path = unset", "reward.model.path = unset"),
+          only=("rl", "eval"),
           fix="name at least one | name an environment in env.path | name a model in "
           "reward.model.path"),
-    error("keep != all", "not reward.functions", given=("reward.model.path = unset",),
+    error("keep != all", "not reward.functions",
+          given=("env.path = unset", "reward.model.path = unset"),
           why="completions without a reward are all alike",
-          fix="name at least one of reward.functions | name a model in reward.model.path | "
-          "keep = all"),
+          fix="name at least one of reward.functions | name an environment in env.path | "
+          "name a model in reward.model.path | keep = all"),
     error("keep = pairs", "n_samples_per_prompt = 1", why="a pair needs two completions",
           fix="raise n_samples_per_prompt"),
     warning("keep = best", "n_samples_per_prompt = 1", why="the best of one is that one",
