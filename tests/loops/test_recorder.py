@@ -14,11 +14,11 @@ import pytest
 import torch
 from tests.bench.fakes import SHAPE
 
-from hone.config.hardware import GPUS
 from hone.config.load import load_config
 from hone.config.run import LogConfig
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
+from hone.hardware import GPUS
 from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.loops.run import Run
 from hone.observe.alarms import Alarms

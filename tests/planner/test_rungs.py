@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig, SFTConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_shape
+from hone.hardware import gpu_peaks
 from hone.planner.rungs import Rungs
 
 

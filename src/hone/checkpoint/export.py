@@ -33,8 +33,8 @@ from hone.checkpoint.atomic import (
     together,
     write_tensors,
 )
-from hone.config.errors import UserError
 from hone.distributed.mesh import Axis, Mesh
+from hone.errors import UserError
 from hone.models.adapters import merged_weights
 from hone.observe.disk import writing
 

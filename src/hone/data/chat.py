@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.config.data import DataConfig, fill_template, template_fields
-from hone.config.errors import UserError
 from hone.data.columns import Example, text_of, without_nulls
 from hone.data.sources import shorten
+from hone.errors import UserError
 from hone.types import Message, opened_tag
 
 if TYPE_CHECKING:

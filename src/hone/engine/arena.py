@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.config.extras import import_extra
+from hone.extras import import_extra
 
 __all__ = ["Arena", "CudaDriver", "HostArena"]
 

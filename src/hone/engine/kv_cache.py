@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from hone.attention.context import FP8_DTYPE
 from hone.config.engine import CPU_CACHE_GIB, EngineConfig
-from hone.config.errors import UserError
 from hone.engine.arena import Arena
+from hone.errors import UserError
 from hone.families.shape import ModelShape
 from hone.models.routes import route_dtype, route_size
 from hone.models.support import head_dim_of

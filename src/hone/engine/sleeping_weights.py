@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from transformers import PreTrainedModel
 
-from hone.config.errors import UserError
 from hone.engine.arena import Arena, HostArena
+from hone.errors import UserError
 from hone.models.fused_layers import is_fusible, merge_projections
 
 __all__ = ["SleepingWeights"]

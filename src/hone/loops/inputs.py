@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.errors import UserError
 from hone.config.reward import RewardConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
 from hone.data.sources import shorten
 from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
+from hone.errors import UserError
 from hone.models.load import load_config
 from hone.models.support import classifies, context_length, silent_token_ids
 from hone.models.tokenizer import load_tokenizer, require_known_tokens

@@ -7,10 +7,10 @@ from typing import Protocol, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hone.config.errors import UserError
-from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
-from hone.config.tokens import OTHER_TOKENS, difference, lacking_room
+from hone.errors import UserError
+from hone.families.tokens import OTHER_TOKENS, difference, lacking_room
+from hone.hub import locate_model
 
 __all__ = [
     "load_tokenizer",

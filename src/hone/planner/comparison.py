@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hone.config.errors import UserError
-from hone.config.hardware import Peaks, known_gpu
-from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
 from hone.config.plan import RunPlan
 from hone.config.planning import GPUS_UNSET, PlannedModelConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.signatures import did_you_mean
 from hone.config.tree import PlanConfig, RLConfig
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
+from hone.hardware import Peaks, known_gpu
 from hone.planner.fitting import GPUS_OF_A_NODE, gpu_host_roles, rounds_apart
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
 from hone.planner.lengths import draw_lengths
@@ -35,6 +34,7 @@ from hone.planner.search import peak_bytes, plan_of, search
 from hone.planner.simulated_engine import EngineRates
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 from hone.planner.training_time import TrainingTime
+from hone.user_code.signatures import did_you_mean
 
 __all__ = [
     "NUM_WHOLE",

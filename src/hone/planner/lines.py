@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
-from hone.config.address import names_code
+from hone.address import names_code
 from hone.config.cluster import ScorerName
 from hone.config.engine import BLOCK_SIZE
 from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight
 from hone.config.plan import BatchArithmetic, Role, RunPlan
-from hone.config.signatures import OWN, parsed_parameters, shape_of
-from hone.config.stages import stage_layers
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.families.shape import ModelShape
+from hone.families.stages import stage_layers
 from hone.planner.disk import disk_use
 from hone.planner.run_memory import RunMemory, in_gib
+from hone.user_code.signatures import OWN, parsed_parameters, shape_of
 
 __all__ = ["Line", "plan_lines"]
 

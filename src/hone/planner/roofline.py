@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hone.config.hardware import Peaks
 from hone.families.shape import ModelShape
+from hone.hardware import Peaks
 
 __all__ = ["decode_step_s", "generation_time_s", "training_flops", "training_time_s"]
 

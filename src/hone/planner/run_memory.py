@@ -26,11 +26,11 @@ from typing import Literal, get_args
 
 from hone.config.cluster import ScorerName
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Role, RoleName, RunPlan
 from hone.config.reward import RewardModelConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.planner.memory import TrainingMemory, layer_code, planned_step, training_memory
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 
-from hone.config.hardware import installed_gpu
 from hone.config.plan import RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
+from hone.hardware import installed_gpu
 from hone.planner.fitting import Change, changed, errors, memory_changes
 from hone.planner.run_memory import RunMemory
 from hone.planner.training_time import TrainingTime

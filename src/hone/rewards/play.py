@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.config.signatures import did_you_mean
 from hone.envs.env import Episode
 from hone.rewards.resolve import error_location, resolve
 from hone.rewards.score import (
@@ -26,6 +25,7 @@ from hone.rewards.score import (
 )
 from hone.rewards.shapes import InvalidScoreError, Part, own_part
 from hone.types import Observation, Sample, StopReason
+from hone.user_code.signatures import did_you_mean
 
 __all__ = ["EpisodeSoFar", "Player", "episode_of", "play"]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = [
     "BUCKET_BYTES",

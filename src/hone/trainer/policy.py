@@ -29,8 +29,8 @@ from torch.linalg import vector_norm
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, own_part
-from hone.config.errors import UserError
 from hone.distributed.mesh import Mesh
+from hone.errors import UserError
 from hone.models.decoder import decoder_layers, head_weight
 from hone.models.manifest import RoundedChecksums, build_manifest, export_weights
 from hone.observe.metrics import Mean, Metrics

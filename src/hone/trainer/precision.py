@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hone.config.errors import UserError
-from hone.config.extras import import_extra
-from hone.config.model_facts import FP8_ALIGNMENT
 from hone.config.trainer import MatmulPrecision
+from hone.errors import UserError
+from hone.extras import import_extra
+from hone.families.model_facts import FP8_ALIGNMENT
 from hone.models.decoder import decoder_layers
 
 __all__ = ["apply_matmul_precision", "multiply_in_float8", "require_matmul_precision"]

@@ -8,11 +8,10 @@ from difflib import get_close_matches
 from hone.config import vllm
 from hone.config.cluster import host_and_port
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB
-from hone.config.extras import installed_version
-from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
-from hone.config.stages import stage_layers
 from hone.config.tree import SUPERVISED, RLConfig
+from hone.extras import installed_version
+from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.registry import (
     DENSE_FUSED_FAMILIES,
     DIVIDED_FAMILIES,
@@ -22,6 +21,7 @@ from hone.families.registry import (
 )
 from hone.families.shape import ROW_TAIL_BYTES
 from hone.families.spec import PROJECTIONS
+from hone.families.stages import stage_layers
 
 __all__ = ["DECODED", "DIVIDED", "FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
-from hone.config.function_code import module_file
-from hone.config.inherited import inherited
+from hone.user_code.digest import module_file
+from hone.user_code.inherited import inherited
 
 __all__ = [
     "GIVEN",

@@ -19,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = [
     "GPUS",
