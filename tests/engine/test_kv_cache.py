@@ -219,7 +219,7 @@ def test_routes_lie_behind_the_layers_and_where_they_lay(driver, number, dtype):
 def test_R14_a_wake_without_memory_says_both_sizes_stays_asleep_and_can_be_repeated(
     driver, monkeypatch
 ):
-    monkeypatch.setattr(kv_cache, "_GIB", 1024)
+    monkeypatch.setattr(kv_cache, "GIB", 1024)
     cache = make_cache()
     cache.allocate(64)
     needed = f"{64 * BLOCK_BYTES / 1024:.2f} GiB"

@@ -21,7 +21,7 @@ from hone.config.plan import RunPlan
 from hone.config.planning import GPUS_UNSET, PlannedModelConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.tree import PlanConfig, RLConfig
-from hone.errors import UserError
+from hone.errors import UserError, did_you_mean, listed
 from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
@@ -34,7 +34,6 @@ from hone.planner.search import peak_bytes, plan_of, search
 from hone.planner.simulated_engine import EngineRates
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 from hone.planner.training_time import TrainingTime
-from hone.user_code.signatures import did_you_mean
 
 __all__ = [
     "NUM_WHOLE",
@@ -179,7 +178,7 @@ def compare(cfg: PlanConfig) -> Comparison:
     rates = {placement: plan_rates(cfg.plan, placement, plan) for placement, plan in plans.items()}
     rates = _with_room(cfg, rates, notes)
     if not rates:
-        possible = _listed([*_possible(cfg, shape, gpu, num_gpus)])
+        possible = listed([*_possible(cfg, shape, gpu, num_gpus)], last="or")
         raise UserError(
             f"{num_gpus} x {gpu.name} cannot be split into trainers and engines: "
             f"{'; '.join(notes)}. "
@@ -332,11 +331,6 @@ def _can_run(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> b
     return bool(
         _with_room(cfg, {x: plan_rates(cfg.plan, x, plan) for x, plan in plans.items()}, [])
     )
-
-
-def _listed(words: Sequence[str]) -> str:
-    *most, last = words or [""]
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def launch_words(outcome: Outcome) -> list[str]:

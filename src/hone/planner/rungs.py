@@ -10,15 +10,14 @@ from operator import attrgetter
 from hone.config.plan import RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
-from hone.hardware import installed_gpu
+from hone.hardware import GIB, installed_gpu
 from hone.planner.fitting import Change, changed, errors, memory_changes
 from hone.planner.run_memory import RunMemory
 from hone.planner.training_time import TrainingTime
 
 __all__ = ["Rungs", "cap_key"]
 
-_GIB = 1 << 30
-_LEAST = _GIB // 10
+_LEAST = GIB // 10
 """Bytes that are worth another start."""
 _TAKEN = {
     "trainer.max_tokens_per_microbatch",
@@ -54,7 +53,7 @@ class Rungs:
         plan = self._plan
         if (saved := self._saved_bytes(change)) is None or plan is None:
             return ""
-        told = f"{-saved / _GIB:+.1f} GiB"
+        told = f"{-saved / GIB:+.1f} GiB"
         if isinstance(plan.config, RLConfig):
             with suppress(*_UNPLANNED):
                 told += f", {_step_s(changed(plan, change)) - _step_s(plan):+.2f} s a step"

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from hone.address import is_address
 from hone.config.reward import CODE_TIMEOUT_S
-from hone.errors import UserError
+from hone.errors import UserError, did_you_mean
 from hone.extras import import_extra
 from hone.rewards.base import Builtin, compile_regex
 from hone.rewards.code import count_passed, program_in, read_tests
@@ -28,7 +28,6 @@ from hone.rewards.jail import Jail, JailError
 from hone.rewards.judge import Judge
 from hone.rewards.remote import Service
 from hone.types import with_opened_tag
-from hone.user_code.signatures import did_you_mean
 
 __all__ = [
     "BUILTINS",

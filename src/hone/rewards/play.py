@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.envs.env import Episode
+from hone.errors import did_you_mean
 from hone.rewards.resolve import error_location, resolve
 from hone.rewards.score import (
     ENV_NAME,
@@ -25,7 +26,6 @@ from hone.rewards.score import (
 )
 from hone.rewards.shapes import InvalidScoreError, Part, own_part
 from hone.types import Observation, Sample, StopReason
-from hone.user_code.signatures import did_you_mean
 
 __all__ = ["EpisodeSoFar", "Player", "episode_of", "play"]
 
