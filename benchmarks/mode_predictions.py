@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mode_runs import MODES, completion_length, flags_of
 
 if TYPE_CHECKING:
-    from hone.config.hardware import Peaks
     from hone.config.tree import PlanConfig
+    from hone.hardware import Peaks
     from hone.planner.simulator import SimulatedStep
 
 BETWEEN = ("experience", "record", "checkpoint", "unattributed")
@@ -53,10 +53,10 @@ def predict(name: str, result: dict[str, Any], saved: dict[str, Any]) -> dict[st
     """The prediction for the counted steps of a mode."""
     from dataclasses import replace
 
-    from hone.config.hardware import GPUS
     from hone.config.load import load_config
     from hone.config.tree import PlanConfig
     from hone.families.shape import ModelShape
+    from hone.hardware import GPUS
     from hone.planner.comparison import placement_rates
     from hone.planner.simulator import Placement, simulate
 

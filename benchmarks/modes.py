@@ -76,7 +76,7 @@ def run_modes(args: argparse.Namespace, saved: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    from hone.config.hardware import GPUS
+    from hone.hardware import GPUS
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))

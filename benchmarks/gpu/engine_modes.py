@@ -15,9 +15,9 @@ import torch
 from benchmarks.gpu.engine_check import DEVICE, GIB, finish, make_requests, packed_logprobs
 
 from hone.config.engine import EngineConfig
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.engine import EmbeddedEngine
+from hone.errors import UserError
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest
 from hone.models.tiny import SHAPES, make_model_folder

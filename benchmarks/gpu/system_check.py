@@ -29,10 +29,10 @@ from benchmarks.gpu.sections import Run
 from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.engine import EngineConfig
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.trainer import TrainerConfig
 from hone.engine import EmbeddedEngine
+from hone.errors import UserError
 from hone.models.decoder import alias_module, head_weight
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantage import ScoredSample
-from hone.algorithms.advantages import ADVANTAGES
-from hone.algorithms.ppo import PPO, gae
+from hone.algorithms.advantages import ADVANTAGES, EstimatorName, ScoredSample, gae
+from hone.algorithms.ppo import PPO
 from hone.config.algorithm import AlgorithmConfig, CriticConfig
 from hone.observe.metrics import to_scalars
 from hone.types import Column, Group, Prompt, Reward, Sample, StopReason
@@ -59,16 +58,16 @@ def advantages(draw: Draw) -> Found:
     scores[torch.arange(12), last_of(mask)] = rewards
     index = [i // 3 for i in range(12)]
 
-    def own(name: str, paid: Tensor) -> Tensor:
+    def own(name: EstimatorName, paid: Tensor) -> Tensor:
         groups = [
             [ScoredSample(float(rewards[i]), paid[i][mask[i]]) for i in range(3 * g, 3 * g + 3)]
             for g in range(4)
         ]
-        return torch.cat([x for group in ADVANTAGES[name](groups) for x in group])
+        return torch.cat([x for group in ADVANTAGES[name].estimate(groups) for x in group])
 
     config = SimpleNamespace(gamma=1.0)
     whitened = "`std + 1e-6`; its `sqrt(var + 1e-8)`"
-    peers: list[tuple[str, Any, dict[str, Any], bool, str]] = [
+    peers: list[tuple[EstimatorName, Any, dict[str, Any], bool, str]] = [
         ("grpo", verl.compute_grpo_outcome_advantage, {"index": index}, True, ""),
         ("dr_grpo", verl.compute_grpo_outcome_advantage,
          {"index": index, "norm_adv_by_std_in_grpo": False}, True, ""),

@@ -32,10 +32,6 @@ from hone.cli.command import (
     quiet_transformers,
 )
 from hone.config.base import Section
-from hone.config.errors import UserError
-from hone.config.hardware import known_gpu
-from hone.config.inherited import inheriting
-from hone.config.paths import standing_in
 from hone.config.plan import RECIPE_TREES, Command
 from hone.config.recipe import resolve_recipe
 from hone.config.reward import RewardConfig
@@ -50,9 +46,13 @@ from hone.config.tree import (
     SFTDataConfig,
 )
 from hone.data.given import GivenRows, given_rows, is_source
+from hone.errors import UserError
+from hone.hardware import known_gpu
 from hone.notebook import following
+from hone.paths import standing_in
 from hone.planner.lines import plan_lines
 from hone.results import Check, Evaluation, RunResult, SampleRecord, read_samples
+from hone.user_code.inherited import inheriting
 
 __all__ = [
     "Check",

@@ -6,12 +6,12 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 
-from hone.algorithms.advantage import ScoredSample, has_spread
-from hone.algorithms.advantages import ADVANTAGES
+from hone.algorithms.advantages import ADVANTAGES, EstimatorName, ScoredSample, has_spread
 from tests.tables import table
 
 Case = list[list[tuple[float, list[float]]]]
@@ -35,11 +35,11 @@ def random_case(seed: int, *, with_penalties: bool) -> Case:
     ]
 
 
-def run(name: str, case: Case) -> list[list[list[float]]]:
+def run(name: EstimatorName, case: Case) -> list[list[list[float]]]:
     groups = [
         [ScoredSample(r, torch.tensor(p, dtype=torch.float64)) for r, p in group] for group in case
     ]
-    return [[a.tolist() for a in group] for group in ADVANTAGES[name](groups)]
+    return [[a.tolist() for a in group] for group in ADVANTAGES[name].estimate(groups)]
 
 
 def brute_grpo(case: Case) -> list[list[list[float]]]:
@@ -95,7 +95,7 @@ BRUTE: dict[str, Callable[[Case], list[list[list[float]]]]] = {
 }
 
 
-def check(name: str, case: Case, actual: list[list[list[float]]]) -> None:
+def check(name: EstimatorName, case: Case, actual: list[list[list[float]]]) -> None:
     for group, expected in zip(actual, BRUTE[name](case), strict=True):
         for tokens, wanted in zip(group, expected, strict=True):
             assert tokens == pytest.approx(wanted, abs=2e-5, rel=1e-5)
@@ -107,9 +107,9 @@ def spreads(case: Case) -> bool:
     )
 
 
-@table("name", ADVANTAGES)
+@table("name", get_args(EstimatorName))
 @table("with_penalties", [False, True])
-def test_R21_equals_brute_force(name: str, with_penalties: bool) -> None:
+def test_R21_equals_brute_force(name: EstimatorName, with_penalties: bool) -> None:
     checked = 0
     for seed in range(60):
         case = random_case(seed, with_penalties=with_penalties)
@@ -120,7 +120,7 @@ def test_R21_equals_brute_force(name: str, with_penalties: bool) -> None:
 
 
 @table("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
-def test_R21_planted_baseline_over_the_wrong_set_is_caught(name: str) -> None:
+def test_R21_planted_baseline_over_the_wrong_set_is_caught(name: EstimatorName) -> None:
     """A failed sample that stays in the baseline as reward 0 must change the advantages."""
     case = [[(1.0, [0.0, 0.0]), (0.5, [0.0]), (2.0, [0.0])], [(0.0, [0.0]), (1.0, [0.0])]]
     poisoned = [[*case[0], (0.0, [0.0])], case[1]]
@@ -130,8 +130,8 @@ def test_R21_planted_baseline_over_the_wrong_set_is_caught(name: str) -> None:
         check(name, case, wrong)
 
 
-@table("name", ADVANTAGES)
-def test_constant_rewards_give_exactly_zero(name: str) -> None:
+@table("name", get_args(EstimatorName))
+def test_constant_rewards_give_exactly_zero(name: EstimatorName) -> None:
     """0.1 summed in another order differs by rounding; that is not a signal (R23)."""
     noisy = [0.1 * 3, 0.1 + 0.1 + 0.1, 0.3, 0.30000000000000004, 0.3, 0.3, 0.3, 0.3]
     case = [[(r, [0.0] * 3) for r in noisy]]
@@ -156,13 +156,14 @@ def test_rewards_that_differ_by_more_than_rounding_are_a_signal(
 ) -> None:
     """Estimators that compare within a group give exactly 0 without it."""
     assert has_spread(rewards) == has_spread(rewards[::-1]) == spreads
-    for name in ("grpo", "dr_grpo", "rloo"):
+    names: list[EstimatorName] = ["grpo", "dr_grpo", "rloo"]
+    for name in names:
         ((first, second),) = run(name, [[(reward, [0.0]) for reward in rewards]])
         assert (first[0] < 0 < second[0]) if spreads else (first[0] == second[0] == 0)
 
 
 @table("name", ["grpo", "dr_grpo", "rloo"])
-def test_order_of_samples_does_not_matter(name: str) -> None:
+def test_order_of_samples_does_not_matter(name: EstimatorName) -> None:
     case = random_case(3, with_penalties=True)
     shuffled = [list(reversed(group)) for group in case]
     for a, b in zip(run(name, case), run(name, shuffled), strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.algorithms.advantages import ADVANTAGES
+from hone.algorithms.advantages import ADVANTAGES, EstimatorName
 from hone.algorithms.distillation import Distillation, DivergenceObjective, DivergingFromTeacher
 from hone.algorithms.divergences import DIVERGENCES
 from hone.algorithms.objective import PolicyObjective
@@ -41,7 +41,7 @@ def completed(
 
 @table("reward_coef", [0.0, 0.5])
 @table("advantage", ["grpo", "rloo", "reinforce_pp"])
-def test_advantages_are_their_definition(reward_coef: float, advantage: str) -> None:
+def test_advantages_are_their_definition(reward_coef: float, advantage: EstimatorName) -> None:
     rewards = [1.0, 0.0, 0.25]
     rows, metrics = completed(reward_coef, rewards, advantage=advantage)
     kl = [p - t for of_row, scored in zip(POLICY, TEACHER, strict=True)
@@ -51,7 +51,7 @@ def test_advantages_are_their_definition(reward_coef: float, advantage: str) -> 
     plain = Distillation(cfg, TeacherConfig(path="t", reward_coef=1.0), max_completion_tokens=8)
     batch = [group_of(rewards, MASK, StopReason.EOS)]
     scored = plain._scored(plain.rows(batch, 0), batch)  # pyright: ignore[reportPrivateUsage]
-    earned = torch.cat(ADVANTAGES[advantage](scored)[0]).tolist()
+    earned = torch.cat(ADVANTAGES[advantage].estimate(scored)[0]).tolist()
     expected = [mean - k + reward_coef * a for k, a in zip(kl, earned, strict=True)]
     own = torch.cat([row.column("advantages") for row in rows])
     assert own.tolist() == pytest.approx(expected, abs=1e-6)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
-from hone.algorithms.aggregation import AGGREGATIONS
-from hone.algorithms.corrections import CORRECTIONS
-from hone.algorithms.losses import LOSSES
-from hone.algorithms.policy_loss import LossInputs
+from hone.algorithms.aggregation import AGGREGATIONS, Aggregation
+from hone.algorithms.corrections import CORRECTIONS, CorrectionKind
+from hone.algorithms.losses import LOSSES, LossInputs, LossName
 from hone.config.algorithm import AlgorithmConfig
 from tests.tables import table
 
@@ -69,12 +69,12 @@ def by_hand(name: str, inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[list[f
     return values, grads
 
 
-@table("name", LOSSES)
+@table("name", get_args(LossName))
 @table(
     "options",
     [{}, {"clip_low": 0.1, "clip_high": 0.3}, {"dual_clip": 1.5}, {"clip_low": 3e-2}],
 )
-def test_loss_equals_its_equation(name: str, options: dict[str, float]) -> None:
+def test_loss_equals_its_equation(name: LossName, options: dict[str, float]) -> None:
     cfg = AlgorithmConfig.model_validate({"loss": name, **options})
     for seed in range(10):
         inputs = random_inputs(seed)
@@ -85,8 +85,8 @@ def test_loss_equals_its_equation(name: str, options: dict[str, float]) -> None:
         assert grad.tolist() == pytest.approx(grads, abs=1e-12)
 
 
-@table("name", LOSSES)
-def test_on_policy_gradient_is_reinforce(name: str) -> None:
+@table("name", get_args(LossName))
+def test_on_policy_gradient_is_reinforce(name: LossName) -> None:
     inputs = random_inputs(1, spread=0.0)
     terms = LOSSES[name](inputs, AlgorithmConfig())
     (grad,) = torch.autograd.grad(terms.values.sum(), inputs.logprobs)
@@ -98,8 +98,8 @@ def test_on_policy_gradient_is_reinforce(name: str) -> None:
     assert not terms.clipped.any()
 
 
-@table("name", LOSSES)
-def test_huge_log_ratio_stays_finite(name: str) -> None:
+@table("name", get_args(LossName))
+def test_huge_log_ratio_stays_finite(name: LossName) -> None:
     inputs = random_inputs(2, spread=1e4)
     values = LOSSES[name](inputs, AlgorithmConfig()).values
     (grad,) = torch.autograd.grad(values.sum(), inputs.logprobs)
@@ -126,8 +126,8 @@ def correction_by_hand(kind: str, log_ratio: list[float], low: float, high: floa
     return out
 
 
-@table("kind", CORRECTIONS)
-def test_correction_equals_its_equation(kind: str) -> None:
+@table("kind", get_args(CorrectionKind))
+def test_correction_equals_its_equation(kind: CorrectionKind) -> None:
     for seed in range(10):
         inputs = random_inputs(seed, spread=0.8)
         log_ratio = (inputs.logprobs - inputs.old_logprobs).detach()
@@ -138,14 +138,14 @@ def test_correction_equals_its_equation(kind: str) -> None:
 
 @table("kind", ["icepop", "sequence_mask"])
 @table("low, high", [(1.0, 1.4), (0.7, 1.0)])
-def test_tokens_at_a_bound_are_kept(kind: str, low: float, high: float) -> None:
+def test_tokens_at_a_bound_are_kept(kind: CorrectionKind, low: float, high: float) -> None:
     """As all are where engine and trainer agree to the bit."""
     index = torch.tensor([0, 0, 1])
     factors = CORRECTIONS[kind](torch.zeros(3), index, 2, low, high)
     assert factors.tolist() == [1.0] * 3
 
 
-def aggregate(name: str, losses: list[list[float]], limit: int = 10) -> float:
+def aggregate(name: Aggregation, losses: list[list[float]], limit: int = 10) -> float:
     weights = AGGREGATIONS[name]([len(x) for x in losses], limit)
     return sum(w * sum(x) for w, x in zip(weights, losses, strict=True))
 
@@ -158,8 +158,8 @@ def test_R1_closed_forms() -> None:
     assert aggregate("constant", losses, limit=10) == pytest.approx(10 / 20)
 
 
-@table("name", AGGREGATIONS)
-def test_sequences_without_trained_tokens_count_for_nothing(name: str) -> None:
+@table("name", get_args(Aggregation))
+def test_sequences_without_trained_tokens_count_for_nothing(name: Aggregation) -> None:
     assert aggregate(name, [[1.0], [], [9.0, 0.0, 0.0], []]) == pytest.approx(
         aggregate(name, [[1.0], [9.0, 0.0, 0.0]])
     )

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.algorithms.advantages import gae
 from hone.algorithms.ppo import (
     PPO,
     ValueObjective,
     _value_metrics,  # pyright: ignore[reportPrivateUsage]
-    gae,
 )
 from hone.config.algorithm import AlgorithmConfig, CriticConfig
 from hone.observe.metrics import to_scalars

@@ -15,11 +15,11 @@ import torch
 from hone.attention import blocks, flash
 from hone.attention.blocks import AttentionBlock, merge
 from hone.attention.context_parallel import _ring_plan, padded_tokens, token_ranges
-from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, resolve
 from hone.config.rules import Finding, findings
 from hone.config.tree import SFTConfig
+from hone.families.model_facts import ModelFacts
 from tests.tables import table
 
 CPU = torch.device("cpu")

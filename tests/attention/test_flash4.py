@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hone import flash4 as known
 from hone.attention import PackedContext, backends, flash4
-from hone.config import flash4 as known
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
+from hone.errors import UserError
 from hone.models.load import require_attention
 from tests.attention.twin import attend_packed
 from tests.tables import table

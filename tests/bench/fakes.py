@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hone.bench.summary import Limits
-from hone.config.hardware import Peaks
 from hone.families.shape import ModelShape
+from hone.hardware import Peaks
 from hone.types import Completion, EngineStats, Request, SamplingParams, StopReason
 
 

@@ -12,7 +12,7 @@ import pytest
 from hone.bench import vllm_runner
 from hone.bench.measure import EngineRun
 from hone.bench.vllm_runner import run_vllm
-from hone.config import UserError
+from hone.errors import UserError
 from tests.bench.fakes import request
 
 FAKE = Path(__file__).parent / "fake_vllm"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hone.bench.workloads import decode, groups, make_workload, read_requests, uniform
-from hone.config import UserError
 from hone.config.bench import BenchModelConfig, DecodeConfig
 from hone.config.tree import BenchEngineConfig
+from hone.errors import UserError
 from tests.tables import table
 
 VOCAB = 1000

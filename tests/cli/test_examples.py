@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.rules import findings
 from hone.config.tree import RLConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_configs
+from hone.hardware import gpu_peaks
 from hone.planner.fitting import check_gpu_memory
 from tests.cli.planned_figures import PLAN, planned_comment
 from tests.config import workspace as files

@@ -6,10 +6,10 @@ import pytest
 
 from hone.cli.help import print_help
 from hone.cli.help_search import search_keys
-from hone.config import UserError
 from hone.config.base import Section
 from hone.config.schema import fields, is_section
 from hone.config.tree import TREES, RLConfig
+from hone.errors import UserError
 from tests.tables import check_rows
 
 FIRST = {

@@ -24,14 +24,15 @@ from hone.cli import command as commands
 from hone.cli.command import conclude, take_nproc
 from hone.cli.help import _FIRST_PAGES
 from hone.cli.main import COMMANDS, main
-from hone.config import UserError, schema
-from hone.config.hardware import Peaks, gpu_peaks
+from hone.config import schema
 from hone.config.load import load_config, resolve_recipe
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import recipe_names
 from hone.config.run import RunConfig
 from hone.config.tree import TREES, RLConfig
 from hone.distributed.processes import HONE_LAUNCHER
+from hone.errors import UserError
+from hone.hardware import Peaks, gpu_peaks
 from hone.observe.console import Console
 from hone.observe.resumed_run import save_config
 from tests.config import workspace as files
@@ -392,9 +393,9 @@ def test_check_finds_an_attention_library_that_training_could_not_import(
 ) -> None:
     monkeypatch.setattr(commands, "_num_gpus", lambda: 1)
     monkeypatch.setattr(commands, "installed_gpu", lambda: gpu_peaks(gpu))
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: True)
-    monkeypatch.setattr("hone.config.flash4.is_installed", lambda: True)
-    monkeypatch.setattr("hone.config.flash4.import_problem", lambda: "flash-attn-4 is broken")
+    monkeypatch.setattr("hone.extras.is_installed", lambda name: True)
+    monkeypatch.setattr("hone.flash4.is_installed", lambda: True)
+    monkeypatch.setattr("hone.flash4.import_problem", lambda: "flash-attn-4 is broken")
     told = output(capsys, "check", *BASE["rl"], "--nproc=1", *flags, code=2 if finds else 0)
     assert ("error: flash-attn-4 is broken" in told) == finds
 
@@ -407,7 +408,7 @@ def test_R22_a_run_that_cannot_fit_never_starts(
     small = Peaks("Small", 1e12, 1e14, "datasheet", memory_gib=1)
     monkeypatch.setattr("hone.cli.command.installed_gpu", lambda: small)
     monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: 2)
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: True)
+    monkeypatch.setattr("hone.extras.is_installed", lambda name: True)
     monkeypatch.setattr("hone.cli.command.spawn", lambda command, nproc: 0)
     monkeypatch.setitem(sys.modules, "hone.loops", ModuleType("hone.loops"))  # would load torch
     argv = (*BASE["rl"], "--nproc", nproc)
@@ -517,7 +518,7 @@ def test_R22_more_processes_than_the_host_can_serve_are_refused(
 
     monkeypatch.setattr("hone.cli.command.spawn", spawn)
     monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: max_gpus)
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: True)
+    monkeypatch.setattr("hone.extras.is_installed", lambda name: True)
     monkeypatch.setattr("os.cpu_count", lambda: num_cores)
     argv = ("rl", *BASE["rl"], f"--run.device={device}", "--nproc", "3")
     told = output(capsys, *argv, code=0 if said is None else 2)
@@ -648,8 +649,8 @@ def test_a_name_that_the_hub_refuses_is_told_with_what_is_near(
             raise LocalEntryNotFoundError("not here")
         raise RepositoryNotFoundError("404", response=Mock())
 
-    monkeypatch.setattr("hone.config.hub.hf_hub_download", answer)
-    monkeypatch.setattr("hone.config.hub.unreachable", lambda: None)
+    monkeypatch.setattr("hone.hub.hf_hub_download", answer)
+    monkeypatch.setattr("hone.hub.unreachable", lambda: None)
     flags = ("--model.path=Qwen/Qwen3-06B", "--data.train.0.path=train.jsonl")
     for argv in (("check", "rl"), ("rl",)):
         told = " ".join(output(capsys, *argv, *flags, code=2).split())
@@ -657,7 +658,7 @@ def test_a_name_that_the_hub_refuses_is_told_with_what_is_near(
         assert "there is no such model" in told
         assert "Did you mean qwen3-0.6b?" in told
     config = str(workspace / "mixtral" / "config.json")
-    monkeypatch.setattr("hone.config.hub.hf_hub_download", lambda *_, **__: config)
+    monkeypatch.setattr("hone.hub.hf_hub_download", lambda *_, **__: config)
     flags = ("--model.path=mistralai/Mixtral-8x7B-v0.1", flags[1])
     told = " ".join(output(capsys, "check", "rl", *flags, code=2).split())
     assert "is of the family mixtral" in told

@@ -11,8 +11,8 @@ import pytest
 
 from hone.cli import quickstart
 from hone.cli.main import main
-from hone.config import UserError
 from hone.config.recipe import resolve_recipe
+from hone.errors import UserError
 
 
 @pytest.fixture

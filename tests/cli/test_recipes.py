@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from hone.cli.main import main
-from hone.config.hardware import known_gpu
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, resolve
 from hone.config.recipe import RECIPES, recipe_names, resolve_recipe
 from hone.config.rules import findings
 from hone.config.tree import RLConfig
+from hone.families.model_facts import ModelFacts
+from hone.hardware import known_gpu
 from hone.models.tiny import make_bpe_tokenizer, make_tiny_model
 from hone.planner.fitting import check_gpu_memory
 from hone.recipes.instructions import follows
@@ -126,7 +126,7 @@ def test_copies_are_the_users_and_overwrite_nothing(
 def test_R22_every_recipe_passes_its_check_and_fits_its_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda package: True)
+    monkeypatch.setattr("hone.extras.is_installed", lambda package: True)
     files.fill(tmp_path)
     monkeypatch.chdir(tmp_path)
     shipped = load_config(RLConfig, resolve_recipe(name), [])

@@ -14,10 +14,10 @@ from hone.cli import short_run
 from hone.cli.main import main
 from hone.cli.short_run import OUT_OF_MEMORY, Candidate, Result, ShortRuns
 from hone.cli.tune import Search
-from hone.config import UserError
-from hone.config.hardware import known_gpu
 from hone.config.load import load_config
 from hone.config.tree import PlanConfig, RLConfig
+from hone.errors import UserError
+from hone.hardware import known_gpu
 from hone.planner.gain import Measured, simulated
 from tests.tables import table
 from tests.tiny_runs import write_inputs
@@ -135,7 +135,7 @@ def test_on_gpus_the_outcomes_of_the_plan_are_measured(monkeypatch: pytest.Monke
     for module in ("hone.cli.command", "hone.cli.tune"):
         monkeypatch.setattr(f"{module}.max_gpus", lambda *_: 2)
     monkeypatch.setattr("hone.cli.command.installed_gpu", lambda: known_gpu("h200"))
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: True)
+    monkeypatch.setattr("hone.extras.is_installed", lambda name: True)
     machine = Machine()
     search = searched(machine, 6, "--run.device=cuda", "--plan.steps=4")
     assert machine.asked[0] == "the recipe as it is"

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.distributed.address import unreachable
+from hone.errors import UserError
 from tests.tiny_runs import tiny_config, write_inputs
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.tree import RLConfig
+from hone.errors import UserError
 from hone.observe.resumed_run import newest_step
 from tests.tiny_runs import lines, tiny_config, write_inputs
 

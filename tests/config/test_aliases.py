@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import UserError, schema
+from hone.config import schema
 from hone.config.aliases import aliases, find_alias
 from hone.config.base import Section
 from hone.config.load import load_config
@@ -20,6 +20,7 @@ from hone.config.tree import (
     RLConfig,
     SFTConfig,
 )
+from hone.errors import UserError
 from tests.tables import table
 
 NEEDED = ["--model.path=m", "--data.train=[{path: d.jsonl}]"]

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from hone.config import UserError, recipe, schema
+from hone.config import recipe, schema
 from hone.config.base import Section
 from hone.config.load import dump_config, load_config, load_noted, resolve_recipe
 from hone.config.recipe import to_yaml
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.errors import UserError
 from tests.tables import table
 
 TREES = [RLConfig, SFTConfig, EvaluateConfig, GenerateConfig]

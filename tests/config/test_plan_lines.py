@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import BatchArithmetic, Command, Devices, RunPlan, resolve
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.planner.lines import plan_lines
 from tests.config.workspace import BASE, CONTEXT

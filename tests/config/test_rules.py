@@ -16,17 +16,19 @@ from typing import Any
 
 import pytest
 
-from hone.config import UserError, extras, rules
-from hone.config.hardware import gpu_peaks
+from hone import extras
+from hone.config import rules
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes, CriticParallelConfig
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.reward import BUILTIN_REWARDS
 from hone.config.rules import Finding, facts
 from hone.config.rules.view import Fact
 from hone.config.tree import TREES, RLConfig
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.families.spec import PROJECTIONS
+from hone.hardware import gpu_peaks
 from tests.config.rule_rows import BY_TOPIC, ROWS, Row
 from tests.config.workspace import BASE
 from tests.tables import check_rows, table

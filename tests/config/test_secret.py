@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hone.config import UserError
 from hone.config.load import load_noted
 from hone.config.secret import secret_problem, variables_of, with_variables
 from hone.config.tree import RLConfig
+from hone.errors import UserError
 from tests.tables import table
 
 SECRET = "s3cr3t" * 5

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from hone.config import UserError, schema
+from hone.config import schema
 from hone.config.base import Section
 from hone.config.load import dump_config, load_config, load_noted
 from hone.config.recipe import to_yaml
 from hone.config.sharing import command_of, key_paths
 from hone.config.tree import SUPERVISED, TREES, GenerateConfig, RLConfig, SFTConfig
+from hone.errors import UserError
 from tests.tables import table
 
 NEEDED = ["--model.path=m", "--data.train=[{path: t.jsonl}]"]

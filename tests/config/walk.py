@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from hone.cli import command
 from hone.cli.main import main
 from hone.config.base import Section
-from hone.config.hardware import Peaks, gpu_peaks
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.hardware import Peaks, gpu_peaks
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from tests.tiny_runs import make_classifier, write_inputs
 

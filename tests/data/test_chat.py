@@ -13,7 +13,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hone.config.data import DataConfig, PairSourceConfig, SourceConfig
-from hone.config.errors import UserError
 from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.chat import Demonstration, Rendered, Renderer
 from hone.data.columns import choose_columns, map_rows
@@ -22,6 +21,7 @@ from hone.data.prompts import load_prompts
 from hone.data.sft import load_sft
 from hone.data.sources import Row
 from hone.data.turns import TurnRenderer
+from hone.errors import UserError
 from hone.models.tiny import make_bpe_tokenizer, make_char_tokenizer
 from hone.rollout.judge import Transcripts
 from hone.types import Observation, Prompt, Sample, StopReason, Turn

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from hone.config.data import ColumnsConfig, DataConfig, SourceConfig
-from hone.config.errors import UserError
 from hone.data.chat import Renderer
 from hone.data.columns import choose_columns, map_rows, read_examples
 from hone.data.sources import Row, read_source
+from hone.errors import UserError
 from tests.data.support import char_tokenizer
 from tests.tables import table
 

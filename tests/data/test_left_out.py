@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from hone.config.data import DataConfig, SourceConfig
-from hone.config.errors import UserError
 from hone.data.chat import Renderer
 from hone.data.columns import Example, choose_columns, map_rows
 from hone.data.sources import Row
 from hone.data.turns import RenderError, TurnRenderer
+from hone.errors import UserError
 from hone.types import Message, Observation, Prompt, Sample, StopReason, Turn
 from tests.data.support import CHATML, LLAMA3, TAKES_TOOLS, char_tokenizer
 from tests.tables import table

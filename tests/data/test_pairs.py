@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from hone.config.data import PairColumnsConfig, PairSourceConfig
-from hone.config.errors import UserError
 from hone.config.tree import PairsDataConfig
 from hone.data.pairs import load_pairs, map_pairs, read_pairs
 from hone.data.sources import Row, read_source
+from hone.errors import UserError
 from hone.models.tiny import make_char_tokenizer
 from hone.rollout.judge import Transcripts
 from hone.types import Prompt

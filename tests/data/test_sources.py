@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from hone.config.data import SourceConfig
-from hone.config.errors import UserError
 from hone.data import sources
 from hone.data.sources import Row, read_source, shorten, source_names
+from hone.errors import UserError
 from tests.data.support import write_rows
 from tests.tables import table
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.errors import UserError
 from hone.data.prompts import PromptStream
 from hone.data.stream import Stream, epoch_order
+from hone.errors import UserError
 from hone.types import Prompt
 from tests.tables import table
 

@@ -11,7 +11,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hone.config.data import DataConfig, PairSourceConfig, SourceConfig
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.tree import DPOConfig, PairsDataConfig, SFTConfig, SFTDataConfig
 from hone.data.chat import Demonstration, Renderer
@@ -20,6 +19,7 @@ from hone.data.pairs import load_pairs
 from hone.data.sft import load_sft
 from hone.data.sources import Row
 from hone.data.turns import TurnRenderer
+from hone.errors import UserError
 from hone.loops import supervised
 from hone.models.load import load_end_ids
 from hone.models.support import silent_token_ids

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hone.config.errors import UserError
 from hone.distributed import calls
 from hone.distributed.calls import Frames, Hub, Line, frame, serve
+from hone.errors import UserError
 from hone.types import EngineLostError
 
 PATIENCE_S = 60.0

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hone.config.errors import UserError
 from hone.distributed.channel import Channel, packed, unpacked
 from hone.distributed.listening import host_store
 from hone.distributed.processes import HONE_KEY
+from hone.errors import UserError
 
 PATIENCE = timedelta(seconds=60)
 

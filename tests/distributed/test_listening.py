@@ -10,11 +10,11 @@ from contextlib import closing
 
 import pytest
 
-from hone.config.errors import UserError
 from hone.distributed.calls import Hub
 from hone.distributed.listening import listen, on_loopback
 from hone.distributed.processes import Processes
 from hone.distributed.watch import connect
+from hone.errors import UserError
 from tests.ports import listening, reserved_port
 from tests.ranks import ROOT
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.processes import Processes
 from hone.distributed.watch import LostPeerError
+from hone.errors import UserError
 
 
 @pytest.mark.parametrize(

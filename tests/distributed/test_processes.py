@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import hone
-from hone.config.errors import UserError
 from hone.distributed.processes import Processes, Rendezvous, processes, rendezvous
+from hone.errors import UserError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from hone.cli import main as cli
-from hone.config.errors import UserError
 from hone.config.parallel import ParallelConfig
 from hone.distributed import watch as watching
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.distributed.watch import Watch, connect, read_progress
+from hone.errors import UserError
 
 PHASES = ("generate", "score", "train", "sync", "checkpoint")
 SHORT_S, LONG_S = 3.0, 60.0

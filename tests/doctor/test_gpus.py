@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hone.config.hardware import Peaks
 from hone.doctor import gpus
 from hone.doctor import machine as machine_module
 from hone.doctor.machine import Device, Machine, ReadingError, TorchBuild
+from hone.hardware import Peaks
 
 H200, UNKNOWN = "NVIDIA H200", "NVIDIA Z9"
 

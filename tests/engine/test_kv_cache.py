@@ -7,10 +7,10 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from hone.config.engine import EngineConfig
-from hone.config.errors import UserError
 from hone.engine import arena, kv_cache
 from hone.engine.arena import Arena, CudaDriver
 from hone.engine.kv_cache import KVCache, check_max_num_seqs, choose_num_blocks
+from hone.errors import UserError
 from tests.engine.fake_driver import PAGE, FakeDriver
 from tests.tables import table
 
@@ -147,7 +147,7 @@ def test_an_arena_that_nobody_holds_gives_everything_back(driver, is_mapped):
 
 
 def test_without_cuda_bindings_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: False)
+    monkeypatch.setattr("hone.extras.is_installed", lambda name: False)
     with pytest.raises(UserError, match="pip install 'cuda-bindings'"):
         CudaDriver(CUDA)
 
@@ -219,7 +219,7 @@ def test_routes_lie_behind_the_layers_and_where_they_lay(driver, number, dtype):
 def test_R14_a_wake_without_memory_says_both_sizes_stays_asleep_and_can_be_repeated(
     driver, monkeypatch
 ):
-    monkeypatch.setattr(kv_cache, "_GIB", 1024)
+    monkeypatch.setattr(kv_cache, "GIB", 1024)
     cache = make_cache()
     cache.allocate(64)
     needed = f"{64 * BLOCK_BYTES / 1024:.2f} GiB"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.types import Completion, Request, SamplingParams, StopReason
 from tests.engine.test_generation import run, tight_cache_gib
 from tests.tables import table

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hone.config.engine import EngineConfig
-from hone.config.errors import UserError
 from hone.engine import EmbeddedEngine, EngineState
 from hone.engine import sleeping_weights as module
 from hone.engine.arena import Arena, HostArena
 from hone.engine.sleeping_weights import SleepingWeights
+from hone.errors import UserError
 from hone.models.manifest import build_manifest, export_weights
 from hone.weights.sync import WeightSync
 from tests.engine.fake_driver import FakeDriver

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from hone.config.errors import UserError
 from hone.engine import EmbeddedEngine, EngineState
 from hone.engine.block_manager import BlockManager
+from hone.errors import UserError
 from hone.models import manifest
 from hone.types import Request, SamplingParams
 from tests.engine.test_generation import assert_equal, make_requests, run

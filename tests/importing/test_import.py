@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from hone.cli.main import main
-from hone.config import UserError
 from hone.config.aliases import FRAMEWORKS, alias_hint, aliases, find_alias
 from hone.config.recipe import read_recipe, to_yaml
 from hone.config.tree import RLConfig
+from hone.errors import UserError
 from hone.importing import transforms
 from hone.importing.convert import convert
 from hone.importing.frameworks import PROGRAMS, read_command, read_file

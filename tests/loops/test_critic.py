@@ -15,10 +15,10 @@ from tests.trainer.examples import gradients, random_rows
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from hone.algorithms.ppo import ValueObjective
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.trainer import TrainerConfig
 from hone.config.tree import RLConfig
+from hone.errors import UserError
 from hone.loops import reinforce
 from hone.models.load import load_value_model
 from hone.models.tiny import make_tiny_model

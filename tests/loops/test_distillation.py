@@ -15,8 +15,8 @@ from tests.tiny_runs import learning_config, lines
 from transformers import AutoModelForCausalLM
 
 from hone.algorithms.distillation import DivergingFromTeacher
-from hone.config.errors import UserError
 from hone.data.arithmetic import ALPHABET
+from hone.errors import UserError
 from hone.loops import reinforce
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.types import Row

@@ -19,10 +19,10 @@ from tests.observe.test_disk import largest_file
 from tests.tiny_runs import lines
 
 from hone.checkpoint.store import CheckpointError, CheckpointStore
-from hone.config.errors import UserError
 from hone.config.tree import SFTConfig
 from hone.distributed.processes import Processes
 from hone.distributed.watch import Watch
+from hone.errors import UserError
 from hone.loops import loop, reinforce, supervised
 from hone.loops import run as run_module
 from hone.loops.ending import Ending, record_death

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 from tests.loops.conftest import MakeConfig
 
-from hone.config.errors import UserError
 from hone.config.tree import DPOConfig, GenerateConfig, RewardModelingConfig, SFTConfig
 from hone.data.arithmetic import ALPHABET
+from hone.errors import UserError
 from hone.loops import reinforce, supervised
 from hone.loops.generation import run_generation
 from hone.loops.inputs import prompts_of, transcripts_of, turns_of

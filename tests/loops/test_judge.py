@@ -13,8 +13,8 @@ from tests.tiny_runs import lines, make_classifier
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hone.cli.main import main
-from hone.config.errors import UserError
 from hone.config.tree import EvaluateConfig
+from hone.errors import UserError
 from hone.loops import reinforce
 from hone.loops.inference import run_evaluation
 from hone.rewards.scorer import FailureRateError

@@ -21,11 +21,11 @@ from transformers import PreTrainedTokenizerFast
 
 from hone.checkpoint.atomic import MANIFEST_NAME, CheckpointError, read_manifest
 from hone.checkpoint.store import CheckpointStore
-from hone.config.errors import UserError
 from hone.config.model import LoraConfig
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, resolve
 from hone.config.tree import SFTConfig
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.loops import reinforce, supervised
 from hone.loops.interrupt import Terminated, terminable
 from hone.loops.launch import FolderLock

@@ -12,7 +12,7 @@ from tests.loops.conftest import MakeConfig, built_run
 from tests.ports import reserved_port
 from tests.tiny_runs import lines
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.loops.launch import launch
 from hone.loops.loop import train
 from hone.observe.grafana import dashboard

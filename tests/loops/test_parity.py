@@ -17,7 +17,7 @@ from tests.models.exact_fakes import use_torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hone.config import UserError
+from hone.errors import UserError
 from hone.loops import loop
 from hone.loops.reinforce import RLRun
 from hone.models.decoder import alias_module

@@ -12,9 +12,9 @@ from tests.loops.test_processes import assert_same_run, run_hone
 from tests.tables import check_rows
 from tests.tiny_runs import right_and_backwards
 
-from hone.config.errors import UserError
 from hone.config.tree import DPOConfig
 from hone.data.arithmetic import write_jsonl
+from hone.errors import UserError
 from hone.loops import supervised
 from hone.trainer.scorer import FrozenScorer
 

@@ -22,12 +22,12 @@ from tests.tiny_runs import lines
 
 from hone.checkpoint.store import CheckpointStore
 from hone.config.base import Section
-from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.parallel import ParallelConfig
 from hone.config.run import GenerateRunConfig
 from hone.config.tree import EvaluateConfig, SFTConfig
 from hone.distributed.processes import HONE_KEY
+from hone.errors import UserError
 from hone.loops import inference, reinforce, supervised
 from hone.loops.launch import join_roles
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from tests.bench.fakes import SHAPE
 
-from hone.config.hardware import GPUS
 from hone.config.load import load_config
 from hone.config.run import LogConfig
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
+from hone.hardware import GIB, GPUS
 from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.loops.run import Run
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
-from hone.observe.device_memory import GIB, DeviceMemory, Reading
+from hone.observe.device_memory import DeviceMemory, Reading
 from hone.observe.gpu_use import GPUUse
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Last, Metrics, Sum, to_scalars

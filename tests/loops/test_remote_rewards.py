@@ -12,8 +12,8 @@ from tests.rewards.serving import Server, serving
 from tests.tiny_runs import learning_config, lines
 
 from hone.cli.main import main
-from hone.config import UserError
 from hone.config.tree import RLConfig
+from hone.errors import UserError
 from hone.loops import reinforce
 
 KEY = "sk-verySecret_42"

@@ -15,7 +15,6 @@ from tests.loops.conftest import MakeConfig
 from tests.tables import table
 
 from hone.checkpoint.store import Checkpoint, CheckpointStore
-from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
@@ -23,6 +22,7 @@ from hone.distributed.processes import processes
 from hone.distributed.roles import Roles
 from hone.distributed.signals import Came
 from hone.distributed.watch import Watch
+from hone.errors import UserError
 from hone.loops import reinforce
 from hone.loops.launch import Launch
 from hone.loops.resuming import announce, find_checkpoint

@@ -11,8 +11,8 @@ import torch
 from tests.loops.conftest import MakeConfig
 from tests.tiny_runs import lines
 
-from hone.config.errors import UserError
 from hone.config.tree import RLConfig
+from hone.errors import UserError
 from hone.loops import reinforce
 from hone.loops.reinforce import run
 from hone.loops.untrained import Untrained, why_untrained

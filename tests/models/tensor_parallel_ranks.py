@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 
 from hone.config.engine import EngineConfig
-from hone.config.errors import UserError
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import KVCache
+from hone.errors import UserError
 from hone.models import tensor_parallel, tensor_parallel_kernels
 from hone.models.layer_ops import LayerOps, TorchKernels
 from hone.models.manifest import export_weights

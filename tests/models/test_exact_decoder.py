@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext, PagedContext
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.models import exact_decoder
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.exact_decoder import PackedDecoder, require_exact

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.config.model_facts import ModelFacts
+from hone.families.model_facts import ModelFacts
 from hone.models.tensor_parallel import TensorParallel, shard_model
 from tests.models.expert_engine_ranks import (
     ALL_TO_THE_LAST_RANK,

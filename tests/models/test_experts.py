@@ -20,9 +20,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from hone.checkpoint.export import export_hf
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.distributed.mesh import Mesh
+from hone.errors import UserError
 from hone.families.shape import public_shape
 from hone.models.experts import Experts, SigmoidScores, route, router_logits
 from hone.models.fused_layers import is_fusible

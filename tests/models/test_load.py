@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
+from hone.errors import UserError
 from hone.families.registry import SPECS
 from hone.models import load as load_module
 from hone.models import weight_files

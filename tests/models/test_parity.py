@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.granite.modeling_granite import GraniteModel
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
-from hone.config import UserError
 from hone.config.model import ModelConfig
+from hone.errors import UserError
 from hone.families.registry import SPECS
 from hone.loops import reinforce
 from hone.models import decoder

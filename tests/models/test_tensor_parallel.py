@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from hone.config import rules
 from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, resolve
 from hone.config.tree import GenerateConfig
 from hone.engine.engine import EmbeddedEngine
+from hone.families.model_facts import ModelFacts
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of

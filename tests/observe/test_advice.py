@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hone.config.hardware import GPUS
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_shape
+from hone.hardware import GPUS
 from hone.observe.advice import lowered_caps, more_reward_workers, more_sequences
 from hone.observe.alarms import QUIET_STEPS, Alarm, Alarms
 from hone.planner.gain import Measured, Pricing

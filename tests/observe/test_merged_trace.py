@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hone.cli.main import main
-from hone.config import UserError
 from hone.config.load import dump_config
+from hone.errors import UserError
 from hone.observe.merged_trace import read_step
 from tests.observe.perfetto import HAS_PERFETTO, needs_perfetto, what_is_shown
 from tests.observe.trace_rules import broken_rules

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.observe import local_server
 from hone.observe.metrics_server import MetricsServer, exposition
 

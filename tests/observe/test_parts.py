@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.observe.parts import PartWriter, finish_parts, parts_folder, taken_parts
 
 NUM_GROUPS = 30

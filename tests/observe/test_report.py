@@ -17,13 +17,13 @@ import pytest
 import yaml
 
 from hone.cli.report import run as report_command
-from hone.config.paths import settings_file
 from hone.observe.differences import differences, flat
 from hone.observe.histogram import Histogram
 from hone.observe.loggers import append_event
 from hone.observe.report.charts import MAX_POINTS
 from hone.observe.report.write import told_apart, write_report
 from hone.observe.run_folder import RunFolder
+from hone.paths import settings_file
 from tests.observe.fake_run import Scalars, write_run
 from tests.tables import table
 

@@ -9,9 +9,9 @@ import pytest
 from hone.cli import command
 from hone.cli.main import main
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_shape
 from hone.planner.disk import DiskUse, check_disk, disk_use
 from tests.tables import table

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hone.checkpoint.tree import split_tree
 from hone.cli.main import main
-from hone.config.hardware import available_host_bytes
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig, SFTConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape, public_shape
+from hone.hardware import available_host_bytes
 from hone.planner.fitting import check_host_memory
 from hone.planner.host_memory import HostRole, host_roles
 from hone.trainer import host_gradients, offload, policy, update_rules

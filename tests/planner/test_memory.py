@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import hardware, stages
+from hone import hardware
 from hone.config.model import LoraConfig
-from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes
 from hone.config.plan import Devices, resolve
 from hone.config.trainer import TrainerConfig
 from hone.config.tree import RLConfig
+from hone.families import stages
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.memory import adapter_params, training_memory
 from hone.planner.roofline import training_flops

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.hardware import GPUS, Peaks, gpu_peaks
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
+from hone.hardware import GPUS, Peaks, gpu_peaks
 from hone.planner.roofline import (
     decode_step_s,
     generation_time_s,

@@ -15,16 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from hone.config import rules
 from hone.config.engine import BLOCK_SIZE
-from hone.config.hardware import Peaks, gpu_peaks, known_gpu
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes
 from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.trainer import TrainerConfig
 from hone.config.tree import TREES, EvaluateConfig, GenerateConfig, RLConfig
 from hone.engine import kv_cache
+from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
+from hone.hardware import Peaks, gpu_peaks, known_gpu
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.planner import run_memory
 from hone.planner.fitting import changed, check_gpu_memory, kept_logits, memory_changes

@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-from hone.config import UserError
-from hone.config.hardware import known_gpu
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.rules import findings
 from hone.config.tree import PlanConfig
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape, public_shape
+from hone.hardware import known_gpu
 from hone.planner.comparison import Outcome, compare, planned_config
 from hone.planner.fitting import changed, does_fit, does_fit_host, errors, gpu_host_roles, rl_config
 from hone.planner.run_memory import RunMemory
@@ -554,7 +554,7 @@ def test_packages_that_are_not_installed_here_rule_nothing_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Engines apart need Ray there, not where they are planned."""
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("hone.extras.is_installed", lambda package: False)
     model, gpu, flags = CASES["8B on 4 + 4 A10"]
     placements = [x.run.placement for x in compare(planned(model, gpu, flags)).outcomes]
     assert any(not placement.colocated for placement in placements)

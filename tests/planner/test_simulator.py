@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config import UserError
 from hone.config.cluster import ScorerName
 from hone.config.engine import BLOCK_SIZE, EngineConfig
-from hone.config.hardware import GPUS
-from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
 from hone.config.plan import Devices, resolve
 from hone.config.planning import LengthsConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.tree import PlanConfig
 from hone.engine.shared_prefix import find_prefix_groups
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape, public_shape
+from hone.hardware import GPUS
 from hone.planner.comparison import compare, placement_rates
 from hone.planner.compute_time import Compute
 from hone.planner.lengths import draw_lengths

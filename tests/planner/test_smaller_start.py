@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig, SFTConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_shape
+from hone.hardware import gpu_peaks
 from hone.planner.smaller_start import smaller_start
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hone.algorithms.configured import algorithm_of
-from hone.config.hardware import GPUS, Peaks, known_gpu
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.planning import PlanningConfig
 from hone.config.tree import PlanConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_shape
+from hone.hardware import GPUS, Peaks, known_gpu
 from hone.planner.compute_time import Compute
 from hone.planner.training_time import TrainingTime
 from tests.tables import table

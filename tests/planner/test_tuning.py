@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.config.hardware import known_gpu
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.planning import PlanningConfig
 from hone.config.tree import PlanConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_shape
+from hone.hardware import known_gpu
 from hone.planner.fitting import changed, errors
 from hone.planner.gain import Measured, Pricing, simulated
 from hone.planner.tuning import fit, modes, search_budget, variants

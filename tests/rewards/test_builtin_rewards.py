@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.config.errors import UserError
 from hone.config.reward import RewardConfig, RewardFunctionConfig
+from hone.errors import UserError
 from hone.rewards.builtin import ExactMatch, Format, Length, Math, Overlong, warm_up_math
 from hone.rewards.scorer import Scorer
 from tests.tables import table

@@ -12,13 +12,13 @@ import pytest
 
 from hone.cli import command
 from hone.cli.command import first_rows, plan_here
-from hone.config import UserError
 from hone.config.data import DataConfig
 from hone.config.reward import RewardConfig
 from hone.config.rules import Finding, findings
 from hone.config.run import EvaluationConfig
 from hone.config.tree import EvaluateConfig, RLConfig
 from hone.data import sources
+from hone.errors import UserError
 from hone.loops import inference, reinforce
 from hone.loops.inference import run_evaluation
 from hone.rewards import pool, scorer

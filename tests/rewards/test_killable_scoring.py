@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.rewards import pool
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind

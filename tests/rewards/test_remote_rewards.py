@@ -12,8 +12,8 @@ from decimal import Decimal
 
 import pytest
 
-from hone.config import UserError
 from hone.config.reward import RewardConfig
+from hone.errors import UserError
 from hone.rewards import remote
 from hone.rewards.builtin import build
 from hone.rewards.scorer import Scorer

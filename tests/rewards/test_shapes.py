@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hone.api import check
-from hone.config.signatures import shape_of
 from hone.rewards.base import Builtin
 from hone.rewards.score import RewardFunction, arguments, score
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind, Prompt, Sample, StopReason
+from hone.user_code.signatures import shape_of
 from tests.rewards.scoring import config
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]

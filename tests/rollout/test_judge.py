@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from hone.config.data import DataConfig, SourceConfig
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.reward import REWARD_MODEL, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from hone.data.arithmetic import ALPHABET
 from hone.distributed.pool import WorkersLostError
+from hone.errors import UserError
 from hone.models.load import load_value_model
 from hone.models.tiny import make_char_tokenizer
 from hone.rewards.scorer import Scorer

@@ -32,13 +32,13 @@ from transformers import (
 )
 
 from hone.checkpoint.random_state import capture_random_state
-from hone.config import UserError
 from hone.config.engine import EngineConfig
-from hone.config.extras import is_installed
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
 from hone.engine.engine import EmbeddedEngine
+from hone.errors import UserError
+from hone.extras import is_installed
 from hone.loops import reinforce
 from hone.models.load import load_model
 from hone.models.manifest import export_weights

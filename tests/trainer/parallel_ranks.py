@@ -20,11 +20,11 @@ from hone.algorithms.sft import CrossEntropy
 from hone.checkpoint.sharded import local_part, own_part
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.extras import is_installed
 from hone.config.model import LoraConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
+from hone.extras import is_installed
 from hone.models.adapters import adapt
 from hone.models.manifest import export_weights
 from hone.trainer import batcher, precision, sharded, update_rules

@@ -9,8 +9,8 @@ import torch
 
 from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.errors import UserError
 from hone.config.trainer import TrainerConfig
+from hone.errors import UserError
 from hone.models import token_logprobs as scoring
 from hone.models.decoder import head_weight
 from hone.trainer.logprobs import token_logprobs

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
+from hone.errors import UserError
 from hone.trainer import host_gradients, offload
 from hone.trainer.host_gradients import HostGradients, norm_of_pieces
 from hone.trainer.offload import Bucket, StateOffload, host_tensors, stream_buckets

@@ -10,11 +10,11 @@ from typing import cast
 import pytest
 import torch
 
-from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes, ParallelConfig
-from hone.config.stages import stage_layers
 from hone.distributed.mesh import Mesh
+from hone.errors import UserError
 from hone.families.shape import ModelShape
+from hone.families.stages import stage_layers
 from hone.models.decoder import decoder_layers
 from hone.trainer.pipeline import cut_stage
 from tests.rank_cases import check_cases, check_go_on

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
 from hone.distributed.mesh import Mesh
+from hone.errors import UserError
 from hone.models.decoder import alias_module
 from hone.observe.metrics import to_scalars
 from hone.trainer.policy import NonFiniteError, Policy, StaleWeightsError, require_layout

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.models.decoder import alias_module, decoder_layers
 from hone.models.manifest import export_weights
 from hone.trainer import precision
@@ -208,7 +208,7 @@ def test_devices_and_formats_that_do_not_serve(name, dtype, device, capability, 
 
 
 def test_R25_a_missing_extra_is_told_before_a_model_is_touched(monkeypatch):
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda _: False)
+    monkeypatch.setattr("hone.extras.is_installed", lambda _: False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     with pytest.raises(UserError, match=r"needs the `torchao` .*pip install 'torchao>=0\.18'"):
         require_matmul_precision("fp8", torch.bfloat16, GPU)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.prefixes import COPIED, MIN_SAVED
 from hone.distributed.mesh import Mesh
+from hone.prefixes import COPIED, MIN_SAVED
 from hone.trainer.batcher import Batcher
 from hone.trainer.collating import collate
 from hone.trainer.packing import AttentionCost, plan

@@ -3,13 +3,18 @@
 An aggregation gives each sequence the weight that every one of its trained tokens carries. It is
 computed once for the optimizer step, over all sequences of all ranks; the loss is then a plain
 weighted sum, and no cut into micro-batches can change it.
+
+The values of `algorithm.aggregation` come from here, before torch is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
-__all__ = ["AGGREGATIONS"]
+__all__ = ["AGGREGATIONS", "Aggregation"]
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def token_mean(num_trained: Sequence[int], max_completion_tokens: int) -> list[float]:
@@ -32,7 +37,7 @@ def constant(num_trained: Sequence[int], max_completion_tokens: int) -> list[flo
     return [1.0 / (num_sequences * max_completion_tokens) if n else 0.0 for n in num_trained]
 
 
-AGGREGATIONS: dict[str, Callable[[Sequence[int], int], list[float]]] = {
+AGGREGATIONS: Mapping[Aggregation, Callable[[Sequence[int], int], list[float]]] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
     "constant": constant,

@@ -4,21 +4,26 @@ The engine's policy and the trainer's never agree to the last bit, and under asy
 is a few versions behind. With `w_t = exp(trainer_logprob_t - engine_logprob_t)` a correction
 gives each token a factor on its loss; no gradient flows through it. It repairs a small gap and
 must not hide a broken sync: the parity gate comes first.
+
+The values of `algorithm.correction.kind` come from here, before torch is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hone.algorithms.kl import MAX_LOG_RATIO
 from hone.algorithms.sequences import sequence_mean_to_tokens
 
-__all__ = ["CORRECTIONS", "importance_ratio"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Correction = Callable[[Tensor, Tensor, int, float, float], Tensor]
+__all__ = ["CORRECTIONS", "CorrectionKind", "importance_ratio"]
+
+CorrectionKind = Literal["none", "tis", "icepop", "sequence_mask"]
+
+Correction: TypeAlias = "Callable[[Tensor, Tensor, int, float, float], Tensor]"
 """(log_ratio [N], sequence_index [N], num_sequences, low, high) -> factors [N]"""
 
 
@@ -32,7 +37,7 @@ def none(
 ) -> Tensor:
     """No correction."""
     del sequence_index, num_sequences, low, high
-    return torch.ones_like(log_ratio)
+    return log_ratio.new_ones(log_ratio.shape)
 
 
 def tis(
@@ -51,7 +56,7 @@ def icepop(
     (Ling team, "Small leak can sink a great ship", 2025)."""
     del sequence_index, num_sequences
     ratio = importance_ratio(log_ratio)
-    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+    return ratio.where((ratio >= low) & (ratio <= high), 0.0)
 
 
 def sequence_mask(
@@ -64,7 +69,7 @@ def sequence_mask(
     return ((ratio >= low) & (ratio <= high)).to(log_ratio.dtype)
 
 
-CORRECTIONS: dict[str, Correction] = {
+CORRECTIONS: Mapping[CorrectionKind, Correction] = {
     "none": none,
     "tis": tis,
     "icepop": icepop,

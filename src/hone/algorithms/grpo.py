@@ -1,7 +1,7 @@
 """GRPO and its kin: policy gradients whose baseline comes from samples, not from a critic.
 
-One algorithm with three choices, each a pure function: the advantage (`advantages/`, a file each),
-the loss of a token (`losses/`, likewise) and how tokens are averaged (`aggregation.py`).
+One algorithm with three choices, each a pure function: the advantage (`advantages.py`), the
+loss of a token (`losses.py`) and how tokens are averaged (`aggregation.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantage import ScoredSample
-from hone.algorithms.advantages import ADVANTAGES
+from hone.algorithms.advantages import ADVANTAGES, ScoredSample
 from hone.algorithms.algorithm import Objective
 from hone.algorithms.kl import KL_ESTIMATORS
 from hone.algorithms.objective import PolicyObjective
@@ -69,7 +68,8 @@ class GRPO:
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
         """Advantages, one for each trained token."""
         scored = self._scored(rows, batch)
-        advantages = ADVANTAGES[self.cfg.advantage](scored)
+        assert self.cfg.advantage != "gae", "against a critic: PPO"
+        advantages = ADVANTAGES[self.cfg.advantage].estimate(scored)
         for row, values in zip(rows, (a for group in advantages for a in group), strict=True):
             row.columns["advantages"] = Column(values)
         return {"rollout/groups_without_baseline": Sum(len(batch) - len(scored))}

@@ -4,16 +4,21 @@ With `d = log p(x) - log q(x)` and x drawn from p, all three estimate KL(p || q)
 (Schulman, http://joschu.net/blog/kl-approx.html). As *values* k1 and k3 are unbiased. As *losses*
 their gradients differ: k1 has zero expected gradient, k2 has the gradient of the reverse KL, and
 k3 that of a forward KL; see the test against the exact divergence.
+
+The values of `algorithm.kl.estimator` come from here, before torch is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["KL_ESTIMATORS", "MAX_LOG_RATIO", "k1", "k2", "k3"]
+__all__ = ["KL_ESTIMATORS", "MAX_LOG_RATIO", "KLEstimator", "k1", "k2", "k3"]
+
+KLEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before `exp`, so that one absurd token cannot overflow."""
@@ -32,7 +37,11 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """`exp(-d) - 1 + d`: unbiased, low variance, never negative."""
     d = (logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(-d) + d
+    return (-d).expm1() + d
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: Mapping[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+}

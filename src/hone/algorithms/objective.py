@@ -12,8 +12,7 @@ from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.algorithm import Loss, Outputs
 from hone.algorithms.corrections import CORRECTIONS, importance_ratio
 from hone.algorithms.kl import KL_ESTIMATORS, k1, k3
-from hone.algorithms.losses import LOSSES
-from hone.algorithms.policy_loss import LossInputs
+from hone.algorithms.losses import LOSSES, LossInputs
 from hone.config.algorithm import AlgorithmConfig, Output
 from hone.observe.metrics import Distribution, Mean, Metrics
 from hone.types import LossExtent, MicroBatch, Row

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantage import ScoredSample, whiten
+from hone.algorithms.advantages import ScoredSample, gae, whiten
 from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.algorithm import Loss, Objective, Outputs
 from hone.algorithms.grpo import GRPO
@@ -22,7 +22,7 @@ from hone.config.algorithm import AlgorithmConfig, CriticConfig, Output
 from hone.observe.metrics import Distribution, Last, Mean, Metrics
 from hone.types import Column, Group, LossExtent, MicroBatch, Row
 
-__all__ = ["PPO", "ValueObjective", "gae"]
+__all__ = ["PPO", "ValueObjective"]
 
 
 class PPO(GRPO):
@@ -71,21 +71,6 @@ class PPO(GRPO):
             "critic/advantages": Distribution.of(torch.cat(advantages)),
             **_value_metrics(torch.cat(values), torch.cat(returns)),
         }
-
-
-def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """Advantages `A_t = d_t + gamma lam A_t+1` with `d_t = r_t + gamma V_t+1 - V_t`, [N] float64.
-
-    Of the N tokens of a sample that the policy drew; `values` [N] are those before each is drawn.
-    Nothing follows the last: a truncated sample ends too, its value is not continued.
-    """
-    result: list[float] = []
-    advantage = following = 0.0
-    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
-        advantage = reward + gamma * following - value + gamma * lam * advantage
-        following = value
-        result.append(advantage)
-    return torch.tensor(result[::-1], dtype=torch.float64)
 
 
 def _rewards(sample: ScoredSample) -> Tensor:

@@ -36,7 +36,7 @@ from torch import Tensor
 from hone.attention import flash
 from hone.attention.blocks import AttentionBlock
 from hone.attention.context import PackedContext, PagedContext
-from hone.config.model_facts import EXACT_HEAD_DIMS
+from hone.families.model_facts import EXACT_HEAD_DIMS
 
 __all__ = ["RowTile", "packed_attention", "paged_attention"]
 """Sizes of a head that the kernels are made for."""

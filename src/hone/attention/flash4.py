@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone import flash4 as known
 from hone.attention.context import PackedContext
-from hone.config import flash4 as known
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = ["is_usable", "packed_attention", "require_importable"]
 

@@ -18,12 +18,12 @@ from hone.bench.summary import Limits, Summary, summarise
 from hone.bench.vllm_runner import run_vllm
 from hone.bench.workloads import Workload, make_workload
 from hone.config.bench import BenchModelConfig
-from hone.config.hardware import Peaks
 from hone.config.model import ModelConfig
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine, make_cache
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
+from hone.hardware import Peaks
 from hone.loops.launch import choose_device
 from hone.models.load import compute_dtype, load_config, load_model
 from hone.models.support import context_length, eos_token_ids

@@ -10,8 +10,8 @@ import numpy as np
 
 from hone.bench.measure import DecodeStep, EngineRun, decode_steps
 from hone.bench.workloads import Workload
-from hone.config.hardware import Peaks
 from hone.families.shape import ModelShape
+from hone.hardware import Peaks
 from hone.planner.roofline import decode_step_s, generation_time_s
 
 __all__ = ["Decoding", "Limits", "Quantiles", "Summary", "summarise"]

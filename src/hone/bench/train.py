@@ -24,11 +24,11 @@ from hone.bench.bench import model_folder
 from hone.bench.train_memory import MemoryProbe, MemoryUse, held_tensors
 from hone.config.algorithm import AlgorithmConfig, Output
 from hone.config.bench import RowsConfig
-from hone.config.hardware import gpu_peaks
 from hone.config.plan import RunPlan
 from hone.config.tree import BenchTrainConfig
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
+from hone.hardware import gpu_peaks
 from hone.loops.launch import join, load_for_training
 from hone.models.adapters import adapt
 from hone.models.load import compute_dtype, load_config, require_attention

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.bench.measure import EngineRun, Measurement, Step
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.types import Request
 
 __all__ = ["main", "run_vllm"]

@@ -18,9 +18,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from hone.config.base import Section
 from hone.config.bench import DecodeConfig
-from hone.config.errors import UserError
 from hone.config.schema import locate, nearest
 from hone.config.tree import BenchEngineConfig
+from hone.errors import UserError
 from hone.types import Request, SamplingParams
 
 __all__ = ["Workload", "decode", "groups", "make_workload", "read_requests", "uniform"]

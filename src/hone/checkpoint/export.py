@@ -36,9 +36,9 @@ from hone.checkpoint.atomic import (
     together,
     write_tensors,
 )
-from hone.config.errors import UserError
 from hone.config.model import LoraConfig
 from hone.distributed.mesh import Axis, Mesh
+from hone.errors import UserError
 from hone.models.adapters import merged_weights, peft_adapter
 from hone.observe.disk import writing
 

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from hone.cli.command import load_checked, plan_here, quiet_transformers, say_loading
 from hone.cli.help import print_help
-from hone.config import UserError
 from hone.config.plan import RunPlan
 from hone.config.rules import Finding, findings
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
+from hone.errors import UserError
 from hone.planner.host_memory import host_roles, shortage, trainer_role
 
 __all__ = ["run"]

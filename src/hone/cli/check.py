@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hone import flash4
 from hone.cli.command import (
     check_host,
     check_plan,
@@ -27,22 +28,21 @@ from hone.cli.command import (
     take_word,
 )
 from hone.cli.help import is_help, print_help
-from hone.config import flash4
 from hone.config.base import Section
-from hone.config.errors import UserError
-from hone.config.hardware import known_gpu
 from hone.config.model import compute_dtype
-from hone.config.paths import DATA_SUFFIXES, local_path, must_be_local
 from hone.config.plan import RECIPE_TREES, Command, RunPlan
-from hone.config.printable import printable
 from hone.config.recipe import read_recipe, to_yaml
 from hone.config.reward import RewardConfig
 from hone.config.rules import Finding
 from hone.config.sharing import command_of, key_paths
 from hone.config.tree import RLConfig, SFTConfig
 from hone.data.sources import is_json_array, iter_source
+from hone.errors import UserError
 from hone.families.registry import public_configs
 from hone.families.shape import public_shape
+from hone.hardware import known_gpu
+from hone.observe.printable import printable
+from hone.paths import DATA_SUFFIXES, local_path, must_be_local
 from hone.planner.lines import Line, plan_lines
 from hone.rewards.jail import missing_walls
 

@@ -13,23 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
+from hone.address import is_address
 from hone.cli.openmp import set_up_openmp
 from hone.cli.recipe_record import record_recipe, require_same_recipe
-from hone.config import UserError
-from hone.config.address import is_address
 from hone.config.base import Section
 from hone.config.fit import fit_to_context
-from hone.config.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
-from hone.config.hub import refusal
 from hone.config.load import load_noted, resolve_recipe
 from hone.config.model import ModelConfig
-from hone.config.model_facts import ModelFacts
-from hone.config.paths import DATA_SUFFIXES, local_path, must_be_local
 from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.rules import Finding, findings
 from hone.config.rules.rewards import needs_columns
 from hone.config.run import RunConfig
-from hone.config.tokens import is_of_tokenizers, raises_for_unknown
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
@@ -45,7 +39,12 @@ from hone.data.pairs import map_pairs
 from hone.data.sources import is_json_array, read_source, shorten
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
+from hone.families.tokens import is_of_tokenizers, raises_for_unknown
+from hone.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
+from hone.hub import refusal
 from hone.observe.disk import free_bytes
 from hone.observe.kept_result import require_same_settings
 from hone.observe.resumed_run import (
@@ -54,6 +53,7 @@ from hone.observe.resumed_run import (
     newest_step,
     require_resumable,
 )
+from hone.paths import DATA_SUFFIXES, local_path, must_be_local
 from hone.planner.disk import check_disk
 from hone.planner.fitting import check_gpu_memory, check_host_memory, has_room_for_two_rows
 from hone.rewards.builtin import BUILTINS, build

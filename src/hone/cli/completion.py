@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from hone.config import UserError
 from hone.config.base import Section
 from hone.config.recipe import recipe_names
 from hone.config.schema import fields, is_section, members
 from hone.config.tree import RECIPE_COMMANDS, TREES
+from hone.errors import UserError
 
 __all__ = ["SHELLS", "run"]
 

@@ -15,13 +15,13 @@ from rich.text import Text
 from hone.cli.command import take_word
 from hone.cli.help import is_help
 from hone.cli.openmp import set_up_openmp
-from hone.config import UserError
-from hone.config.printable import printable
 from hone.distributed.processes import processes
 from hone.distributed.signals import raising
 from hone.doctor import gpus, host, speed
 from hone.doctor.links import links
 from hone.doctor.machine import Finding, Machine, ReadingError
+from hone.errors import UserError
+from hone.observe.printable import printable
 
 __all__ = ["CHECKS", "run"]
 

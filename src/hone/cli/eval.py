@@ -16,9 +16,9 @@ from hone.cli.command import (
     say_loading,
     take_nproc,
 )
-from hone.config.printable import printable
 from hone.config.tree import EvaluateConfig
 from hone.distributed.processes import processes
+from hone.observe.printable import printable
 
 __all__ = ["evaluation_rows", "run"]
 

@@ -14,7 +14,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hone.cli.help_search import Hit, search_keys
-from hone.config import UserError
 from hone.config.aliases import alias_hint
 from hone.config.base import Section
 from hone.config.plan import RECIPE_TREES
@@ -23,6 +22,7 @@ from hone.config.schema import Field, fields, is_section, locate
 from hone.config.sharing import key_paths, parts
 from hone.config.tree import TREES
 from hone.config.unknown import unknown_key
+from hone.errors import UserError
 
 __all__ = ["default_text", "is_help", "print_help"]
 

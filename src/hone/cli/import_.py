@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hone.cli.command import take_word
-from hone.config import UserError
 from hone.config.aliases import FRAMEWORKS
-from hone.config.printable import printable
+from hone.errors import UserError
 from hone.importing.convert import convert
 from hone.importing.frameworks import read_command, read_file
 from hone.importing.write import counts, recipe
+from hone.observe.printable import printable
 
 __all__ = ["run"]
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 
-from hone.config import UserError
-from hone.config.printable import printable
 from hone.distributed.processes import Processes, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART
+from hone.errors import UserError
+from hone.observe.printable import printable
 from hone.version import __version__
 
 __all__ = ["COMMANDS", "main"]

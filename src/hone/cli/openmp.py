@@ -16,8 +16,8 @@ from collections.abc import MutableMapping
 
 import psutil
 
-from hone.config.hardware import max_gpus, num_usable_cores
 from hone.families.shape import ModelShape
+from hone.hardware import max_gpus, num_usable_cores
 
 __all__ = ["num_threads_for", "set_up_openmp"]
 

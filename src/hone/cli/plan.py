@@ -18,11 +18,11 @@ from rich.table import Table
 
 from hone.cli.command import load_checked, plan_here
 from hone.cli.help import is_help, print_help
-from hone.config import UserError
-from hone.config.hardware import available_host_bytes, installed_gpu, known_gpu
 from hone.config.recipe import to_yaml
 from hone.config.rules import findings
 from hone.config.tree import PlanConfig
+from hone.errors import UserError
+from hone.hardware import available_host_bytes, installed_gpu, known_gpu
 from hone.observe.whole_file import write_whole
 from hone.planner.comparison import (
     NUM_WHOLE,

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from hone.cli.command import quiet_transformers
 from hone.cli.openmp import set_up_openmp
-from hone.config import UserError
 from hone.config.rules.files import unwritable
+from hone.errors import UserError
 from hone.families.shape import ModelShape
 
 __all__ = ["make_inputs", "paths", "run"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hone.config import UserError
 from hone.config.recipe import RECIPES
+from hone.errors import UserError
 from hone.observe.run_folder import CONFIG
 from hone.observe.whole_file import write_whole
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hone.config import UserError
 from hone.config.recipe import RECIPES, read_recipe, recipe_names
 from hone.config.sharing import command_of, key_paths
+from hone.errors import UserError
 
 __all__ = ["copy_recipe", "run"]
 

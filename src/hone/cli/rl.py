@@ -17,11 +17,11 @@ from hone.cli.command import (
     say_loading,
     take_nproc,
 )
-from hone.config.extras import import_extra
 from hone.config.rules import Fact, Finding
 from hone.config.tree import RLConfig
 from hone.distributed.address import unreachable
 from hone.distributed.processes import processes
+from hone.extras import import_extra
 from hone.observe.resumed_run import newest_step
 
 if TYPE_CHECKING:

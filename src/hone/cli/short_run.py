@@ -20,15 +20,15 @@ import psutil
 
 from hone.cli.command import local_gpu
 from hone.cli.openmp import set_up_openmp
-from hone.config import UserError
-from hone.config.extras import installed_version
-from hone.config.hardware import num_usable_cores
-from hone.config.paths import local_path
 from hone.config.plan import RunPlan
 from hone.config.recipe import to_yaml
 from hone.config.tree import PlanConfig
+from hone.errors import UserError
+from hone.extras import installed_version
+from hone.hardware import num_usable_cores
 from hone.observe.run_folder import METRICS, RunFolder, is_locked
 from hone.observe.whole_file import write_whole
+from hone.paths import local_path
 from hone.planner.comparison import recipe_of
 from hone.planner.gain import Measured
 from hone.version import __version__

@@ -22,14 +22,14 @@ import numpy as np
 from hone.cli.command import check_plan, load_arguments, plan_here, take_nproc, take_word
 from hone.cli.help import is_help, print_help
 from hone.cli.short_run import OUT_OF_MEMORY, Candidate, Result, ShortRuns
-from hone.config import UserError
-from hone.config.hardware import max_gpus
 from hone.config.plan import RunPlan
 from hone.config.planning import LengthsConfig, PlanningConfig
 from hone.config.recipe import to_yaml
 from hone.config.rules.files import unwritable
 from hone.config.tree import PlanConfig, RLConfig
 from hone.distributed.signals import raising
+from hone.errors import UserError
+from hone.hardware import max_gpus
 from hone.observe.whole_file import write_whole
 from hone.planner.comparison import (
     changed_settings,

@@ -1,5 +1,1 @@
 """One typed, frozen configuration tree."""
-
-from hone.config.errors import UserError
-
-__all__ = ["UserError"]

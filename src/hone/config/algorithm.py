@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from hone.algorithms.advantages import GROUP_ESTIMATORS, AdvantageName
+from hone.algorithms.aggregation import Aggregation
+from hone.algorithms.corrections import CorrectionKind
+from hone.algorithms.kl import KLEstimator
+from hone.algorithms.losses import LossName
 from hone.config.base import Section
 from hone.config.parallel import CriticParallelConfig
 from hone.config.trainer import OffloadLevel, RecomputeMode
 
 __all__ = [
-    "BASELINES",
-    "GROUP_ESTIMATORS",
-    "LOSS_NAMES",
     "AlgorithmConfig",
     "CorrectionConfig",
     "CriticConfig",
@@ -25,24 +26,6 @@ __all__ = [
     "Output",
     "TeacherConfig",
 ]
-
-# Losses and estimators by their files, which are not imported here: they need torch.
-_ALGORITHMS = Path(__file__).parents[1] / "algorithms"
-LOSS_NAMES = tuple(sorted(path.stem for path in (_ALGORITHMS / "losses").glob("[!_]*.py")))
-
-BASELINES = {
-    path.stem: path.parent.name
-    for path in sorted((_ALGORITHMS / "advantages").glob("*/[!_]*.py"), key=lambda p: p.stem)
-}
-"""What the baseline of each advantage estimator is taken over, the folder of its file."""
-
-GROUP_ESTIMATORS = frozenset(name for name, over in BASELINES.items() if over == "group")
-"""Advantages whose baseline is the group: they need at least two samples in each."""
-
-if TYPE_CHECKING:
-    LossName = AdvantageName = str
-else:
-    LossName, AdvantageName = Literal[LOSS_NAMES], Literal[(*BASELINES, "gae")]
 
 Output = Literal[
     "logprobs", "entropy", "mean_logits", "values", "top_ids", "top_logprobs", "logprobs_at"
@@ -74,7 +57,7 @@ class KLConfig(Section):
     placement: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from the reward of each token."""
 
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: KLEstimator = "k3"
     """Estimator of the divergence (Schulman, http://joschu.net/blog/kl-approx.html). In the loss,
     k1 has zero expected gradient and is refused; k2 has the gradient of the reverse KL."""
 
@@ -82,7 +65,7 @@ class KLConfig(Section):
 class CorrectionConfig(Section):
     """Importance correction for the gap between the engine's and the trainer's policy."""
 
-    kind: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    kind: CorrectionKind = "none"
     """`tis`: truncate token ratios at `high`; `icepop`: zero tokens whose ratio is outside
     [`low`, `high`]; `sequence_mask`: zero sequences whose mean ratio is outside."""
 
@@ -97,11 +80,11 @@ class AlgorithmConfig(Section):
     """Everything that turns rewards into a gradient."""
 
     advantage: AdvantageName = "grpo"
-    """Advantage estimator; `hone/algorithms/advantages` has a file of its name, with its paper, in
-    a folder that says what the baseline is taken over. Standard deviations are those of a sample,
-    divided by N - 1, plus 1e-6: over the group's valid samples for grpo, over all trained tokens of
-    the step for reinforce_pp and reinforce_pp_baseline. `gae` takes it against a critic, a model of
-    its own that learns what samples earn (PPO, section `critic`)."""
+    """Advantage estimator; `hone/algorithms/advantages.py` has a function of its name, with its
+    paper, and says over which samples the baseline is taken. Standard deviations are those of a
+    sample, divided by N - 1, plus 1e-6: over the group's valid samples for grpo, over all trained
+    tokens of the step for reinforce_pp and reinforce_pp_baseline. `gae` takes advantages against a
+    critic, a model of its own that learns what samples earn (PPO, section `critic`)."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of a token for `gae`: what lies n tokens ahead counts gamma^n. 1 is usual for
@@ -112,12 +95,12 @@ class AlgorithmConfig(Section):
     trusts the values of tokens ahead more, which has less variance and more bias."""
 
     loss: LossName = "ppo_clip"
-    """Policy loss; `hone/algorithms/losses` has a file of its name that defines it, with its paper.
-    `gspo` replaces each token's ratio by the geometric mean of its sequence's, over trained tokens;
+    """Policy loss; `hone/algorithms/losses.py` has a function of its name, with its paper. `gspo`
+    replaces each token's ratio by the geometric mean of its sequence's, over trained tokens;
     `correction.kind` tis and icepop still weight each token's term by that token's own factor,
     sequence_mask by one factor for all."""
 
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    aggregation: Aggregation = "token_mean"
     """How token losses of one optimizer step are averaged: over all trained tokens; within each
     sequence, then over sequences; or divided by sequences x `max_completion_tokens` (Dr.GRPO).
     Sequences without a trained token, all of whose tokens are masked, are not counted."""

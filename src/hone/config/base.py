@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = ["Section"]
 

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from hone.config.base import Section
-from hone.config.errors import UserError
 from hone.config.flags import Flag, parse_flags
 from hone.config.recipe import Key, read_recipe, resolve_recipe, to_yaml
 from hone.config.schema import Field, fields, is_section, locate, members
@@ -26,6 +25,7 @@ from hone.config.secret import secret_problem
 from hone.config.sharing import SAME, UNREAD, is_for_rl, parts, training_tree
 from hone.config.tree import TREES, EvaluateConfig, RLConfig, SFTConfig
 from hone.config.unknown import unknown_key
+from hone.errors import UserError
 
 __all__ = ["dump_config", "load_config", "load_noted", "resolve_recipe"]
 

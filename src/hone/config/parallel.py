@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
-from hone.config.errors import UserError
-from hone.config.stages import cut_evenly
+from hone.errors import UserError
+from hone.families.stages import cut_evenly
 
 __all__ = [
     "AxisSizes",

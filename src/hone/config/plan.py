@@ -18,10 +18,7 @@ from typing import Literal, TypeAlias, cast
 from hone.config.cluster import ScorerName
 from hone.config.data import DataConfig
 from hone.config.engine import EngineConfig
-from hone.config.errors import UserError
-from hone.config.hardware import Peaks
 from hone.config.model import Dtype, LoraConfig, compute_dtype
-from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes
 from hone.config.rollout import SamplingConfig
 from hone.config.trainer import SFTTrainerConfig
@@ -38,8 +35,11 @@ from hone.config.tree import (
     RLConfig,
     SFTConfig,
 )
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.families.registry import FUSED_FAMILIES
 from hone.families.shape import ModelShape
+from hone.hardware import Peaks
 
 __all__ = [
     "RECIPE_TREES",

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from hone.config.errors import UserError
-from hone.config.paths import DATA_SUFFIXES
+from hone.errors import UserError
+from hone.paths import DATA_SUFFIXES
 
 __all__ = [
     "Key",

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from hone.config.address import is_address, name_of_address, names_code
+from hone.address import is_address, name_of_address, names_code
 from hone.config.base import Section
-from hone.config.hardware import num_usable_cores
 from hone.config.model import ModelConfig
+from hone.hardware import num_usable_cores
 
 __all__ = [
     "ANSWER_REWARDS",

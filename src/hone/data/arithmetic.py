@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.observe.whole_file import whole_file
 
 __all__ = ["ALPHABET", "generate", "two_teachers", "write_jsonl"]

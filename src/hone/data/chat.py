@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.config.data import DataConfig, fill_template, template_fields
-from hone.config.errors import UserError
-from hone.config.tokens import is_of_tokenizers
 from hone.data.columns import Example, text_of, without_nulls
 from hone.data.left_out import left_out, shape_of
 from hone.data.sources import shorten
+from hone.errors import UserError
+from hone.families.tokens import is_of_tokenizers
 from hone.types import Message, opened_tag
 
 if TYPE_CHECKING:

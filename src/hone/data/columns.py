@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.data import SourceBase
-from hone.config.errors import UserError
-from hone.config.paths import DATA_SUFFIXES
 from hone.data.sources import Row, short_name, shorten
+from hone.errors import UserError
 from hone.observe.column_values import as_text
+from hone.paths import DATA_SUFFIXES
 from hone.types import Message, StopReason
 
 __all__ = [

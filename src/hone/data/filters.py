@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = ["DroppedRow", "FilterReport", "LengthLimit", "Located", "filter_length"]
 

@@ -14,8 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hone.config.errors import UserError
 from hone.data.sources import shorten
+from hone.errors import UserError
 from hone.observe.whole_file import write_whole
 
 __all__ = ["GivenRows", "given_rows", "is_source"]

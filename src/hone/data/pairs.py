@@ -22,7 +22,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.config.data import SourceBase
-from hone.config.errors import UserError
 from hone.config.tree import PairsDataConfig
 from hone.data.chat import Demonstration, Renderer
 from hone.data.columns import (
@@ -41,6 +40,7 @@ from hone.data.prompts import is_put_into_template, show_template
 from hone.data.sources import Row as SourceRow
 from hone.data.sources import short_name, shorten
 from hone.data.split import Data, load_data
+from hone.errors import UserError
 from hone.types import Message, Preference, Row
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from hone.config.data import DataConfig, SourceBase
-from hone.config.errors import UserError
 from hone.data.chat import Renderer
 from hone.data.columns import Columns, choose_columns, map_rows
 from hone.data.prompts import make_prompt, show_first
 from hone.data.sources import Row, count_rows, iter_source, source_names
 from hone.data.split import HeldOut
+from hone.errors import UserError
 from hone.types import Prompt
 
 if TYPE_CHECKING:

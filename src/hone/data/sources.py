@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.data import SourceBase
-from hone.config.errors import UserError
-from hone.config.extras import import_extra
-from hone.config.hub import cache_alone, unreachable
-from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
+from hone.errors import UserError
+from hone.extras import import_extra
+from hone.hub import cache_alone, unreachable
+from hone.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 
 __all__ = [
     "Row",

@@ -10,10 +10,10 @@ from hashlib import blake2b
 from typing import Generic, TypeVar
 
 from hone.config.data import DataConfig, SourceBase
-from hone.config.errors import UserError
 from hone.data.filters import FilterReport, LengthLimit, Located, RenderedRow, filter_length
 from hone.data.sources import Row, read_source, source_names
 from hone.data.stream import Item, Stream, keyed_hash
+from hone.errors import UserError
 
 __all__ = ["Data", "HeldOut", "is_held_out", "load_data"]
 

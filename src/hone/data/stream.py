@@ -19,7 +19,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Generic, Protocol, TypeVar
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = ["Item", "Stream", "epoch_order", "keyed_hash"]
 

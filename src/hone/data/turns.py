@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.config.data import DataConfig
-from hone.config.tokens import is_of_tokenizers, unknown_token
 from hone.data.chat import template_arguments, uses_chat
 from hone.data.left_out import left_out, shape_of
 from hone.data.sources import shorten
+from hone.families.tokens import is_of_tokenizers, unknown_token
 from hone.types import Message, Observation, Sample, StopReason
 
 if TYPE_CHECKING:

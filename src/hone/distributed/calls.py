@@ -30,8 +30,8 @@ from typing import Any
 
 import psutil
 
-from hone.config.errors import UserError
 from hone.distributed.listening import listen
+from hone.errors import UserError
 from hone.types import EngineLostError
 
 __all__ = ["Frames", "Hub", "Line", "frame", "serve"]

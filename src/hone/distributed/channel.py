@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.config.errors import UserError
 from hone.distributed.processes import HONE_KEY, run_key
+from hone.errors import UserError
 
 __all__ = ["Channel", "broadcast", "gather"]
 

@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = [
     "DEVICES_HELD",

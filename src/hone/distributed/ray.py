@@ -34,7 +34,6 @@ from ray.util.scheduling_strategies import (
 
 from hone.config.algorithm import TeacherConfig
 from hone.config.cluster import ClusterConfig, ScorerName
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardModelConfig
 from hone.config.tree import RLConfig
@@ -44,6 +43,7 @@ from hone.distributed.listening import LOOPBACK, host_store, interface_of
 from hone.distributed.pool import WorkersLostError
 from hone.distributed.processes import DEVICES_HELD, HONE_KEY, environment, processes
 from hone.distributed.signals import handling
+from hone.errors import UserError
 from hone.types import EngineLostError
 
 __all__ = [

@@ -24,12 +24,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.config.cluster import ClusterConfig
-from hone.config.errors import UserError
 from hone.config.tree import RLConfig
 from hone.distributed.listening import listen
 from hone.distributed.processes import DEVICES_HELD, HONE_KEY
 from hone.distributed.ray import PLACING_S, check_nodes, join, network_environment, why_lost
 from hone.distributed.signals import handling
+from hone.errors import UserError
 
 __all__ = ["run_on_nodes"]
 

@@ -38,11 +38,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hone.config.errors import UserError
 from hone.distributed.channel import Channel
 from hone.distributed.listening import host_store
 from hone.distributed.processes import Processes, Rendezvous, has_hone_launcher, rendezvous
 from hone.distributed.signals import Came
+from hone.errors import UserError
 
 __all__ = [
     "BACKSTOP_S",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hone.config.hardware import Peaks, gpu_peaks
 from hone.doctor.machine import Finding, Machine, judge
+from hone.hardware import Peaks, gpu_peaks
 
 __all__ = ["clocks", "driver", "free_memory", "rates", "torch_build"]
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from packaging.requirements import Requirement  # which transformers requires
 from packaging.specifiers import SpecifierSet
 
-from hone.config.extras import installed_version, is_installed
-from hone.config.hardware import available_host_bytes, num_usable_cores
 from hone.doctor.machine import Finding, Machine, ReadingError, judge
+from hone.extras import installed_version, is_installed
+from hone.hardware import GIB, available_host_bytes, num_usable_cores
 from hone.rewards.jail import JailError, missing_walls
 
 __all__ = ["cores", "disk", "memory", "open_files", "programs", "shared_memory", "versions"]
 
-GIB, MB = 2**30, 1e6
+MB = 1e6
 _TOLD = ("torch", "transformers", "vllm", "ray", "flash-attn-4", "torchao")
 WRITTEN_BYTES = 128 * 2**20
 _WRITE_S = 4.0

@@ -11,8 +11,8 @@ from functools import partial
 from importlib import import_module
 from itertools import combinations
 
-from hone.config.hardware import gpu_peaks
 from hone.doctor.machine import START_S, Finding, Machine, ReadingError, judge
+from hone.hardware import gpu_peaks
 
 __all__ = ["broadcast", "links", "measure_pairs"]
 

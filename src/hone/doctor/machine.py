@@ -22,7 +22,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from hone.config.hardware import Peaks, max_gpus
+from hone.hardware import Peaks, max_gpus
 
 __all__ = ["START_S", "Device", "Finding", "Level", "Machine", "ReadingError", "judge"]
 

@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hone.config.bench import BenchModelConfig, BenchTrainModelConfig, DecodeConfig, RowsConfig
-from hone.config.hardware import GPUS, Peaks, gpu_peaks
 from hone.config.planning import PlanningConfig
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.doctor.machine import Finding, Machine, judge
 from hone.families.shape import ModelShape
+from hone.hardware import GPUS, Peaks, gpu_peaks
 from hone.planner.compute_time import Compute
 
 __all__ = ["sampling", "training"]

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.config.extras import import_extra
+from hone.extras import import_extra
+from hone.hardware import GIB
 
 __all__ = ["Arena", "CudaDriver", "HostArena"]
 
-_GIB = 2**30
-_CHUNK_BYTES = _GIB
+_CHUNK_BYTES = GIB
 """Memory is taken in pieces of this size; few, as each costs a handful of driver calls."""
 
 
@@ -94,8 +94,8 @@ class Arena:
                 rollback.pop_all()
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"{self.num_bytes / _GIB:.2f} GiB of device memory were asked for and "
-                f"{driver.free_bytes() / _GIB:.2f} GiB are free"
+                f"{self.num_bytes / GIB:.2f} GiB of device memory were asked for and "
+                f"{driver.free_bytes() / GIB:.2f} GiB are free"
             ) from error
         self._mapping = weakref.finalize(
             self, _unmap_when_idle, driver, self.address, self.num_bytes

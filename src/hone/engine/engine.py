@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.engine import BLOCK_SIZE, EngineConfig
-from hone.config.errors import UserError
 from hone.engine.base import EngineBase, EngineState, check_context
 from hone.engine.block_manager import BlockManager
 from hone.engine.kv_cache import (
@@ -35,6 +34,7 @@ from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
 from hone.engine.sleeping_weights import SleepingWeights
+from hone.errors import UserError
 from hone.models.failed_pass import free_failed_pass
 from hone.models.generation import generation_model
 from hone.models.int8_rows import is_packed, pack_rows

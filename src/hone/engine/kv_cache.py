@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig
 
 from hone.attention.context import FP8_DTYPE
 from hone.config.engine import CPU_CACHE_GIB, EngineConfig
-from hone.config.errors import UserError
 from hone.engine.arena import Arena
+from hone.errors import UserError
 from hone.families.shape import ModelShape
+from hone.hardware import GIB
 from hone.models.routes import route_dtype, route_size
 from hone.models.support import head_dim_of
 
@@ -31,8 +32,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_GIB = 2**30
-_MARGIN_BYTES = _GIB // 2
+_MARGIN_BYTES = GIB // 2
 """Device memory left to what no profiling run has seen: CUDA graphs, kernels that are loaded later,
 fragmentation of torch's allocator."""
 _ALIGNMENT = 512
@@ -206,9 +206,9 @@ class KVCache:
         holder = ""
         if self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device)
-            holder = f", where torch's tensors of this process hold {allocated / _GIB:.2f} GiB"
+            holder = f", where torch's tensors of this process hold {allocated / GIB:.2f} GiB"
         return UserError(
-            f"the KV cache needs {needed / _GIB:.2f} GiB and {available / _GIB:.2f} GiB are "
+            f"the KV cache needs {needed / GIB:.2f} GiB and {available / GIB:.2f} GiB are "
             f"available on {self.device}{holder}; lower engine.kv_cache_gib or "
             "engine.gpu_memory_utilization, or free memory first"
         )
@@ -259,12 +259,12 @@ def check_max_num_seqs(
     smallest = blocks_for(max_model_len, cache.block_size) * cache.block_bytes
     if cache.device.type == "cuda":
         total, free = _cuda_memory(cache.device)
-        limits = [(free, f"{free / _GIB:.2f} GiB free on {cache.device}")]
+        limits = [(free, f"{free / GIB:.2f} GiB free on {cache.device}")]
         if cfg.kv_cache_gib is None:
             limits.append(_share(total, cfg, resident_bytes))
     else:
         free = available_bytes(cache.device)
-        limits = [(free, f"{free / _GIB:.2f} GiB available on {cache.device}")]
+        limits = [(free, f"{free / GIB:.2f} GiB available on {cache.device}")]
     budget, source = min(limits)
     most = (budget - smallest) // bytes_per_sequence
     if cfg.max_num_seqs <= most:
@@ -275,8 +275,8 @@ def check_max_num_seqs(
     raise ValueError(
         f"engine.max_num_seqs={cfg.max_num_seqs} sequences do not fit: besides keys and values "
         f"each takes {bytes_per_sequence / 2**20:.2f} MiB, "
-        f"{cfg.max_num_seqs * bytes_per_sequence / _GIB:.2f} GiB in all, and the smallest KV cache "
-        f"for max_model_len={max_model_len} {smallest / _GIB:.3f} GiB, of {source}; {remedy}"
+        f"{cfg.max_num_seqs * bytes_per_sequence / GIB:.2f} GiB in all, and the smallest KV cache "
+        f"for max_model_len={max_model_len} {smallest / GIB:.3f} GiB, of {source}; {remedy}"
     )
 
 
@@ -311,7 +311,7 @@ def choose_num_blocks(
         "once, %d may run",
         num_blocks,
         num_blocks * cache.block_size,
-        num_blocks * cache.block_bytes / _GIB,
+        num_blocks * cache.block_bytes / GIB,
         source,
         num_blocks // per_sequence,
         max_model_len,
@@ -340,29 +340,29 @@ def most_blocks(
     """
     per_sequence = blocks_for(max_model_len, cache.block_size)
     if cfg.kv_cache_gib is not None:
-        limits = [(int(cfg.kv_cache_gib * _GIB), f"engine.kv_cache_gib={cfg.kv_cache_gib}")]
+        limits = [(int(cfg.kv_cache_gib * GIB), f"engine.kv_cache_gib={cfg.kv_cache_gib}")]
     elif cache.device.type == "cuda":
         total, free = _cuda_memory(cache.device)
         share, words = _share(total, cfg, resident_bytes)
-        step = f"less {reserved_bytes / _GIB:.2f} GiB for one step"
-        margin = f"a margin of {_MARGIN_BYTES / _GIB:.2f} GiB"
+        step = f"less {reserved_bytes / GIB:.2f} GiB for one step"
+        margin = f"a margin of {_MARGIN_BYTES / GIB:.2f} GiB"
         limits = [
             (share - reserved_bytes, f"{words}, {step}"),
             (
                 free - reserved_bytes - _MARGIN_BYTES,
-                f"{free / _GIB:.2f} GiB free on {cache.device}, {step} and {margin}",
+                f"{free / GIB:.2f} GiB free on {cache.device}, {step} and {margin}",
             ),
         ]
     else:
-        limits = [(CPU_CACHE_GIB * _GIB, "the default of 1 GiB (engine.kv_cache_gib)")]
+        limits = [(CPU_CACHE_GIB * GIB, "the default of 1 GiB (engine.kv_cache_gib)")]
     (size, source), *others = sorted(limits)
     num_blocks = max(size, 0) // cache.block_bytes
     if num_blocks < per_sequence:
         raise ValueError(
             f"the KV cache is too small: {source} holds {num_blocks * cache.block_size} tokens, "
             f"and one sequence of max_model_len={max_model_len} needs {per_sequence} blocks of "
-            f"{cache.block_size} ({per_sequence * cache.block_bytes / _GIB:.3f} GiB); "
-            + "".join(f"{other} would be {left / _GIB:.3f} GiB; " for left, other in others)
+            f"{cache.block_size} ({per_sequence * cache.block_bytes / GIB:.3f} GiB); "
+            + "".join(f"{other} would be {left / GIB:.3f} GiB; " for left, other in others)
             + "enlarge the cache or shorten sequences"
         )
     return num_blocks, source
@@ -371,8 +371,8 @@ def most_blocks(
 def _share(total: int, cfg: EngineConfig, resident_bytes: int) -> tuple[int, str]:
     """The engine's share of a GPU's memory, less what it holds: bytes, and the same in words."""
     return int(total * cfg.gpu_memory_utilization) - resident_bytes, (
-        f"engine.gpu_memory_utilization={cfg.gpu_memory_utilization} of {total / _GIB:.1f} GiB, "
-        f"less {resident_bytes / _GIB:.2f} GiB that the engine holds"
+        f"engine.gpu_memory_utilization={cfg.gpu_memory_utilization} of {total / GIB:.1f} GiB, "
+        f"less {resident_bytes / GIB:.2f} GiB that the engine holds"
     )
 
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, UntypedStorage
 from transformers import PreTrainedModel
 
-from hone.config.errors import UserError
 from hone.engine.arena import Arena, HostArena
+from hone.errors import UserError
+from hone.hardware import GIB
 from hone.models.fused_layers import is_fusible, merge_projections
 
 __all__ = ["SleepingWeights"]
 
-_GIB = 2**30
 _ALIGNMENT = 512
 """Every storage begins at a multiple of this many bytes, as torch's own do."""
 
@@ -69,7 +69,7 @@ class SleepingWeights:
                 self._arena.map()
             except torch.OutOfMemoryError as error:
                 raise UserError(
-                    f"the engine's weights need {self.num_bytes / _GIB:.2f} GiB on "
+                    f"the engine's weights need {self.num_bytes / GIB:.2f} GiB on "
                     f"{self._device}: {error}. Lower engine.gpu_memory_utilization, raise "
                     "engine.tensor_parallel_size, or free memory first."
                 ) from error

@@ -20,7 +20,7 @@ __all__ = [
     "unserved",
 ]
 
-_SHARED = ("__init__", "registry", "shape", "spec")
+_SHARED = ("__init__", "model_facts", "registry", "shape", "spec", "stages", "tokens")
 """Files of this package that are no family."""
 
 

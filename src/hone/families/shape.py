@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from hone.families.registry import public_configs, spec_of
 from hone.families.spec import ModelSpec
 
-__all__ = ["ROW_TAIL_BYTES", "ModelShape", "TensorShape", "public_shape"]
+__all__ = ["ROW_TAIL_BYTES", "Floats", "ModelShape", "TensorShape", "public_shape"]
 
 ROW_TAIL_BYTES = 16
 """Behind each row of 8-bit codes, its scale among them (`hone.models.int8_rows`)."""

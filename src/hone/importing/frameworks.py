@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.aliases import FRAMEWORKS
-from hone.config.errors import UserError
 from hone.config.recipe import read_recipe
+from hone.errors import UserError
 from hone.importing.python import read_python
 from hone.importing.shell import read_script
 from hone.importing.source import Command, Given, Source, Unread, Word, value_of

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.importing.bindings import Binding, Bindings, Branch, called
 from hone.importing.source import Given, Unread
 from hone.importing.sums import OPERATORS

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hone.config.address import is_address
+from hone.address import is_address
 from hone.config.aliases import Alias
 from hone.importing.imported import Imported
 from hone.importing.source import Given, Unread, text_of

@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from hone.config.errors import UserError
 from hone.distributed.processes import processes
 from hone.distributed.watch import Watch, claim
+from hone.errors import UserError
 from hone.loops.interrupt import Terminated
 from hone.observe.disk import DiskError
 from hone.observe.loggers import append_event

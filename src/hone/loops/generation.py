@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.parallel import ParallelConfig
-from hone.config.paths import settings_file
 from hone.config.tree import GenerateConfig
 from hone.data.reading import num_rows, read_prompts
 from hone.distributed.mesh import Mesh
@@ -39,6 +38,7 @@ from hone.observe.kept_result import settings_text
 from hone.observe.loggers import completion_row, json_line, pair_row
 from hone.observe.parts import Part, PartWriter, finish_parts, read_parts, taken_parts
 from hone.observe.whole_file import write_whole
+from hone.paths import settings_file
 from hone.rewards.scorer import FailureRateError, Scorer, describe_failures
 from hone.rollout.batch import Batch
 from hone.rollout.buffer import Progress

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hone.config.errors import UserError
-from hone.config.paths import DATA_SUFFIXES, local_path
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
+from hone.errors import UserError
 from hone.observe.disk import writing
+from hone.paths import DATA_SUFFIXES, local_path
 
 __all__ = ["require_same_inputs", "require_shared"]
 

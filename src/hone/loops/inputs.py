@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.errors import UserError
 from hone.config.reward import RewardConfig
-from hone.config.tokens import is_of_tokenizers
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
 from hone.data.sources import shorten
 from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
+from hone.errors import UserError
+from hone.families.tokens import is_of_tokenizers
 from hone.models.load import load_config, load_end_ids
 from hone.models.support import classifies, context_length
 from hone.models.tokenizer import load_tokenizer, require_known_tokens

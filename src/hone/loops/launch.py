@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.checkpoint.export import export_adapter, rehearse_export
 from hone.checkpoint.store import Checkpoint, CheckpointStore
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.config.run import GenerateRunConfig
@@ -31,6 +30,7 @@ from hone.distributed.processes import HONE_KEY, processes, run_key
 from hone.distributed.roles import CriticProcesses, Roles
 from hone.distributed.signals import Came
 from hone.distributed.watch import Watch
+from hone.errors import UserError
 from hone.loops.ending import Ending
 from hone.loops.hosts import require_same_inputs, require_shared
 from hone.loops.interrupt import terminable

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from hone.config.hardware import Peaks, installed_gpu, num_usable_cores
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import RunPlan
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
+from hone.hardware import GIB, Peaks, installed_gpu, num_usable_cores
 from hone.loops.launch import Launch
 from hone.models.load import compute_dtype
 from hone.observe.alarms import Alarms
@@ -40,7 +40,6 @@ __all__ = ["Limits", "Recorder", "max_mismatch_kl", "recording"]
 
 _log = logging.getLogger(__name__)
 
-GIB = 2**30
 _OF_POLICY = {POLICY_LOGPROBS: "logprobs/policy", ENTROPY: "entropy/policy"}
 """What is written of a sample's tokens, by the column that has it."""
 

@@ -16,13 +16,13 @@ from hone.algorithms.algorithm import Algorithm, Objective
 from hone.algorithms.configured import algorithm_of
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
 from hone.config.cluster import ScorerName
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptData
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.engine.kv_cache import cache_dtype
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.loops.engine_ranks import EngineRanks
 from hone.loops.inputs import (

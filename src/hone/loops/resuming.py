@@ -9,10 +9,10 @@ from typing import Any
 from hone.checkpoint.random_state import restore_random_state
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.checkpoint.tree import in_memory
-from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes
 from hone.config.plan import Devices, resolve
 from hone.config.tree import RLConfig, SFTConfig
+from hone.errors import UserError
 from hone.observe.resumed_run import (
     changed_settings,
     newest_step,

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.algorithms.algorithm import Algorithm
 from hone.checkpoint.atomic import CheckpointError
 from hone.checkpoint.random_state import capture_random_state
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.loops.interrupt import STOPPING, Interrupt
 from hone.loops.launch import Launch, export, export_role, rehearse
 from hone.loops.recorder import Recorder

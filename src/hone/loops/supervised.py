@@ -15,14 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.algorithms.algorithm import Algorithm, Outputs
 from hone.algorithms.configured import algorithm_of
-from hone.config.errors import UserError
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, resolve
 from hone.config.tree import DPOConfig, PairsConfig, RewardModelingConfig, SFTConfig
 from hone.data.pairs import load_pairs
 from hone.data.sft import load_sft
 from hone.data.split import Data
 from hone.distributed.mesh import Mesh
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.recorder import recording

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hone.config.algorithm import GROUP_ESTIMATORS
+from hone.algorithms.advantages import GROUP_ESTIMATORS
 from hone.config.tree import RLConfig
 from hone.rewards.scorer import describe_failures
 from hone.rollout.counts import RolloutCounts

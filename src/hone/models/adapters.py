@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.config.model import LoraConfig
-from hone.config.model_facts import NF4_BLOCK
+from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source

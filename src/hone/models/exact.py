@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hone.config.model_facts import ModelFacts
+from hone.families.model_facts import ModelFacts
 
 __all__ = ["exact_supported", "linear"]
 

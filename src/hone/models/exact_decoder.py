@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext, PagedContext
-from hone.config.errors import UserError
-from hone.config.model_facts import ModelFacts
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.models.exact import exact_supported, linear
 from hone.models.fused_layers import FusedDecoder, is_fusible
 from hone.models.layer_ops import (

@@ -25,12 +25,12 @@ from transformers import (
 from hone.attention import ATTENTION_NAME, flash4
 from hone.attention.backends import choose_packed_backend
 from hone.config import model as model_config
-from hone.config.errors import UserError
-from hone.config.flash4 import is_installed
-from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
-from hone.config.model_facts import impossible_values
+from hone.errors import UserError
+from hone.families.model_facts import impossible_values
 from hone.families.registry import SPECS
+from hone.flash4 import is_installed
+from hone.hub import locate_model
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
 from hone.models.int8_rows import is_packed, pack_layers, packed_like

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hone.attention import ATTENTION_NAME, AttentionContext, PackedContext, PagedContext
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.families.registry import SPECS
 from hone.models.decoder import decoder_layers, head_logits, hidden_states
 from hone.models.support import head_dim_of

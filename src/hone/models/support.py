@@ -7,7 +7,7 @@ from collections.abc import Collection
 from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.families.registry import unserved
 
 __all__ = [

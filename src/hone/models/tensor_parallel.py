@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hone.config.errors import UserError
-from hone.config.model_facts import ModelFacts
 from hone.distributed.processes import processes
 from hone.distributed.watch import connect
+from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.families.registry import SPECS
 from hone.families.spec import DIVIDED_FIELDS, Split
 from hone.models.experts import Experts

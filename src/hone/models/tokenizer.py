@@ -8,10 +8,10 @@ from typing import Protocol, cast
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hone.config.errors import UserError
-from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
-from hone.config.tokens import OTHER_TOKENS, difference, lacking_room, unknown_token
+from hone.errors import UserError
+from hone.families.tokens import OTHER_TOKENS, difference, lacking_room, unknown_token
+from hone.hub import locate_model
 from hone.models.support import silent_token_ids
 
 __all__ = [

@@ -26,7 +26,7 @@ from transformers.utils import (
     cached_file,
 )
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.models.deferred import Weight
 
 __all__ = [

@@ -17,12 +17,12 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from hone.config.address import names_code
+from hone.address import names_code
 from hone.config.engine import CPU_CACHE_GIB
-from hone.config.hardware import num_usable_cores
 from hone.config.plan import RunPlan
 from hone.config.trainer import cap_key
 from hone.config.tree import RLConfig
+from hone.hardware import num_usable_cores
 from hone.observe.symptoms import History
 from hone.planner.fitting import (
     Change,

@@ -32,7 +32,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from hone.config.printable import printable
+from hone.observe.printable import printable
 
 __all__ = ["SFT_COLUMNS", "Column", "Console", "Output", "rl_columns"]
 

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from hone.hardware import GIB
 from hone.observe.metrics import Max, Metrics, Min
 
 __all__ = ["DeviceMemory", "Reading"]
-
-GIB = 2**30
 
 
 class Reading(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-__all__ = ["differences", "flat"]
+__all__ = ["DASH", "differences", "flat"]
 
 DASH = "\N{EN DASH}"
 _UNSET = str(None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hone.config.extras import installed_version
+from hone.extras import installed_version
 from hone.observe.whole_file import write_whole
 from hone.version import __version__
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from hone.config.errors import UserError
 from hone.config.load import dump_config
-from hone.config.paths import settings_file
 from hone.config.tree import EvaluateConfig, GenerateConfig
+from hone.errors import UserError
 from hone.observe.differences import differences, flat
 from hone.observe.parts import parts_folder
 from hone.observe.run_folder import EVAL_CONFIG, EVAL_METRICS
+from hone.paths import settings_file
 
 __all__ = ["require_same_settings", "settings_text"]
 

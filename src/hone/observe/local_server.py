@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = ["ADDRESS", "LocalServer", "Reply", "Route"]
 

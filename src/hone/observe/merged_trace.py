@@ -23,7 +23,7 @@ from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = ["FACTS", "RANGE", "Longest", "StepTrace", "read_step"]
 

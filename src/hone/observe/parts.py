@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.observe.disk import AppendedFile, writing
 from hone.observe.whole_file import whole_file
 from hone.types import Sample

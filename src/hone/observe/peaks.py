@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hone.config.hardware import Peaks, gpu_peaks
+from hone.hardware import Peaks, gpu_peaks
 
 __all__ = ["device_peaks", "measure_peaks"]
 

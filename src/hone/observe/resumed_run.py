@@ -10,12 +10,10 @@ from typing import Any
 import yaml
 
 from hone.config.base import Section
-from hone.config.errors import UserError
-from hone.config.function_code import code_digest
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
-from hone.config.paths import must_be_local
 from hone.config.tree import RLConfig, SFTConfig
+from hone.errors import UserError
 from hone.observe.run_folder import (
     CONFIG,
     MANIFEST_NAME,
@@ -25,6 +23,8 @@ from hone.observe.run_folder import (
     training_command,
 )
 from hone.observe.whole_file import write_whole
+from hone.paths import must_be_local
+from hone.user_code.digest import code_digest
 
 __all__ = [
     "changed_settings",

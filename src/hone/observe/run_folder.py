@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
-from hone.config.errors import UserError
-from hone.config.paths import settings_file
+from hone.errors import UserError
+from hone.paths import settings_file
 
 __all__ = [
     "CONFIG",

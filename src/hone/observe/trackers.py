@@ -24,9 +24,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from hone.config.errors import UserError
-from hone.config.extras import import_extra
 from hone.config.run import LogConfig
+from hone.errors import UserError
+from hone.extras import import_extra
 from hone.observe.differences import flat
 from hone.observe.disk import AppendedFile
 from hone.observe.histogram import Histogram

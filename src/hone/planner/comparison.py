@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hone.config.errors import UserError
-from hone.config.hardware import Peaks, known_gpu
-from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
 from hone.config.plan import RunPlan
 from hone.config.planning import GPUS_UNSET, PlannedModelConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.signatures import did_you_mean
 from hone.config.tree import PlanConfig, RLConfig
+from hone.errors import UserError, did_you_mean, listed
+from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
+from hone.hardware import Peaks, known_gpu
 from hone.planner.fitting import GPUS_OF_A_NODE, gpu_host_roles, rounds_apart
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
 from hone.planner.lengths import draw_lengths
@@ -179,7 +178,7 @@ def compare(cfg: PlanConfig) -> Comparison:
     rates = {placement: plan_rates(cfg.plan, placement, plan) for placement, plan in plans.items()}
     rates = _with_room(cfg, rates, notes)
     if not rates:
-        possible = _listed([*_possible(cfg, shape, gpu, num_gpus)])
+        possible = listed([*_possible(cfg, shape, gpu, num_gpus)], last="or")
         raise UserError(
             f"{num_gpus} x {gpu.name} cannot be split into trainers and engines: "
             f"{'; '.join(notes)}. "
@@ -332,11 +331,6 @@ def _can_run(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> b
     return bool(
         _with_room(cfg, {x: plan_rates(cfg.plan, x, plan) for x, plan in plans.items()}, [])
     )
-
-
-def _listed(words: Sequence[str]) -> str:
-    *most, last = words or [""]
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def launch_words(outcome: Outcome) -> list[str]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hone.config.hardware import Peaks
 from hone.config.planning import PlanningConfig
-from hone.config.stages import EXPERTS_RATE
 from hone.families.shape import ModelShape
+from hone.families.stages import EXPERTS_RATE
+from hone.hardware import Peaks
 
 __all__ = ["Compute"]
 

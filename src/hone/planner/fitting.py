@@ -12,6 +12,8 @@ from hone.config.rules import Finding, findings
 from hone.config.rules.facts import LONG_ROW
 from hone.config.trainer import OffloadLevel, SFTTrainerConfig
 from hone.config.tree import PlanConfig, RLConfig, SFTConfig
+from hone.errors import listed
+from hone.hardware import GIB
 from hone.planner.host_memory import (
     LEAST_LENGTH_SHARE,
     HostRole,
@@ -46,7 +48,6 @@ GPUS_OF_A_NODE = 8
 """Where `cluster.devices_per_node` does not say."""
 Change: TypeAlias = Mapping[str, Any]
 """Settings by key."""
-_GIB = 1 << 30
 _CHUNK_TOKENS = SFTTrainerConfig().logits_chunk_tokens
 """The default: smaller chunks save little for the time that they take."""
 _LAST_RESORT = ("trainer.parallel.zero_stage", "model.lora.rank", "model.path")
@@ -62,7 +63,7 @@ def check_gpu_memory(plan: RunPlan) -> Iterator[Finding]:
         changes = [rounded]
         one = {key: rounded[key] for key in rounded if key.startswith("engine.weight")}
         saved = RunMemory(plan).engine_weights - RunMemory(changed(plan, one)).engine_weights
-        more = f" It rounds the weights that sample, and saves {saved / _GIB:.1f} GiB of them."
+        more = f" It rounds the weights that sample, and saves {saved / GIB:.1f} GiB of them."
     keys = dict.fromkeys(key for change in changes for key in change)
     named = keys or [key for key in _LAST_RESORT if setting(plan.config, key) is not None]
     told = f"{_lack(RunMemory(plan))} {_remedy(changes, plan)}{more}"
@@ -237,7 +238,7 @@ def _excess(plan: RunPlan) -> int:
     gpu = plan.devices.gpu
     if plan.shape is None or plan.is_on_cpu or gpu is None or plan.problem is not None:
         return 0
-    run, limit = RunMemory(plan), (gpu.memory_gib or 0) * _GIB
+    run, limit = RunMemory(plan), (gpu.memory_gib or 0) * GIB
     if not limit:
         return 0
     too_much = sum(max(phase.num_bytes - limit, 0) for phase in run.phases())
@@ -391,29 +392,29 @@ def _lack(run: RunMemory) -> str:
     """What does not fit, and what it consists of."""
     gpu, phases = run.plan.devices.gpu, run.phases()
     assert gpu is not None
-    limit = (gpu.memory_gib or 0) * _GIB
+    limit = (gpu.memory_gib or 0) * GIB
     over = [phase for phase in phases if phase.num_bytes > limit]
     told = ""
     if over:
         others = [phase for phase in phases if phase not in over]
         told = (
             f"by prediction the run does not fit into the {gpu.memory_gib} GiB of a GPU "
-            f"({gpu.name}): {_listed([f'{x.title} takes {x.in_words()}' for x in over])}"
+            f"({gpu.name}): {listed([f'{x.title} takes {x.in_words()}' for x in over])}"
         )
         fitting = [f"{x.title} {x.in_words()}" for x in others]
-        told += f"; {_listed(fitting)} would fit." if fitting else "."
+        told += f"; {listed(fitting)} would fit." if fitting else "."
     if run.lacks_room_for_one:
         told += (
-            f"{' ' * bool(told)}By prediction the KV cache has {(run.cache or 0) / _GIB:.2f} GiB, "
+            f"{' ' * bool(told)}By prediction the KV cache has {(run.cache or 0) / GIB:.2f} GiB, "
             f"and one sequence of {run.max_length} tokens takes "
-            f"{(run.sequence_bytes or 0) / _GIB:.2f}."
+            f"{(run.sequence_bytes or 0) / GIB:.2f}."
         )
     return told
 
 
 def _remedy(changes: Sequence[Change], plan: RunPlan) -> str:
     told = [
-        _listed([f"{key} to {str(change[key]).lower()}" for key in change]) for change in changes
+        listed([f"{key} to {str(change[key]).lower()}" for key in change]) for change in changes
     ]
     match told:
         case []:
@@ -518,7 +519,3 @@ def _replaced(section: S, path: list[str], value: Any) -> S:
     if inner:
         value = _replaced(getattr(section, name), inner, value)
     return section.model_copy(update={name: value})
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hone.config.hardware import Peaks
 from hone.config.plan import RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
+from hone.hardware import Peaks
 from hone.planner.comparison import plan_rates
 from hone.planner.fitting import Change, changed
 from hone.planner.run_memory import RunMemory

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from hone.config.plan import Command, RunPlan
 from hone.config.rules.finding import Finding
 from hone.config.tree import RLConfig, SFTConfig
+from hone.hardware import GIB
 from hone.planner.memory import TrainingMemory
 from hone.planner.run_memory import PROCESS_BYTES, RunMemory, sum_in_gib
 
@@ -32,7 +33,6 @@ __all__ = [
     "trainer_role",
 ]
 
-_GIB = 1 << 30
 LEAST_LENGTH_SHARE = 8
 """Rows of a run are taken to be at least an eighth of the longest on average, where what it takes
 at least is planned."""
@@ -159,8 +159,8 @@ def shortage(
         return None
     message = (
         f"by prediction this host's memory does not hold what is asked for: {takes} "
-        f"{needed / _GIB:.1f} GiB ({'; '.join(role.in_words() for role in roles)}), and "
-        f"{available / _GIB:.1f} GiB are available, {(needed - available) / _GIB:.1f} too few. "
+        f"{needed / GIB:.1f} GiB ({'; '.join(role.in_words() for role in roles)}), and "
+        f"{available / GIB:.1f} GiB are available, {(needed - available) / GIB:.1f} too few. "
         f"{advice}"
     )
     return Finding("error", tuple(keys), message)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hone.config.errors import UserError
 from hone.config.planning import LengthsConfig
+from hone.errors import UserError
 
 __all__ = ["draw_lengths"]
 

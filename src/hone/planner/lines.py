@@ -10,21 +10,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
-from hone.config.address import names_code
+from hone.address import names_code
 from hone.config.cluster import ScorerName
 from hone.config.engine import BLOCK_SIZE
 from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight
 from hone.config.plan import BatchArithmetic, Role, RunPlan
-from hone.config.signatures import OWN, parsed_parameters, shape_of
-from hone.config.stages import stage_layers
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.families.shape import ModelShape
+from hone.families.stages import stage_layers
+from hone.hardware import GIB
 from hone.planner.disk import disk_use
 from hone.planner.run_memory import RunMemory, in_gib
+from hone.user_code.signatures import OWN, parsed_parameters, shape_of
 
 __all__ = ["Line", "plan_lines"]
-
-_GIB = 2**30
 
 
 class Line(NamedTuple):
@@ -288,7 +287,7 @@ def _engine(plan: RunPlan) -> Iterator[Line]:
         yield Line("kv_bytes_per_token", per_token, how)
         yield Line(
             "kv_gib_at_full_load",
-            round(blocks * BLOCK_SIZE * per_token / _GIB, 3),
+            round(blocks * BLOCK_SIZE * per_token / GIB, 3),
             f"{blocks} blocks x {BLOCK_SIZE} tokens",
         )
 
@@ -371,7 +370,7 @@ def _shards(role: Role) -> str:
 
 
 def _gib(name: str, num_bytes: int, how: str) -> Line:
-    gib = num_bytes / _GIB
+    gib = num_bytes / GIB
     return Line(name, round(gib, 1 if gib >= 10 else 3), how)
 
 

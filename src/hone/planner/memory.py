@@ -31,13 +31,13 @@ from math import prod
 from typing import Literal
 
 from hone.config.model import LoraConfig
-from hone.config.model_facts import NF4_BLOCK
 from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight
 from hone.config.plan import RunPlan
-from hone.config.stages import stage_layers
 from hone.config.trainer import SFTTrainerConfig
+from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import spec_of
 from hone.families.shape import ModelShape, TensorShape
+from hone.families.stages import stage_layers
 
 __all__ = [
     "LayerCode",

@@ -20,12 +20,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hone.config.hardware import Peaks
-from hone.families.shape import ModelShape
+from hone.families.shape import Floats, ModelShape
+from hone.hardware import Peaks
 
 __all__ = ["decode_step_s", "generation_time_s", "training_flops", "training_time_s"]
 
-Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 

@@ -26,41 +26,41 @@ from typing import Literal, get_args
 
 from hone.config.cluster import ScorerName
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import Role, RoleName, RunPlan
 from hone.config.reward import RewardModelConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
+from hone.hardware import GIB
 from hone.planner.memory import TrainingMemory, layer_code, planned_step, training_memory
 
 __all__ = ["Phase", "RunMemory", "in_gib", "sum_in_gib"]
 
-_GIB = 1 << 30
-CONTEXT_BYTES = _GIB
+CONTEXT_BYTES = GIB
 """CUDA's context, libraries, loaded kernels and the pools of CUDA graphs, of one process."""
-CACHE_MARGIN_BYTES = _GIB // 2
+CACHE_MARGIN_BYTES = GIB // 2
 """What the engine leaves free where free memory bounds the cache; as `hone.engine.kv_cache`."""
 GROUP_BYTES = 1 << 28
 """Whole weights that a sync within a process holds at a time; as `hone.weights.sync`."""
 GATHER_BYTES = 1 << 27
 """Whole weights that processes gather at a time; as `hone.trainer.gathering`."""
 _SCORERS: tuple[ScorerName, ...] = get_args(ScorerName)
-PROCESS_BYTES = _GIB // 5
+PROCESS_BYTES = GIB // 5
 """Python, torch and transformers, loaded and without a model, in host memory: half of what a
 process shows, since processes share the libraries' pages."""
 
 
 def in_gib(parts: Mapping[str, int]) -> str:
     """Bytes by kind as a sum of GiB, of those that show."""
-    shown = {name: num / _GIB for name, num in parts.items() if num >= 0.05 * _GIB}
+    shown = {name: num / GIB for name, num in parts.items() if num >= 0.05 * GIB}
     return " + ".join(f"{name} {gib:.1f}" for name, gib in shown.items())
 
 
 def sum_in_gib(parts: Mapping[str, int]) -> str:
     """All of it, and what of it shows."""
     told = in_gib(parts)
-    return f"{sum(parts.values()) / _GIB:.1f} GiB" + f" ({told})" * bool(told)
+    return f"{sum(parts.values()) / GIB:.1f} GiB" + f" ({told})" * bool(told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,10 +390,10 @@ class RunMemory:
         if plan.is_on_cpu:
             return self._touched_cache
         if engine.kv_cache_gib is not None:
-            return int(engine.kv_cache_gib * _GIB)
+            return int(engine.kv_cache_gib * GIB)
         if self.gpu is None or self.gpu.memory_gib is None:
             return None
-        total = self.gpu.memory_gib * _GIB
+        total = self.gpu.memory_gib * GIB
         own = self.engine_weights + self.engine_step
         limits = [int(total * engine.gpu_memory_utilization) - own]
         if not self.is_vllm:
@@ -411,7 +411,7 @@ class RunMemory:
         """Bytes of a cache in host memory that the sequences of a step write to: the others are
         never taken from the system."""
         (_, engine), batch = self._engine, self.plan.batch
-        size = int((engine.kv_cache_gib or CPU_CACHE_GIB) * _GIB)
+        size = int((engine.kv_cache_gib or CPU_CACHE_GIB) * GIB)
         if batch is None:  # where nothing has been written to
             return 0
         most = min(engine.max_num_seqs, batch.samples_per_step)

@@ -19,15 +19,15 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 
 from hone.config.cluster import ClusterConfig
-from hone.config.hardware import Peaks
-from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.rules import Finding
-from hone.config.stages import stage_layers
 from hone.config.trainer import OffloadLevel
 from hone.config.tree import PlanConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
+from hone.families.stages import stage_layers
+from hone.hardware import Peaks
 from hone.planner.fitting import (
     GPUS_OF_A_NODE,
     Change,

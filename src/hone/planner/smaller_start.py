@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from hone.config.hardware import installed_gpu
 from hone.config.plan import RunPlan
+from hone.hardware import GIB, installed_gpu
 from hone.planner.fitting import Change, changed, errors, memory_changes
 from hone.planner.run_memory import RunMemory
 
 __all__ = ["smaller_start"]
 
-_GIB = 1 << 30
-_LEAST = _GIB // 10
+_LEAST = GIB // 10
 """Bytes that are worth another start."""
 _TAKEN = {
     "trainer.max_tokens_per_microbatch",
@@ -39,7 +38,7 @@ def smaller_start(plan: RunPlan) -> str:
         saved = _saved_bytes(plan, change)
         if saved is None or saved > _LEAST:
             words = " with ".join(f"{key} {str(value).lower()}" for key, value in change.items())
-            bytes_ = "" if saved is None else f" (by prediction {-saved / _GIB:+.1f} GiB)"
+            bytes_ = "" if saved is None else f" (by prediction {-saved / GIB:+.1f} GiB)"
             found.setdefault(" ".join(change), words + bytes_)
     return f"Start it again with one of these: {'; '.join(found.values())}." if found else ""
 

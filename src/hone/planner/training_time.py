@@ -46,16 +46,16 @@ from numpy.typing import NDArray
 from hone.config.cluster import ScorerName
 from hone.config.plan import Role, RunPlan
 from hone.config.planning import PlanningConfig
-from hone.config.prefixes import COPIED, saves_enough
-from hone.config.stages import layer_costs, stage_layers
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
+from hone.families.stages import layer_costs, stage_layers
 from hone.planner.compute_time import Compute
 from hone.planner.memory import adapter_params, params_in_4bit
 from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import NO_SCORING, Scoring
+from hone.prefixes import COPIED, saves_enough
 
 __all__ = ["TrainingTime"]
 

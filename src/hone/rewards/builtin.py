@@ -18,11 +18,10 @@ from typing import Any
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from hone.config.address import is_address
-from hone.config.errors import UserError
-from hone.config.extras import import_extra
+from hone.address import is_address
 from hone.config.reward import CODE_TIMEOUT_S
-from hone.config.signatures import did_you_mean
+from hone.errors import UserError, did_you_mean
+from hone.extras import import_extra
 from hone.rewards.base import Builtin, compile_regex
 from hone.rewards.code import count_passed, program_in, read_tests
 from hone.rewards.jail import Jail, JailError

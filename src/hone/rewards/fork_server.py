@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.rewards import wire
 from hone.rewards.builtin import warm_up_math
 from hone.rewards.jail import remove_tree

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from hone.config.address import address_problem
+from hone.address import address_problem
 from hone.config.data import fill_template, template_fields
 from hone.observe.column_values import as_text
 from hone.rewards.base import compile_regex

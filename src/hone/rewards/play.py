@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.config.signatures import did_you_mean
 from hone.envs.env import Episode
+from hone.errors import did_you_mean
 from hone.rewards.resolve import error_location, resolve
 from hone.rewards.score import (
     ENV_NAME,

@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.rewards import wire
 from hone.rewards.jail import remove_tree, warn_of
 from hone.rewards.play import EpisodeSoFar

@@ -24,7 +24,7 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Re
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from hone.config.address import address_problem
+from hone.address import address_problem
 from hone.config.secret import VARIABLE, variables_of, with_variables
 from hone.observe.column_values import json_value
 from hone.rewards.base import Builtin

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hone.config.inherited import inherited
-from hone.config.signatures import did_you_mean, needed_columns, shape_of, signature_problem
+from hone.errors import did_you_mean
+from hone.user_code.inherited import inherited
+from hone.user_code.signatures import needed_columns, shape_of, signature_problem
 
 __all__ = ["check_signature", "error_location", "resolve"]
 

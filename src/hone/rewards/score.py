@@ -17,12 +17,12 @@ from functools import cache
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
-from hone.config.signatures import shape_of
 from hone.rewards.base import Builtin
 from hone.rewards.remote import ServiceError
 from hone.rewards.resolve import error_location
 from hone.rewards.shapes import InvalidScoreError, Part, ScoreTypeError, call_arguments, read_parts
 from hone.types import FailureKind, Observation, Reward, Sample, StopReason
+from hone.user_code.signatures import shape_of
 
 __all__ = [
     "ENV_NAME",
@@ -125,7 +125,7 @@ class RewardFunction:
 
 
 def arguments(sample: Sample, *, max_completion_tokens: int) -> dict[str, Any]:
-    """What calls of reward functions are made of: `hone.config.signatures.GIVEN`, in that order,
+    """What calls of reward functions are made of: `hone.user_code.signatures.GIVEN`, in that order,
     then what other frameworks give."""
     metadata, unrendered = dict(sample.prompt.metadata), sample.prompt.unrendered
     return {

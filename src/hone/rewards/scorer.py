@@ -23,12 +23,10 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, Self
 
-from hone.config.address import names_code
+from hone.address import names_code
 from hone.config.env import EnvConfig
-from hone.config.errors import UserError
-from hone.config.inherited import inherited
 from hone.config.reward import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
-from hone.config.signatures import SHAPES, Shape, missing_column
+from hone.errors import UserError
 from hone.rewards.base import Builtin
 from hone.rewards.builtin import build
 from hone.rewards.play import EpisodeSoFar, episode_of
@@ -37,6 +35,8 @@ from hone.rewards.resolve import check_signature
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score
 from hone.rewards.worker import EnvSpec, FunctionSpec, Job
 from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
+from hone.user_code.inherited import inherited
+from hone.user_code.signatures import SHAPES, Shape, missing_column
 
 __all__ = ["FailureRateError", "Scorer", "ScorerStats", "check_failure_rate", "describe_failures"]
 

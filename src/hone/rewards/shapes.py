@@ -16,7 +16,7 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
-from hone.config.signatures import GIVEN, Shape
+from hone.user_code.signatures import GIVEN, Shape
 
 __all__ = [
     "InvalidScoreError",

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from hone.config.address import names_code
+from hone.address import names_code
 from hone.rewards import wire
 from hone.rewards.builtin import build
 from hone.rewards.jail import launchers

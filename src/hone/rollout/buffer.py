@@ -14,7 +14,7 @@ from statistics import fmean
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
-from hone.algorithms.advantage import has_spread
+from hone.algorithms.advantages import has_spread
 from hone.config.rollout import RolloutConfig
 from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts

@@ -27,12 +27,12 @@ from hone.algorithms.algorithm import Outputs
 from hone.algorithms.preferences.reward_model import valued_at_end
 from hone.config.algorithm import Output
 from hone.config.data import DataConfig
-from hone.config.errors import UserError
 from hone.config.reward import REWARD_MODEL, RewardConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.data.chat import Renderer
 from hone.data.columns import Example
 from hone.distributed.mesh import Mesh
+from hone.errors import UserError
 from hone.rewards.scorer import Scorer, ScorerStats
 from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.collating import collate

@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
-from hone.algorithms.advantage import has_spread
+from hone.algorithms.advantages import has_spread
 from hone.observe.metrics import Distribution, Last, Max, Mean, Metrics, Min, Sum
 from hone.rollout.counts import RolloutCounts
 from hone.types import NOT_SAMPLED, FailureKind, Group, Sample, StopReason

@@ -25,10 +25,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
 from hone.config.engine import EngineConfig
-from hone.config.errors import UserError
-from hone.config.extras import import_extra
 from hone.config.vllm import VERSIONS, is_served
 from hone.engine.kv_cache import KVCache
+from hone.errors import UserError
+from hone.extras import import_extra
 from hone.families.registry import spec_of
 from hone.models.support import head_dim_of
 from hone.models.tensor_parallel import TensorParallel

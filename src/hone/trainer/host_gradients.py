@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from hone.checkpoint.sharded import local_part
 from hone.trainer.offload import BUCKET_BYTES, CopyStream, host_tensors, mark_of, wait_for
+from hone.trainer.precision import accumulation_dtype
 
-__all__ = ["HostGradients", "Piece", "norm_of_pieces", "pieces_of", "wide"]
+__all__ = ["HostGradients", "Piece", "norm_of_pieces", "pieces_of"]
 
 _PIECE_ELEMENTS = BUCKET_BYTES // 4
 """Gradients are copied, and their norms taken, in pieces of so many elements at most."""
@@ -46,7 +47,7 @@ class HostGradients:
         """
         self.device = device
         parts = {name: local_part(tensor) for name, tensor in like.items()}
-        layout = [(part.shape, wide(part.dtype)) for part in parts.values()]
+        layout = [(part.shape, accumulation_dtype(part.dtype)) for part in parts.values()]
         purpose = "trainer.offload gradients keeps float32 gradients on the host"
         self._host = dict(zip(parts, host_tensors(layout, device, purpose=purpose), strict=True))
         self._window = max(window_bytes, BUCKET_BYTES)
@@ -166,8 +167,3 @@ def norm_of_pieces(tensors: Iterable[Tensor]) -> Tensor:
     """2-norm of local tensors, a scalar, in the order of operations that all gradients share: the
     norm of their pieces' norms."""
     return nn.utils.get_total_norm([piece for tensor in tensors for piece in pieces_of(tensor)])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """float32, or wider where `dtype` is."""
-    return torch.promote_types(dtype, torch.float32)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hone.algorithms.algorithm import Outputs
 from hone.config.algorithm import Output
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.observe.disk import writing
 from hone.trainer.scorer import RowScorer
 from hone.trainer.trainer import Trainer

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from hone.config.algorithm import Output
 from hone.distributed.mesh import Axis
 from hone.models.decoder import head_product, head_weight, logit_softcap
+from hone.trainer.precision import accumulation_dtype
 from hone.trainer.tensor import first_row, gather_rows
 
 __all__ = ["token_logprobs", "token_scores"]
@@ -277,7 +278,7 @@ class _Head:
         where it is not asked for, or logits are capped, which is not linear."""
         if not self.with_mean or self.softcap is not None:
             return None
-        wide = _accumulation_dtype(weight_VD.dtype)
+        wide = accumulation_dtype(weight_VD.dtype)
         return weight_VD.detach().sum(0, dtype=wide) / (self.num_words * self.temperature)
 
     def _mean_logits(
@@ -393,7 +394,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         *_, needs_hidden, needs_weight = ctx.needs_input_grad
 
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
-        wide = _accumulation_dtype(weight_VD.dtype)
+        wide = accumulation_dtype(weight_VD.dtype)
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
         per_token = {
             "normaliser_C": normaliser_N,
@@ -497,13 +498,8 @@ def logits_gradient(
 
 def _capped(logits_CV: Tensor, softcap: float | None) -> Tensor:
     """In float32 or wider."""
-    wide_CV = logits_CV.to(_accumulation_dtype(logits_CV.dtype))
+    wide_CV = logits_CV.to(accumulation_dtype(logits_CV.dtype))
     return wide_CV if softcap is None else torch.tanh(wide_CV / softcap) * softcap
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or wider where the model is."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _operations(logits_CV: Tensor) -> Any:

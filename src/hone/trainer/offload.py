@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hone.config.errors import UserError
+from hone.errors import UserError
+from hone.hardware import GIB
 
 __all__ = [
     "BUCKET_BYTES",
@@ -45,7 +46,6 @@ at the bus's rate, and 256 MiB in all."""
 
 _ALIGNMENT = 256
 _BUFFER_STEP = 2 << 20
-_GIB = 1 << 30
 
 
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
@@ -64,8 +64,8 @@ def host_tensors(layout: Layout, device: torch.device, *, purpose: str) -> list[
     available = psutil.virtual_memory().available
     if num_bytes > available:
         raise UserError(
-            f"{purpose}: this takes {num_bytes / _GIB:.1f} GiB of host memory, and "
-            f"{available / _GIB:.1f} GiB are free"
+            f"{purpose}: this takes {num_bytes / GIB:.1f} GiB of host memory, and "
+            f"{available / GIB:.1f} GiB are free"
         )
     pages = mmap.mmap(-1, num_bytes)
     flat = torch.frombuffer(pages, dtype=torch.uint8)
@@ -78,7 +78,7 @@ def host_tensors(layout: Layout, device: torch.device, *, purpose: str) -> list[
         status = int(runtime.cudaHostRegister(address, num_bytes, 0))
         if status != 0:
             raise UserError(
-                f"{purpose}: the system does not lock {num_bytes / _GIB:.1f} GiB of host memory "
+                f"{purpose}: the system does not lock {num_bytes / GIB:.1f} GiB of host memory "
                 f"(CUDA error {status}); raise the limit that `ulimit -l` shows"
             )
         # Every tensor holds the pages.

@@ -24,7 +24,7 @@ from statistics import fmean
 
 import numpy as np
 
-from hone.config.prefixes import COPIED, saved_tokens
+from hone.prefixes import COPIED, saved_tokens
 from hone.trainer.prefixes import sharers_of
 from hone.types import Row
 

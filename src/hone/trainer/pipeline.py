@@ -53,9 +53,9 @@ from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part
 from hone.config.parallel import passes_in_flight, rounds
-from hone.config.stages import stage_layers
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
+from hone.families.stages import stage_layers
 from hone.models.decoder import Elsewhere, head_weight
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head

@@ -29,13 +29,14 @@ from torch.linalg import vector_norm
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, own_part
-from hone.config.errors import UserError
 from hone.distributed.mesh import Mesh
+from hone.errors import UserError
 from hone.models.decoder import decoder_layers, head_weight
 from hone.models.manifest import RoundedChecksums, build_manifest, export_weights
 from hone.observe.metrics import Mean, Metrics
-from hone.trainer.host_gradients import HostGradients, Piece, norm_of_pieces, pieces_of, wide
+from hone.trainer.host_gradients import HostGradients, Piece, norm_of_pieces, pieces_of
 from hone.trainer.offload import StateOffload, host_tensors
+from hone.trainer.precision import accumulation_dtype
 
 __all__ = ["BasePolicy", "NonFiniteError", "Policy", "StaleWeightsError", "require_layout"]
 
@@ -313,14 +314,17 @@ class Policy(BasePolicy):
         """Masters for all parameters."""
         if self.masters_on_host:
             masters = host_tensors(
-                [(p.shape, wide(p.dtype)) for p in self.parameters.values()],
+                [(p.shape, accumulation_dtype(p.dtype)) for p in self.parameters.values()],
                 self.device,
                 purpose="trainer.offload keeps master weights on the host",
             )
             for master, parameter in zip(masters, self.parameters.values(), strict=True):
                 master.copy_(parameter)
         else:
-            masters = [p.detach().to(wide(p.dtype), copy=True) for p in self.parameters.values()]
+            masters = [
+                p.detach().to(accumulation_dtype(p.dtype), copy=True)
+                for p in self.parameters.values()
+            ]
         return {n: nn.Parameter(m) for n, m in zip(self.parameters, masters, strict=True)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -436,7 +440,7 @@ class Policy(BasePolicy):
             elif sums is not None and name in sums:
                 sums[name].add_(gradient)
             elif sums is not None:
-                sums[name] = gradient.to(wide(gradient.dtype), copy=True)
+                sums[name] = gradient.to(accumulation_dtype(gradient.dtype), copy=True)
             parameter.grad = None
 
         return move

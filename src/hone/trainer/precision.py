@@ -22,13 +22,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hone.config.errors import UserError
-from hone.config.extras import import_extra
-from hone.config.model_facts import FP8_ALIGNMENT
 from hone.config.trainer import MatmulPrecision
+from hone.errors import UserError
+from hone.extras import import_extra
+from hone.families.model_facts import FP8_ALIGNMENT
 from hone.models.decoder import decoder_layers
 
-__all__ = ["apply_matmul_precision", "multiply_in_float8", "require_matmul_precision"]
+__all__ = [
+    "accumulation_dtype",
+    "apply_matmul_precision",
+    "multiply_in_float8",
+    "require_matmul_precision",
+]
 
 _RECIPE = "rowwise"
 """Of torchao: scales of rows, in all three products."""
@@ -38,6 +43,11 @@ gradients are summed, are filled up with zeros."""
 
 _CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
 _DTYPE = {"tf32": torch.float32, "fp8": torch.bfloat16}
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The format of sums over values of `dtype`: float32, or wider where `dtype` is."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def require_matmul_precision(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hone.config.prefixes import saved_tokens, saves_enough
+from hone.prefixes import saved_tokens, saves_enough
 from hone.types import Row
 
 __all__ = ["left_out", "pass_tokens", "shared_prefixes", "sharers_of"]

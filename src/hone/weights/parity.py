@@ -15,7 +15,7 @@ import torch
 
 from hone.algorithms.corrections import importance_ratio
 from hone.algorithms.kl import k3
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.observe.metrics import Last, Metrics
 from hone.types import Row, Trainer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hone.config.algorithm import GROUP_ESTIMATORS
+from hone.algorithms.advantages import GROUP_ESTIMATORS
 from hone.config.preference import USED_BY, PreferenceConfig
 from hone.config.rules.rule import error, unused, warning
 from hone.config.rules.view import View, differs, fact

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ParallelConfig, ulysses_problem
 from hone.config.rules.facts import TENSOR
 from hone.config.rules.rule import error, unused
 from hone.config.rules.view import Fact, NotKnownError, View, fact
 from hone.config.tree import RLConfig
+from hone.families.model_facts import ModelFacts
 from hone.families.registry import SPECS, TENSOR_FAMILIES
 
 __all__ = ["RULES"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hone.config.model_facts import EXACT_ALIGNMENT, EXACT_HEAD_DIMS
 from hone.config.rules.facts import DECODED, DIVIDED, FUSED
 from hone.config.rules.rule import error, excludes, needs, unused, warning
 from hone.config.vllm import LOWEST_TEMPERATURE, VERSIONS, VLLM_EXPERTS
+from hone.families.model_facts import EXACT_ALIGNMENT, EXACT_HEAD_DIMS
 
 __all__ = ["RULES"]
 

@@ -8,11 +8,10 @@ from difflib import get_close_matches
 from hone.config import vllm
 from hone.config.cluster import host_and_port
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB
-from hone.config.extras import installed_version
-from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
-from hone.config.stages import stage_layers
 from hone.config.tree import SUPERVISED, RLConfig
+from hone.extras import installed_version
+from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.registry import (
     DENSE_FUSED_FAMILIES,
     DIVIDED_FAMILIES,
@@ -22,12 +21,13 @@ from hone.families.registry import (
 )
 from hone.families.shape import ROW_TAIL_BYTES
 from hone.families.spec import PROJECTIONS
+from hone.families.stages import stage_layers
+from hone.hardware import GIB
 
 __all__ = ["DECODED", "DIVIDED", "FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
 
 LONG_ROW = 32768
 """Tokens of a row above which it fills a device by itself: packing several brings nothing."""
-_GIB = 2**30
 _STAGES = "trainer.parallel.pipeline_parallel_size"
 _SIZES = "trainer.parallel.ring_size x trainer.parallel.ulysses_size"
 
@@ -583,7 +583,7 @@ def sequence_gib(view: View) -> Fact:
     sampling = view.plan.sampling
     section = max(sampling, key=lambda name: sampling[name].max_completion_tokens)
     how = f"data.max_prompt_tokens + {section}.max_completion_tokens, {longest} tokens"
-    return Fact(num_bytes / _GIB, "what one sequence of full length takes, in GiB", how)
+    return Fact(num_bytes / GIB, "what one sequence of full length takes, in GiB", how)
 
 
 @fact

@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.data import SourceBase, template_fields
-from hone.config.extras import missing_extra
-from hone.config.model_facts import ModelFacts, impossible_values
-from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
 from hone.config.rules.view import NotKnownError, View, differs, fact
-from hone.config.tokens import (
+from hone.config.tree import RECIPE_COMMANDS, SUPERVISED
+from hone.extras import missing_extra
+from hone.families.model_facts import ModelFacts, impossible_values
+from hone.families.registry import VALUE_FAMILIES
+from hone.families.tokens import (
     OTHER_TOKENS,
     difference,
     lacking_room,
     tokens_beyond,
     tokens_of,
 )
-from hone.config.tree import RECIPE_COMMANDS, SUPERVISED
-from hone.families.registry import VALUE_FAMILIES
+from hone.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 
 __all__ = ["RULES", "unwritable"]
 

@@ -9,11 +9,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from hone.config.address import is_address, names_code
+from hone.address import is_address, names_code
 from hone.config.data import template_fields
-from hone.config.extras import missing_extra
-from hone.config.inherited import inherited
-from hone.config.model_facts import ModelFacts
 from hone.config.reward import (
     ANSWER_REWARDS,
     BUILTIN_REWARDS,
@@ -23,7 +20,10 @@ from hone.config.reward import (
 )
 from hone.config.rules.rule import error, unused, warning
 from hone.config.rules.view import Fact, NotKnownError, View, fact
-from hone.config.signatures import (
+from hone.extras import missing_extra
+from hone.families.model_facts import ModelFacts
+from hone.user_code.inherited import inherited
+from hone.user_code.signatures import (
     missing_column,
     needed_columns,
     one_at_a_time,

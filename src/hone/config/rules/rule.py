@@ -35,9 +35,9 @@ from pathlib import PurePath
 from typing import Any, TypedDict, Unpack, cast
 
 from hone.config.base import Section
-from hone.config.extras import missing_extra
 from hone.config.rules.finding import Finding, Level
 from hone.config.rules.view import Fact, NotKnownError, View
+from hone.extras import missing_extra
 
 __all__ = ["Condition", "Rule", "error", "excludes", "needs", "unused", "warning"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.parallel import ulysses_problem
 from hone.config.rules.facts import TENSOR
 from hone.config.rules.rule import error, excludes, needs, unused, warning
 from hone.config.rules.view import View
 from hone.config.tree import SUPERVISED
+from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.spec import PROJECTIONS
 
 __all__ = ["RULES"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.base import Section
-from hone.config.model_facts import ModelFacts
 from hone.config.plan import RunPlan
 from hone.config.schema import is_section, locate
 from hone.config.tree import TREES
+from hone.families.model_facts import ModelFacts
 
 __all__ = ["Fact", "NotKnownError", "View", "differs", "fact", "outside"]
 

@@ -15,14 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hone.observe.differences import differences, flat
+from hone.observe.differences import DASH, differences, flat
 from hone.observe.report.charts import chart_data
 from hone.observe.report.samples import SampleStore, sample_store
 from hone.observe.run_folder import Kind, RunFolder
 
 __all__ = ["Page", "describe"]
 
-DASH = "\N{EN DASH}"
 _KINDS: Mapping[Kind, str] = {
     "rl": "reinforcement learning",
     "sft": "supervised fine-tuning",

@@ -21,7 +21,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 from hone.observe.report.content import Page, describe
 from hone.observe.run_folder import RunFolder
 from hone.observe.whole_file import write_whole

@@ -19,9 +19,10 @@ from typing import Literal
 
 import psutil
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = [
+    "GIB",
     "GPUS",
     "Peaks",
     "available_host_bytes",
@@ -31,6 +32,9 @@ __all__ = [
     "max_gpus",
     "num_usable_cores",
 ]
+
+GIB = 1 << 30
+"""Bytes."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _DRIVERS = Path("/proc/driver/nvidia/gpus")

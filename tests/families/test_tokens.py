@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hone.config.tokens import difference
+from hone.families.tokens import difference
 from tests.tables import check_rows
 
 OWN = {"a": 0, "b": 1, "c": 2}

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from hone import hub
 from hone.cli.main import main
-from hone.config import hub
 from hone.config.data import SourceConfig
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.data.sources import read_source
+from hone.errors import UserError
 from hone.models.load import load_deferred, load_model
 from hone.models.tokenizer import load_tokenizer
 from tests.tables import table

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hone.config.function_code import code_digest
-from hone.config.inherited import inheriting
+from hone.user_code.digest import code_digest
+from hone.user_code.inherited import inheriting
 from tests.tables import table
 
 FIRST = "def f(completion, scale=1):\n    return [len(x) * scale for x in completion]\n"

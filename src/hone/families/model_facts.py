@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from hone.config.hub import config_of
-from hone.config.paths import must_be_local
 from hone.families.registry import (
     DENSE_FUSED_FAMILIES,
     DIVIDED_FAMILIES,
@@ -19,6 +17,8 @@ from hone.families.registry import (
 )
 from hone.families.shape import ModelShape, public_shape
 from hone.families.spec import DIVIDED_FIELDS
+from hone.hub import config_of
+from hone.paths import must_be_local
 
 __all__ = [
     "EXACT_ALIGNMENT",

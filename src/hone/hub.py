@@ -26,8 +26,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from hone.config.errors import UserError
-from hone.config.paths import must_be_local
+from hone.errors import UserError
+from hone.paths import must_be_local
 
 __all__ = ["cache_alone", "config_of", "locate_model", "refusal", "unreachable"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from hone.config.address import names_code
-from hone.config.inherited import inherited
+from hone.address import names_code
+from hone.user_code.inherited import inherited
 
 __all__ = ["code_digest", "module_file"]
 

@@ -8,23 +8,22 @@ whose file is only parsed, before a run.
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
-from hone.config.address import names_code
-from hone.config.function_code import module_file
-from hone.config.inherited import inherited
+from hone.address import names_code
+from hone.errors import did_you_mean
+from hone.user_code.digest import module_file
+from hone.user_code.inherited import inherited
 
 __all__ = [
     "GIVEN",
     "OWN",
     "SHAPES",
     "Shape",
-    "did_you_mean",
     "missing_column",
     "needed_columns",
     "one_at_a_time",
@@ -256,9 +255,3 @@ def _parameters(given: ast.arguments) -> list[Parameter]:
         Parameter(argument.arg, kind, default=Parameter.empty if default is None else default)
         for argument, kind, default in rows
     ]
-
-
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """A sentence that names the nearest of `known`, or nothing."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""

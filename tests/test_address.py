@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.config.address import address_problem, name_of_address, names_code
+from hone.address import address_problem, name_of_address, names_code
 from hone.config.reward import RewardConfig
 from tests.tables import table
 

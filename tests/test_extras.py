@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import extras, flash4
-from hone.config.errors import UserError
-from hone.config.extras import import_extra, is_installed, missing_extra
+from hone import extras, flash4
+from hone.errors import UserError
+from hone.extras import import_extra, is_installed, missing_extra
 
 
 def check_told(words: str) -> None:
@@ -54,7 +54,7 @@ def test_R25_a_broken_package_is_not_called_absent(site: Path, code: str) -> Non
 def test_R25_what_is_told_to_install_is_a_dependency_or_an_extra() -> None:
     of_torch = {"cuda-bindings", "triton"}  # its CUDA builds bring them
     told = set(extras.INSTALL.values()) - of_torch | set(flash4.REQUIREMENTS)
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     lines = chain(project["dependencies"], *project["optional-dependencies"].values())
     assert told <= {line.partition(";")[0].strip() for line in lines}
 

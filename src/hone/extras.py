@@ -12,7 +12,7 @@ import importlib.util
 from contextlib import suppress
 from typing import Any
 
-from hone.config.errors import UserError
+from hone.errors import UserError
 
 __all__ = ["INSTALL", "import_extra", "installed_version", "is_installed", "missing_extra"]
 

@@ -1,1 +1,0 @@
-"""Baselines over the samples of a prompt, of which at least two are needed."""

@@ -1,1 +1,0 @@
-"""Baselines over all samples of a step."""
