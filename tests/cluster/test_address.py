@@ -94,7 +94,7 @@ def test_a_ray_of_this_host_that_does_not_start_in_time_is_told_with_remedies(
 
     for error in (Exception("The current node timed out during startup."), TimeoutError("30 s")):
         with pytest.raises(
-            UserError, match=rf"did not start on this host: {error}.*ulimit -u.*{tmp_path}/hone-ray"
+            UserError, match=rf"did not start on this host: {error}.*ulimit -u.*{tmp_path}/ray-"
         ):
             start(error)
     with pytest.raises(TypeError):  # a mistake of ours
