@@ -82,9 +82,11 @@ def test_a_wrong_address_ends_a_run_before_anything_is_loaded(
 
 
 def test_a_ray_of_this_host_that_does_not_start_in_time_is_told_with_remedies(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hone.distributed import ray
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
     def start(error: Exception) -> None:
         monkeypatch.setattr(ray.ray, "init", Mock(side_effect=error))
@@ -92,7 +94,7 @@ def test_a_ray_of_this_host_that_does_not_start_in_time_is_told_with_remedies(
 
     for error in (Exception("The current node timed out during startup."), TimeoutError("30 s")):
         with pytest.raises(
-            UserError, match=rf"did not start on this host: {error}.*ulimit -u.*logs"
+            UserError, match=rf"did not start on this host: {error}.*ulimit -u.*{tmp_path}/ray-"
         ):
             start(error)
     with pytest.raises(TypeError):  # a mistake of ours

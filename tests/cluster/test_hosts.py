@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -71,6 +72,22 @@ def test_a_ray_of_this_host_is_on_loopback_and_has_a_token_of_its_own(
         assert "RAY_AUTH_TOKEN" not in os.environ
     assert len({*tokens}) == 2
     assert min(map(len, tokens)) == 64
+
+
+def test_no_other_user_enters_the_folder_of_a_ray_of_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sockets are there, and Ray lets everybody exchange what lies below."""
+    started = Mock()
+    monkeypatch.setattr(on_ray.ray, "init", started)
+    place = tmp_path / "made"
+    monkeypatch.setenv("RAY_TMPDIR", str(place))
+    for _ in range(2):
+        on_ray._start(2, 0)
+    folders = [Path(call.kwargs["_temp_dir"]).parent for call in started.call_args_list]
+    assert [folder.parent for folder in folders] == [place] * 2
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700] * 2
+    assert len({*folders}) == 2
 
 
 def refuse(role: str, cfg: RLConfig, name: str) -> None:

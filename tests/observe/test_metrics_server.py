@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -127,6 +127,22 @@ def check_slow_readers(server: MetricsServer) -> None:
     assert time.monotonic() - begin_s < 300, "less than the time that a reader is given"
     for reader in readers:
         reader.close()
+
+
+def test_many_connections_take_no_file_that_the_run_needs(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Of those that ask nothing the oldest goes as one more comes, and whoever asks is answered."""
+    monkeypatch.setattr(local_server, "_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(local_server, "_MAX_OPEN", 4)
+    with closing(MetricsServer(0, "gsm8k", clock=clock)) as server, ExitStack() as stack:
+        place = "127.0.0.1", server.port
+        silent = [stack.enter_context(socket.create_connection(place, 60.0)) for _ in range(6)]
+        assert [each.recv(1) for each in silent[:2]] == [b"", b""]
+        assert get(server, "/health")[0] == 200
+        assert silent[2].recv(1) == b""
+        silent[5].sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert silent[5].recv(12) == b"HTTP/1.0 200"
 
 
 def test_a_port_that_is_taken_is_named(server: MetricsServer) -> None:

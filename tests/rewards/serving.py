@@ -88,6 +88,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self.give(404, "<html>no such page</html>")
             case "moved":
                 self.give(302, "", Location="/get_reward")
+            case "to_https":
+                self.give(301, "", Location=f"https://elsewhere{self.path}")
+            case "no_page":
+                self.send_response(404, f"no {self.path} here")
+                self.end_headers()
+            case "no_http":
+                self.wfile.write(f"what is {self.path}?\r\n".encode())
+            case "shows_address":
+                self.give(400, f"{self.path} is wrong")
             case "latency":
                 self.server.are_enough.wait(LIMIT_S)
                 self.give(200, json.dumps({"rewards": [1.0]}))

@@ -389,6 +389,16 @@ def test_a_key_is_in_no_message(path, server, monkeypatch):
     assert KEY not in sample.failure_detail
 
 
+def test_a_key_of_an_address_is_in_no_message(server, monkeypatch):
+    """Whatever of the address the service repeats, and where."""
+    monkeypatch.setenv("API_KEY", "very+Secret/42=")
+    for path in ("to_https", "no_page", "no_http", "shows_address"):
+        with pytest.raises(remote.ServiceError) as told:
+            remote.Remote().post(f"{server.url}/{path}?api_key=$API_KEY", {})
+        assert "api_key=***" in str(told.value), path
+        assert "ecret" not in str(told.value), path
+
+
 @pytest.mark.parametrize(("value", "told"), [(None, "is not set"), ("a\nb", "is not the text")])
 def test_a_key_that_is_not_there_ends_the_start(value, told, server, monkeypatch):
     if value is not None:

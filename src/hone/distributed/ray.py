@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
+from tempfile import mkdtemp
 from time import monotonic
 from typing import Any, Literal, TypeVar
 
@@ -228,9 +229,16 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
 
 def _start(num_cpus: int, num_gpus: int) -> None:
     """Start a Ray of this host alone. Raises UserError where it does not come up."""
+    # Not TMPDIR: names of sockets have 107 bytes at most (103 on macOS), and Ray adds some 65.
+    place = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
     try:
+        place.mkdir(parents=True, exist_ok=True)
+        # Ray lets all users write into its folder. Who exchanges a socket there takes the place of
+        # a process of Ray, so it lies in a folder that no other user enters.
+        private = mkdtemp(prefix="ray-", dir=place)
         ray.init(
             address="local",
+            _temp_dir=f"{private}/r",
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             include_dashboard=False,
@@ -247,7 +255,7 @@ def _start(num_cpus: int, num_gpus: int) -> None:
             f"this host: {f'{error}'.strip().rstrip('.')}. Usual causes are a host that is busy, "
             "few processes that may be started (ulimit -u), and a full disk: free it, or name a "
             "folder of another one in RAY_TMPDIR. Then give the same command again. Its logs are "
-            "in /tmp/ray/session_latest/logs, or in that place below RAY_TMPDIR."
+            f"in the newest folder '{place}/ray-*/r/session_latest/logs'."
         ) from error
 
 

@@ -10,8 +10,10 @@ through `ssh -L`. Names that lead here by way of the browser of somebody else's 
 from __future__ import annotations
 
 import errno
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -23,7 +25,9 @@ __all__ = ["ADDRESS", "LocalServer", "Reply", "Route"]
 ADDRESS = "127.0.0.1"
 _NAMES = (ADDRESS, "localhost")
 _TIMEOUT_S = 10.0
-"""For a request to come in, and for each part of a reply to be taken."""
+"""For each part of a request to come in, and of a reply to be taken."""
+_MAX_OPEN = 64
+"""Connections that are open at a time. Each is a file and a thread of a process that trains."""
 
 
 class Reply(NamedTuple):
@@ -77,6 +81,29 @@ class LocalServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, None] = {}
+        """Oldest first."""
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Let one in: the oldest has to go where there are too many, which is none that only asks
+        and reads."""
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > _MAX_OPEN:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):  # it may have gone
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that goes away, or is too slow, is no news."""
 
@@ -91,6 +118,7 @@ def _handler(routes: Mapping[str, Route]) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", reply.content_type)
             self.send_header("Content-Length", str(len(reply.body)))
             self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()
             self.wfile.write(reply.body)
 

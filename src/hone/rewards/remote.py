@@ -20,6 +20,7 @@ from http.client import HTTPException
 from time import monotonic, sleep
 from typing import IO, Any, Self
 from urllib.error import HTTPError, URLError
+from urllib.parse import quote, quote_plus
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Request, build_opener
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -186,17 +187,19 @@ def _attempt(request: Request, timeout_s: float, secrets: Iterable[str]) -> str:
             return text
     except HTTPError as error:
         with error:
-            told = f"HTTP status {error.code} ({error.reason}): {shown(_read(error, secrets))}"
+            reason = _without(secrets, f"{error.reason}")
+            told = f"HTTP status {error.code} ({reason}): {shown(_read(error, secrets))}"
         if error.code == 429 or error.code >= 500:
             raise _TransientError(told) from None
-        location = error.headers.get("Location")
-        raise ServiceError(told + (f"; it has moved to {location}" if location else "")) from None
+        if location := error.headers.get("Location"):
+            told += f"; it has moved to {_without(secrets, location)}"
+        raise ServiceError(told) from None
     except (OSError, HTTPException) as error:
         cause = error.reason if isinstance(error, URLError) else error
         if isinstance(cause, TimeoutError):
             raise TimeoutError from None
         kind = _TransientError if isinstance(cause, ConnectionError) else ServiceError
-        told = f"cannot be reached: {type(cause).__name__}: {cause}"
+        told = f"cannot be reached: {type(cause).__name__}: {_without(secrets, str(cause))}"
         if isinstance(cause, ssl.SSLCertVerificationError):
             told += ". Of an authority of your own, name the certificate in SSL_CERT_FILE"
         raise kind(told) from None
@@ -206,9 +209,14 @@ def _read(answer: IO[bytes], secrets: Iterable[str]) -> str:
     body = answer.read(MAX_ANSWER_BYTES + 1)
     if len(body) > MAX_ANSWER_BYTES:
         raise ServiceError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
-    text = body.decode(errors="replace")
+    return _without(secrets, body.decode(errors="replace"))
+
+
+def _without(secrets: Iterable[str], text: str) -> str:
+    """What a service says, in which secrets are replaced, also as they stand in its address."""
     for secret in secrets:
-        text = text.replace(secret, "***")
+        for form in (secret, quote(secret, safe=""), quote(secret), quote_plus(secret)):
+            text = text.replace(form, "***")
     return text
 
 
