@@ -26,6 +26,11 @@ def calls(*names: str, content: str = "") -> Message:
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
+NAMED_BY_ID: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "functions.weather:0", **calls("weather")["tool_calls"][0]}],
+}
 FLAT: Message = {"role": "assistant", "content": "", "tool_calls": [{"name": "weather"}]}
 """A call as some data sets have it."""
 
@@ -40,6 +45,12 @@ TRIMMED = (
     "{% for call in m.tool_calls %}{{ (call.function or call) | tojson }}{% endfor %}<|im_end|>\n"
     "{% endfor %}"
 )
+IDS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.id }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+"""Of a call its id, which holds the name, as Kimi K2's template has it."""
 RAISES = "{% if 'hot' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + ROLES
 """Looks into what is said: what it leaves out is not known."""
 
@@ -57,6 +68,8 @@ PROMPTS: list[tuple[str, list[Message], str]] = [
     (TAKES_TOOLS, [ASKED, calls("weather", "calculate"), FOUND], ""),
     (TRIMMED, [ASKED, calls("weather"), FLAT, FOUND], ""),
     (RAISES, [ASKED, SAID, ASKED], ""),
+    (IDS, [ASKED, NAMED_BY_ID, FOUND], ""),
+    (CHATML, [ASKED, NAMED_BY_ID, FOUND], "the call of 'weather' in message 2"),
 ]
 
 

@@ -44,6 +44,8 @@ def left_out(
             wanted[mark] = f"message {number}, of the role {message['role']!r}"
         marked.append(made)
     text = render(marked)
+    if any(mark not in text for mark in wanted):
+        text += render([_with_ids(message) for message in marked])
     return [part for mark, part in wanted.items() if mark not in text]
 
 
@@ -62,6 +64,14 @@ def _called(call: dict[str, Any]) -> Any:
     """The name of the tool: of its function, as in APIs, or beside its arguments."""
     function = call.get("function")
     return function.get("name") if isinstance(function, dict) else call.get("name")
+
+
+def _with_ids(message: Message) -> Message:
+    """A message whose calls of tools have their names as ids, too: Kimi K2's template writes ids
+    alone."""
+    calls = _calls(message)
+    ids = [{**call, "id": _called(call)} if "id" in call else call for call in calls]
+    return {**message, "tool_calls": ids} if calls else message
 
 
 def _renamed(call: dict[str, Any], name: str) -> dict[str, Any]:
