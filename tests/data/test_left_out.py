@@ -51,6 +51,12 @@ IDS = (
     "<|im_end|>\n{% endfor %}"
 )
 """Of a call its id, which holds the name, as Kimi K2's template has it."""
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content or [] %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Content that is a list of parts, or none."""
 RAISES = "{% if 'hot' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + ROLES
 """Looks into what is said: what it leaves out is not known."""
 
@@ -140,3 +146,10 @@ def test_what_an_environment_says_and_the_template_leaves_out_fails_the_sample()
             render(sample, said)
     render, sample = goes_on(CHATML)
     assert "tool\n30" in render(sample, Observation("30", role="tool"))[0]
+
+
+def test_what_an_environment_says_in_parts_is_the_business_of_the_template() -> None:
+    render, sample = goes_on(PARTS)
+    for content, said in (([{"type": "text", "text": "30"}], "30"), (None, "")):
+        message: Message = {"role": "user", "content": content}
+        assert f"user\n{said}<|im_end|>" in render(sample, Observation((message,)))[0]

@@ -28,7 +28,7 @@ def left_out(
     messages: Sequence[Message], render: Callable[[list[Message]], str], *, start: int = 0
 ) -> list[str]:
     """The parts of the messages from `start` on that `render` does not write, for people; messages
-    count from 1. Their `content` is text."""
+    count from 1. Only content that is text is looked for."""
     wanted: dict[str, str] = {}
     marked: list[Message] = [*messages[:start]]
     for number, message in enumerate(messages[start:], start + 1):
@@ -50,7 +50,9 @@ def left_out(
 
 
 def _has_text(message: Message) -> bool:
-    return bool(message.get("content", "").strip())
+    """Whether a message has content that is text; an environment may give a list of parts."""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
