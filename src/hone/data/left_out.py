@@ -63,7 +63,7 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _called(call: dict[str, Any]) -> Any:
-    """The name of the tool: of its function, as in APIs, or beside its arguments."""
+    """The name of the tool: of its function, as in APIs, or next to its arguments."""
     function = call.get("function")
     return function.get("name") if isinstance(function, dict) else call.get("name")
 
