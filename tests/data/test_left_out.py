@@ -26,6 +26,11 @@ def calls(*names: str, content: str = "") -> Message:
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
+NAMED_BY_ID: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "functions.weather:0", **calls("weather")["tool_calls"][0]}],
+}
 FLAT: Message = {"role": "assistant", "content": "", "tool_calls": [{"name": "weather"}]}
 """A call as some data sets have it."""
 
@@ -40,6 +45,18 @@ TRIMMED = (
     "{% for call in m.tool_calls %}{{ (call.function or call) | tojson }}{% endfor %}<|im_end|>\n"
     "{% endfor %}"
 )
+IDS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.id }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+"""Of a call its id, which holds the name, as Kimi K2's template has it."""
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content or [] %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Content that is a list of parts, or none."""
 RAISES = "{% if 'hot' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + ROLES
 """Looks into what is said: what it leaves out is not known."""
 
@@ -57,6 +74,8 @@ PROMPTS: list[tuple[str, list[Message], str]] = [
     (TAKES_TOOLS, [ASKED, calls("weather", "calculate"), FOUND], ""),
     (TRIMMED, [ASKED, calls("weather"), FLAT, FOUND], ""),
     (RAISES, [ASKED, SAID, ASKED], ""),
+    (IDS, [ASKED, NAMED_BY_ID, FOUND], ""),
+    (CHATML, [ASKED, NAMED_BY_ID, FOUND], "the call of 'weather' in message 2"),
 ]
 
 
@@ -127,3 +146,10 @@ def test_what_an_environment_says_and_the_template_leaves_out_fails_the_sample()
             render(sample, said)
     render, sample = goes_on(CHATML)
     assert "tool\n30" in render(sample, Observation("30", role="tool"))[0]
+
+
+def test_what_an_environment_says_in_parts_is_the_business_of_the_template() -> None:
+    render, sample = goes_on(PARTS)
+    for content, said in (([{"type": "text", "text": "30"}], "30"), (None, "")):
+        message: Message = {"role": "user", "content": content}
+        assert f"user\n{said}<|im_end|>" in render(sample, Observation((message,)))[0]

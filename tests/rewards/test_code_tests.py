@@ -285,10 +285,10 @@ WRONG = {
     "frames": (
         "import sys\nframe = sys._getframe()\nheld = ''\nwhile frame:\n"
         "    held += repr(frame.f_locals) + repr(frame.f_globals); frame = frame.f_back\n"
-        "def add(a, b): return 1234567 if ''.join(['assert', ' add(']) in held else 0"
+        "def add(a, b): return 7654321 if ''.join(['assert', ' add(']) in held else 0"
     ),
     "all objects": (
-        "import gc\ndef add(a, b):\n    wanted = lambda: ''.join(['12345', '67'])\n"
+        "import gc\ndef add(a, b):\n    wanted = lambda: ''.join(['76543', '21'])\n"
         "    return int(wanted()) if any(wanted() in str(x) for x in gc.get_objects()\n"
         "        if type(x) in (str, bytes, list, tuple, dict)) else 0"
     ),
@@ -296,7 +296,7 @@ WRONG = {
         "import os\nheld = ''\nfor folder, _, files in os.walk('/proc/self/fd'):\n"
         "    for name in files:\n        try: held += os.readlink(folder + '/' + name)\n"
         "        except OSError: pass\n"
-        "def add(a, b): return 1234567 if os.listdir('.') else 0"
+        "def add(a, b): return 7654321 if os.listdir('.') else 0"
     ),
     "inherited descriptors": (
         "import os\nfor number in range(64):\n"
@@ -322,7 +322,7 @@ WRONG = {
     ),
 }
 TESTS = [
-    "assert add(1000000, 234567) == 1234567",
+    "assert add(7000000, 654321) == 7654321",
     "assert set([add(1, 2)]) == set([3])",
     "assert abs(add(1, 2) - 3) < 1e-6",
     "assert math.isclose(add(1, 2), 3)",
@@ -509,6 +509,46 @@ def test_what_a_program_sends_costs_the_worker_no_time(jail: Jail, name: str) ->
 def test_blanks_at_the_ends_of_lines_are_no_difference_however_many(jail: Jail) -> None:
     program = "print('3' + ' ' * 1000 + '\\n' * 1000)"
     assert count_passed(program, [Example("", "3")], monotonic() + 60, jail) == 1
+
+
+# Programs that use what the graders of data sets import before them: program and test.
+IMPORTED: dict[str, tuple[str, Any]] = {
+    "annotations of a method": (
+        "class Solution:\n    def most(self, x: List[int]) -> Optional[int]: return max(x)",
+        "assert Solution().most([1, 2]) == 2",
+    ),
+    "a program that reads": (
+        "from typing import Any\nx: List[Any] = [*deque(input().split())]\nprint(*x)",
+        Example("1 2", "1 2"),
+    ),
+    "a search": (
+        "def place(x: List[int], y): return bisect_left(x, y)",
+        Call("place", [[1, 2], 2], 1),
+    ),
+    "a built-in, and modules": (
+        "def f(x): return [pow(x, 2), math.gcd(4, 6), bisect.bisect([1], x), copy.copy(x)]",
+        Call("f", [3], [9, 2, 1, 3]),
+    ),
+    "calls within each other, of a function": (
+        "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)",
+        "assert depth(20_000) == 20_000",
+    ),
+    "calls within each other, of a program that reads": (
+        "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)\nprint(depth(20_000))",
+        Example("", "20000"),
+    ),
+}
+
+
+@table("name", IMPORTED)
+def test_programs_have_what_graders_of_data_sets_import(jail: Jail, name: str) -> None:
+    program, test = IMPORTED[name]
+    assert count_passed(program, [test], monotonic() + 60, jail) == 1
+
+
+@table("test", ["assert gcd(4, 6) == 2", "assert reduce", Call("gcd", [4, 6], 2)])
+def test_what_graders_import_is_no_function_of_a_program(jail: Jail, test: Any) -> None:
+    assert count_passed("", [test], monotonic() + 60, jail) == 0
 
 
 # As `fn_name` of APPS and TACO: program, arguments, value in the data, whether that is right.

@@ -28,7 +28,7 @@ def left_out(
     messages: Sequence[Message], render: Callable[[list[Message]], str], *, start: int = 0
 ) -> list[str]:
     """The parts of the messages from `start` on that `render` does not write, for people; messages
-    count from 1. Their `content` is text."""
+    count from 1. Only content that is text is looked for."""
     wanted: dict[str, str] = {}
     marked: list[Message] = [*messages[:start]]
     for number, message in enumerate(messages[start:], start + 1):
@@ -44,11 +44,15 @@ def left_out(
             wanted[mark] = f"message {number}, of the role {message['role']!r}"
         marked.append(made)
     text = render(marked)
+    if any(mark not in text for mark in wanted):
+        text += render([_with_ids(message) for message in marked])
     return [part for mark, part in wanted.items() if mark not in text]
 
 
 def _has_text(message: Message) -> bool:
-    return bool(message.get("content", "").strip())
+    """Whether a message has content that is text; an environment may give a list of parts."""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:
@@ -59,9 +63,17 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _called(call: dict[str, Any]) -> Any:
-    """The name of the tool: of its function, as in APIs, or beside its arguments."""
+    """The name of the tool: of its function, as in APIs, or next to its arguments."""
     function = call.get("function")
     return function.get("name") if isinstance(function, dict) else call.get("name")
+
+
+def _with_ids(message: Message) -> Message:
+    """A message whose calls of tools have their names as ids, too: Kimi K2's template writes ids
+    alone."""
+    calls = _calls(message)
+    ids = [{**call, "id": _called(call)} if "id" in call else call for call in calls]
+    return {**message, "tool_calls": ids} if calls else message
 
 
 def _renamed(call: dict[str, Any], name: str) -> dict[str, Any]:

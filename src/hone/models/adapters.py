@@ -289,8 +289,8 @@ def peft_adapter(
     """Adapters in PEFT's format, for tools that add them to the base model themselves: tensors, on
     the host, and configuration.
 
-    `named` are the adapters' tensors, or all of the model's. A head that gives values lies beside
-    them.
+    `named` are the adapters' tensors, or all of the model's. A head that gives values is among
+    the tensors.
     """
     is_scorer = has_value_head(model)
     tensors: dict[str, Tensor] = {}

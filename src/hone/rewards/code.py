@@ -152,8 +152,8 @@ def count_passed(
     none finds what another one has left."""
     texts = [test for test in tests if isinstance(test, str)]
     calls = [asdict(test) for test in tests if isinstance(test, Call)]
-    passed = _count_judged(f"\n{program}", "judge", texts, deadline, jail) if texts else 0
-    passed += _count_judged(f"prelude\n{program}", "calls", calls, deadline, jail) if calls else 0
+    passed = _count_judged(program, "judge", texts, deadline, jail) if texts else 0
+    passed += _count_judged(program, "calls", calls, deadline, jail) if calls else 0
     for test in tests:
         if isinstance(test, Example) and monotonic() < deadline:
             passed += _passes(program, test, deadline, jail)
