@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -19,17 +19,12 @@ from typing import NamedTuple
 from hone.importing.conditions import Truth, both, either, holds, is_known, matches, opposite
 from hone.importing.source import Word, place
 from hone.importing.sourced import NotRead, read_sourced
-from hone.importing.sums import worked_out
+from hone.importing.words import NAME, WordReader, closing, text_in
 
 __all__ = ["Script", "read_script"]
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_EXPANSION = re.compile(r"([A-Za-z_]\w*|[@*#?$!0-9])(\[[@*0]\])?(?:(:?[-=+])(.*))?\Z", re.S)
 _UNSET = re.compile(r"\$(?:([A-Za-z_]\w*|[1-9])|\{([A-Za-z_]\w*|[1-9])\})")
-_BARE = re.compile(r"[^\\'\"$` \t\n;&|()<>]+")
-"""Characters that stand for themselves in a word, and between double quotes."""
-_BETWEEN = re.compile(r'[^"\\$`]+')
 _PLAIN = {"time", "exec", "command", "builtin", "nohup"}
 """Words before a command that change nothing of what it runs."""
 _ASKING = ("if", "while", "until")
@@ -107,7 +102,7 @@ class _Block:
     """That it began in."""
 
 
-class _Reader:
+class _Reader(WordReader):
     def __init__(
         self,
         text: str,
@@ -117,13 +112,8 @@ class _Reader:
         file: str = "",
         depth: int = 0,
     ) -> None:
-        self.text = text.replace("\r\n", "\n")
-        self.at = 0
-        self.first_line = line
-        self.file = file  # as words have it
+        super().__init__(text, environment, line=line, file=file)
         self.depth = depth  # of functions, scripts and files within each other
-        self.environment = environment
-        self.arrays: dict[str, list[Word]] = {}
         self.functions: dict[str, _Function] = {}
         self.folder = ""  # that `cd` went to, from the one of the import
         self.within: tuple[str, ...] = ()  # files that are being read, this one the last
@@ -137,7 +127,7 @@ class _Reader:
         self.left = ""  # the place of an `exit` that runs
         self.documents: list[tuple[str, str]] = []  # here-documents whose text is still to come
         self.output: list[str] | None = []  # what it prints; None where only a run could tell
-        self.script = Script()
+        self.script = Script(notes=self.notes)
 
     def read(self) -> Script:
         words: list[Word] = []
@@ -162,27 +152,9 @@ class _Reader:
         return self.script
 
     @property
-    def line(self) -> int:
-        return self.first_line + self.text.count("\n", 0, self.at)
-
-    @property
     def runs(self) -> Truth:
         """Whether the command that is read now runs."""
         return both(self.blocks[-1].runs if self.blocks else True, self.gate)
-
-    def _here(self, text: str, line: int) -> Word:
-        """A word of this file."""
-        return Word(text, line, self.file)
-
-    def _note(self, line: int, text: str) -> None:
-        self.script.notes.append(f"{place(line, self.file)}: {text}")
-
-    def _skip_blank(self) -> bool:
-        """Skip blanks, continued lines and comments; whether there were any."""
-        found = re.compile(r"(?:[ \t]|\\\n)+|(?<![^\s;&|()])#[^\n]*").match(self.text, self.at)
-        if found is not None:
-            self.at = found.end()
-        return found is not None
 
     def _operator(self, words: list[Word]) -> list[Word]:
         """Go on behind what ends a command, or opens a group; the words of the next."""
@@ -193,7 +165,7 @@ class _Reader:
         names = [word.text for word in words]
         if sign == "((" and names in ([], ["for"]):
             start, line = self.at, self.line
-            self.at = _closing(self.text, start)
+            self.at = closing(self.text, start)
             inner = self.text[start + 2 : self.at - 2]
             return [*words, self._here("((", line), self._here(inner, line)]
         if sign in ("(", "(("):
@@ -319,7 +291,7 @@ class _Reader:
             if self.text[self.at] in "|\n;&(<>":
                 self.at += 1
             elif not self._skip_blank():
-                pattern = "".join(map(_text, self._word(split=False)))
+                pattern = "".join(map(text_in, self._word(split=False)))
                 truth = either(truth, matches(block.word, self._filled(pattern)))
         self.at += 1
         block.unset += self.unset
@@ -396,7 +368,7 @@ class _Reader:
                 made = self._sum(self._inner(words[1].text, words[1].line), "")
                 return bool(int(made)) if made else None
             case "echo":
-                return self._print(" ".join(map(_text, words[1:])))
+                return self._print(" ".join(map(text_in, words[1:])))
             case "exit" | "return":
                 return self._leave(name, words[0].where)
             case "source" | ".":
@@ -422,7 +394,7 @@ class _Reader:
     def _start(self, name: str, words: list[Word]) -> Truth:
         """Take a program that is started."""
         if any("torch_npu" in word.text or word.text == "npu-smi" for word in words):
-            self.script.notes.append(
+            self.notes.append(
                 f"{words[0].where}: `{_written(words)}` counts as failed: hone runs on no NPU"
             )
             return False
@@ -432,7 +404,7 @@ class _Reader:
         if why := self._why(words[0].where):
             self.script.unsure[len(self.script.commands)] = why
         if self.left:
-            self.script.notes.append(
+            self.notes.append(
                 f"{self.left}: with what is known here the script ends there; the rest is "
                 "read as if it went on"
             )
@@ -453,7 +425,7 @@ class _Reader:
              if _SHELL.fullmatch(shell.text) and _SCRIPT_FLAG.fullmatch(flag.text)), None,
         )  # fmt: skip
         if name == "eval" and len(words) > 1:
-            text = words[1]._replace(text=" ".join(map(_text, words[1:])))
+            text = words[1]._replace(text=" ".join(map(text_in, words[1:])))
         if text is None:
             return False
         self._merge(self._reader(*text), words, is_own=name != "eval")
@@ -465,7 +437,7 @@ class _Reader:
         try:
             inner = self._of_file(words)
         except NotRead as error:
-            self.script.notes.append(f"{words[0].where}: `{_written(words)}` is not read: {error}")
+            self.notes.append(f"{words[0].where}: `{_written(words)}` is not read: {error}")
             return None
         self.sourced.append(inner.file)
         self._merge(inner, words, arguments=words[2:] or None)
@@ -487,7 +459,7 @@ class _Reader:
         if os.path.realpath(made.path) in map(os.path.realpath, self.within):
             raise NotRead("it is within that file itself. Nothing is to be done.")
         if made.is_guess:
-            self.script.notes.append(
+            self.notes.append(
                 f"{words[0].where}: `{_written(words)}` counts as '{made.path}', since that file "
                 "is here; only a run of the script could tell"
             )
@@ -533,7 +505,7 @@ class _Reader:
             count = words[0]._replace(text=str(len(arguments)))
             self.arrays |= {"@": arguments, "#": [count]}
         made = inner.read()
-        for key in [key for key in self.arrays if not _NAME.match(key)]:  # arguments
+        for key in [key for key in self.arrays if not NAME.match(key)]:  # arguments
             if key in before:
                 self.arrays[key] = before[key]
             else:
@@ -543,10 +515,10 @@ class _Reader:
             if reason := made.unsure.get(number) or why:
                 self.script.unsure[start + number] = reason
         self.script.commands += made.commands
-        self.script.notes += made.notes
+        self.notes += inner.notes
         names = [
             name for name, values in self.arrays.items()
-            if [*map(_text, values)] != [*map(_text, before.get(name, ()))]
+            if [*map(text_in, values)] != [*map(text_in, before.get(name, ()))]
         ]  # fmt: skip
         self._changed(
             names,
@@ -662,14 +634,14 @@ class _Reader:
         self._set(found[1], values)
 
     def _set(self, name: str, values: list[Word]) -> None:
-        is_new = [*map(_text, self.arrays.get(name, ()))] != [*map(_text, values)]
+        is_new = [*map(text_in, self.arrays.get(name, ()))] != [*map(text_in, values)]
         if self.runs is not False:
             self.status = None if self.gate is None else True
             self.arrays[name] = values
         where = values[0].where if values else place(self.line, self.file)
         self._changed(
             [name] if is_new else [],
-            f"{where}: whether {name} is set to {' '.join(map(_text, values))!r} is known only "
+            f"{where}: whether {name} is set to {' '.join(map(text_in, values))!r} is known only "
             "when the script runs; it is taken",
         )
 
@@ -687,132 +659,7 @@ class _Reader:
         if unsure is not None:
             unsure.sets += [name for name in names if name not in unsure.sets]
         elif self.gate is None:
-            self.script.notes.append(note)
-
-    def _word(self, *, split: bool = True) -> list[Word]:
-        """The word here, as so many words as its unquoted variables make it."""
-        words = [self._here("", self.line)]
-        is_word = False
-
-        def add(more: list[Word]) -> None:
-            for number, word in enumerate(more):
-                if number:
-                    words.append(word)
-                elif words[-1].text:
-                    words[-1] = words[-1]._replace(text=words[-1].text + word.text)
-                else:
-                    words[-1] = word
-
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            line = self.line
-            if char == "\\":
-                if self.text[self.at : self.at + 2] == "\\\n":
-                    break
-                add([self._here(self.text[self.at + 1 : self.at + 2], line)])
-                self.at += 2
-            elif char == "'":
-                add([self._here(self._literal(), line)])
-                is_word = True
-            elif char == '"':
-                is_word |= self._quoted(add)
-            elif char in "$`":
-                made = self._expansion()
-                add(_pieces(made) if split else made)
-            elif found := _BARE.match(self.text, self.at):
-                add([self._here(found[0], line)])
-                self.at = found.end()
-            else:
-                break
-        return [word for word in words if word.text or is_word or not split]
-
-    def _literal(self) -> str:
-        end = self.text.find("'", self.at + 1)
-        start, self.at = self.at + 1, (len(self.text) if end < 0 else end) + 1
-        return self.text[start : self.at - 1]
-
-    def _quoted(self, add: Callable[[list[Word]], None]) -> bool:
-        """Add what is between quotes; False where it was an array without elements, which makes no
-        word."""
-        self.at += 1
-        start, is_empty = self.at, False
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            char = self.text[self.at]
-            if char == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
-                escaped = self.text[self.at + 1]
-                add([self._here("" if escaped == "\n" else escaped, self.line)])
-                self.at += 2
-            elif char in "$`":
-                words = self._expansion(quoted=True)
-                is_empty = not words
-                add(words)
-            else:
-                found = _BETWEEN.match(self.text, self.at)
-                text = found[0] if found else char
-                add([self._here(text, self.line)])
-                self.at += len(text)
-        self.at += 1
-        return not is_empty or self.text[start : self.at].count("$") != 1
-
-    def _expansion(self, *, quoted: bool = False) -> list[Word]:
-        """What a `$` or a backquote here stands for."""
-        start, line = self.at, self.line
-        if self.text.startswith("$((", start):
-            self.at = _closing(self.text, start + 1)
-            inner = self._inner(self.text[start + 3 : self.at - 2], line)
-            return [self._here(self._sum(inner, self.text[start : self.at]), line)]
-        if self.text.startswith("$(", start) or self.text[start] == "`":
-            is_old = self.text[start] == "`"
-            end = self.text.find("`", start + 1) + 1 if is_old else _closing(self.text, start + 1)
-            self.at = end or len(self.text)
-            written = self.text[start : self.at]
-            command = written[1 if is_old else 2 : -1].strip()
-            return [self._here(self._printed(command, line) or written, line)]
-        if self.text.startswith("${", start):
-            self.at = _closing(self.text, start + 1)
-            content = self.text[start + 2 : self.at - 1]
-        else:
-            found = _NAME.match(self.text, start + 1)
-            self.at = found.end() if found else min(start + 2, len(self.text))
-            content = self.text[start + 1 : self.at]
-        found = _EXPANSION.match(content)
-        if found is None:
-            return [self._here(self.text[start : self.at], line)]
-        name, part, rule, other = found.groups()
-        is_all = part in ("[@]", "[*]") or name in "@*"
-        values = self._value(name, line)
-        if part == "[0]" and values:
-            values = values[:1]
-        is_set = bool(values) and (
-            not (rule or "").startswith(":") or any(map(_text, values or ()))
-        )
-        if rule and ("+" in rule) == is_set:
-            text = self._inner(other, line)
-            if "=" in rule and self.runs is not False:
-                self.arrays[name] = [self._here(text, line)]
-            return [self._here(text, line)]
-        if values is not None or rule:
-            values = values or []
-            joined = [self._here(" ".join(map(_text, values)), line)]
-            return values if (is_all and quoted) or (len(values) > 1 and not quoted) else joined
-        if name in "@*":
-            return []  # arguments of the script: none
-        if is_all:
-            if self.runs is not False:
-                self._note(line, f"{name} is set nowhere in the script, and left out")
-            return []
-        return [self._here(self.text[start : self.at], line)]
-
-    def _value(self, name: str, line: int) -> list[Word] | None:
-        """What a variable holds; None where nothing sets it."""
-        values = self.arrays.get(name)
-        if name == "BASH_SOURCE":
-            return [self._here(self.file, line)] if self.file else self.arrays.get("0")
-        if values is None and name in self.environment:
-            values = [self._here(self.environment[name], line)]
-        if values is None and name == "#":
-            values = [self._here("0", line)]
-        return values
+            self.notes.append(note)
 
     def _printed(self, command: str, line: int) -> str | None:
         """What a command prints, where tests and `echo` alone decide; None for any other."""
@@ -824,35 +671,21 @@ class _Reader:
         if not inner.output or not is_known("".join(inner.output)):
             return None
         if self.runs is not False:
-            self.script.notes += inner.script.notes
+            self.notes += inner.notes
         return "\n".join(inner.output)
-
-    def _sum(self, text: str, written: str) -> str:
-        """A sum of whole numbers, worked out; as it is written where it is anything else."""
-
-        def value_of(name: str) -> str | None:
-            values = self._value(name, 0)
-            return values[0].text if values else None
-
-        made = worked_out(text, value_of)
-        return written if made is None else str(made)
 
     def _inner(self, text: str, line: int) -> str:
         """Text within an expansion, its own variables filled in."""
         inner = self._reader(f'"{text.strip(chr(34))}"', line, self.file)
         inner.blocks = self.blocks
         made = " ".join(word.text for word in inner._word(split=False))
-        self.script.notes += inner.script.notes
+        self.notes += inner.notes
         return made
-
-
-def _text(word: Word) -> str:
-    return word.text
 
 
 def _written(words: list[Word]) -> str:
     """A command for a note."""
-    return _short(" ".join(map(_text, words)))
+    return _short(" ".join(map(text_in, words)))
 
 
 def _is_start(words: list[Word]) -> bool:
@@ -882,22 +715,3 @@ def _short(text: str) -> str:
     """A text for a note."""
     text = " ".join(text.split())
     return text if len(text) <= 60 else f"{text[:56]} ..."
-
-
-def _pieces(words: list[Word]) -> list[Word]:
-    """What an unquoted variable splits into; what could not be read stays whole."""
-    return [
-        word._replace(text=piece)
-        for word in words
-        for piece in ([word.text] if "$" in word.text else word.text.split())
-    ]
-
-
-def _closing(text: str, start: int) -> int:
-    """Behind the bracket that closes the one at `start`."""
-    depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] in "({") - (text[at] in ")}")
-        if depth == 0:
-            return at + 1
-    return len(text)
