@@ -151,7 +151,8 @@ def test_nothing_is_said_of_what_is_known(text: str) -> None:
 
 
 HALVES = ["if", "case x in", "case x in a", "f() {", "[[ a", "((", "for x in", "fi", "}", ";;",
-          "esac", "A=(", "${", "if a; then case b in c) }"]  # fmt: skip
+          "esac", "A=(", "${", "if a; then case b in c) }", "A=(; b", "A=(a | b)", "A=(a <b)",
+          "read a <<E\n) read b <<E\nE", "source", "readlink", "source $"]  # fmt: skip
 
 
 @table("text", HALVES)

@@ -609,8 +609,10 @@ class _Reader(WordReader):
             found = re.compile(rf"^[ \t]*{end}[ \t]*$", re.M).search(self.text, start)
             body = self.text[start : found.start() if found else len(self.text)]
             if name:
-                self._reader(f"_=({body})", self.line, self.file).read()
-                self._set(name, self.arrays.pop("_"))
+                inner = self._reader(f"_=({body})", self.line, self.file)
+                inner.arrays = dict(self.arrays)  # what else it holds is text, and sets nothing
+                inner.read()
+                self._set(name, inner.arrays.get("_", []))
             self.at = found.end() if found else len(self.text)
         self.documents.clear()
 
@@ -624,7 +626,9 @@ class _Reader(WordReader):
                 if self.text[self.at] == "\n":
                     self.at += 1
                 elif not self._skip_blank():
+                    start = self.at
                     values += self._word()
+                    self.at = max(self.at, start + 1)  # a `;` or `|` that no shell takes here
             self.at += 1
         else:
             is_empty = self.at >= len(self.text) or self.text[self.at] in " \t\n;&|)"
