@@ -82,6 +82,11 @@ RUNS = [
     ("case a in a) run 1 ;; esac; case b in (a|b) run 2;; *) run 3; esac", {}, ["run 1", "run 2"]),
     ("export -a A=(1 2)\nrun ${A[@]}", {}, ["run 1 2"]),
     ("run lr=$1 ${2:-3}", {}, ["run lr=$1 3"]),
+    ("f() { A=1; [ $1 = x ] && return; A=2; }\nf x; run $A; f y; run $A", {}, ["run 1", "run 2"]),
+    ('run $(dirname "$(realpath "$0")") $(dirname -- ${BASH_SOURCE[0]:-$0}) $(dirname "$M")', {},
+     ['run . . $(dirname "$M")']),
+    ("cd /a; (cd b); X=$(pwd); cd ..; run $X $(pwd) $(cd c >/dev/null 2>&1 && pwd)", {},
+     ["run /a / /c"]),
     ("if true; then run 1; fi # if\necho done; run 2 > log 2>&1 &", {}, ["run 1", "run 2"]),
 ]  # fmt: skip
 
@@ -119,7 +124,14 @@ SAID = [
      "line 2: with what is known here the script ends there; the rest is read as if it went on"),
     ("if python -c 'import torch_npu'; then A=1; else A=2; fi\nrun $A", "run 2",
      "line 1: `python -c import torch_npu` counts as failed: hone runs on no NPU"),
-    ("source env.sh\nrun", "run", "line 1: what `source env.sh` sets is not read"),
+    ("f() { A=1; B=2; }\nwhich x && f\nrun $A", "run 1",
+     "line 2: whether `f` runs is known only when the script runs; it is read, and sets A, B"),
+    ("f() { A=1; }\nif which x; then f; fi\nrun $A", "run 1",
+     "line 2: whether `which x` holds is known only when the script runs, and this branch is read; "
+     "it sets A"),
+    ("die() { exit 1; }\nif which x; then die; else A=2; fi\nrun ${A:-0}", "run 2",
+     "line 2: whether `which x` holds is known only when the script runs, and this branch is read; "
+     "it sets A"),
 ]  # fmt: skip
 
 
@@ -139,7 +151,8 @@ def test_nothing_is_said_of_what_is_known(text: str) -> None:
 
 
 HALVES = ["if", "case x in", "case x in a", "f() {", "[[ a", "((", "for x in", "fi", "}", ";;",
-          "esac", "A=(", "${", "if a; then case b in c) }"]  # fmt: skip
+          "esac", "A=(", "${", "if a; then case b in c) }", "A=(; b", "A=(a | b)", "A=(a <b)",
+          "read a <<E\n) read b <<E\nE", "source", "readlink", "source $"]  # fmt: skip
 
 
 @table("text", HALVES)

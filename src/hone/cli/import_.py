@@ -24,8 +24,8 @@ usage: hone import {openrlhf,verl,relax,trl} FILE [--output RECIPE.yaml]
 Makes a recipe of what a script or a command of another framework sets, for
 `hone check` and then `hone rl`, `sft`, `dpo` or `reward-model`. FILE is a shell
 script, a YAML file of settings, or for trl a Python script; none is run.
-Variables, arrays and continued lines of a shell script are followed; NAME=value
-before `hone import` sets those that it reads from the environment.
+Variables, arrays, functions and sourced files of a shell script are followed;
+NAME=value before `hone import` sets what it reads from the environment.
 
 Each value of the recipe says where it comes from. Comments list what is not
 served, what means something else here, what nothing is to be set for, and what

@@ -74,8 +74,8 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
         framework, script.commands, script.notes, f"'{path}'", path.parent, unsure=script.unsure
     )
     for name in _VARIABLES.get(framework, ()):
-        for text, line in script.variables.get(name, []):
-            source.given.append(Given(name.lower(), value_of(text), _line(line)))
+        for word in script.variables.get(name, []):
+            source.given.append(Given(name.lower(), value_of(word.text), word.where))
     return source
 
 
@@ -112,7 +112,7 @@ def _of_commands(
             notes.append(f"{why}; it runs {command[number].text}")
         words = command[number + 1 :]
         given = [*(_overrides(words) if framework == "verl" else _flags(words))]
-        notes += [f"line {other[at].line}: a further run, of {other[at].text}, is left out"
+        notes += [f"{other[at].where}: a further run, of {other[at].text}, is left out"
                   for other, at, _ in runs[1:]]  # fmt: skip
         given = [*_of_config(given, folder, notes), *given]
         processes = _launched(command[:number]) or _launched(words)
@@ -141,7 +141,8 @@ def _launched(words: Sequence[Word]) -> int | None:
 
 def _program(framework: str, command: Sequence[Word]) -> tuple[int, str] | None:
     """Which word names what trains, and its name."""
-    for number, (text, _) in enumerate(command):
+    for number, word in enumerate(command):
+        text = word.text
         name = re.split(r"[./]", text.removesuffix(".py"))[-1]
         is_named = framework in text or (
             framework == "trl" and number and "trl" in _end(command[number - 1])
@@ -186,7 +187,8 @@ def _flags(words: Sequence[Word]) -> Iterator[Given]:
     """`--name value`, `--name=value`, `--name` alone (true), and several values."""
     number = 0
     while number < len(words):
-        text, line = words[number]
+        word = words[number]
+        text = word.text
         number += 1
         if not text.startswith("--") or len(text) == 2:
             continue
@@ -199,7 +201,7 @@ def _flags(words: Sequence[Word]) -> Iterator[Given]:
         if len(read) > 1 and any(isinstance(one, Unread) for one in read):
             read = [Unread(" ".join(values))]
         value = True if not read else read[0] if len(read) == 1 else read
-        yield Given(_name(name), value, _line(line))
+        yield Given(_name(name), value, word.where)
 
 
 def _is_flag(text: str) -> bool:
@@ -211,12 +213,13 @@ def _overrides(words: Sequence[Word]) -> Iterator[Given]:
     yield from _flags(
         [word for word in words if word.text.startswith("--") or "=" not in word.text]
     )
-    for text, line in words:
+    for word in words:
+        text = word.text
         name, equals, value = text.lstrip("+").partition("=")
         if text.startswith("~"):
-            yield Given(_name(name[1:]), None, _line(line))
+            yield Given(_name(name[1:]), None, word.where)
         elif equals and not text.startswith("--"):
-            yield Given(_name(name), value_of(value), _line(line))
+            yield Given(_name(name), value_of(value), word.where)
 
 
 def _of_config(given: list[Given], folder: Path, notes: list[str]) -> list[Given]:
@@ -267,7 +270,3 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 def _name(text: str) -> str:
     return text.replace("-", "_")
-
-
-def _line(number: int) -> str:
-    return f"line {number}" if number else "command"

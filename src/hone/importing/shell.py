@@ -1,40 +1,42 @@
 """The commands of a shell script, as far as they can be known without running it.
 
 Variables (with defaults), arrays, sums of whole numbers, here-documents, quotes, continued lines,
-functions and scripts within a word (`bash -c`) are followed. Of branches that is read which the
-shell would take. Where only a run could tell, the first is read, and a note says so; a loop is read
-once. What only a run could tell of a value (`$(date)`, unset variables) stays in a word as it is
-written.
+functions, scripts within a word (`bash -c`) and files (`source FILE`) are followed. Of branches
+that is read which the shell would take. Where only a run could tell, the first is read, and a note
+says so; a loop is read once. What only a run could tell of a value (`$(date)`, unset variables)
+stays in a word as it is written.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from hone.importing.conditions import Truth, both, either, holds, is_known, matches, opposite
-from hone.importing.source import Word
-from hone.importing.sums import worked_out
+from hone.importing.source import Word, place
+from hone.importing.sourced import NotRead, read_sourced
+from hone.importing.words import NAME, WordReader, closing, text_in
 
 __all__ = ["Script", "read_script"]
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_EXPANSION = re.compile(r"([A-Za-z_]\w*|[@*#?$!0-9])(\[[@*]\])?(?:(:?[-=+])(.*))?\Z", re.S)
 _UNSET = re.compile(r"\$(?:([A-Za-z_]\w*|[1-9])|\{([A-Za-z_]\w*|[1-9])\})")
 _PLAIN = {"time", "exec", "command", "builtin", "nohup"}
 """Words before a command that change nothing of what it runs."""
 _ASKING = ("if", "while", "until")
-_QUIET = {"true", ":", "false", "set", "shift", "cd", "mkdir"}
+_QUIET = {"true", ":", "false", "set", "shift", "mkdir"}
 """Commands that print nothing, and change no variable."""
 _DECLARES = {"export", "declare", "local", "readonly", "typeset"}
 _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh)")
 _SCRIPT_FLAG = re.compile(r"-[a-z]*c")
 _MAX_DEPTH = 8
-"""Of functions and scripts within each other."""
+"""Of functions, scripts and files within each other."""
+_MAX_FILES = 100
+"""That are read into a script, so that files that name each other come to an end."""
 
 
 @dataclass(slots=True)
@@ -54,9 +56,18 @@ class Script:
 def read_script(text: str, environment: Mapping[str, str], path: Path) -> Script:
     """Read a script; variables that it does not set come from `environment`, what it makes of its
     own place from `path`."""
-    reader = _Reader(text.replace("${BASH_SOURCE[0]}", "$0"), environment)
+    reader = _Reader(text, environment)
     reader.arrays["0"] = [Word(str(path), 0)]
+    reader.within = (str(path),)
     return reader.read()
+
+
+class _Function(NamedTuple):
+    text: str
+    line: int
+    """Of its first line."""
+    file: str
+    """As words have it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,29 +98,36 @@ class _Block:
     """Variables that parts name, whether they run or not."""
     unset: list[str] = field(default_factory=list[str])
     """Variables of its conditions that nothing sets."""
+    folder: str = ""
+    """That it began in."""
 
 
-class _Reader:
+class _Reader(WordReader):
     def __init__(
-        self, text: str, environment: Mapping[str, str], *, line: int = 1, depth: int = 0
+        self,
+        text: str,
+        environment: Mapping[str, str],
+        *,
+        line: int = 1,
+        file: str = "",
+        depth: int = 0,
     ) -> None:
-        self.text = text.replace("\r\n", "\n")
-        self.at = 0
-        self.first_line = line
-        self.depth = depth  # of functions and scripts within each other
-        self.environment = environment
-        self.arrays: dict[str, list[Word]] = {}
-        self.functions: dict[str, tuple[str, int]] = {}
+        super().__init__(text, environment, line=line, file=file)
+        self.depth = depth  # of functions, scripts and files within each other
+        self.functions: dict[str, _Function] = {}
+        self.folder = ""  # that `cd` went to, from the one of the import
+        self.within: tuple[str, ...] = ()  # files that are being read, this one the last
+        self.sourced: list[str] = []  # all files that were read so far
         self.blocks: list[_Block] = []
         self.status: Truth = True  # of the last command
         self.gate: Truth = True  # whether the list before lets the next command run
         self.is_opposite = False  # behind `!`
         self.is_piped = False
         self.unset: list[str] = []  # what tests of this command ask for, and nothing sets
-        self.left = 0  # the line of an `exit` that runs
+        self.left = ""  # the place of an `exit` that runs
         self.documents: list[tuple[str, str]] = []  # here-documents whose text is still to come
         self.output: list[str] | None = []  # what it prints; None where only a run could tell
-        self.script = Script()
+        self.script = Script(notes=self.notes)
 
     def read(self) -> Script:
         words: list[Word] = []
@@ -134,20 +152,9 @@ class _Reader:
         return self.script
 
     @property
-    def line(self) -> int:
-        return self.first_line + self.text.count("\n", 0, self.at)
-
-    @property
     def runs(self) -> Truth:
         """Whether the command that is read now runs."""
         return both(self.blocks[-1].runs if self.blocks else True, self.gate)
-
-    def _skip_blank(self) -> bool:
-        """Skip blanks, continued lines and comments; whether there were any."""
-        found = re.compile(r"(?:[ \t]|\\\n)+|(?<![^\s;&|()])#[^\n]*").match(self.text, self.at)
-        if found is not None:
-            self.at = found.end()
-        return found is not None
 
     def _operator(self, words: list[Word]) -> list[Word]:
         """Go on behind what ends a command, or opens a group; the words of the next."""
@@ -158,8 +165,9 @@ class _Reader:
         names = [word.text for word in words]
         if sign == "((" and names in ([], ["for"]):
             start, line = self.at, self.line
-            self.at = _closing(self.text, start)
-            return [*words, Word("((", line), Word(self.text[start + 2 : self.at - 2], line)]
+            self.at = closing(self.text, start)
+            inner = self.text[start + 2 : self.at - 2]
+            return [*words, self._here("((", line), self._here(inner, line)]
         if sign in ("(", "(("):
             self.at += 1
             if found := re.compile(r"\s*\)\s*\{").match(self.text, self.at):
@@ -222,7 +230,7 @@ class _Reader:
         runs = False if kind == "function" else self.runs
         self.blocks.append(
             _Block(kind=kind, line=self.line, outer=self.runs, gate=self.gate, runs=runs,
-                   start=self.at, word=word, asks=kind in _ASKING)
+                   start=self.at, word=word, asks=kind in _ASKING, folder=self.folder)
         )  # fmt: skip
         self.gate = True
 
@@ -283,7 +291,7 @@ class _Reader:
             if self.text[self.at] in "|\n;&(<>":
                 self.at += 1
             elif not self._skip_blank():
-                pattern = "".join(map(_text, self._word(split=False)))
+                pattern = "".join(map(text_in, self._word(split=False)))
                 truth = either(truth, matches(block.word, self._filled(pattern)))
         self.at += 1
         block.unset += self.unset
@@ -300,11 +308,12 @@ class _Reader:
         if block.unset and block.sets_any and block.outer is not False:
             self._tell_unset(block.line, block.unset, block.sets_any)
         self.gate = block.gate
+        if block.kind == "(":
+            self.folder = block.folder
         if block.kind == "function" and block.outer is not False:
             body = self.text[block.start : self.at].rstrip().removesuffix("}")
-            self.functions[block.word] = (
-                body, self.first_line + self.text.count("\n", 0, block.start),
-            )  # fmt: skip
+            line = self.first_line + self.text.count("\n", 0, block.start)
+            self.functions[block.word] = _Function(body, line, self.file)
             self.status = True
         elif block.kind not in ("{", "(", "function"):
             self.status = None
@@ -312,25 +321,25 @@ class _Reader:
     def _tell(self, block: _Block) -> None:
         """Say of a part of a block, at its end, what is not known of it."""
         if block.why and block.sets:
-            self.script.notes.append(
-                f"line {block.line}: {block.why}; it sets {_names(block.sets)}"
-            )
+            self._note(block.line, f"{block.why}; it sets {_names(block.sets)}")
         block.sets.clear()
 
     def _tell_unset(self, line: int, unset: list[str], names: list[str]) -> None:
-        self.script.notes.append(
-            f"line {line}: {_names(unset)}, which nothing sets, counts as empty, and decides over "
-            f"{_names(names)}"
+        self._note(
+            line,
+            f"{_names(unset)}, which nothing sets, counts as empty, and decides over "
+            f"{_names(names)}",
         )
 
-    def _why(self, line: int) -> str:
+    def _why(self, where: str) -> str:
         """What is not known of a command here: of the nearest block, or of the list before it."""
-        blocks = (block for block in self.blocks[::-1] if block.why)
-        if (block := next(blocks, None)) is not None:
-            return f"line {block.line}: {block.why}"
-        return (
-            "" if self.runs else f"line {line}: whether it runs is known only when the script runs"
-        )
+        if (block := self._unsure()) is not None:
+            return f"{place(block.line, self.file)}: {block.why}"
+        return "" if self.runs else f"{where}: whether it runs is known only when the script runs"
+
+    def _unsure(self) -> _Block | None:
+        """The nearest block of which it is not known whether it runs, or runs once."""
+        return next((block for block in self.blocks[::-1] if block.why), None)
 
     # Commands
 
@@ -345,6 +354,8 @@ class _Reader:
             status = self._run(name, words)
             status = opposite(status) if self.is_opposite else status
             self.status = None if self.is_piped or self.gate is None else status
+        elif name in ("source", "."):
+            self._changed([f"`{_written(words)}`"], "")
         self.is_opposite = self.is_piped = False
 
     def _run(self, name: str, words: list[Word]) -> Truth:
@@ -357,13 +368,13 @@ class _Reader:
                 made = self._sum(self._inner(words[1].text, words[1].line), "")
                 return bool(int(made)) if made else None
             case "echo":
-                return self._print(" ".join(map(_text, words[1:])))
+                return self._print(" ".join(map(text_in, words[1:])))
             case "exit" | "return":
-                return self._leave(words)
+                return self._leave(name, words[0].where)
             case "source" | ".":
-                written = " ".join(map(_text, words))
-                self.script.notes.append(f"line {words[0].line}: what `{written}` sets is not read")
-                return None
+                return self._source(words)
+            case "cd" | "pwd" | "dirname" | "realpath" | "readlink":
+                return self._place(name, words)
             case _ if name in _QUIET:
                 return name != "false"
             case _ if name in _DECLARES:
@@ -383,22 +394,21 @@ class _Reader:
     def _start(self, name: str, words: list[Word]) -> Truth:
         """Take a program that is started."""
         if any("torch_npu" in word.text or word.text == "npu-smi" for word in words):
-            self.script.notes.append(
-                f"line {words[0].line}: `{_short(' '.join(map(_text, words)))}` counts as failed: "
-                "hone runs on no NPU"
+            self.notes.append(
+                f"{words[0].where}: `{_written(words)}` counts as failed: hone runs on no NPU"
             )
             return False
         self.output = None
         if self._within(name, words):
             return None
-        if why := self._why(words[0].line):
+        if why := self._why(words[0].where):
             self.script.unsure[len(self.script.commands)] = why
         if self.left:
-            self.script.notes.append(
-                f"line {self.left}: with what is known here the script ends there; the rest is "
+            self.notes.append(
+                f"{self.left}: with what is known here the script ends there; the rest is "
                 "read as if it went on"
             )
-            self.left = 0
+            self.left = ""
         self.script.commands.append(words)
         return None
 
@@ -407,53 +417,131 @@ class _Reader:
         if self.depth >= _MAX_DEPTH:
             return False
         if name in self.functions:
-            text, line = self.functions[name]
-            inner = self._reader(text, line)
-            arguments = {str(number): [word] for number, word in enumerate(words[1:], 1)}
-            arguments |= {"@": words[1:], "#": [Word(str(len(words) - 1), words[0].line)]}
-            hidden = {key: self.arrays.get(key) for key in arguments}
-            self.arrays.update(arguments)
-            self._merge(inner)
-            for key, before in hidden.items():
-                del self.arrays[key]
-                if before is not None:
-                    self.arrays[key] = before
+            inner = self._reader(*self.functions[name])
+            self._merge(inner, words, arguments=words[1:])
             return True
         text = next(
             (word for shell, flag, word in zip(words, words[1:], words[2:], strict=False)
              if _SHELL.fullmatch(shell.text) and _SCRIPT_FLAG.fullmatch(flag.text)), None,
         )  # fmt: skip
         if name == "eval" and len(words) > 1:
-            text = words[1]._replace(text=" ".join(map(_text, words[1:])))
+            text = words[1]._replace(text=" ".join(map(text_in, words[1:])))
         if text is None:
             return False
-        self._merge(self._reader(text.text, text.line))
+        self._merge(self._reader(*text), words, is_own=name != "eval")
         return True
 
-    def _reader(self, text: str, line: int) -> _Reader:
-        """A reader of a text within this one, of the same variables."""
-        inner = _Reader(text, self.environment, line=line, depth=self.depth + 1)
-        inner.arrays, inner.functions = self.arrays, self.functions
+    def _source(self, words: list[Word]) -> Truth:
+        """Read the file that `source` names as a part of this script; whether its last command
+        succeeds."""
+        try:
+            inner = self._of_file(words)
+        except NotRead as error:
+            self.notes.append(f"{words[0].where}: `{_written(words)}` is not read: {error}")
+            return None
+        self.sourced.append(inner.file)
+        self._merge(inner, words, arguments=words[2:] or None)
+        return inner.status
+
+    def _of_file(self, words: list[Word]) -> _Reader:
+        """A reader of the file that `source` names. Raises NotRead."""
+        if len(words) == 1:
+            raise NotRead("it names no file. Set the variables in the script itself.")
+        if self.depth >= _MAX_DEPTH or len(self.sourced) >= _MAX_FILES:
+            raise NotRead(
+                f"at most {_MAX_FILES} files are read, {_MAX_DEPTH} within each other. Set the "
+                "variables that the script needs in the script itself."
+            )
+        name = words[1].text.replace("$(pwd)", self.folder or ".")
+        if name.startswith("~/") and "HOME" in self.environment:
+            name = self.environment["HOME"] + name[1:]
+        made = read_sourced(name, (self.folder, "", os.path.dirname(self.within[0])))
+        if os.path.realpath(made.path) in map(os.path.realpath, self.within):
+            raise NotRead("it is within that file itself. Nothing is to be done.")
+        if made.is_guess:
+            self.notes.append(
+                f"{words[0].where}: `{_written(words)}` counts as '{made.path}', since that file "
+                "is here; only a run of the script could tell"
+            )
+        inner = self._reader(made.text, 1, made.path)
+        inner.within = (*self.within, made.path)
         return inner
 
-    def _merge(self, inner: _Reader) -> None:
-        """Read what `inner` has before it, as commands of this script."""
-        made, before = inner.read(), len(self.script.commands)
-        why = self._why(inner.first_line)
+    def _place(self, name: str, words: list[Word]) -> Truth:
+        """Go to a folder, or print one, where it is known."""
+        path = words[-1].text if len(words) > 1 else "$HOME"
+        if name == "cd":
+            path = "$OLDPWD" if path == "-" else path
+            self.folder = os.path.normpath(os.path.join(self.folder, path))
+            return True
+        if name == "pwd" and self.folder:
+            return self._print(self.folder)
+        if name == "pwd" or not is_known(path) or (name == "readlink" and words[1].text != "-f"):
+            return self._start(name, words)
+        if name == "dirname":
+            return self._print(os.path.dirname(path) or ".")
+        return self._print(os.path.normpath(os.path.join(self.folder, path)))
+
+    def _reader(self, text: str, line: int, file: str) -> _Reader:
+        """A reader of a text within this one, of the same variables."""
+        inner = _Reader(text, self.environment, line=line, file=file, depth=self.depth + 1)
+        inner.arrays, inner.functions = self.arrays, self.functions
+        inner.folder, inner.within, inner.sourced = self.folder, self.within, self.sourced
+        return inner
+
+    def _merge(
+        self,
+        inner: _Reader,
+        words: list[Word],
+        *,
+        arguments: list[Word] | None = None,
+        is_own: bool = False,
+    ) -> None:
+        """Read what `inner` has before it, as commands of this script; with `is_own` another shell
+        runs them."""
+        start, before = len(self.script.commands), dict(self.arrays)
+        if arguments is not None:
+            self.arrays |= {str(number): [word] for number, word in enumerate(arguments, 1)}
+            count = words[0]._replace(text=str(len(arguments)))
+            self.arrays |= {"@": arguments, "#": [count]}
+        made = inner.read()
+        for key in [key for key in self.arrays if not NAME.match(key)]:  # arguments
+            if key in before:
+                self.arrays[key] = before[key]
+            else:
+                del self.arrays[key]
+        why = self._why(words[0].where)
         for number in range(len(made.commands)):
             if reason := made.unsure.get(number) or why:
-                self.script.unsure[before + number] = reason
+                self.script.unsure[start + number] = reason
         self.script.commands += made.commands
-        self.script.notes += made.notes
+        self.notes += inner.notes
+        names = [
+            name for name, values in self.arrays.items()
+            if [*map(text_in, values)] != [*map(text_in, before.get(name, ()))]
+        ]  # fmt: skip
+        self._changed(
+            names,
+            f"{words[0].where}: whether `{_written(words)}` runs is known only when the script "
+            f"runs; it is read, and sets {_names(names)}",
+        )
+        if not is_own:
+            self.folder = inner.folder
+            if inner.left:
+                self._leave("exit", inner.left)
 
-    def _leave(self, words: list[Word]) -> Truth:
-        """At `exit`: a branch that only a run could choose and that ends the script is not the one
-        that trains."""
-        unsure = next((block for block in self.blocks[::-1] if block.why), None)
+    def _leave(self, name: str, where: str) -> Truth:
+        """At `exit` and `return`: a branch that only a run could choose and that ends the script is
+        not the one that trains."""
+        unsure = self._unsure()
         if unsure is not None and unsure.kind in ("if", "case"):
             unsure.is_settled = unsure.runs = False
-        elif words[0].text == "exit" and self.runs:
-            self.left = words[0].line
+        elif self.runs and name == "exit":
+            self.left = where
+        elif self.runs and self.depth:
+            for block in self.blocks[::-1]:
+                self._tell(block)
+            self.at = len(self.text)
         return None
 
     def _for(self, words: list[Word]) -> None:
@@ -474,12 +562,12 @@ class _Reader:
 
     def _test(self) -> list[Word]:
         """The words of `[[ ... ]]`, in which `&&`, `||`, brackets and `<` are words too."""
-        words = [Word("[[", self.line)]
+        words = [self._here("[[", self.line)]
         self.at += 2
         while self.at < len(self.text) and not self.text.startswith("]]", self.at):
             sign = re.compile(r"&&|\|\||[()<>]").match(self.text, self.at)
             if sign:
-                words.append(Word(sign[0], self.line))
+                words.append(self._here(sign[0], self.line))
                 self.at = sign.end()
             elif self.text[self.at] == "\n":
                 self.at += 1
@@ -521,8 +609,10 @@ class _Reader:
             found = re.compile(rf"^[ \t]*{end}[ \t]*$", re.M).search(self.text, start)
             body = self.text[start : found.start() if found else len(self.text)]
             if name:
-                self._reader(f"_=({body})", self.line).read()
-                self._set(name, self.arrays.pop("_"))
+                inner = self._reader(f"_=({body})", self.line, self.file)
+                inner.arrays = dict(self.arrays)  # what else it holds is text, and sets nothing
+                inner.read()
+                self._set(name, inner.arrays.get("_", []))
             self.at = found.end() if found else len(self.text)
         self.documents.clear()
 
@@ -536,202 +626,70 @@ class _Reader:
                 if self.text[self.at] == "\n":
                     self.at += 1
                 elif not self._skip_blank():
+                    start = self.at
                     values += self._word()
+                    self.at = max(self.at, start + 1)  # a `;` or `|` that no shell takes here
             self.at += 1
         else:
             is_empty = self.at >= len(self.text) or self.text[self.at] in " \t\n;&|)"
-            values = [Word("", self.line)] if is_empty else self._word(split=False)
+            values = [self._here("", self.line)] if is_empty else self._word(split=False)
         if found[2]:
             values = _added(self.arrays.get(found[1], []), values, is_array=is_array)
         self._set(found[1], values)
 
     def _set(self, name: str, values: list[Word]) -> None:
-        is_new = [*map(_text, self.arrays.get(name, ()))] != [*map(_text, values)]
+        is_new = [*map(text_in, self.arrays.get(name, ()))] != [*map(text_in, values)]
+        if self.runs is not False:
+            self.status = None if self.gate is None else True
+            self.arrays[name] = values
+        where = values[0].where if values else place(self.line, self.file)
+        self._changed(
+            [name] if is_new else [],
+            f"{where}: whether {name} is set to {' '.join(map(text_in, values))!r} is known only "
+            "when the script runs; it is taken",
+        )
+
+    def _changed(self, names: list[str], note: str) -> None:
+        """Keep what the open blocks change; `note` says what is not known of it where none does."""
+        if not names:
+            return
         for block in self.blocks:
-            if is_new and name not in block.sets_any:
-                block.sets_any.append(name)
+            block.sets_any += [name for name in names if name not in block.sets_any]
         if self.unset:  # of a test before it: `[ -z "$X" ] && Y=1`
-            self._tell_unset(self.line, self.unset, [name])
+            self._tell_unset(self.line, self.unset, names)
         if self.runs is False:
             return
-        self.status = None if self.gate is None else True
-        unsure = next((block for block in self.blocks[::-1] if block.why), None)
-        if unsure is not None and is_new and name not in unsure.sets:
-            unsure.sets.append(name)
-        elif unsure is None and self.gate is None and is_new:
-            line = values[0].line if values else self.line
-            self.script.notes.append(
-                f"line {line}: whether {name} is set to {' '.join(map(_text, values))!r} is known "
-                "only when the script runs; it is taken"
-            )
-        self.arrays[name] = values
-
-    def _word(self, *, split: bool = True) -> list[Word]:
-        """The word here, as so many words as its unquoted variables make it."""
-        line, parts = self.line, [""]
-        lines = [line]
-        is_word = False
-
-        def add(words: list[Word]) -> None:
-            for number, word in enumerate(words):
-                if number:
-                    parts.append("")
-                    lines.append(word.line)
-                elif not parts[-1]:
-                    lines[-1] = word.line
-                parts[-1] += word.text
-
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char == "\\":
-                if self.text[self.at : self.at + 2] == "\\\n":
-                    break
-                parts[-1] += self.text[self.at + 1 : self.at + 2]
-                self.at += 2
-            elif char == "'":
-                parts[-1] += self._literal()
-                is_word = True
-            elif char == '"':
-                is_word |= self._quoted(add)
-            elif char in "$`":
-                words = self._expansion()
-                add(_pieces(words) if split else words)
-            elif char in " \t\n;&|()<>":
-                break
-            else:
-                parts[-1] += char
-                self.at += 1
-        kept = zip(parts, lines, strict=True)
-        return [Word(text, at) for text, at in kept if text or is_word or not split]
-
-    def _literal(self) -> str:
-        end = self.text.find("'", self.at + 1)
-        start, self.at = self.at + 1, (len(self.text) if end < 0 else end) + 1
-        return self.text[start : self.at - 1]
-
-    def _quoted(self, add: Callable[[list[Word]], None]) -> bool:
-        """Add what is between quotes; False where it was an array without elements, which makes no
-        word."""
-        self.at += 1
-        start, is_empty = self.at, False
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            char = self.text[self.at]
-            if char == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
-                escaped = self.text[self.at + 1]
-                add([Word("" if escaped == "\n" else escaped, self.line)])
-                self.at += 2
-            elif char in "$`":
-                words = self._expansion(quoted=True)
-                is_empty = not words
-                add(words)
-            else:
-                add([Word(char, self.line)])
-                self.at += 1
-        self.at += 1
-        return not is_empty or self.text[start : self.at].count("$") != 1
-
-    def _expansion(self, *, quoted: bool = False) -> list[Word]:
-        """What a `$` or a backquote here stands for."""
-        start, line = self.at, self.line
-        if self.text.startswith("$((", start):
-            self.at = _closing(self.text, start + 1)
-            inner = self._inner(self.text[start + 3 : self.at - 2], line)
-            return [Word(self._sum(inner, self.text[start : self.at]), line)]
-        if self.text.startswith("$(", start) or self.text[start] == "`":
-            is_old = self.text[start] == "`"
-            end = self.text.find("`", start + 1) + 1 if is_old else _closing(self.text, start + 1)
-            self.at = end or len(self.text)
-            written = self.text[start : self.at]
-            command = written[1 if is_old else 2 : -1].strip()
-            return [
-                Word(self._place(command, line) or self._printed(command, line) or written, line)
-            ]
-        if self.text.startswith("${", start):
-            self.at = _closing(self.text, start + 1)
-            content = self.text[start + 2 : self.at - 1]
-        else:
-            found = _NAME.match(self.text, start + 1)
-            self.at = found.end() if found else min(start + 2, len(self.text))
-            content = self.text[start + 1 : self.at]
-        found = _EXPANSION.match(content)
-        if found is None:
-            return [Word(self.text[start : self.at], line)]
-        name, is_all, rule, other = found.groups()
-        is_all = is_all or name in "@*"
-        values = self._value(name, line)
-        is_set = bool(values) and (
-            not (rule or "").startswith(":") or any(map(_text, values or ()))
-        )
-        if rule and ("+" in rule) == is_set:
-            text = self._inner(other, line)
-            if "=" in rule and self.runs is not False:
-                self.arrays[name] = [Word(text, line)]
-            return [Word(text, line)]
-        if values is not None or rule:
-            values = values or []
-            joined = [Word(" ".join(map(_text, values)), line)]
-            return values if (is_all and quoted) or (len(values) > 1 and not quoted) else joined
-        if name in "@*":
-            return []  # arguments of the script: none
-        if is_all:
-            if self.runs is not False:
-                self.script.notes.append(
-                    f"line {line}: {name} is set nowhere in the script, and left out"
-                )
-            return []
-        return [Word(self.text[start : self.at], line)]
-
-    def _value(self, name: str, line: int) -> list[Word] | None:
-        """What a variable holds; None where nothing sets it."""
-        values = self.arrays.get(name)
-        if values is None and name in self.environment:
-            values = [Word(self.environment[name], line)]
-        if values is None and name == "#":
-            values = [Word("0", line)]
-        return values
+        unsure = self._unsure()
+        if unsure is not None:
+            unsure.sets += [name for name in names if name not in unsure.sets]
+        elif self.gate is None:
+            self.notes.append(note)
 
     def _printed(self, command: str, line: int) -> str | None:
         """What a command prints, where tests and `echo` alone decide; None for any other."""
         if self.depth >= _MAX_DEPTH:
             return None
-        inner = self._reader(command, line)
+        inner = self._reader(command, line, self.file)
         inner.arrays = dict(self.arrays)
         inner.read()
         if not inner.output or not is_known("".join(inner.output)):
             return None
         if self.runs is not False:
-            self.script.notes += inner.script.notes
+            self.notes += inner.notes
         return "\n".join(inner.output)
-
-    def _place(self, command: str, line: int) -> str | None:
-        """What the usual commands say of a script's own folder; None for any other."""
-        if found := re.fullmatch(r"dirname (?:-- )?(\S+)", command):
-            return os.path.dirname(self._inner(found[1], line)) or "."
-        if found := re.fullmatch(r"cd (?:-- )?(.+?)(?: *&?>[^&]*)? *&& *pwd(?: -P)?", command):
-            return os.path.normpath(self._inner(found[1], line))
-        return None
-
-    def _sum(self, text: str, written: str) -> str:
-        """A sum of whole numbers, worked out; as it is written where it is anything else."""
-
-        def value_of(name: str) -> str | None:
-            values = self._value(name, 0)
-            return values[0].text if values else None
-
-        made = worked_out(text, value_of)
-        return written if made is None else str(made)
 
     def _inner(self, text: str, line: int) -> str:
         """Text within an expansion, its own variables filled in."""
-        inner = self._reader(f'"{text.strip(chr(34))}"', line)
+        inner = self._reader(f'"{text.strip(chr(34))}"', line, self.file)
         inner.blocks = self.blocks
         made = " ".join(word.text for word in inner._word(split=False))
-        self.script.notes += inner.script.notes
+        self.notes += inner.notes
         return made
 
 
-def _text(word: Word) -> str:
-    return word.text
+def _written(words: list[Word]) -> str:
+    """A command for a note."""
+    return _short(" ".join(map(text_in, words)))
 
 
 def _is_start(words: list[Word]) -> bool:
@@ -761,22 +719,3 @@ def _short(text: str) -> str:
     """A text for a note."""
     text = " ".join(text.split())
     return text if len(text) <= 60 else f"{text[:56]} ..."
-
-
-def _pieces(words: list[Word]) -> list[Word]:
-    """What an unquoted variable splits into; what could not be read stays whole."""
-    return [
-        word._replace(text=piece)
-        for word in words
-        for piece in ([word.text] if "$" in word.text else word.text.split())
-    ]
-
-
-def _closing(text: str, start: int) -> int:
-    """Behind the bracket that closes the one at `start`."""
-    depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] in "({") - (text[at] in ")}")
-        if depth == 0:
-            return at + 1
-    return len(text)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from hone.config.recipe import parse_value
 
-__all__ = ["Command", "Given", "Source", "Unread", "Word", "text_of", "value_of"]
+__all__ = ["Command", "Given", "Source", "Unread", "Word", "place", "text_of", "value_of"]
 
 Command = Literal["rl", "sft", "dpo", "reward-model"]
 
@@ -18,6 +18,13 @@ class Word(NamedTuple):
     text: str
     line: int
     """Where it was written: of what an array holds, where that was filled."""
+    file: str = ""
+    """That has the line, where it is another than the one that is imported."""
+
+    @property
+    def where(self) -> str:
+        """Its place, for comments."""
+        return place(self.line, self.file) if self.line else "command"
 
 
 class Given(NamedTuple):
@@ -27,7 +34,7 @@ class Given(NamedTuple):
     """Its dotted path, without dashes and with _ for -."""
     value: Any
     where: str
-    """For comments, such as `line 12`; empty for a default of the framework."""
+    """For comments, such as `line 12` or `env.sh, line 3`; empty for a default of the framework."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,11 @@ class Source:
     """That its launcher starts; None where it has none."""
     notes: list[str] = field(default_factory=list[str])
     """What of the script could not be followed."""
+
+
+def place(line: int, file: str = "") -> str:
+    """A line, for comments; of another file than the one that is imported with its name."""
+    return f"{file}, line {line}" if file else f"line {line}"
 
 
 def value_of(text: str) -> Any:
