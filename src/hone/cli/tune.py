@@ -42,7 +42,7 @@ from hone.planner.fitting import Change, changed, does_fit, kept_logits, rl_conf
 from hone.planner.gain import Measured, simulated
 from hone.planner.host_memory import host_roles
 from hone.planner.lengths import draw_lengths
-from hone.planner.search import peak_bytes
+from hone.planner.run_memory import peak_bytes
 from hone.planner.tuning import LEAST_GAIN, fit, modes, search_budget, variants
 from hone.version import __version__
 
