@@ -18,7 +18,7 @@ from hone.config import UserError
 from hone.config.hardware import known_gpu
 from hone.config.load import load_config
 from hone.config.tree import PlanConfig, RLConfig
-from hone.planner.gain import Measured, simulated
+from hone.planner.calibration import Measured, simulated
 from tests.tables import table
 from tests.tiny_runs import write_inputs
 

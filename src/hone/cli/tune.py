@@ -31,6 +31,7 @@ from hone.config.rules.files import unwritable
 from hone.config.tree import PlanConfig, RLConfig
 from hone.distributed.signals import raising
 from hone.observe.whole_file import write_whole
+from hone.planner.calibration import Measured, simulated
 from hone.planner.comparison import (
     changed_settings,
     compare,
@@ -39,7 +40,6 @@ from hone.planner.comparison import (
     recipe_of,
 )
 from hone.planner.fitting import Change, changed, does_fit, kept_logits, rl_config
-from hone.planner.gain import Measured, simulated
 from hone.planner.host_memory import host_roles
 from hone.planner.lengths import draw_lengths
 from hone.planner.run_memory import peak_bytes
