@@ -175,6 +175,10 @@ def test_a_setting_that_breaks_a_rule_or_does_not_fit_is_not_named() -> None:
         "engine.enforce_eager": False
     }
     assert raised_in(plan_of(), {"perf/R_gen": 0.1}) == {}
+    idle = {"time/generate_s": 0.1, "perf/engine_busy_share": 0.2}
+    split = {"parallel": {"tensor_parallel_size": 2}}  # which five trainers cannot be
+    plan = plan_of(cluster=APART, pipeline={"max_staleness": 2}, trainer=split)
+    assert raised_in(plan, idle, max_staleness=2)["engines_wait"].change == {}
 
 
 def test_a_queue_is_named_before_a_long_tail() -> None:
