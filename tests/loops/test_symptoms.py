@@ -86,11 +86,14 @@ class Case:
 
 CASES: dict[str, Case] = {
     "engine_queue": Case(
-        sections=lambda _: {"engine": {"max_num_seqs": 4}},
+        sections=lambda _: {"run": {"steps": 6}, "engine": {"max_num_seqs": 4}},
         key="engine.max_num_seqs",
     ),
     "preemptions": Case(
-        sections=lambda _: {"engine": {"max_num_seqs": 32, "kv_cache_gib": 700 * TOKEN_GIB}},
+        sections=lambda _: {
+            "run": {"steps": 6},
+            "engine": {"max_num_seqs": 32, "kv_cache_gib": 700 * TOKEN_GIB},
+        },
         key="engine.kv_cache_gib",
     ),
     "long_tail": Case(
