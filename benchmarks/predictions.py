@@ -24,8 +24,8 @@ from hone.cli.command import check_plan, load_arguments, plan_here
 from hone.cli.short_run import Candidate, Result, ShortRuns
 from hone.config.tree import PlanConfig
 from hone.errors import UserError
+from hone.planner.calibration import simulated
 from hone.planner.fitting import rl_config
-from hone.planner.gain import simulated
 from hone.planner.search import peak_bytes
 from rl_step import make_inputs
 

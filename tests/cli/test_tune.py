@@ -18,7 +18,7 @@ from hone.config.load import load_config
 from hone.config.tree import PlanConfig, RLConfig
 from hone.errors import UserError
 from hone.hardware import known_gpu
-from hone.planner.gain import Measured, simulated
+from hone.planner.calibration import Measured, simulated
 from tests.tables import table
 from tests.tiny_runs import write_inputs
 

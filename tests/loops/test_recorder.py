@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,23 +134,14 @@ def test_what_an_environment_says_is_read_and_not_generated(tmp_path: Path) -> N
     )
     assert limits.ratios(groups, ROWS, SECONDS)["perf/R_gen"] == pytest.approx(generate_s / 3.0)
 
-    class Asked(Alarms):
-        lengths: Sequence[Sequence[int]] = ()
-
-        def check(self, *args: Any, lengths: Sequence[Sequence[int]] = (), **rest: Any) -> Any:
-            self.lengths = lengths
-            return super().check(*args, lengths=lengths, **rest)
-
-    alarms = Asked()
     spans = Spans(clock=iter([0.0, 0.0, 3.0, 6.0]).__next__)
     with RunLog(tmp_path, LogConfig(to=())) as log, Console(9) as console:
-        recorder = Recorder(Mesh.alone("cpu"), spans, alarms, log, console)
+        recorder = Recorder(Mesh.alone("cpu"), spans, Alarms(), log, console)
         with spans.span("generate"):
             pass
         recorder.record(1, {}, groups=groups, rows=ROWS)
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").open())
     assert row["perf/generated_tokens_per_s"] == (9 + 4) / 3.0
-    assert alarms.lengths == [[9, 4]]
     (written,) = map(json.loads, (tmp_path / "histograms.jsonl").open())
     assert (written["completion_tokens"]["low"], written["completion_tokens"]["high"]) == (4, 9)
     samples = [*map(json.loads, (tmp_path / "samples.jsonl").open())]

@@ -1,9 +1,9 @@
 """Symptoms in real runs on the CPU: each raises its alarm, and its advice, when followed, helps.
 
 What helps is counted, in decode steps, calls and tokens, since seconds of a busy machine say
-little; it is half of what the planner predicted, or more. What a CPU does not have is put in its
-place: what a probe reads of a GPU, the end of memory, a slow network, a slow optimizer. That a
-device is all but full has made-up metrics alone (`tests/observe/test_advice.py`).
+little. What a CPU does not have is put in its place: what a probe reads of a GPU, the end of
+memory, a slow network, a slow optimizer. That a device is all but full has made-up metrics alone
+(`tests/observe/test_advice.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import pytest
@@ -73,14 +73,6 @@ def engine_steps(rows: Sequence[Row]) -> float:
     return sum(row["engine/steps"] for row in rows)
 
 
-def engine_s(row: Row) -> float:
-    return row["perf/engine_busy_s"]
-
-
-def generate_s(row: Row) -> float:
-    return row["time/generate_s"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """How a symptom comes about, and by what its cure is measured."""
@@ -90,17 +82,18 @@ class Case:
     """What the advice must change."""
     measure: Callable[[Sequence[Row]], float] = engine_steps
     """Less is better."""
-    whole_s: Callable[[Row], float] = engine_s
-    """The time of a step that it is a measure of."""
 
 
 CASES: dict[str, Case] = {
     "engine_queue": Case(
-        sections=lambda _: {"engine": {"max_num_seqs": 4}},
+        sections=lambda _: {"run": {"steps": 6}, "engine": {"max_num_seqs": 4}},
         key="engine.max_num_seqs",
     ),
     "preemptions": Case(
-        sections=lambda _: {"engine": {"max_num_seqs": 32, "kv_cache_gib": 700 * TOKEN_GIB}},
+        sections=lambda _: {
+            "run": {"steps": 6},
+            "engine": {"max_num_seqs": 32, "kv_cache_gib": 700 * TOKEN_GIB},
+        },
         key="engine.kv_cache_gib",
     ),
     "long_tail": Case(
@@ -123,7 +116,6 @@ CASES: dict[str, Case] = {
             "algorithm": {"correction": {"kind": "tis"}},
         },
         key="pipeline.max_staleness",
-        whole_s=lambda row: row["time/step_s"],
     ),
     "slow_rewards": Case(
         sections=lambda inputs: {
@@ -134,7 +126,6 @@ CASES: dict[str, Case] = {
         key="reward.num_workers",
         # Sleeping workers take no core: the least of the steps is little more than their sleep.
         measure=lambda rows: min(row["time/generate_s"] for row in rows),
-        whole_s=generate_s,
     ),
     "slow_generation": Case(
         sections=lambda inputs: {
@@ -188,9 +179,7 @@ def rows_and_alarms(cfg: RLConfig) -> tuple[list[dict[str, Any]], dict[str, dict
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_advice_that_is_followed_helps_by_half_of_what_was_predicted(
-    inputs: Path, tmp_path: Path, name: str
-) -> None:
+def test_advice_that_is_followed_helps(inputs: Path, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     sections = case.sections(inputs)
     before, alarms = rows_and_alarms(config(inputs, tmp_path / "before", sections))
@@ -198,37 +187,37 @@ def test_advice_that_is_followed_helps_by_half_of_what_was_predicted(
     if name == "engine_queue":
         assert max(row["engine/kv_cache_usage/max"] for row in before) < 0.5
     assert case.key in alarm["change"]
-    assert alarm["gain_s"] > 0
-    predicted = alarm["gain_s"] / fmean(map(case.whole_s, before))
     change = alarm["change"]
     after, left = rows_and_alarms(config(inputs, tmp_path / "after", followed(sections, change)))
     # The first steps after a start carry nothing over yet.
-    helped = 1 - case.measure(after[3:]) / case.measure(before[3:])
-    assert helped >= predicted / 2, (helped, predicted, alarm["message"])
+    taken = [case.measure(rows[3:]) for rows in (before, after)]
+    assert taken[1] < taken[0], (taken, alarm["message"])
     if name != "long_tail":  # which is shorter, and still there
         assert name not in left or left[name]["change"] != change
 
 
 @pytest.mark.parametrize(
     ("max_staleness", "lr", "change"),
-    [(4, 1e-2, {"pipeline.max_staleness": 2}), (1, 4e-2, {"trainer.optimizer.lr": 2e-2})],
+    [(4, 8e-3, {"pipeline.max_staleness": 2}), (1, 1.2e-2, {"trainer.optimizer.lr": 6e-3})],
     ids=["staleness", "learning rate"],
 )
 def test_fresher_samples_or_smaller_steps_diverge_less(
     inputs: Path, tmp_path: Path, max_staleness: int, lr: float, change: Mapping[str, Any]
 ) -> None:
-    """Such learning rates lose the policy with samples that are as stale as that. Half of the
-    staleness, and where that is 1 half of the rate, is said to leave a quarter of the
-    divergence."""
+    """Several steps of such learning rates move the policy too far for samples that are as stale as
+    that, although none is too large by itself: that would be another alarm, which silences this
+    one. Half of the staleness, and where that is 1 half of the rate, is said to leave a quarter of
+    the divergence."""
     sections: Sections = {
         "run": {"steps": 12},
         "rollout": {"prompts_per_step": 4, "max_completion_tokens": 128},
         "engine": {"max_num_seqs": 128},
         "pipeline": {"max_staleness": max_staleness},
         "algorithm": {"correction": {"kind": "tis"}},
-        "trainer": {"optimizer": {"lr": lr}},
+        "trainer": {"prompts_per_minibatch": 1, "optimizer": {"lr": lr}},
     }
     before, alarms = rows_and_alarms(config(inputs, tmp_path / "before", sections))
+    assert "large_update" not in alarms
     alarm = alarms["stale_samples"]
     assert alarm["change"] == change
     changed = followed(sections, alarm["change"])
@@ -360,11 +349,10 @@ def test_a_probe_that_reads_an_idle_gpu_leads_to_less_recomputation(
         "model": {"path": str(inputs / "short")},
         "trainer": {"recompute": "full", "optimizer": {"lr": 1e-5}},
     }
-    before, alarms = rows_and_alarms(config(inputs, tmp_path / "before", sections))
+    _, alarms = rows_and_alarms(config(inputs, tmp_path / "before", sections))
     num_before, calls[0] = calls[0], 0
     alarm = alarms["low_gpu_utilization"]
     assert alarm["change"] == {"trainer.recompute": "off"}
     changed = followed(sections, alarm["change"])
     rows_and_alarms(config(inputs, tmp_path / "after", changed))
-    train_s = sorted(row["time/train_s"] for row in before)[len(before) // 2]
-    assert 1 - calls[0] / num_before >= alarm["gain_s"] / train_s / 2
+    assert calls[0] < num_before

@@ -28,8 +28,8 @@ from hone.families.shape import ModelShape, public_shape
 from hone.hardware import known_gpu
 from hone.planner.comparison import Outcome, compare, planned_config
 from hone.planner.fitting import changed, does_fit, does_fit_host, errors, gpu_host_roles, rl_config
-from hone.planner.run_memory import RunMemory
-from hone.planner.search import peak_bytes, plan_of, search
+from hone.planner.run_memory import RunMemory, peak_bytes
+from hone.planner.search import plan_of, search
 from hone.planner.simulator import Placement
 from hone.planner.training_time import TrainingTime
 from tests.tables import table

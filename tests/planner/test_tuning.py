@@ -15,8 +15,8 @@ from hone.config.tree import PlanConfig
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_shape
 from hone.hardware import known_gpu
+from hone.planner.calibration import Measured, simulated
 from hone.planner.fitting import changed, errors
-from hone.planner.gain import Measured, Pricing, simulated
 from hone.planner.tuning import fit, modes, search_budget, variants
 from tests.tables import table
 
@@ -135,7 +135,6 @@ def test_variants_change_time_or_memory_only(on_cpu: bool) -> None:
     assert ({"trainer.offload": "optimizer"} in found) is not on_cpu
     whole = {"trainer.logits_chunk_tokens": 16384}
     assert whole in found, "what a micro-batch has"
-    assert Pricing.knows(whole)
     assert whole not in [*variants(changed(plan, whole))]
     keys = {key for change in found for key in change}
     assert all(key.startswith(("engine.", "trainer.")) for key in keys)

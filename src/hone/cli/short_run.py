@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean, median
@@ -29,8 +29,8 @@ from hone.hardware import num_usable_cores
 from hone.observe.run_folder import METRICS, RunFolder, is_locked
 from hone.observe.whole_file import write_whole
 from hone.paths import local_path
+from hone.planner.calibration import Measured
 from hone.planner.comparison import recipe_of
-from hone.planner.gain import Measured
 from hone.version import __version__
 
 __all__ = ["OUT_OF_MEMORY", "Candidate", "Result", "ShortRuns", "failure"]
@@ -194,6 +194,7 @@ def _digest(candidate: Candidate, num_steps: int) -> str:
         "recipe": recipe_of(cfg),
         "nproc": candidate.nproc,
         "steps": num_steps,
+        "result": [field.name for field in fields(Measured)],
         "files": [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in files if x.is_file()],
         "versions": {"hone": __version__} | {name: installed_version(name) for name in _VERSIONED},
         "device": None if gpu is None else gpu.name,

@@ -31,6 +31,7 @@ from hone.distributed.signals import raising
 from hone.errors import UserError
 from hone.hardware import max_gpus
 from hone.observe.whole_file import write_whole
+from hone.planner.calibration import Measured, simulated
 from hone.planner.comparison import (
     changed_settings,
     compare,
@@ -39,10 +40,9 @@ from hone.planner.comparison import (
     recipe_of,
 )
 from hone.planner.fitting import Change, changed, does_fit, kept_logits, rl_config
-from hone.planner.gain import Measured, simulated
 from hone.planner.host_memory import host_roles
 from hone.planner.lengths import draw_lengths
-from hone.planner.search import peak_bytes
+from hone.planner.run_memory import peak_bytes
 from hone.planner.tuning import LEAST_GAIN, fit, modes, search_budget, variants
 from hone.version import __version__
 

@@ -311,8 +311,7 @@ class Recorder:
             }
             self.log.samples(step, groups, advantages=advantages, policy=policy)
             self._unrecorded = None
-        lengths = [[sample.num_sampled for sample in group.samples] for group in groups]
-        alarms = self.alarms.check(step, scalars, lengths=lengths, why_untrained=why_untrained)
+        alarms = self.alarms.check(step, scalars, why_untrained=why_untrained)
         for alarm in alarms:
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))

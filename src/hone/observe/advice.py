@@ -1,29 +1,25 @@
-"""Which setting a symptom asks for, to what value, and what it would bring this run.
+"""Which setting a symptom asks for, and to what value.
 
     advisor = Advisor(plan)
-    advisor.advise(more_sequences, history)     # Advice("Set engine.max_num_seqs to 64 ...", ...)
+    advisor.advise(more_sequences, history.now)    # Advice("Set engine.max_num_seqs to ...", {...})
 
-A function of candidates proposes changes; those that break a rule or fit no GPU are left out, the
-planner prices the others, and the best is advised. Nothing is computed before a symptom is there.
+A function of candidates proposes changes, the cheapest or most likely to help first. The first one
+that keeps the rules and fits the GPU is advised. How much time it saves is not predicted: `hone
+tune` measures that. Nothing is computed before a symptom is there.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import compress
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from statistics import fmean, median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hone.address import names_code
-from hone.config.engine import CPU_CACHE_GIB
+from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB
 from hone.config.plan import RunPlan
 from hone.config.trainer import cap_key
 from hone.config.tree import RLConfig
 from hone.hardware import num_usable_cores
-from hone.observe.symptoms import History
 from hone.planner.fitting import (
     Change,
     changed,
@@ -32,15 +28,14 @@ from hone.planner.fitting import (
     kept_logits,
     memory_changes,
 )
-from hone.planner.gain import Measured, Pricing
-from hone.planner.search import peak_bytes
+from hone.planner.run_memory import peak_bytes
 
 __all__ = [
+    "LEAST_R_GEN",
     "TRAINED_OR_SCORED",
     "Advice",
     "Advisor",
     "Candidates",
-    "Pick",
     "carry_over",
     "faster_generation",
     "faster_training",
@@ -52,26 +47,22 @@ __all__ = [
     "more_reward_workers",
     "more_room",
     "more_sequences",
+    "reads_prompts_again",
     "wider_buffers",
 ]
 
-_LEAST_GAIN = 0.02
-"""Of a step; less is within the error of every prediction."""
+LEAST_R_GEN = 0.3
+"""Share of what a device can do; with less, generation is slow."""
 _UNPLANNED = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, ValueError)
 """What planner and rules raise about a run that they were not made for."""
 TRAINED_OR_SCORED = ("policy", "critic", "reference", "teacher")
 """Roles whose passes are computed again where memory ends."""
 _KINDS: tuple[Literal["backward"], Literal["forward"]] = ("backward", "forward")
-_NUM_KEPT = 8
-"""Steps whose lengths are kept."""
 
-Pick = Literal["fastest", "gain", "first"]
-"""What is advised of several changes: the one that saves most time; the same, and nothing is said
-where none saves any; the first."""
 Metrics: TypeAlias = Mapping[str, float]
 """Of the newest step."""
 Candidates: TypeAlias = Callable[[RunPlan, RLConfig, Metrics], Iterator[Change]]
-"""Changes worth trying."""
+"""Changes worth trying, the cheapest or most likely to help first."""
 
 
 class Advice(NamedTuple):
@@ -79,8 +70,6 @@ class Advice(NamedTuple):
 
     text: str
     change: Change
-    gain_s: float | None
-    """What it takes off a step, negative where it adds; None: the planner cannot tell."""
 
 
 class Advisor:
@@ -88,76 +77,31 @@ class Advisor:
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
-        self._lengths: deque[Sequence[Sequence[int]]] = deque(maxlen=_NUM_KEPT)
-        self._pricing: Pricing | None = None
 
-    def sampled(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Take in the completion tokens of a step's samples, by group."""
-        self._pricing = None
-        if lengths:
-            self._lengths.append(lengths)
-
-    def advise(self, candidates: Candidates, history: History, pick: Pick) -> Advice | None:
-        """The change to make, in words. None: not worth saying. Never ends a run."""
-        try:
-            return self._advise(candidates, history, pick)
-        except _UNPLANNED as error:
-            return Advice(f"What to change is not known ({error}).", {}, None)
-
-    def _advise(self, candidates: Candidates, history: History, pick: Pick) -> Advice | None:
-        plan, known = self._plan, errors(self._plan)
+    def advise(self, candidates: Candidates, now: Metrics) -> Advice | None:
+        """The first change that the rules allow and that fits, in words. None: there is none.
+        Never ends a run."""
+        plan = self._plan
         assert isinstance(plan.config, RLConfig)
-        changes = [x for x in candidates(plan, plan.config, history.now) if self._differs(x)]
-        plans = [changed(plan, change) for change in changes]
-        served = [errors(after) <= known and does_fit(after) for after in plans]
-        changes = [*compress(changes, served)]
-        if not changes:
-            return None if pick == "gain" else Advice("", {}, None)
         try:
-            pricing = self._pricing = self._pricing or Pricing(plan, self._measured(history))
-            gains = [pricing.gain_s(x) if pricing.knows(x) else None for x in changes]
-            why = "the planner does not know this setting's part in the time"
+            known = errors(plan)
+            for change in filter(self._differs, candidates(plan, plan.config, now)):
+                after = changed(plan, change)
+                if errors(after) <= known and does_fit(after):
+                    return Advice(self._words(change), change)
         except _UNPLANNED as error:
-            gains, why = [None] * len(changes), f"the planner cannot tell for this run ({error})"
-        step_s = self._usual(history, "time/step_s")
-        best = 0
-        if pick != "first":
-            best = max(range(len(changes)), key=lambda i: gains[i] or 0.0)
-            if (gains[best] or 0.0) < _LEAST_GAIN * step_s:
-                if None not in gains:
-                    keys = dict.fromkeys(key for change in changes for key in change)
-                    none = f"By the planner's estimate nothing is gained by {', '.join(keys)}."
-                    return None if pick == "gain" else Advice(none, {}, None)
-                best = gains.index(None)
-        change, gain_s = changes[best], gains[best]
-        return Advice(self._words(change, gain_s, step_s, why), change, gain_s)
+            return Advice(f"What to change is not known ({error}).", {})
+        return None
 
     def _differs(self, change: Change) -> bool:
         return any(attrgetter(key)(self._plan.config) != value for key, value in change.items())
 
-    def _words(self, change: Change, gain_s: float | None, step_s: float, why: str) -> str:
-        told = " and ".join(
+    def _words(self, change: Change) -> str:
+        settings = " and ".join(
             f"{key} to {_word(value)} in place of {_word(attrgetter(key)(self._plan.config))}"
             for key, value in change.items()
         )
-        if gain_s is None:
-            return f"Set {told}; how much time that brings is not known: {why}."
-        share = f"{abs(gain_s):.2g} s ({abs(gain_s) / max(step_s, 1e-9):.0%} of now)"
-        verdict = f"takes {share} {'less' if gain_s > 0 else 'more'}"
-        if abs(gain_s) < _LEAST_GAIN * step_s:
-            verdict = "takes as long as now"
-        return f"Set {told}: by the planner's estimate a step then {verdict}."
-
-    def _measured(self, history: History) -> Measured:
-        lengths = [group for step in self._lengths for group in step]
-        return Measured.of(partial(self._usual, history), self._plan, lengths)
-
-    def _usual(self, history: History, metric: str) -> float:
-        """Of the newest steps; 0 where there are none."""
-        values = history.values(metric)[-_NUM_KEPT:] or [0.0]
-        assert isinstance(self._plan.config, RLConfig)
-        # Ahead of the training a step depends on what those before it have left.
-        return fmean(values) if self._plan.config.pipeline.samples_ahead else median(values)
+        return f"Set {settings}."
 
 
 def _word(value: Any) -> str:
@@ -166,19 +110,24 @@ def _word(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value).lower()
 
 
-# -- candidates: of those that bring the same the first is preferred -------------------------------
+# -- candidates ------------------------------------------------------------------------------------
 
 
 def more_sequences(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """At once, in an engine with requests that wait, or more room for them."""
+    """As many sequences at once as the cache had room for at its fullest, or a larger cache where
+    it was full."""
     num_batches = 1 + cfg.pipeline.max_staleness
     num_groups = cfg.rollout.prompts_per_step * num_batches + cfg.rollout.oversample_prompts
     most = -(-num_groups * cfg.rollout.n_samples_per_prompt // plan.roles["engine"].num_workers)
     present = cfg.engine.max_num_seqs
-    for factor in (2, 4, 8, 16):
-        if factor // 2 * present < most:
-            yield {"engine.max_num_seqs": min(factor * present, most)}
-    yield from _more_cache(plan, cfg)
+    # An engine that does not say how full its cache was is taken to have room for one doubling.
+    usage = now.get("engine/kv_cache_usage/max", 0.5)
+    numbers = dict.fromkeys(min(int(factor * present), most) for factor in (8, 4, 2, 1.25))
+    for number in numbers:
+        if number > present and number * usage <= present:
+            yield {"engine.max_num_seqs": number}
+    if usage > 0.8:
+        yield from _more_cache(plan, cfg)
 
 
 def more_room(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
@@ -191,7 +140,7 @@ def more_room(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
 def _more_cache(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
     size = cfg.engine.kv_cache_gib or (CPU_CACHE_GIB if plan.is_on_cpu else None)
     if size is not None:
-        yield from ({"engine.kv_cache_gib": factor * size} for factor in (1.5, 2.0, 4.0))
+        yield from ({"engine.kv_cache_gib": factor * size} for factor in (2.0, 1.5))
         return
     tenths = range(int(10 * cfg.engine.gpu_memory_utilization) + 1, 10)
     yield from ({"engine.gpu_memory_utilization": tenth / 10} for tenth in tenths)
@@ -210,7 +159,10 @@ def carry_over(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
 
 
 def further_ahead(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Of trainers that wait: older samples, or devices of theirs to one engine more."""
+    """Of trainers that wait: older samples; before that devices of theirs to one engine more, where
+    the engines are hardly ever idle, which older samples would not change."""
+    if now.get("perf/engine_busy_share", 0.0) > 0.9:
+        yield from _moved_devices(cfg, 1)
     yield {"pipeline.max_staleness": cfg.pipeline.max_staleness + 1}
     yield from _moved_devices(cfg, 1)
 
@@ -227,22 +179,30 @@ def _moved_devices(cfg: RLConfig, num_engines: int) -> Iterator[Change]:
         yield {"cluster.num_engines": engines, "cluster.num_trainers": trainers}
 
 
+def reads_prompts_again(now: Metrics) -> bool:
+    """Whether groups have prompts of several blocks of the cache that are not taken from it."""
+    is_group = now.get("rollout/group_size/min", 0.0) > 1
+    is_long = now.get("rollout/prompt_tokens/mean", 0.0) >= 4 * BLOCK_SIZE
+    return is_group and is_long and now.get("rollout/cached_token_share", 0.0) < 0.1
+
+
 def faster_generation(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
     """Prompts read once, graphs, and many small engines in place of few large ones."""
     num_engines, size = cfg.cluster.num_engines, cfg.engine.tensor_parallel_size
-    if not cfg.engine.enable_prefix_caching:
+    if reads_prompts_again(now):
         yield {"engine.enable_prefix_caching": True}
-    if size > 1:
+    if not plan.is_on_cpu:
+        yield {"engine.enforce_eager": False}
+    if size > 1 and now.get("perf/R_gen", 1.0) < LEAST_R_GEN:
         apart = {"cluster.num_engines": 2 * num_engines} if num_engines else {}
         yield {"engine.tensor_parallel_size": size // 2, **apart}
-    if cfg.engine.enforce_eager:
-        yield {"engine.enforce_eager": False}
 
 
 def faster_training(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """What trades memory for time, as far as there is memory to spare."""
-    yield {"trainer.recompute": "off"}
+    """What trades memory for time, as far as there is memory to spare: first what lets a GPU stand
+    still, then what makes it compute twice."""
     yield {"trainer.offload": "none"}
+    yield {"trainer.recompute": "off"}
     if chunk := kept_logits(plan):
         yield chunk
     yield from faster_generation(plan, cfg, now)
@@ -252,7 +212,10 @@ def faster_training(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Chan
 
 
 def less_memory(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """The cheapest first, of those that free a thirtieth of what is in use."""
+    """The cheapest first, of those that free a thirtieth of what is in use; none where the sizes of
+    the model are not known."""
+    if plan.shape is None:
+        return
     most = 29 / 30 * peak_bytes(plan)
     yield from (x for x in memory_changes(plan) if peak_bytes(changed(plan, x)) < most)
 
@@ -279,13 +242,16 @@ def fresher_samples(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Chan
 
 
 def more_reward_workers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Calls at a time. Built-in functions compute, so that more workers than cores gain nothing;
-    the user's own and services may wait."""
+    """Calls at a time, where the wait is longer than a single call. Built-in functions compute, so
+    that more workers than cores gain nothing; the user's own and services may wait."""
+    wait_s = now.get("perf/wait_for_rewards_share", 0.0) * now.get("time/step_s", 0.0)
+    if wait_s <= now.get("time/reward/p99_s", 0.0):
+        return
     present = cfg.reward.worker_limit
     waits = cfg.reward.waits_for_services or any(names_code(x.fn) for x in cfg.reward.functions)
-    most = 4 * present if waits else num_usable_cores()
-    numbers = dict.fromkeys(min(n * present, most) for n in (2, 4))
-    yield from ({"reward.num_workers": number} for number in numbers if number > present)
+    number = 4 * present if waits else min(4 * present, num_usable_cores())
+    if number > present:
+        yield {"reward.num_workers": number}
 
 
 def wider_buffers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:

@@ -11,9 +11,8 @@ Alarms of numbers (what is sampled, learnt, delivered) come first. Steps that ar
 many numbers leave their ranges: within `QUIET_STEPS` steps of that alarm, those that would name
 another cause are silent, and said afterwards where they are still there. Advice on speed and memory
 is for healthy runs: none is given within `QUIET_STEPS` steps of an alarm of numbers, or of an
-engine that was lost. It names a setting, a value, and what the planner estimates that to bring
-(`hone.observe.advice`); where the planner knows all that could be changed and nothing helps,
-nothing is said.
+engine that was lost. It names a setting and a value (`hone.observe.advice`). Alarms that give
+nothing else to go by are silent where no setting keeps the rules and fits the GPU.
 
 A metric that a run does not have is not checked.
 """
@@ -25,10 +24,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from hone.config.engine import BLOCK_SIZE
 from hone.config.plan import RunPlan
 from hone.observe import advice
-from hone.observe.advice import Advice, Advisor, Candidates, Pick
+from hone.observe.advice import LEAST_R_GEN, Advice, Advisor, Candidates, reads_prompts_again
 from hone.observe.symptoms import (
     STALE_KL,
     History,
@@ -71,8 +69,6 @@ class Alarm:
     """Of speed or memory, not of numbers."""
     change: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings, by key."""
-    gain_s: float | None = None
-    """Seconds that `change` would take off a step, by the planner; None: it cannot tell."""
 
     def __str__(self) -> str:
         return f"{self.metric} is {self.value:.4g} (limit {self.limit:.4g}). {self.advice}"
@@ -91,7 +87,8 @@ class Rule(NamedTuple):
     advice: str
     candidates: Candidates | None = None
     """What could be changed."""
-    pick: Pick = "fastest"
+    needs_change: bool = False
+    """Whether nothing is said where nothing can be changed."""
 
 
 class Alarms:
@@ -125,17 +122,13 @@ class Alarms:
         step: int,
         scalars: Mapping[str, float],
         *,
-        lengths: Sequence[Sequence[int]] = (),
         why_untrained: str | None = None,
     ) -> list[Alarm]:
         """Take in one step's metrics and return the symptoms that have newly appeared.
 
-        `lengths` are the tokens of its samples by group. `why_untrained` is the cause where no
-        token of the step was trained, for its alarm to name.
+        `why_untrained` is the cause where no token of the step was trained, for its alarm to name.
         """
         self._history.append(scalars)
-        if self._advisor is not None:
-            self._advisor.sampled(lengths)
         numbers = self._numbers
         if why_untrained is not None:
             untrained = Rule("untrained", above("train/untrained_steps", 0), why_untrained)
@@ -174,19 +167,20 @@ class Alarms:
             if rule.name in silent or rule.name not in self._unsaid:
                 continue
             self._unsaid.remove(rule.name)
-            found: Advice | None = Advice("", {}, None)
+            found = None
             if rule.candidates is not None and self._advisor is not None:
-                found = self._advisor.advise(rule.candidates, self._history, rule.pick)
-            if found is not None:
-                yield Alarm(
-                    name=rule.name,
-                    step=step,
-                    advice=f"{rule.advice} {found.text}".rstrip(),
-                    is_tuning=is_tuning,
-                    change=found.change,
-                    gain_s=found.gain_s,
-                    **breach._asdict(),
-                )
+                found = self._advisor.advise(rule.candidates, self._history.now)
+                if found is None and rule.needs_change:
+                    continue
+            text, change = found or Advice("", {})
+            yield Alarm(
+                name=rule.name,
+                step=step,
+                advice=f"{rule.advice} {text}".rstrip(),
+                is_tuning=is_tuning,
+                change=change,
+                **breach._asdict(),
+            )
 
 
 # -- Rules: what is watched by default -----------------------------------------------------------
@@ -279,15 +273,18 @@ def _has_no_wait_for_samples(now: Mapping[str, float]) -> bool:
     return now.get("time/generate_s", 0.0) < 0.05 * now.get("time/step_s", 0.0)
 
 
+def _has_no_queue(now: Mapping[str, float]) -> bool:
+    """Whether all samples are under way at once; else those that wait for a place take the time."""
+    return now.get("engine/waiting/mean", 0.0) <= 1
+
+
+def _waits_for_its_longest(now: Mapping[str, float]) -> bool:
+    return _has_long_tail(now) and _has_no_queue(now)
+
+
 def _has_no_preemptions(now: Mapping[str, float]) -> bool:
     """Else there is an alarm of its own."""
     return now.get("engine/preemptions", 0.0) == 0
-
-
-def _reads_prompts_again(now: Mapping[str, float]) -> bool:
-    """Whether groups have prompts of several blocks of the cache."""
-    is_group = now.get("rollout/group_size/min", 0.0) > 1
-    return is_group and now.get("rollout/prompt_tokens/mean", 0.0) >= 4 * BLOCK_SIZE
 
 
 def _memory_rules(plan: RunPlan | None) -> tuple[Rule, ...]:
@@ -299,7 +296,6 @@ def _memory_rules(plan: RunPlan | None) -> tuple[Rule, ...]:
         above("mem/gpu_peak_gib", 0.96 * gpu.memory_gib, steps=3),
         "The device is all but full: one longer batch, and the step runs out of memory.",
         advice.less_memory,
-        "first",
     )
     return (rule,)
 
@@ -316,7 +312,6 @@ _STALE = (
         "or a lower learning rate; then algorithm.correction.kind tis. Divergence grows with "
         "the square of either: half of one leaves a quarter.",
         advice.fresher_samples,
-        "first",
     ),
 )
 
@@ -347,18 +342,20 @@ def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
 _IN_TURNS = (
     Rule(
         "long_tail",
-        only_when(_has_long_tail, share_above("time/generate_s", "time/step_s", 0.6, steps=5)),
+        only_when(
+            _waits_for_its_longest, share_above("time/generate_s", "time/step_s", 0.6, steps=5)
+        ),
         "Most of a step waits for its longest samples; `hone plan` says what engines of their own, "
         "which sample ahead, would bring.",
         advice.carry_over,
-        "gain",
+        needs_change=True,
     ),
     Rule(
         "slow_rewards",
         above("perf/wait_for_rewards_share", 0.2, steps=3),
         "Sampling has ended, and the step waits for reward functions.",
         advice.more_reward_workers,
-        "gain",
+        needs_change=True,
     ),
 )
 """Of a run in which sampling and training take turns."""
@@ -370,7 +367,7 @@ _ENGINE = (
         share_above("engine/preemptions", "rollout/samples", 0.05, steps=3),
         "The cache is too small for the sequences that run: some are put back and computed again.",
         advice.more_room,
-        "gain",
+        needs_change=True,
     ),
     Rule(
         "engine_queue",
@@ -378,18 +375,18 @@ _ENGINE = (
         "Requests wait for a place in the engine: with more sequences at once, or where its cache "
         "is full (engine/kv_cache_usage/max) with a larger one, steps would do more.",
         advice.more_sequences,
-        "gain",
+        needs_change=True,
     ),
     Rule(
         "slow_generation",
         either(
-            below("perf/R_gen", 0.3, steps=5),
-            only_when(_reads_prompts_again, below("rollout/cached_token_share", 0.1, steps=3)),
+            below("perf/R_gen", LEAST_R_GEN, steps=5),
+            only_when(reads_prompts_again, below("rollout/cached_token_share", 0.1, steps=3)),
         ),
         "Generation is far from what the device can do, or computes the prompt of a group again "
         "for each of its samples: `hone trace` shows what a step of the engine does.",
         advice.faster_generation,
-        "gain",
+        needs_change=True,
     ),
     Rule(
         "slow_sync",
@@ -534,7 +531,6 @@ _MACHINE = (
         "Memory has ended in a pass, and the step was computed again with less, which takes up to "
         "twice as long: keep in the recipe what the warnings in the log name.",
         advice.lowered_caps,
-        "first",
     ),
     Rule(
         "host_memory",

@@ -29,8 +29,8 @@ from hone.hardware import Peaks, known_gpu
 from hone.planner.fitting import GPUS_OF_A_NODE, gpu_host_roles, rounds_apart
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
 from hone.planner.lengths import draw_lengths
-from hone.planner.run_memory import RunMemory
-from hone.planner.search import peak_bytes, plan_of, search
+from hone.planner.run_memory import RunMemory, peak_bytes
+from hone.planner.search import plan_of, search
 from hone.planner.simulated_engine import EngineRates
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 from hone.planner.training_time import TrainingTime

@@ -35,7 +35,7 @@ from hone.families.shape import ModelShape
 from hone.hardware import GIB
 from hone.planner.memory import TrainingMemory, layer_code, planned_step, training_memory
 
-__all__ = ["Phase", "RunMemory", "in_gib", "sum_in_gib"]
+__all__ = ["Phase", "RunMemory", "in_gib", "peak_bytes", "sum_in_gib"]
 
 CONTEXT_BYTES = GIB
 """CUDA's context, libraries, loaded kernels and the pools of CUDA graphs, of one process."""
@@ -515,3 +515,8 @@ class RunMemory:
         visiting = 4 // self.num_bytes if self._trainer_sleeps else 0
         shards = (1 + visiting) * head // sizes.fsdp
         return GROUP_BYTES + max(head + shards, (2 + visiting) * GATHER_BYTES)
+
+
+def peak_bytes(plan: RunPlan) -> int:
+    """Memory of the fullest device in its fullest phase."""
+    return max(phase.num_bytes for phase in RunMemory(plan).phases())

@@ -40,11 +40,11 @@ from hone.planner.fitting import (
     setting,
     two_rows,
 )
-from hone.planner.run_memory import RunMemory
+from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.planner.simulator import Placement
 from hone.planner.training_time import TrainingTime
 
-__all__ = ["memory_settings", "peak_bytes", "plan_of", "search"]
+__all__ = ["memory_settings", "plan_of", "search"]
 
 _MAX_SPLITS = 16
 _ENGINE_SIZES = (1, 2, 4, 8)
@@ -99,11 +99,6 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
     teacher = None if cfg.teacher.path is None else ModelFacts.known(cfg.teacher.path)
     plan = resolve(cfg, facts, devices, world_size=world_size, teacher=teacher)
     return changed(plan, change)
-
-
-def peak_bytes(plan: RunPlan) -> int:
-    """Memory of the fullest device in its fullest phase."""
-    return max(phase.num_bytes for phase in RunMemory(plan).phases())
 
 
 def search(

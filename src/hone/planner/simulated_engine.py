@@ -21,7 +21,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import count
 from operator import itemgetter
 
@@ -68,11 +68,6 @@ class EngineRates:
                 raise ValueError(f"{rate.name} must be {allowed}, is {value}")
         if self.experts_s > self.weights_s:
             raise ValueError(f"experts are weights: {self.experts_s=}, {self.weights_s=}")
-
-    def times(self, factor: float) -> EngineRates:
-        """Those of an engine that takes `factor` times as long for everything. Shares stay: with
-        them above 1 a step would take less than nothing."""
-        return replace(self, **{name: getattr(self, name) * factor for name in _SECONDS})
 
 
 _SECONDS = tuple(rate.name for rate in fields(EngineRates) if rate.name.endswith("_s"))

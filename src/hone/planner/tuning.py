@@ -15,8 +15,8 @@ from statistics import median
 from hone.config.plan import RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
+from hone.planner.calibration import ASSUMED, Calibration, Measured, calibrated
 from hone.planner.fitting import Change, kept_logits
-from hone.planner.gain import ASSUMED, Measured, Pricing
 from hone.planner.search import memory_settings
 
 __all__ = ["LEAST_GAIN", "fit", "modes", "search_budget", "variants"]
@@ -58,20 +58,20 @@ def variants(plan: RunPlan) -> Iterator[Change]:
 def fit(assumed: PlanningConfig, measured: Sequence[tuple[RunPlan, Measured]]) -> PlanningConfig:
     """The constants that explain what was measured, each from the phase that it decides about
     (docs/design/tune.md); those of which nothing was measured stay as they are."""
-    priced: list[Pricing] = []
+    found: list[Calibration] = []
     for plan, step in measured:
         with suppress(ValueError):  # one that the planner cannot simulate
-            priced.append(Pricing(plan, step))
-    if not priced:
+            found.append(calibrated(plan, step))
+    if not found:
         return assumed
-    engines_s = median(each.engine_scale for each in priced)
-    train_s = median(each.train_scale for each in priced)
+    engines_s = median(each.engine_scale for each in found)
+    train_s = median(each.train_scale for each in found)
     update = {
         "decode_share": ASSUMED.decode_share / engines_s,
         "prefill_share": ASSUMED.prefill_share / engines_s,
         "decode_overhead_s": ASSUMED.decode_overhead_s * engines_s,
         "training_share": min(ASSUMED.training_share / train_s, 1.0),
-        "overhead_s": median(each.rest_s for each in priced),
+        "overhead_s": median(each.rest_s for each in found),
     }
     if shared := [step.sync_s for plan, step in measured if not plan.is_apart]:
         update["switch_s"] = median(shared)
