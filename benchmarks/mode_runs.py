@@ -78,16 +78,17 @@ def given_lengths(work: dict[str, Any], record: Path) -> Generator[None]:
     """Inside, requests have lengths of their own; when groups begin and samples end is written to
     `record`. Nothing is saved at the end of a run."""
     from hone.loops.saving import Saver
-    from hone.rollout import buffer
     from hone.rollout.episodes import Episodes
 
-    make_requests, take_turn = buffer.requests_for, Episodes.take
+    first_request, take_turn = Episodes.first_request, Episodes.take
     with record.open("w", encoding="utf-8", buffering=1) as file:
 
-        def requests_for(*args: Any, number: int, **kwargs: Any) -> Any:
-            file.write(json.dumps(["begin", time.perf_counter(), number, 0, 0]) + "\n")
-            requests = make_requests(*args, number=number, **kwargs)
-            return [_cut(x, completion_length(number, i, work)) for i, x in enumerate(requests)]
+        def cut_request(self: Any, request_id: str, *args: Any, number: int) -> Any:
+            index = int(request_id.rpartition("/")[2])
+            if index == 0:
+                file.write(json.dumps(["begin", time.perf_counter(), number, 0, 0]) + "\n")
+            request = first_request(self, request_id, *args, number=number)
+            return _cut(request, completion_length(number, index, work))
 
         def take(self: Any, sample: Any, completion: Any, **kwargs: Any) -> None:
             number = int(completion.request_id.rpartition("/")[0].rpartition("-")[2])
@@ -97,7 +98,7 @@ def given_lengths(work: dict[str, Any], record: Path) -> Generator[None]:
             take_turn(self, sample, completion, **kwargs)
 
         with (
-            mock.patch.object(buffer, "requests_for", requests_for),
+            mock.patch.object(Episodes, "first_request", cut_request),
             mock.patch.object(Episodes, "take", take),
             mock.patch.object(Saver, "after", return_value=False),
             mock.patch("hone.loops.run.export", return_value=None),
