@@ -190,6 +190,8 @@ def test_a_close_aborts_the_turn_that_is_sampled(
     for _ in range(num_steps):
         assert not runner.step().turns
     sample = runner.close(name, failure=FailureKind.TIMEOUT, detail="the harness is gone")
+    if engine is FakeEngine:
+        assert runner.engine.stats().num_running == 1, "it samples the other alone"
     assert (sample.failure, sample.failure_detail) == (FailureKind.TIMEOUT, "the harness is gone")
     assert len(sample.turns) == num_turns
     assert len(sample.token_ids) == 5 * num_turns
