@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 
 from hone.config.data import DataConfig, fill_template, template_fields
 from hone.data.columns import Example, text_of, without_nulls
-from hone.data.left_out import left_out, shape_of
+from hone.data.left_out import TemplateCheck, shape_of
 from hone.data.sources import shorten
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers
@@ -98,8 +98,7 @@ class Renderer:
         self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
         self._has_logged = False
-        self._written: set[Hashable] = set()
-        """Shapes of dialogues of which the chat template leaves nothing out."""
+        self._template_check = TemplateCheck(UserError)
         end = tokenizer.eos_token_id
         self.end = (end,) if isinstance(end, int) else ()
         self.end_ids = frozenset((*end_ids, *self.end))
@@ -328,27 +327,22 @@ class Renderer:
         self, messages: list[Message], example: Example, *, is_answered: bool = False
     ) -> None:
         """Raise UserError where the template leaves out one of the messages, or a call of tools
-        among them; where they are answered, of the answer.
-
-        Looked at once for all dialogues of a shape, since it takes another rendering.
-        """
-        shape = shape_of(messages), bool(example.columns.get(TOOLS)), is_answered
-        if shape in self._written:
-            return
+        among them; where they are answered, of the answer."""
 
         def render(marked: list[Message]) -> str:
             return self._apply_template(marked, example, add_generation_prompt=not is_answered)
 
-        try:
-            lost = left_out(messages, render, start=len(messages) - 1 if is_answered else 0)
-        except UserError:
-            lost = []  # it accepts the texts as they are, and no others in their place
-        if lost:
+        part = self._template_check.first_left_out(
+            messages,
+            render,
+            start=len(messages) - 1 if is_answered else 0,
+            shape=(shape_of(messages), bool(example.columns.get(TOOLS)), is_answered),
+        )
+        if part is not None:
             raise UserError(
-                f"{example.location}: the chat template leaves out {lost[0]}. Name a template that "
+                f"{example.location}: the chat template leaves out {part}. Name a template that "
                 "writes it in model.chat_template, or leave such rows out"
             )
-        self._written.add(shape)
 
     def _log_arguments(self, examples: Sequence[Example]) -> None:
         """Log once which columns the template gets beyond the messages, or that it has no place for

@@ -1,5 +1,5 @@
-"""What a chat template leaves out of a dialogue: it writes nothing for a role that it does not
-know, or for calls of tools, and says nothing about it.
+"""Finds the parts of a dialogue that a chat template leaves out: some templates write nothing for a
+role that they do not know, or for calls of tools, and raise no error.
 
     the messages, a mark in place of each text and each name of a tool ──► template ──► text
     a mark that is not in the text ──► "the call of 'weather' in message 2"
@@ -15,20 +15,53 @@ from typing import Any
 
 from hone.types import Message
 
-__all__ = ["left_out", "shape_of"]
+__all__ = ["TemplateCheck", "shape_of"]
+
+
+class TemplateCheck:
+    """Looks for what one chat template leaves out, once for all dialogues of a shape, since it
+    takes another rendering."""
+
+    def __init__(self, refusal: type[Exception]) -> None:
+        """`refusal` is the error of a rendering that the template refuses."""
+        self._refusal = refusal
+        self._written: set[Hashable] = set()
+        """Shapes of dialogues of which the template leaves nothing out."""
+
+    def first_left_out(
+        self,
+        messages: Sequence[Message],
+        render: Callable[[list[Message]], str],
+        *,
+        start: int = 0,
+        shape: Hashable,
+    ) -> str | None:
+        """The first part of the messages from `start` on that `render` does not write, for people;
+        None where it writes all. `shape` is that of `shape_of`, and of what else decides over what
+        the template writes."""
+        if shape in self._written:
+            return None
+        try:
+            lost = _left_out(messages, render, start)
+        except self._refusal:
+            lost = []  # it accepts the texts as they are, and no others in their place
+        if lost:
+            return lost[0]
+        self._written.add(shape)
+        return None
 
 
 def shape_of(messages: Sequence[Message]) -> Hashable:
-    """What of a dialogue decides over what a template writes: dialogues of one shape differ in
-    their texts alone."""
+    """Equal for dialogues that differ in their texts alone, of which a template writes the same
+    parts."""
     return tuple((x["role"], _has_text(x), len(_calls(x))) for x in messages)
 
 
-def left_out(
-    messages: Sequence[Message], render: Callable[[list[Message]], str], *, start: int = 0
+def _left_out(
+    messages: Sequence[Message], render: Callable[[list[Message]], str], start: int
 ) -> list[str]:
-    """The parts of the messages from `start` on that `render` does not write, for people; messages
-    count from 1. Only content that is text is looked for."""
+    """The parts that are not written; messages count from 1. Only content that is text is looked
+    for."""
     wanted: dict[str, str] = {}
     marked: list[Message] = [*messages[:start]]
     for number, message in enumerate(messages[start:], start + 1):

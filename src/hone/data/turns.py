@@ -11,7 +11,7 @@ than it was sampled from.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from hone.config.data import DataConfig
 from hone.data.chat import template_arguments, uses_chat
-from hone.data.left_out import left_out, shape_of
+from hone.data.left_out import TemplateCheck, shape_of
 from hone.data.sources import shorten
 from hone.families.tokens import is_of_tokenizers, unknown_token
 from hone.types import Message, Observation, Sample, StopReason
@@ -53,9 +53,9 @@ class TurnRenderer:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.uses_chat = uses_chat(tokenizer, cfg)
+        # Ids that end a turn, with their texts.
         self.ends = {end: cast(str, tokenizer.decode([end])) for end in end_ids}
-        self._written: set[Hashable] = set()
-        """Shapes of messages of which the chat template leaves nothing out."""
+        self._template_check = TemplateCheck(RenderError)
 
     def __call__(
         self, sample: Sample, observation: Observation
@@ -126,19 +126,17 @@ class TurnRenderer:
     ) -> None:
         """Raise RenderError where the template leaves out one of the messages that follow a
         history."""
-        if (shape := shape_of(messages)) in self._written:
-            return
-        together = [*history, *messages]
-        try:
-            lost = left_out(together, partial(self._render, sample), start=len(history))
-        except RenderError:
-            lost = []  # it accepts the texts as they are, and no others in their place
-        if lost:
+        part = self._template_check.first_left_out(
+            [*history, *messages],
+            partial(self._render, sample),
+            start=len(history),
+            shape=shape_of(messages),
+        )
+        if part is not None:
             raise RenderError(
-                f"the chat template leaves out {lost[0]}; answer with a role that it writes, or "
+                f"the chat template leaves out {part}; answer with a role that it writes, or "
                 "name another template in model.chat_template"
             )
-        self._written.add(shape)
 
     def _render(self, sample: Sample, messages: list[Message]) -> str:
         prompt = sample.prompt
