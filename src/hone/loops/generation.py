@@ -31,7 +31,7 @@ from hone.loops.inputs import (
 )
 from hone.loops.launch import join
 from hone.loops.workers import judged
-from hone.models.load import load_config, load_end_ids
+from hone.models.load import load_config
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import decoder, load_tokenizer, require_known_tokens
 from hone.observe.kept_result import settings_text
@@ -106,7 +106,6 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, ranks: EngineRanks, parts: Sequen
     writes the part of its replica; the other ranks repeat its calls."""
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
-    end_ids = load_end_ids(cfg.model, tokenizer)
     turns = turns_of(cfg, tokenizer)
     tp, limit = ranks.tp, cfg.max_completion_tokens
     with ExitStack() as stack:
@@ -130,7 +129,7 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, ranks: EngineRanks, parts: Sequen
 
         def make(between: Progress) -> None:
             episodes = Episodes(
-                decode=decoder(tokenizer, end_ids),
+                decode=decoder(tokenizer, turns.ends),
                 max_turns=1 if scorer is None else scorer.max_turns,
                 render=turns,
                 run_seed=cfg.run.seed,

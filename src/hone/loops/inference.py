@@ -29,7 +29,7 @@ from hone.loops.inputs import (
 )
 from hone.loops.launch import join
 from hone.loops.workers import judged, make_engine
-from hone.models.load import load_end_ids, load_model
+from hone.models.load import load_model
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import decoder, load_tokenizer
 from hone.observe.environment import save_environment
@@ -96,7 +96,6 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh, ranks: EngineRanks) -> list[Samp
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
     data = prompts_of(cfg, tokenizer)
-    end_ids = load_end_ids(cfg.model, tokenizer)
     turns = turns_of(cfg, tokenizer)
     rewards = share_of_workers(cfg.reward, processes_per_engine=ranks.tp.size)
     with ExitStack() as stack:
@@ -126,7 +125,7 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh, ranks: EngineRanks) -> list[Samp
                 cfg=cfg.eval,
                 stop=cfg.eval.stop,
                 episodes=Episodes(
-                    decode=decoder(tokenizer, end_ids),
+                    decode=decoder(tokenizer, turns.ends),
                     max_turns=scorer.max_turns,
                     render=turns,
                     run_seed=cfg.run.seed,

@@ -55,7 +55,7 @@ def room_for_prompts(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> int:
 def turns_of(
     cfg: RLConfig | EvaluateConfig | GenerateConfig, tokenizer: PreTrainedTokenizerBase
 ) -> TurnRenderer:
-    """What environments say, as tokens of the model."""
+    """The renderer that makes tokens of the model from what environments say."""
     return TurnRenderer(
         tokenizer,
         cfg.data,

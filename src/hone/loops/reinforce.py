@@ -46,7 +46,6 @@ from hone.models.load import (
     blank_model,
     compute_dtype,
     load_config,
-    load_end_ids,
     load_value_model,
 )
 from hone.models.tokenizer import (
@@ -452,14 +451,14 @@ def _sampling(
     processes too, where this is the first and there are some."""
     mesh = trainer.mesh
     lead_all = lead_critic or (lambda lead: lead)
-    end_ids = load_end_ids(cfg.model, tokenizer)
+    turns = turns_of(cfg, tokenizer)
     collector_of = partial(
         Collector,
         prompts=data.train,
         rollout_cfg=cfg.rollout,
         pipeline_cfg=cfg.pipeline,
-        decode=decoder(tokenizer, end_ids),
-        render=turns_of(cfg, tokenizer),
+        decode=decoder(tokenizer, turns.ends),
+        render=turns,
         seed=cfg.run.seed,
         max_failure_rate=cfg.reward.max_failure_rate,
         on_complete=on_complete,
