@@ -59,7 +59,7 @@ def group(runner: Runner, *, order: int = 0, number: int = 0, num_samples: int =
         SAMPLING,
         runner.episodes,
         group_id=f"group-{order}",
-        num_samples=num_samples,
+        indices=range(num_samples),
         order=order,
         number=number,
     )

@@ -73,7 +73,7 @@ class Batch:
                 self._sampling,
                 self._runner.episodes,
                 group_id=f"{number}",
-                num_samples=self._num_samples,
+                indices=range(self._num_samples),
                 order=number,
             )
             self._window.append(entry)

@@ -123,7 +123,7 @@ class Buffer:
                 self._sampling,
                 self.runner.episodes,
                 group_id=f"{step}-{self._num_started}",
-                num_samples=self.cfg.n_samples_per_prompt,
+                indices=range(self.cfg.n_samples_per_prompt),
                 order=self._num_started,
                 number=self._num_started,
             )

@@ -60,7 +60,7 @@ def evaluate(
             sampling,
             episodes,
             group_id=f"eval-{number}",
-            num_samples=cfg.n_samples_per_prompt,
+            indices=range(cfg.n_samples_per_prompt),
             order=number,
         )
         for number, prompt in enumerate(prompts)

@@ -97,11 +97,12 @@ class RunningGroup:
         episodes: Episodes,
         *,
         group_id: str,
-        num_samples: int,
+        indices: Iterable[int],
         order: int,
         number: int = 0,
+        is_opened: bool = False,
     ) -> Self:
-        """A group whose first turns are to be sampled."""
+        """A group whose first turns are to be sampled, one for each of the indices of samples."""
         return cls(
             group=Group(id=group_id, prompt=prompt, samples=[]),
             sampling=sampling,
@@ -109,8 +110,9 @@ class RunningGroup:
             number=number,
             requests={
                 i: episodes.first_request(f"{group_id}/{i}", prompt, sampling, number=number)
-                for i in range(num_samples)
+                for i in indices
             },
+            is_opened=is_opened,
         )
 
     @property
@@ -276,20 +278,20 @@ class Runner:
         has a number of its own.
         """
         order, self._num_opened = self._num_opened, self._num_opened + 1
-        group_id, number = f"open-{order}", order if number is None else number
-        first = self.episodes.first_request(f"{group_id}/{index}", prompt, sampling, number=number)
-        entry = RunningGroup(
-            group=Group(id=group_id, prompt=prompt, samples=[]),
-            sampling=sampling,
+        entry = RunningGroup.of(
+            prompt,
+            sampling,
+            self.episodes,
+            group_id=f"open-{order}",
+            indices=[index],
             order=order,
-            number=number,
-            requests={index: first},
+            number=order if number is None else number,
             is_opened=True,
         )
-        self.groups[group_id] = entry
+        self.groups[entry.group.id] = entry
         if self.is_submitted:
             self.submit([entry])
-        return first.id
+        return entry.requests[index].id
 
     def extend(self, episode_id: str, answer: Observation | str | Sequence[Message]) -> bool:
         """Append what answers the last turn, as an environment's answer is, and ask for the next
