@@ -68,10 +68,8 @@ def make_inputs(folder: Path, args: argparse.Namespace) -> None:
             file.write(json.dumps({"prompt": tokenizer.decode(ids), "answer": ""}) + "\n")
 
 
-def run(folder: Path, args: argparse.Namespace, settings: list[str]) -> list[dict[str, float]]:
-    """Train and return the metrics of each step."""
-    from hone.cli.main import main as hone
-
+def command(folder: Path, args: argparse.Namespace, settings: list[str]) -> list[str]:
+    """Arguments of `hone` for a run on what `make_inputs` has made; `settings` come last."""
     longest = args.prompt_tokens + 8  # cutting a text may split its last word anew
     flags = {
         "run.dir": folder / "run",
@@ -86,13 +84,20 @@ def run(folder: Path, args: argparse.Namespace, settings: list[str]) -> list[dic
         "rollout.max_completion_tokens": args.completion_tokens,
         "engine.max_num_seqs": args.prompts * args.group,
         "reward.functions": json.dumps([{"fn": f"{Path(__file__).resolve()}:reward"}]),
-        "checkpoint.every_n_steps": 0,
         "log.to": "[]",
     }
+    given = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    return ["rl", *given, *settings]
+
+
+def run(folder: Path, args: argparse.Namespace, settings: list[str]) -> list[dict[str, float]]:
+    """Train and return the metrics of each step."""
+    from hone.cli.main import main as hone
+
     if args.seconds:
         signal.signal(signal.SIGALRM, interrupt)
         signal.alarm(args.seconds)
-    code = hone(["rl", *(part for k, v in flags.items() for part in (f"--{k}", str(v))), *settings])
+    code = hone(command(folder, args, ["--checkpoint.every_n_steps", "0", *settings]))
     signal.alarm(0)
     metrics = folder / "run" / "metrics.jsonl"
     if code != 0 and not (code == INTERRUPTED and metrics.exists()):

@@ -11,7 +11,6 @@ of all listening TCP sockets of this host that were not there before the run, by
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import socket
@@ -45,33 +44,15 @@ def num_rows(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def command(folder: Path, args: argparse.Namespace, settings: list[str]) -> list[str]:
-    flags = {
-        "run.dir": folder / "run",
-        "run.steps": args.steps,
-        "model.path": folder / "model",
-        "model.init": "random",
-        "data.train": json.dumps([{"path": str(folder / "prompts.jsonl")}]),
-        "data.chat": "never",
-        "data.max_prompt_tokens": args.prompt_tokens + 8,
-        "rollout.prompts_per_step": args.prompts,
-        "rollout.n_samples_per_prompt": 4,
-        "rollout.max_completion_tokens": 64,
-        "reward.functions": json.dumps([{"fn": f"{Path(rl_step.__file__).resolve()}:reward"}]),
-        "trainer.parity": "off",  # random weights of these sizes are beyond the launch gate
-        "log.to": "[]",
-    }
-    given = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "hone", "rl", *given, *settings]
-
-
 def measure(folder: Path, args: argparse.Namespace, settings: list[str]) -> dict[str, object]:
     rl_step.make_inputs(folder, args)
     before, opened = listening(), set[str]()
     metrics = folder / "run" / "metrics.jsonl"
     start = time.perf_counter()
     env = {**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / "nccl.%p")}
-    process = subprocess.Popen(command(folder, args, settings), env=env)
+    # Random weights of these sizes are beyond the launch gate.
+    words = rl_step.command(folder, args, ["--trainer.parity", "off", *settings])
+    process = subprocess.Popen([sys.executable, "-m", "hone", *words], env=env)
     last_step = None
     while process.poll() is None:
         opened |= listening() - before
@@ -112,6 +93,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="emptied before and after")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4, help="samples a prompt")
+    parser.add_argument("--completion-tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     args, settings = parser.parse_known_args()
     shutil.rmtree(args.folder, ignore_errors=True)
