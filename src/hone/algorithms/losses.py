@@ -27,10 +27,10 @@ LossName = Literal["cispo", "gspo", "ppo_clip", "sapo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What a policy loss may look at. All tensors are float32 of shape [N]."""
+    """The inputs of a policy loss. Tensors are float32 of shape [N] where nothing else is said."""
 
     logprobs: Tensor
-    """Of the policy being trained; carries the gradient."""
+    """Log-probabilities of the policy being trained; they carry the gradient."""
     old_logprobs: Tensor
     advantages: Tensor
     sequence_index: Tensor  # [N] int64

@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are loaded. No torch.
+"""Facts about a model that are known before its weights are loaded. Nothing here needs torch.
 
 A model family is a file with a `SPEC`: all that hone knows of it without its weights. The other
 modules read the files of a model's folder and what follows from its shape.

@@ -88,8 +88,8 @@ class _Server(ThreadingHTTPServer):
         """Oldest first."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Let one in: the oldest has to go where there are too many, which is none that only asks
-        and reads."""
+        """Accept a connection. Above `_MAX_OPEN` the oldest one is closed: a reader that asks and
+        reads has ended by then."""
         with self._lock:
             self._open[request] = None
             if len(self._open) > _MAX_OPEN:
