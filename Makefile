@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-failed test-vllm plan costs mutants requirements size \
+.PHONY: help quickstart test test-all test-failed test-vllm test-agents plan costs mutants requirements size \
   lint docs install clean
 
 VENV := .venv
@@ -24,6 +24,13 @@ export BASE
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
+# Frameworks whose environments are played: some with what hone needs, some with their own pins.
+ENVS_VENV := .venv-envs
+ENVS_BIN := $(ENVS_VENV)/bin
+ENVS_EXTRAS := .[data,envs]
+FREE_VENV := .venv-envs-free
+FREE_BIN := $(FREE_VENV)/bin
+
 help:
 	@echo "make quickstart   train a tiny model on this machine and draw its report"
 	@echo "make test         run all cheap tests, and the costly ones that your change touches most"
@@ -34,6 +41,8 @@ help:
 	@echo "make plan         list the costly tests, and which of them make test would run, and why"
 	@echo "make costs        measure what tests cost (TESTS=files; all by default)"
 	@echo "make test-vllm    run the tests that need vLLM, on a CPU, in $(VLLM_VENV)"
+	@echo "make test-agents  run the tests that need other frameworks' environments, in $(ENVS_VENV)"
+	@echo "                  and $(FREE_VENV)"
 	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2;"
 	@echo "                  SLICE=1/6: every sixth, which takes about an hour)"
 	@echo "make requirements say which tests and planted mistakes hold up each requirement"
@@ -41,7 +50,8 @@ help:
 	@echo "make lint         run the linters and the type checker"
 	@echo "make docs         build the documentation in build/docs"
 	@echo "make install      set up $(VENV) only"
-	@echo "make clean        remove $(VENV), $(VLLM_VENV) and caches; run folders stay"
+	@echo "make clean        remove $(VENV), $(VLLM_VENV), $(ENVS_VENV), $(FREE_VENV) and caches;"
+	@echo "                  run folders stay"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/hone quickstart
@@ -62,7 +72,12 @@ test-failed: $(VENV)/.installed-dev
 	@$(PYTEST) --last-failed --last-failed-no-failures none
 
 test-vllm: $(VLLM_VENV)/.installed
-	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/rollout/test_vllm.py tests/rollout/test_vllm_experts.py
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/engine/test_vllm.py tests/engine/test_vllm_experts.py
+
+test-agents: $(ENVS_VENV)/.installed $(FREE_VENV)/.installed
+	@OMP_NUM_THREADS=1 $(ENVS_BIN)/python -m pytest -m envs tests/envs/shapes
+	@OMP_NUM_THREADS=1 $(FREE_BIN)/python -m pytest -m envs --noconftest \
+	  tests/envs/shapes/test_verifiers.py tests/envs/shapes/test_openenv.py
 
 mutants: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.mutants.run --only "$(ONLY)" --area "$(AREA)" --jobs $(or $(JOBS),1) \
@@ -86,13 +101,13 @@ docs: $(VENV)/.installed-docs
 install: $(VENV)/.installed
 
 clean:
-	@rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) $(ENVS_VENV) $(FREE_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A step that fails shows the end of its log; a step that succeeds is silent.
 quietly = ( $(1) ) > $(@D)/install.log 2>&1 || { tail -n 30 $(@D)/install.log >&2; exit 1; }
 
-$(BIN)/python $(VLLM_BIN)/python: %/bin/python:
+$(BIN)/python $(VLLM_BIN)/python $(ENVS_BIN)/python $(FREE_BIN)/python: %/bin/python:
 	@python=$$(for name in $(PYTHON) python3.12 python3.13 python3.11 python3 python; do \
 	  "$$name" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	    2> /dev/null && { echo "$$name"; break; }; done || true); \
@@ -133,4 +148,22 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml | $(VLLM_BIN)/pytho
 	  || $(VLLM_BIN)/python $(PIP_INSTALL) "torch==$(TORCH)")
 	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --requirement constraints-vllm.txt)
 	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --editable .)
+	@touch $@
+
+# Of openrlhf, skyrl and trl only the loops are run, so what they require for GPUs is left out.
+$(ENVS_VENV)/.installed: constraints.txt constraints-envs.txt pyproject.toml | $(ENVS_BIN)/python
+	@$(call quietly, \
+	  $(ENVS_BIN)/python $(PIP_INSTALL) --no-deps $(CPU_INDEX) "torch==$(TORCH)+cpu" \
+	  || $(ENVS_BIN)/python $(PIP_INSTALL) "torch==$(TORCH)")
+	@$(call quietly, $(ENVS_BIN)/python $(PIP_INSTALL) --constraint constraints.txt \
+	  --constraint constraints-envs.txt --editable "$(ENVS_EXTRAS)" accelerate aiohttp loguru pytest pytest-timeout)
+	@$(call quietly, $(ENVS_BIN)/python $(PIP_INSTALL) --constraint constraints-envs.txt --no-deps \
+	  openrlhf skyrl trl)
+	@touch $@
+
+# hone goes in without what it requires: just its sessions are run there.
+$(FREE_VENV)/.installed: constraints-envs.txt pyproject.toml | $(FREE_BIN)/python
+	@$(call quietly, $(FREE_BIN)/python $(PIP_INSTALL) --constraint constraints-envs.txt \
+	  verifiers openenv pytest pytest-timeout)
+	@$(call quietly, $(FREE_BIN)/python $(PIP_INSTALL) --no-deps --editable .)
 	@touch $@

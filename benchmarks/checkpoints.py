@@ -42,8 +42,9 @@ from hone.checkpoint.atomic import record_file
 from hone.checkpoint.export import export_hf
 from hone.checkpoint.sharded import local_part, own_part
 from hone.checkpoint.store import CheckpointStore
-from hone.config.parallel import AxisSizes
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes
 from hone.models.tiny import make_char_tokenizer
 from hone.trainer.gathering import wholes
 
@@ -138,7 +139,9 @@ def join(rank: int, size: int, device: str) -> tuple[DeviceMesh, Mesh]:
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
-    mesh = Mesh.of_group(AxisSizes(data=size, fsdp=size), torch.device(device), timeout=timeout)
+    mesh = JoinedMesh.of_group(
+        AxisSizes(data=size, fsdp=size), torch.device(device), timeout=timeout
+    )
     return init_device_mesh(device, (size,)), mesh
 
 

@@ -23,18 +23,17 @@ from typing import Any
 
 import psutil
 
-from hone.config.pipeline import PipelineConfig
-from hone.config.rollout import RolloutConfig
 from hone.distributed.calls import Frames, Hub, frame
 from hone.distributed.channel import packed
 from hone.engine.worker import Polled
-from hone.loops.loop import rare_collections
+from hone.loops.loop import rare_garbage_collection
 from hone.models.tiny import make_bpe_tokenizer
 from hone.models.tokenizer import decoder
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.requests import Decode
+from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.types import (
     Completion,
     EngineStats,
@@ -228,7 +227,7 @@ def measure(args: argparse.Namespace) -> None:
     with engines_of(args, len(tokenizer)) as workers:
         pool = EnginePool(workers, restart=None, timeout_s=600.0, max_restarts=0)
         deliver(pool, 0)
-        with rare_collections():
+        with rare_garbage_collection():
             measure_steps(args, pool, workers, decoder(tokenizer, ()))
 
 

@@ -15,7 +15,7 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from hone.observe.grafana import dashboard
+from hone.tools.report.grafana import dashboard
 
 
 def ask(server: str, path: str, **parameters: Any) -> Any:

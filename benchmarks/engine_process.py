@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hone.config.tree import RLConfig
+from hone.config.plan import RunPlan
 from hone.engine.worker import EngineWorker
 from hone.loops.workers import Pools, build_engine_worker
 from hone.rollout.engine_pool import EnginePool
@@ -30,22 +30,23 @@ STARTING_S = 300.0
 
 
 @contextmanager
-def process_pools(cfg: RLConfig) -> Generator[Pools]:
+def process_pools(plan: RunPlan) -> Generator[Pools]:
     """`cluster.num_engines` engines of one rank in processes of this host, in place of a cluster.
 
     On GPUs they share the trainer's. Nobody divides its memory among them: give each its part with
     `engine.kv_cache_gib`. Raises UserError as `build_engine_worker`.
     """
-    assert cfg.engine.tensor_parallel_size == 1, "an engine of several ranks needs a cluster"
+    role = plan.roles["engine"]
+    assert role.axes.tensor == 1, "an engine of several ranks needs a cluster"
 
     def start(index: int) -> ProcessWorker:
-        return ProcessWorker(cfg, f"engine {index}")
+        return ProcessWorker(plan, f"engine {index}")
 
-    workers = [start(index) for index in range(cfg.cluster.num_engines)]
+    workers = [start(index) for index in range(role.num_workers)]
     pool = EnginePool(
         workers,
         restart=start,
-        timeout_s=cfg.cluster.engine_timeout_s,
+        timeout_s=plan.cluster.engine_timeout_s,
         max_restarts=3,
         start_timeout_s=STARTING_S,
     )
@@ -60,11 +61,11 @@ class ProcessWorker:
 
     num_ranks = 1
 
-    def __init__(self, cfg: RLConfig, name: str) -> None:
+    def __init__(self, plan: RunPlan, name: str) -> None:
         self.name = name
         spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(theirs, cfg, name), name=name)
+        self._process = spawn.Process(target=serve, args=(theirs, plan, name), name=name)
         self._process.daemon = True
         self._process.start()
         theirs.close()  # or nobody would learn of its end
@@ -115,7 +116,7 @@ class ProcessWorker:
         return EngineLostError(self.name, f"its process ended with code {self._process.exitcode}")
 
 
-def serve(pipe: Connection, cfg: RLConfig, name: str) -> None:
+def serve(pipe: Connection, plan: RunPlan, name: str) -> None:
     """Make an engine and answer calls, side by side, until the other end is closed or gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, who then closes this
     lock = threading.Lock()
@@ -130,7 +131,7 @@ def serve(pipe: Connection, cfg: RLConfig, name: str) -> None:
             pipe.send((number, value, error))
 
     engines: list[EngineWorker] = []
-    answer(0, lambda: engines.append(build_engine_worker(cfg, name=name)))
+    answer(0, lambda: engines.append(build_engine_worker(plan, name=name)))
     threads = ThreadPoolExecutor(CALLS)
     while engines:
         try:

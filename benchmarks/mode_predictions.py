@@ -12,7 +12,7 @@ from mode_runs import MODES, completion_length, flags_of
 if TYPE_CHECKING:
     from hone.config.tree import PlanConfig
     from hone.hardware import Peaks
-    from hone.planner.simulator import SimulatedStep
+    from hone.tools.plan.simulator import SimulatedStep
 
 BETWEEN = ("experience", "record", "checkpoint", "unattributed")
 """Phases in which the trainer neither waits nor trains."""
@@ -57,8 +57,8 @@ def predict(name: str, result: dict[str, Any], saved: dict[str, Any]) -> dict[st
     from hone.config.tree import PlanConfig
     from hone.families.shape import ModelShape
     from hone.hardware import GPUS
-    from hone.planner.comparison import placement_rates
-    from hone.planner.simulator import Placement, simulate
+    from hone.tools.plan.comparison import placement_rates
+    from hone.tools.plan.simulator import Placement, simulate
 
     mode, work, rows = MODES[name], saved["work"], result["rows"]
     flags = flags_of(Path("modes"), name, len(rows), work)

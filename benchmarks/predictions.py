@@ -20,13 +20,14 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-from hone.cli.command import check_plan, load_arguments, plan_here
-from hone.cli.short_run import Candidate, Result, ShortRuns
+from hone.cli.command import check_plan, load_arguments, local_gpu, plan_here
+from hone.cli.main import main as hone_main
 from hone.config.tree import PlanConfig
 from hone.errors import UserError
-from hone.planner.calibration import simulated
 from hone.planner.fitting import rl_config
-from hone.planner.search import peak_bytes
+from hone.tools.plan.calibration import simulated
+from hone.tools.plan.search import peak_bytes
+from hone.tools.plan.short_runs import Candidate, Result, ShortRuns
 from rl_step import make_inputs
 
 GIB = 2**30
@@ -127,7 +128,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         make_inputs(folder, args)
     words = recipe(folder, args)
-    runs, begun = ShortRuns(folder / "results", args.steps), perf_counter()
+    gpu, begun = local_gpu(), perf_counter()
+    name = None if gpu is None else gpu.name
+    runs = ShortRuns(folder / "results", args.steps, main=hone_main, gpu=name)
     measured: list[tuple[Candidate, Result]] = []
     for x in [candidate(words, flags, args.nproc) for flags in args.configurations]:
         if perf_counter() - begun > args.seconds:

@@ -26,7 +26,7 @@ import yaml
 from hone.config.run import LogConfig
 from hone.observe.local_server import ADDRESS
 from hone.observe.loggers import ENTROPY, POLICY_LOGPROBS, RunLog
-from hone.observe.report.served import serve
+from hone.tools.report.served import serve
 from hone.types import Group, Prompt, Reward, Sample, StopReason
 
 GROUPS, SAMPLES, TOKENS = 10, 8, 200

@@ -22,15 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hone.algorithms.settings import AlgorithmConfig
 from hone.algorithms.sft import SFT, CrossEntropy
 from hone.checkpoint.store import CheckpointStore
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.parallel import AxisSizes, ParallelConfig
-from hone.config.trainer import SFTTrainerConfig
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes, ParallelConfig
 from hone.loops.supervised import evaluate
 from hone.observe.metrics import to_scalars
 from hone.trainer.models import Models
+from hone.trainer.settings import SFTTrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Row
 from tests.ranks import run_parts
@@ -217,7 +218,7 @@ def start(parts: Sequence[Callable[[], object]]) -> None:
 
 @cache
 def _mesh_of(sizes: AxisSizes, timeout_s: float) -> Mesh:
-    return Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=timeout_s))
+    return JoinedMesh.of_group(sizes, CPU, timeout=timedelta(seconds=timeout_s))
 
 
 def on_mesh(parallel: Mapping[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S) -> Mesh:

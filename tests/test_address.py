@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.address import address_problem, name_of_address, names_code
-from hone.config.reward import RewardConfig
+from hone.rewards.settings import RewardConfig
 from tests.tables import table
 
 NAMES = {

@@ -17,11 +17,11 @@ from huggingface_hub import constants
 
 from hone import hub
 from hone.cli.main import main
-from hone.config.data import SourceConfig
-from hone.config.model import ModelConfig
+from hone.data.settings import SourceConfig
 from hone.data.sources import read_source
 from hone.errors import UserError
 from hone.models.load import load_deferred, load_model
+from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 from tests.tables import table
 from tests.tiny_runs import write_inputs

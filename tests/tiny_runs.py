@@ -111,8 +111,14 @@ def tiny_config(inputs: Path, run_dir: Path, **sections: dict[str, Any]) -> RLCo
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file; none where there is no such file."""
-    return [json.loads(line) for line in file.open(encoding="utf-8")] if file.exists() else []
+    """The objects of a JSON lines file; none where there is no such file. The times of turns, which
+    no two runs have in common, are left out."""
+    rows = [json.loads(line) for line in file.open(encoding="utf-8")] if file.exists() else []
+    for row in rows:
+        for turn in row.get("turns") or ():
+            for name in ("policy_s", "env_s"):
+                turn.pop(name, None)
+    return rows
 
 
 def learning_config(

@@ -36,7 +36,7 @@ from hone.attention.backends import (
 )
 from hone.attention.context import FP8_DTYPE
 from hone.attention.triton_decode import decode_attention
-from hone.config.engine import SHARED_PREFIX_MEMBERS
+from hone.engine.settings import SHARED_PREFIX_MEMBERS
 
 DEVICE = torch.device("cuda")
 HEADS = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 4, 256), (20, 1, 80)]

@@ -34,9 +34,10 @@ from transformers import PreTrainedModel
 
 from hone.attention import ContextParallel, PackedContext, context_parallel
 from hone.attention.backends import packed_attention
-from hone.attention.context_parallel import padded_tokens, token_ranges
-from hone.config.parallel import AxisSizes
+from hone.attention.token_shares import padded_tokens, token_ranges
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes
 from hone.models.decoder import hidden_states
 from hone.trainer.collating import collate
 from hone.trainer.context import gather, split
@@ -83,7 +84,7 @@ class Meshes:
     def of(self, name: str) -> Mesh:
         begun = perf_counter()
         sizes = AxisSizes(**MESHES[dist.get_world_size()][name])
-        mesh = Mesh.of_group(sizes, self.device, timeout=timedelta(seconds=60))
+        mesh = JoinedMesh.of_group(sizes, self.device, timeout=timedelta(seconds=60))
         torch.cuda.synchronize()
         self.run.note(f"groups of {name} made", f"{perf_counter() - begun:.1f} s")
         return mesh

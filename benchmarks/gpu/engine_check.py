@@ -15,11 +15,11 @@ from time import perf_counter
 import torch
 
 from hone.attention import PackedContext
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
+from hone.models.settings import ModelConfig
 from hone.models.tiny import SHAPES, make_model_folder
 from hone.types import Request, SamplingParams
 

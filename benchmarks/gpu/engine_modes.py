@@ -14,12 +14,12 @@ from dataclasses import replace
 import torch
 from benchmarks.gpu.engine_check import DEVICE, GIB, finish, make_requests, packed_logprobs
 
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest
+from hone.models.settings import ModelConfig
 from hone.models.tiny import SHAPES, make_model_folder
 
 MAX_LEN = 1024

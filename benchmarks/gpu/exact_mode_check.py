@@ -32,16 +32,16 @@ from benchmarks.gpu.timing import wall_ms
 from transformers import PreTrainedModel
 
 from hone.algorithms.objective import PolicyObjective
+from hone.algorithms.settings import AlgorithmConfig
 from hone.attention.interface import attend_paged
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
-from hone.config.trainer import TrainerConfig
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.exact_decoder import ExactOps
 from hone.models.load import load_model
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import to_scalars
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Request, Row, SamplingParams
 from hone.weights.parity import measure_parity

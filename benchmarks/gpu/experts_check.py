@@ -25,7 +25,7 @@ from benchmarks.gpu.models import build
 from benchmarks.gpu.sections import Run
 from torch import Tensor
 
-from hone.models import expert_kernels, experts, layer_kernels, layer_ops
+from hone.models import expert_kernels, experts, layer_kernels, layer_ops, product_kernels
 from hone.models.decoder import alias_module, hidden_states
 from hone.models.experts import Experts, SigmoidScores
 from hone.models.fused_layers import FusedDecoder
@@ -130,7 +130,7 @@ def time_experts(run: Run) -> None:
 def tiles(run: Run) -> None:
     own = [mixture(10 * i) for i in range(COPIES)]
     options = [
-        expert_kernels.Tile(0, columns, depth, warps, stages)
+        product_kernels.Tile(0, columns, depth, 1, warps, stages)
         for columns, depth, warps, stages in itertools.product(
             (64, 128), (64, 128), (4, 8), (3, 4, 5)
         )
@@ -141,11 +141,11 @@ def tiles(run: Run) -> None:
         chosen = expert_kernels.choose_tiles(tokens, own[0])
         assert chosen is not None
         found: list[tuple[float, str]] = []
-        for rows in {16, chosen[0].tokens, 2 * chosen[0].tokens}:
-            base = [tile._replace(tokens=rows) for tile in chosen]
+        for rows in {16, chosen[0].rows, 2 * chosen[0].rows}:
+            base = [tile._replace(rows=rows) for tile in chosen]
             for place, tile in itertools.product((0, 1), options):
                 pair = list(base)
-                pair[place] = tile._replace(tokens=rows)
+                pair[place] = tile._replace(rows=rows)
                 try:
                     us = graph_us(
                         lambda x=x, pair=pair, logits=logits: [

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.trainer import TrainerConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.models.decoder import decoder_layers
 from hone.trainer import precision
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
 

@@ -28,12 +28,10 @@ from benchmarks.gpu.engine_check import decode_speed, parity
 from benchmarks.gpu.sections import Run
 from torch import Tensor
 
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.families.shape import ModelShape
 from hone.models import layer_kernels
-from hone.models.expert_kernels import Tile as ExpertTile
 from hone.models.expert_kernels import choose_tiles, sum_parts
 from hone.models.experts import Experts, route
 from hone.models.int8_kernels import choose_tile, int8_product
@@ -42,6 +40,7 @@ from hone.models.int8_rows import pack_rows, unpack_rows
 from hone.models.load import blank_model, load_model
 from hone.models.manifest import export_weights
 from hone.models.product_kernels import Tile
+from hone.models.settings import ModelConfig
 from hone.models.tiny import SHAPES, make_model_folder
 from hone.weights.sync import WeightSync
 
@@ -247,16 +246,16 @@ def experts(run: Run) -> None:
         run.note(f"{tokens}: {found[:5]}")
 
 
-def expert_tiles(chosen: ExpertTile) -> Iterator[ExpertTile]:
+def expert_tiles(chosen: Tile) -> Iterator[Tile]:
     yield chosen
     for tokens, columns, depth, warps, stages in itertools.product(
-        sorted({chosen.tokens, max(chosen.tokens // 2, 16)}),
+        sorted({chosen.rows, max(chosen.rows // 2, 16)}),
         (64, 128),
         (128, 256),
         (4, 8),
         (3, 4, 6),
     ):
-        tile = ExpertTile(tokens, columns, depth, warps, stages)
+        tile = Tile(tokens, columns, depth, 1, warps, stages)
         shared = stages * depth * 2 * (tokens + columns)
         is_served = 4 * tokens * columns // (32 * warps) <= 160 and (columns == 128 or warps == 4)
         if shared < 200_000 and is_served and tile != chosen and stages * depth <= 768:

@@ -31,15 +31,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.model import ModelConfig
-from hone.config.parallel import ParallelConfig
-from hone.config.trainer import TrainerConfig
+from hone.algorithms.settings import AlgorithmConfig
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
+from hone.distributed.settings import ParallelConfig
 from hone.models.load import load_config, load_deferred, load_model
 from hone.models.manifest import build_manifest
+from hone.models.settings import ModelConfig
 from hone.models.tiny import SHAPES, make_tiny_model
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 
 GIB = 1 << 30
@@ -191,7 +192,7 @@ def main() -> None:
     if not given.dry:
         torch.cuda.set_device(device)
     torch.manual_seed(own.rank)
-    mesh = Mesh.join(ParallelConfig(zero_stage=3, timeout_s=300), own, device)
+    mesh = JoinedMesh.join(ParallelConfig(zero_stage=3, timeout_s=300), own, device)
     folder = Path(mesh.gather(tempfile.mkdtemp(dir="/tmp") if mesh.is_first else "")[0])
     shape = dict(SHAPES["qwen3-8b"]) | (SMALL if given.dry else {})
     fine = True
@@ -213,7 +214,7 @@ def main() -> None:
             if way == "whole" and not given.whole:
                 continue
             say(mesh, name)
-            layout = Mesh.join(ParallelConfig(**parallel, timeout_s=300), own, device)
+            layout = JoinedMesh.join(ParallelConfig(**parallel, timeout_s=300), own, device)
             expected = written if source == "files" else None
             found = measure(way, configs[source], layout, parallel, expected)
             ranks = mesh.gather(found)

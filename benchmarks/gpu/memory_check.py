@@ -24,11 +24,11 @@ from transformers import Qwen3Config
 
 from hone.attention.triton_decode import decode_attention
 from hone.attention.triton_write import write_kv
-from hone.config.engine import EngineConfig
 from hone.engine import arena as arena_module
 from hone.engine import kv_cache as kv_cache_module
 from hone.engine.arena import Arena, CudaDriver
 from hone.engine.kv_cache import KVCache, check_max_num_seqs, choose_num_blocks
+from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 
 DEVICE = torch.device("cuda", 0)

@@ -27,11 +27,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
-from hone.config.trainer import OptimizerConfig
 from hone.models.decoder import hidden_states
 from hone.trainer.logprobs import token_logprobs
+from hone.trainer.narrow_moments import adamw_bfloat16_
 from hone.trainer.offload import StateOffload, host_tensors
-from hone.trainer.update_rules import ParameterOptimizer, adamw_bfloat16_
+from hone.trainer.settings import OptimizerConfig
+from hone.trainer.update_rules import ParameterOptimizer
 
 LENGTH, TOKENS, STEP_TOKENS = 2048, 16384, 262144
 GIB = 1 << 30

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hone.attention import ATTENTION_NAME
-from hone.config.trainer import SFTTrainerConfig
 from hone.models.decoder import decoder_layers
 from hone.models.tiny import SHAPES
 from hone.trainer.policy import Policy
 from hone.trainer.recompute import apply_recompute
+from hone.trainer.settings import SFTTrainerConfig
 
 FIELDS = {
     "num_layers": "num_hidden_layers",

@@ -33,12 +33,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part
-from hone.config.parallel import ParallelConfig
-from hone.distributed.mesh import Mesh
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.processes import processes
+from hone.distributed.settings import ParallelConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer import host_gradients
-from hone.trainer import policy as policy_module
 from hone.trainer.host_gradients import HostGradients
 from hone.trainer.trainer import Trainer
 
@@ -118,7 +117,7 @@ class Check:
 
     def trainer(self, settings: dict[str, Any], *, compile: bool) -> Trainer:
         parallel = settings.get("parallel", {})
-        mesh = Mesh.join(ParallelConfig(**parallel, timeout_s=300), self.own, self.device)
+        mesh = JoinedMesh.join(ParallelConfig(**parallel, timeout_s=300), self.own, self.device)
         model: PreTrainedModel = copy.deepcopy(self.model)
         if self.own.world_size == 1:
             model.to(self.device)  # pyright: ignore[reportArgumentType]
@@ -196,7 +195,7 @@ class Check:
                 return HostGradients(*args, window_bytes=int(layers * window_bytes))
 
             with (
-                patch.object(policy_module, "HostGradients", scaled),
+                patch.object(host_gradients, "HostGradients", scaled),
                 patch.object(host_gradients, "BUCKET_BYTES", 16 << 20),
                 self.run.attempt(f"window {layers}"),
             ):

@@ -30,13 +30,13 @@ from benchmarks.gpu.sections import Run, release
 from benchmarks.gpu.trainer_check import LENGTH, rows
 
 from hone.algorithms.objective import PolicyObjective
+from hone.algorithms.settings import AlgorithmConfig
 from hone.cli.main import main
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.engine import EngineConfig
-from hone.config.trainer import TrainerConfig
 from hone.data.arithmetic import write_jsonl
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.tiny import make_model_folder
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Request, SamplingParams
 
@@ -85,7 +85,7 @@ def trainer() -> None:
     tight = make_trainer(TOKENS)
     with at_most(30 * GIB):
         repaired = gradient(tight)
-    cap, replays = tight.batcher.lowered.get("backward", TOKENS), tight.repair.num_failures
+    cap, replays = tight.batcher.oom_caps.get("backward", TOKENS), tight.repair.num_failures
     del tight
     release()
     roomy = make_trainer(cap)

@@ -32,14 +32,15 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.parallel import AxisSizes, ParallelConfig
-from hone.config.trainer import TrainerConfig
+from hone.algorithms.settings import AlgorithmConfig
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
+from hone.distributed.settings import AxisSizes, ParallelConfig
 from hone.models.decoder import head_weight
 from hone.trainer.gathering import whole
 from hone.trainer.packing import AttentionCost, plan
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
@@ -126,7 +127,7 @@ class Meshes:
     @cache  # noqa: B019  # lives as long as the process
     def _of_sizes(self, sizes: AxisSizes) -> Mesh:
         begun = time.perf_counter()
-        mesh = Mesh.of_group(sizes, self.device, timeout=timedelta(seconds=60))
+        mesh = JoinedMesh.of_group(sizes, self.device, timeout=timedelta(seconds=60))
         self.run.note(f"groups of {sizes} made in {time.perf_counter() - begun:.1f} s")
         return mesh
 
@@ -353,7 +354,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     if own.world_size not in (2, 4):
         raise SystemExit(f"start 2 or 4 processes, got {own.world_size}")
-    Mesh.join(ParallelConfig(), own, device)
+    JoinedMesh.join(ParallelConfig(), own, device)
     run.row(f"{own.world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
     meshes, alone = Meshes(run, device), Alone(device)
     sys.exit(

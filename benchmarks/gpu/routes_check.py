@@ -22,10 +22,10 @@ from tests.trainer.examples import make_trainer
 from tests.trainer.route_cases import complete, passed, rows_of
 from transformers import PreTrainedModel
 
-from hone.config.engine import EngineConfig
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
+from hone.engine.vllm.engine import VLLMEngine
 from hone.models.decoder import alias_module
-from hone.rollout.vllm import VLLMEngine
 from hone.types import Engine, Request, SamplingParams
 
 SECTIONS = ("replay", "time")

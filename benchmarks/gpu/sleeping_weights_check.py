@@ -16,12 +16,12 @@ from time import perf_counter
 
 import torch
 
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
 from hone.distributed.processes import processes
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.load import blank_model, load_model
 from hone.models.manifest import export_weights
+from hone.models.settings import ModelConfig
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tiny import make_model_folder, make_tiny_model
 from hone.types import Request, SamplingParams

@@ -27,18 +27,18 @@ import torch
 from benchmarks.gpu.sections import Run
 
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
-from hone.config.trainer import TrainerConfig
-from hone.engine import EmbeddedEngine
+from hone.algorithms.settings import AlgorithmConfig
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 from hone.models.decoder import alias_module, head_weight
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest
+from hone.models.settings import ModelConfig
 from hone.models.tiny import SHAPES, make_model_folder, make_tiny_model
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.policy import StaleWeightsError
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Request, Row, SamplingParams
 from hone.weights.parity import check_parity, measure_parity

@@ -31,8 +31,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
-from hone.config.parallel import AxisSizes
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Axis, Mesh
+from hone.distributed.settings import AxisSizes
 from hone.models.decoder import hidden_states
 from hone.models.tiny import SHAPES
 from hone.trainer.logprobs import token_logprobs
@@ -172,7 +173,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     size = dist.get_world_size()
-    mesh = Mesh.of_group(AxisSizes(tensor=size), device, timeout=timedelta(seconds=120))
+    mesh = JoinedMesh.of_group(AxisSizes(tensor=size), device, timeout=timedelta(seconds=120))
     run.row(f"{size} x {torch.cuda.get_device_name()}, {run.args.shape}, torch {torch.__version__}")
     models = Models(run, mesh)
     sys.exit(

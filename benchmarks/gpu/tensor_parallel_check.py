@@ -28,13 +28,13 @@ from benchmarks.gpu.engine_modes import MAX_LEN, parity
 from benchmarks.gpu.engine_modes import run as sample
 from benchmarks.gpu.sections import Run, release
 
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
 from hone.distributed.processes import processes
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models import layer_kernels, tensor_parallel, tensor_parallel_kernels
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest, compare, export_weights
+from hone.models.settings import ModelConfig
 from hone.models.tensor_parallel import TensorParallel, shard_model
 from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
 from hone.models.tiny import SHAPES, make_model_folder

@@ -20,10 +20,10 @@ from benchmarks.gpu.timing import wall_ms
 from transformers import PreTrainedModel
 
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.trainer import TrainerConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.models.decoder import head_weight
 from hone.trainer.logprobs import token_logprobs
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
 

@@ -34,17 +34,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
-from hone.bench.measure import decode_steps, measure
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
 from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
+from hone.engine.vllm.engine import VLLMEngine
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest, compare, export_weights
+from hone.models.settings import ModelConfig
 from hone.models.tensor_parallel import TensorParallel, shard_model
 from hone.models.tiny import SHAPES, make_model_folder, make_tiny_model
-from hone.rollout.vllm import VLLMEngine
+from hone.tools.bench.measure import decode_steps, measure
 from hone.types import Completion, Engine, Request, SamplingParams
 from hone.weights.sync import WeightSync
 

@@ -35,10 +35,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part
-from hone.config.engine import EngineConfig
-from hone.config.parallel import AxisSizes
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.manifest import build_manifest, compare, export_weights
 from hone.trainer.sharded import ShardedPolicy
 from hone.types import EngineLostError, WeightManifest
@@ -342,7 +343,7 @@ def main() -> None:
         backend = "gloo" if run.args.dry else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, rank=rank, world_size=num_trainers, timeout=timeout)
         sizes = AxisSizes(data=num_trainers, fsdp=num_trainers)
-        mesh = Mesh.of_group(sizes, device, timeout=timeout)
+        mesh = JoinedMesh.of_group(sizes, device, timeout=timeout)
     engines = Engines(world - num_trainers) if rank == 0 else None
     own = Trainers(run, mesh, engines)
     sections: dict[str, Callable[[], None]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hone.algorithms.advantages import ADVANTAGES, EstimatorName, ScoredSample, gae
 from hone.algorithms.ppo import PPO
-from hone.config.algorithm import AlgorithmConfig, CriticConfig
+from hone.algorithms.settings import AlgorithmConfig, CriticConfig
 from hone.observe.metrics import to_scalars
 from hone.types import Column, Group, Prompt, Reward, Sample, StopReason
 from peer_losses.drawn import Draw, Found, bound

@@ -13,7 +13,7 @@ from hone.algorithms.divergences import DIVERGENCES
 from hone.algorithms.kl import KL_ESTIMATORS
 from hone.algorithms.objective import PolicyObjective
 from hone.algorithms.ppo import ValueObjective
-from hone.config.algorithm import AlgorithmConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.types import Column, Row
 from peer_losses.drawn import Draw, Found, graded, summed, trainer
 from peer_losses.peers import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hone.algorithms.preferences.dpo import DPO
 from hone.algorithms.preferences.kto import KTO
-from hone.config.preference import PreferenceConfig
+from hone.algorithms.settings import PreferenceConfig
 from hone.observe.metrics import to_scalars
 from hone.types import Column, Preference
 from peer_losses.drawn import Draw, Found, Tokens, bound, graded, summed, trainer

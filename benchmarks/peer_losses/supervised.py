@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from hone.algorithms.preferences.reward_model import RewardModeling
+from hone.algorithms.settings import BradleyTerryConfig
 from hone.algorithms.sft import CrossEntropy
-from hone.config.preference import BradleyTerryConfig
 from hone.types import Column, Preference, Row
 from peer_losses.drawn import Draw, Found, Tokens, graded, summed, trainer
 from peer_losses.peers import RewardTrainer, openrlhf

@@ -8,10 +8,10 @@
     result = hone.rl("mine.yaml", reward=correct, run={"steps": 100})
     result.metrics[-1]["reward/mean"]
 
-`rl`, `sft`, `dpo`, `reward_model`, `evaluate`, `generate` and `check` are the commands of the
-command line, in this process. The parts that they are made of, such as `Trainer`, `Engine` and
-`WeightSync`, are for loops of your own: `examples/loop.py` is one. What a user can get wrong raises
-`UserError`. Nothing heavy is loaded before it is needed.
+`rl`, `sft`, `dpo`, `reward_model`, `evaluate`, `generate` and `check` run the commands of the
+command line in this process. Their components, such as `Trainer`, `Engine` and `WeightSync`, are
+for your own loops: `examples/loop.py` is one. Mistakes of the user raise `UserError`. Large
+libraries are loaded only when they are needed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hone.algorithms.grpo import GRPO
     from hone.algorithms.ppo import PPO
     from hone.algorithms.preferences.dpo import DPO
+    from hone.algorithms.settings import AlgorithmConfig, CriticConfig, PreferenceConfig
     from hone.api import (
         Check,
         DPOConfig,
@@ -45,24 +46,22 @@ if TYPE_CHECKING:
         rl,
         sft,
     )
-    from hone.config.algorithm import AlgorithmConfig, CriticConfig
-    from hone.config.data import DataConfig, SourceConfig
-    from hone.config.engine import EngineConfig
-    from hone.config.model import ModelConfig
-    from hone.config.preference import PreferenceConfig
-    from hone.config.reward import RewardConfig, RewardFunctionConfig
-    from hone.config.rollout import RolloutConfig
     from hone.config.run import EvaluationConfig
-    from hone.config.trainer import OptimizerConfig, TrainerConfig
     from hone.data.prompts import load_prompts
+    from hone.data.settings import DataConfig, SourceConfig
     from hone.engine.engine import EmbeddedEngine as Engine
+    from hone.engine.settings import EngineConfig
     from hone.models.decoder import alias_module
     from hone.models.load import load_model
+    from hone.models.settings import ModelConfig
     from hone.models.support import eos_token_ids
     from hone.models.tokenizer import decoder, load_tokenizer
     from hone.observe.metrics import to_scalars
     from hone.rewards.scorer import Scorer
+    from hone.rewards.settings import RewardConfig, RewardFunctionConfig
     from hone.rollout.collector import Collector
+    from hone.rollout.settings import RolloutConfig
+    from hone.trainer.settings import OptimizerConfig, TrainerConfig
     from hone.trainer.trainer import Trainer
     from hone.types import (
         Column,
@@ -79,36 +78,36 @@ if TYPE_CHECKING:
     from hone.weights.sync import WeightSync
 
 _PARTS = {
-    "AlgorithmConfig": "hone.config.algorithm",
+    "AlgorithmConfig": "hone.algorithms.settings",
     "Collector": "hone.rollout.collector",
     "Column": "hone.types",
     "Completion": "hone.types",
-    "CriticConfig": "hone.config.algorithm",
+    "CriticConfig": "hone.algorithms.settings",
     "DPO": "hone.algorithms.preferences.dpo",
-    "DataConfig": "hone.config.data",
+    "DataConfig": "hone.data.settings",
     "Engine": "hone.engine.engine:EmbeddedEngine",
-    "EngineConfig": "hone.config.engine",
+    "EngineConfig": "hone.engine.settings",
     "EvaluationConfig": "hone.config.run",
     "GRPO": "hone.algorithms.grpo",
     "Group": "hone.types",
-    "ModelConfig": "hone.config.model",
-    "OptimizerConfig": "hone.config.trainer",
+    "ModelConfig": "hone.models.settings",
+    "OptimizerConfig": "hone.trainer.settings",
     "PPO": "hone.algorithms.ppo",
     "Preference": "hone.types",
-    "PreferenceConfig": "hone.config.preference",
+    "PreferenceConfig": "hone.algorithms.settings",
     "Prompt": "hone.types",
     "Request": "hone.types",
     "Reward": "hone.types",
-    "RewardConfig": "hone.config.reward",
-    "RewardFunctionConfig": "hone.config.reward",
-    "RolloutConfig": "hone.config.rollout",
+    "RewardConfig": "hone.rewards.settings",
+    "RewardFunctionConfig": "hone.rewards.settings",
+    "RolloutConfig": "hone.rollout.settings",
     "Row": "hone.types",
     "Sample": "hone.types",
     "SamplingParams": "hone.types",
     "Scorer": "hone.rewards.scorer",
-    "SourceConfig": "hone.config.data",
+    "SourceConfig": "hone.data.settings",
     "Trainer": "hone.trainer.trainer",
-    "TrainerConfig": "hone.config.trainer",
+    "TrainerConfig": "hone.trainer.settings",
     "WeightSync": "hone.weights.sync",
     "alias_module": "hone.models.decoder",
     "decoder": "hone.models.tokenizer",
@@ -118,8 +117,8 @@ _PARTS = {
     "load_tokenizer": "hone.models.tokenizer",
     "to_scalars": "hone.observe.metrics",
 }
-"""Where the parts are, by public name; with `:NAME` where that is another name. All other public
-names are those of `hone.api`, which loads the command line."""
+"""Module of each component, by public name; `:NAME` is its name there, where that differs. All
+other public names are in `hone.api`, which loads the command line."""
 
 __all__ = [
     "DPO",

@@ -1,11 +1,12 @@
-"""Addresses of services: what is one, what may be wrong with it, and what its reward is called."""
+"""Addresses of services and names of code: how to recognise, check and name them."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["address_problem", "is_address", "name_of_address", "names_code"]
+__all__ = ["address_problem", "is_address", "module_file", "name_of_address", "names_code"]
 
 
 def is_address(text: str) -> bool:
@@ -19,12 +20,20 @@ def names_code(fn: str) -> bool:
     return ":" in fn and not is_address(fn)
 
 
+def module_file(spec: str) -> Path:
+    """The file of `path/to/file.py:name`, or of `package.module:name` in the current folder; it
+    need not exist."""
+    location = spec.rpartition(":")[0]
+    is_file = location.endswith(".py")
+    return Path(location) if is_file else Path(*location.split(".")).with_suffix(".py")
+
+
 def address_problem(address: str) -> str | None:
-    """What is wrong with the form of an address, or None. Nothing is contacted, and what may be a
-    secret in it is not repeated."""
+    """What is wrong with the form of an address, or None. Nothing is contacted, and the text never
+    repeats a possible secret from the address."""
     try:
         parts = urlsplit(address)
-        _ = parts.port  # raises where it is none
+        _ = parts.port  # raises ValueError for an invalid port
     except ValueError as error:
         return f"it is no address: {error}"
     if not is_address(address) or not parts.hostname:
@@ -40,7 +49,7 @@ def address_problem(address: str) -> str | None:
 
 
 def name_of_address(address: str) -> str:
-    """What the reward of a service is called: its host and its path, with `_` between the parts.
+    """The name of a service's reward: its host and its path, joined by `_`.
 
     `https://scores.example.org:8000/v1/get_reward?model=a` is `scores.example.org_v1_get_reward`.
     """

@@ -1,9 +1,9 @@
 """The Python API: the commands of the command line, in this process.
 
-A configuration is the name or path of a recipe, a nested dict, or typed sections. Sections given by
-name are merged into it and win. Everything is checked as on the command line, before anything is
-loaded; what a user can get wrong raises `UserError`, whose traceback ends here. `HONE_TRACEBACK=1`
-in the environment shows where a mistake was found.
+A configuration is the name or path of a recipe, a nested dict, or typed sections. Sections given as
+keyword arguments are merged into it and win. Everything is checked as on the command line, before
+anything is loaded. Mistakes of the user raise `UserError`, whose traceback ends here;
+`HONE_TRACEBACK=1` in the environment shows the full one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from hone.cli.command import (
 from hone.config.base import Section
 from hone.config.plan import RECIPE_TREES, Command
 from hone.config.recipe import resolve_recipe
-from hone.config.reward import RewardConfig
-from hone.config.rules import Finding
+from hone.config.rules.finding import Finding
 from hone.config.tree import (
     DPOConfig,
     EvaluateConfig,
@@ -50,8 +49,9 @@ from hone.errors import UserError
 from hone.hardware import known_gpu
 from hone.notebook import following
 from hone.paths import standing_in
-from hone.planner.lines import plan_lines
 from hone.results import Check, Evaluation, RunResult, SampleRecord, read_samples
+from hone.rewards.settings import RewardConfig
+from hone.tools.plan.lines import plan_lines
 from hone.user_code.inherited import inheriting
 
 __all__ = [
@@ -92,7 +92,7 @@ _log = logging.getLogger("hone")
 
 
 def _raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """As the command line: mistakes are told without a traceback of what found them."""
+    """Decorator that turns users' errors into a UserError without the traceback behind it."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -118,11 +118,11 @@ def rl(
     eval_data: Data | None = None,
     **sections: Any,
 ) -> RunResult:
-    """Train by reinforcement learning, as `hone rl` does.
+    """Train by reinforcement learning, like `hone rl`.
 
-    `reward` takes the place of `reward.functions`, `data` of `data.train`, `eval_data` of
-    `data.eval`; `sections` are merged into `config`. Ctrl-C saves and returns; the same call goes
-    on from there. Raises UserError.
+    `reward` replaces `reward.functions`, `data` replaces `data.train` and `eval_data` replaces
+    `data.eval`; `sections` are merged into `config`. Ctrl-C saves and returns; the same call
+    resumes from there. Raises UserError.
 
         def correct(completion, answer):
             return float(completion.strip() == answer)
@@ -145,9 +145,9 @@ def sft(
     eval_data: Data | None = None,
     **sections: Any,
 ) -> RunResult:
-    """Train on demonstrations, as `hone sft` does.
+    """Train on demonstrations, like `hone sft`.
 
-    `data` takes the place of `data.train`, `eval_data` of `data.eval`. Raises UserError.
+    `data` replaces `data.train`, `eval_data` replaces `data.eval`. Raises UserError.
 
         rows = [{"prompt": "1+1=", "completion": "2"}]
         result = hone.sft(data=rows, model={"path": "Qwen/Qwen3-0.6B"}, run={"steps": 20})
@@ -164,9 +164,9 @@ def dpo(
     eval_data: Data | None = None,
     **sections: Any,
 ) -> RunResult:
-    """Learn from preferences, as `hone dpo` does.
+    """Train on preferences, like `hone dpo`.
 
-    `data` takes the place of `data.train`, `eval_data` of `data.eval`. Raises UserError.
+    `data` replaces `data.train`, `eval_data` replaces `data.eval`. Raises UserError.
 
         rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
         result = hone.dpo(data=rows, model={"path": "runs/sft/model"}, run={"steps": 20})
@@ -183,9 +183,9 @@ def reward_model(
     eval_data: Data | None = None,
     **sections: Any,
 ) -> RunResult:
-    """Train a model that scores completions, as `hone reward-model` does.
+    """Train a model that scores completions, like `hone reward-model`.
 
-    `data` takes the place of `data.train`, `eval_data` of `data.eval`. Raises UserError.
+    `data` replaces `data.train`, `eval_data` replaces `data.eval`. Raises UserError.
 
         rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
         result = hone.reward_model(data=rows, model={"path": "runs/sft/model"}, run={"steps": 20})
@@ -202,27 +202,28 @@ def evaluate(
     data: Data | None = None,
     **sections: Any,
 ) -> Evaluation:
-    """Score a model on a data set, as `hone eval` does.
+    """Score a model on a data set, like `hone eval`.
 
-    `reward` takes the place of `reward.functions`, `data` of `data.eval`. Raises UserError.
+    `reward` replaces `reward.functions`, `data` replaces `data.eval`. Raises UserError.
 
         scores = hone.evaluate(model={"path": "runs/mine/model"}, data=rows, reward="exact_match")
         scores.metrics["eval/reward/mean"], scores.samples[0].completion
     """
     given = _Given(EvaluateConfig, config, sections, reward, {"data": ("eval", data)})
     with given.loaded(check_here) as cfg:
-        from hone.loops.inference import run_evaluation
+        from hone.loops.evaluation import run_evaluation
+        from hone.tools.report.pages import PAGES
 
         quiet_transformers()
-        return Evaluation(cfg.run.dir, run_evaluation(cfg))
+        return Evaluation(cfg.run.dir, run_evaluation(cfg, pages=PAGES))
 
 
 @_raises_user_errors
 def generate(
     config: Config | None = None, *, data: Data | None = None, **sections: Any
 ) -> list[SampleRecord]:
-    """Sample completions, as `hone generate` does. `data` takes the place of `data.train`; where no
-    `output` is named, nothing is left on disk.
+    """Sample completions, like `hone generate`. `data` replaces `data.train`. Without `output`
+    nothing stays on disk. Raises UserError.
 
         [sample] = hone.generate(model={"path": "runs/mine/model"}, data=["1+1="])
         sample.completion, sample.logprobs
@@ -248,14 +249,14 @@ def check(
     gpu: str | None = None,
     **sections: Any,
 ) -> Check:
-    """What `hone check` says of a run of `command` (rl, sft, dpo, reward-model, eval or generate):
-    in `nproc` processes, on this host or on GPUs of type `gpu`. Loads no model and leaves nothing
-    on disk.
+    """Check a run of `command` (rl, sft, dpo, reward-model, eval or generate) like `hone check`, in
+    `nproc` processes, on this host or on GPUs of type `gpu`. Loads no model and leaves nothing on
+    disk.
 
-    Raises UserError for what is no configuration at all; what else is wrong, it returns.
+    Raises UserError for arguments that make no configuration; all other problems are returned.
 
-        found = hone.check("gsm8k", gpu="a100-40g", nproc=8)
-        found.errors, found.warnings, found.derived["samples_per_step"]
+        result = hone.check("gsm8k", gpu="a100-40g", nproc=8)
+        result.errors, result.warnings, result.derived["samples_per_step"]
     """
     if type(command) is not str or command not in RECIPE_TREES:
         raise UserError(f"command={command!r}; allowed: {', '.join(RECIPE_TREES)}")
@@ -324,18 +325,18 @@ class _Given(Generic[T]):
     sections: Mapping[str, Any]
     reward: Any
     data: Mapping[str, tuple[str, Any]]
-    """By argument: the split that it is, and what was given."""
+    """By the name of the argument: the split, and the value given for it."""
     starts: bool = True
-    """Whether it runs here, so that the hub may be asked."""
+    """Whether the run starts in this process, so that the hub may be asked."""
     recipe: Path | None = field(default=None, init=False)
 
     @contextmanager
     def loaded(self, checks: Callable[..., list[Finding]] | None = None) -> Generator[T]:
-        """The configuration; inside, functions that cannot be imported are there to be inherited,
-        and rows that were given to be read.
+        """Yield the configuration. In the block, reward workers inherit the functions that they
+        cannot import, and the given rows can be read.
 
-        Rows are written to where the run finds them again once it has passed `checks`; what lies
-        there stays as it is.
+        Once `checks` have passed, rows are written where the run finds them again; files that are
+        already there stay unchanged.
         """
         if threading.current_thread() is not threading.main_thread():
             raise UserError(
@@ -355,7 +356,7 @@ class _Given(Generic[T]):
                 values.append(("output", {"output": temporary / "completions.jsonl"}))
                 folder = temporary
             cfg, notes = self._fitted([*values, *_sources(rows, folder)])
-            stand_ins = {str(x.file(folder)): held for x, held in zip(rows, files, strict=True)}
+            stand_ins = {str(x.file(folder)): file for x, file in zip(rows, files, strict=True)}
             with standing_in(stand_ins):
                 if checks is None:
                     yield cfg
@@ -371,8 +372,8 @@ class _Given(Generic[T]):
     def _values(
         self, functions: dict[str, Callable[..., Any]]
     ) -> list[tuple[str, Mapping[str, Any]]]:
-        """What is merged, in this order, with the name of each for messages. Functions that are to
-        be inherited come into `functions`."""
+        """The settings to merge, in this order, each with its name for messages. Functions that
+        workers inherit are added to `functions`."""
         values: list[tuple[str, Mapping[str, Any]]] = []
         match self.config:
             case None:
@@ -396,35 +397,35 @@ class _Given(Generic[T]):
         elif self.reward is not None:
             entries = [_reward(entry, functions) for entry in _entries(self.reward)]
             values.append(("reward=", {"reward": {"functions": entries}}))
-        for name, (split, held) in self.data.items():
-            if is_source(held):
-                if not re.fullmatch(r"[\w./~-]+", str(held)) and not os.path.exists(held):
+        for name, (split, data) in self.data.items():
+            if is_source(data):
+                if not re.fullmatch(r"[\w./~-]+", str(data)) and not os.path.exists(data):
                     raise UserError(
-                        f"{name}={str(held)!r} names no file and no data set; prompts go into a "
-                        f"list: {name}=[{str(held)!r}]"
+                        f"{name}={str(data)!r} names no file and no data set; prompts go into a "
+                        f"list: {name}=[{str(data)!r}]"
                     )
-                values.append((f"{name}=", {"data": {split: [{"path": str(held)}]}}))
-            elif _is_section(held):
-                values.append((f"{name}=", {"data": _plain(held, "data", functions)}))
+                values.append((f"{name}=", {"data": {split: [{"path": str(data)}]}}))
+            elif _is_section(data):
+                values.append((f"{name}=", {"data": _plain(data, "data", functions)}))
         return values
 
     def _rows(self) -> list[GivenRows]:
-        """Rows that are given as they are."""
+        """The arguments that are rows themselves, not the name of a data set or a section."""
         return [
-            GivenRows.of(split, given_rows(held, name))
-            for name, (split, held) in self.data.items()
-            if held is not None and not is_source(held) and not _is_section(held)
+            GivenRows.of(split, given_rows(data, name))
+            for name, (split, data) in self.data.items()
+            if data is not None and not is_source(data) and not _is_section(data)
         ]
 
 
-def _is_section(held: Any) -> bool:
+def _is_section(data: Any) -> bool:
     """Whether the argument `data` is the section of that name, rather than rows or splits."""
-    if isinstance(held, Section):
+    if isinstance(data, Section):
         return True
-    if type(held) is not dict:  # a `DatasetDict` is a mapping too
+    if type(data) is not dict:  # a `DatasetDict` is a mapping too
         return False
-    is_table = all(isinstance(value, list) for value in held.values())
-    return not is_table or not held.keys().isdisjoint(SFTDataConfig.model_fields)
+    is_table = all(isinstance(value, list) for value in data.values())
+    return not is_table or not data.keys().isdisjoint(SFTDataConfig.model_fields)
 
 
 def _sources(rows: Sequence[GivenRows], folder: Path) -> list[tuple[str, Mapping[str, Any]]]:
@@ -435,7 +436,7 @@ def _sources(rows: Sequence[GivenRows], folder: Path) -> list[tuple[str, Mapping
 
 
 def _data_folder(cfg: Command) -> Path:
-    """Where rows stay that a program has given."""
+    """The folder in which a run keeps the rows that a program passed."""
     if isinstance(cfg, GenerateConfig):
         return cfg.output.with_name(f"{cfg.output.name}.data")
     assert isinstance(cfg, RLConfig | SFTConfig | EvaluateConfig)
@@ -458,9 +459,10 @@ def _plain_config(
 
 
 def _plain(value: Any, where: str, functions: dict[str, Callable[..., Any]]) -> Any:
-    """Sections, mappings, tuples and numbers of arrays as a recipe holds them; functions by name.
+    """A setting in the form of a recipe: sections and mappings become dicts, tuples lists, array
+    scalars numbers, and functions names.
 
-    Raises UserError for keys that are no text.
+    Raises UserError for keys that are not texts.
     """
     if isinstance(value, Section):
         value = {name: getattr(value, name) for name in value.model_fields_set}
@@ -468,9 +470,9 @@ def _plain(value: Any, where: str, functions: dict[str, Callable[..., Any]]) -> 
         for key in value:
             if not isinstance(key, str):
                 raise UserError(f"{where}: the key {key!r} must be a text")
-        return {key: _plain(held, f"{where}.{key}", functions) for key, held in value.items()}
+        return {key: _plain(item, f"{where}.{key}", functions) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(held, f"{where}.{i}", functions) for i, held in enumerate(value)]
+        return [_plain(item, f"{where}.{i}", functions) for i, item in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str | int | float | None):
@@ -526,15 +528,15 @@ def _name(function: Callable[..., Any], functions: dict[str, Callable[..., Any]]
 
 
 def _import_name(function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
-    """The name by which a worker imports the function or class, or else one by which it inherits
-    it."""
+    """The name under which a worker imports the function or class, or else inherits it; then it is
+    added to `functions`."""
     module = getattr(function, "__module__", None)
     qualified: str = getattr(function, "__qualname__", type(function).__name__)
-    found: Any = sys.modules.get(module) if isinstance(module, str) else None
+    loaded: Any = sys.modules.get(module) if isinstance(module, str) else None
     if (
         module != "__main__"
-        and getattr(found, qualified, None) is function
-        and getattr(found, "__file__", None)
+        and getattr(loaded, qualified, None) is function
+        and getattr(loaded, "__file__", None)
     ):
         return f"{module}:{qualified}"
     base = re.sub(r"\W+", "_", qualified.rpartition(".")[2]).strip("_") or "reward"
@@ -548,7 +550,7 @@ def _import_name(function: Callable[..., Any], functions: dict[str, Callable[...
 
 @contextmanager
 def _logging() -> Generator[None]:
-    """Inside, messages of hone are shown on stderr, unless the program handles messages itself."""
+    """Show hone's log messages on stderr in the block, unless the program has its own handlers."""
     if logging.getLogger().handlers or _log.handlers:
         yield
         return

@@ -1,4 +1,4 @@
-"""The error that a user can cause, and what its message is made of."""
+"""The error for users' mistakes, and helpers for its messages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["UserError", "did_you_mean", "listed"]
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: the text says what was got, what is allowed, what to change.
+    """A mistake of the user. The text says what was got, what is allowed and what to change.
 
     The command line prints it without a traceback and exits with 2.
     """
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """A sentence that names the nearest of `known`, with a blank before it, or nothing."""
+    """A sentence with the nearest of `known`, after a blank; an empty text where none is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
 

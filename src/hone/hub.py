@@ -1,7 +1,7 @@
-"""What the Hugging Face hub can give here: itself, the local cache of it, or nothing.
+"""Access to the Hugging Face hub: the hub itself, its local cache, or neither.
 
-Where the hub cannot be reached, the libraries that read from it try for a minute and then blame
-what they looked for; so whether it can is found out once, before they are called.
+Where the hub cannot be reached, the libraries that read from it try for a minute and then report
+the repository as missing. So this module checks once, before they are called, whether it answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hone.paths import must_be_local
 __all__ = ["cache_alone", "config_of", "locate_model", "refusal", "unreachable"]
 
 _CONNECT_S = 5.0
-"""For all addresses of the hub together, and the time to resolve its name."""
+"""Limit for resolving the hub's name and connecting to any of its addresses, in seconds."""
 _PORTS = {"http": 80, "https": 443}
 _SOCKS_PORT = 1080
 
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 def locate_model(name: str, key: str) -> str:
-    """What to load a model or tokenizer by that `key` names: a folder, or a hub name as it is, for
-    which the folder of the local cache stands where the hub cannot be reached.
+    """The folder or hub name from which to load the model or tokenizer `name`, the value of `key`.
+    Where the hub cannot be reached, a hub name becomes its folder in the local cache.
 
-    Raises UserError where it is nowhere.
+    Raises UserError where the model is neither here nor reachable.
     """
     if must_be_local(name) or Path(name).exists() or (reason := unreachable()) is None:
         return name
@@ -58,8 +58,8 @@ def locate_model(name: str, key: str) -> str:
 
 
 def config_of(name: str, *, may_fetch: bool) -> Path | None:
-    """`config.json` of a hub name, from the local cache, or where it `may_fetch` from the hub; None
-    where it is in neither."""
+    """`config.json` of a hub name, from the local cache, or with `may_fetch` from the hub; None
+    where neither has it."""
     is_local = not may_fetch or unreachable() is not None
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=is_local))
@@ -68,8 +68,8 @@ def config_of(name: str, *, may_fetch: bool) -> Path | None:
 
 
 def refusal(name: str) -> str | None:
-    """Why the hub, which answers, does not give the `config.json` of a name, for people; None where
-    it does, where that is in the local cache, and where the hub cannot be reached."""
+    """Why the hub refuses the `config.json` of a model, as a part of a message. None where the hub
+    or the local cache has the file, and where the hub cannot be reached."""
     if config_of(name, may_fetch=False) is not None or unreachable() is not None:
         return None
     try:
@@ -81,37 +81,38 @@ def refusal(name: str) -> str | None:
     except LocalEntryNotFoundError:  # the answer was lost on the way
         return None
     except EntryNotFoundError:
-        return "it holds none, as no model of transformers does"
+        return "the repository has no such file, which every model of transformers has"
     except HFValidationError as error:
         return f"it is no name of a model ({error})"
-    except OSError:  # what loads the model meets it again, and says it
+    except OSError:  # loading the model will raise it again, and report it
         return None
     return None
 
 
 @cache
 def unreachable() -> str | None:
-    """Why nothing can come from the hub, for people; None where it, or the proxy to it, answers.
+    """Why the hub cannot be reached, as a part of a message; None where the hub, or the proxy to
+    it, accepts a connection.
 
-    `HF_ENDPOINT`, `HF_HUB_OFFLINE` and the variables that name proxies are honoured. Takes five
-    seconds at most, the first time.
+    `HF_ENDPOINT`, `HF_HUB_OFFLINE` and proxy variables are honoured. The first call takes at most
+    five seconds.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE forbids to ask the hub"
     who, host, port = _next_hop(constants.ENDPOINT)
     answer: SimpleQueue[str | None] = SimpleQueue()
-    # In a thread, since nothing limits how long a name is resolved.
-    Thread(target=lambda: answer.put(_refusal(host, port)), daemon=True).start()
+    # In a thread, since resolving a name has no timeout.
+    Thread(target=lambda: answer.put(_connection_error(host, port)), daemon=True).start()
     try:
-        refusal = answer.get(timeout=_CONNECT_S)
+        problem = answer.get(timeout=_CONNECT_S)
     except Empty:
-        refusal = f"no answer in {_CONNECT_S:g} s"
-    return None if refusal is None else f"{who} cannot be reached ({refusal})"
+        problem = f"no answer in {_CONNECT_S:g} s"
+    return None if problem is None else f"{who} cannot be reached ({problem})"
 
 
 @contextmanager
 def cache_alone() -> Generator[None]:
-    """Inside, libraries that read from the hub look into their local cache at once."""
+    """Let libraries that read from the hub use only their local cache in the block."""
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
     try:
@@ -121,7 +122,7 @@ def cache_alone() -> Generator[None]:
 
 
 def _next_hop(endpoint: str) -> tuple[str, str, int]:
-    """Who is connected to for the hub, in words, with host and port."""
+    """The hub, or the proxy to it: a description, the host and the port."""
     url, proxies = urlsplit(endpoint), getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")
     if proxy is None or proxy_bypass(url.netloc):
@@ -131,7 +132,7 @@ def _next_hop(endpoint: str) -> tuple[str, str, int]:
     return f"the proxy {via.hostname}:{port} to {endpoint}", via.hostname or "", port
 
 
-def _refusal(host: str, port: int) -> str | None:
+def _connection_error(host: str, port: int) -> str | None:
     try:
         socket.create_connection((host, port), _CONNECT_S).close()
     except (OSError, UnicodeError) as error:
@@ -140,7 +141,7 @@ def _refusal(host: str, port: int) -> str | None:
 
 
 def _cached(name: str) -> str | None:
-    """The folder of the local cache that holds a repository; None where there is none."""
+    """The folder of a repository in the local cache, or None."""
     try:
         return snapshot_download(name, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):

@@ -1,4 +1,4 @@
-"""A progress bar and curves in a notebook, while a run goes on."""
+"""A progress bar and curves in a notebook during a run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from hone.results import curves
 __all__ = ["following", "is_notebook"]
 
 _EVERY_S = 1.0
+"""Seconds between two looks at the file of metrics."""
 
 
 def is_notebook() -> bool:
-    """Whether this is a notebook's process: IPython is there, and shows HTML."""
+    """Whether this process runs a notebook: IPython with a shell that shows HTML."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    # Hosted notebooks derive theirs from Jupyter's.
+    # The shells of hosted notebooks are subclasses of Jupyter's.
     return any(base.__name__ == "ZMQInteractiveShell" for base in type(shell).__mro__)
 
 
 @contextmanager
 def following(run_dir: Path, num_steps: int) -> Generator[None]:
-    """Inside, a notebook shows how far the run of a folder is; elsewhere nothing happens."""
+    """Show the progress of the run in `run_dir` during the block, in a notebook only."""
     if not is_notebook():
         yield
         return
@@ -66,12 +67,12 @@ class _Table:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One a step, ascending."""
+        """One row for each step, ascending."""
         return [self._rows[step] for step in sorted(self._rows)]
 
     def grow(self) -> bool:
-        """Read what has been appended since; whether there is any. A run that goes on puts another
-        file in the place of the one that it finds: that is read from its beginning."""
+        """Read the lines appended since the last call; True if there are any. A resumed run
+        replaces the file; the new file is read from its beginning."""
         if not self._file.is_file():
             return False
         with self._file.open("rb") as file:

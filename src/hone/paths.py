@@ -1,4 +1,4 @@
-"""What a path is: a file or folder, or a hub name, for models and data sets alike."""
+"""Paths of models and data sets: files, folders or hub names."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = [
 ]
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Files that hold rows."""
+"""Suffixes of files with rows."""
 _SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
 _STAND_INS: dict[str, Path] = {}
 
 
 def local_path(path: str) -> Path:
-    """Where the data set of a `path` is read on this host, if it is here."""
+    """The path on this host from which the data set `path` is read; it need not exist."""
     return _STAND_INS.get(path) or Path(path).expanduser()
 
 
 @contextmanager
 def standing_in(files: Mapping[str, Path]) -> Generator[None]:
-    """Inside, data sets of these paths, which no run has written yet, are read from these files."""
+    """Read data sets of these paths, which no run has written yet, from `files` in the block."""
     _STAND_INS.update(files)
     try:
         yield
@@ -38,7 +38,7 @@ def standing_in(files: Mapping[str, Path]) -> Generator[None]:
 
 
 def must_be_local(path: str) -> bool:
-    """Whether a path cannot be a hub name, which is `name` or `owner/name`."""
+    """Whether a path cannot be a hub name, `name` or `owner/name`."""
     return (
         path.startswith((".", "/", "~"))
         or path.count("/") > 1
@@ -47,8 +47,8 @@ def must_be_local(path: str) -> bool:
 
 
 def settings_file(output: Path) -> Path:
-    """Where the settings lie that completions were sampled with: `a.jsonl.config.yaml` for
-    `a.jsonl`. No two outputs share them."""
+    """The file with the settings of a generation: `a.jsonl.config.yaml` for `a.jsonl`. Each output
+    has its own."""
     return output.with_name(f"{output.name}.config.yaml")
 
 

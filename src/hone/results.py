@@ -1,4 +1,4 @@
-"""What the functions of the Python API return, read from what a run has written."""
+"""The return types of the Python API, read from the files of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.cli.eval import evaluation_rows
-from hone.config.rules import Finding
+from hone.config.rules.finding import Finding
 from hone.observe.run_folder import RunFolder
 
 __all__ = [
@@ -35,41 +35,41 @@ _CURVES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRecord:
-    """A completion with its rewards, as a run has written it."""
+    """A completion with its rewards, from the files of a run."""
 
     id: str
     prompt: str
-    """As the model saw it."""
+    """The rendered prompt that the model saw."""
     completion: str
     answer: str | None
     task: str
     stop_reason: str
-    """`eos`, `stop_string`, or `length`: it was cut."""
+    """`eos`, `stop_string`, or `length` where the completion was cut."""
     reward: float | None
     """The weighted sum; None where it was not scored, or scoring failed."""
     parts: Mapping[str, float]
-    """By reward function."""
+    """Score of each reward function, by its name."""
     failure: str | None
-    """Why it has no reward."""
+    """Why the sample has no reward, as a `FailureKind`."""
     failure_detail: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Of each token, under the distribution that it was drawn from."""
+    """Log-probability of each token under the distribution it was sampled from."""
     step: int | None = None
     """The update that it was sampled for; None outside of training."""
     split: str | None = None
     """`train` or `eval`; None outside of training."""
     advantage: float | None = None
-    """The mean over its trained tokens, of which those of `gae` and of a penalty in the reward have
-    one each; None where it was not trained."""
+    """Mean advantage of its trained tokens (they differ with `gae` and with a KL penalty in the
+    reward); None where it was not trained."""
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> SampleRecord:
         """From a row of `samples.jsonl`, `eval_samples.jsonl` or the output of `hone generate`."""
         names = ("id", "answer", "task", "stop_reason", "reward", "failure")
-        own = {name: row[name] for name in (*names, "failure_detail", "token_ids", "logprobs")}
+        fields = {name: row[name] for name in (*names, "failure_detail", "token_ids", "logprobs")}
         return cls(
-            **own,
+            **fields,
             prompt=row.get("rendered", row["prompt"]),
             completion=row["completion"] if "completion" in row else row["text"],
             parts=row["reward_parts"],
@@ -80,8 +80,8 @@ class SampleRecord:
 
 
 def read_samples(file: Path) -> list[SampleRecord]:
-    """All samples of a JSONL file; none where there is no such file. A last line that is still
-    being written is left out."""
+    """All samples of a JSONL file; an empty list without the file. A last line that is still being
+    written is left out."""
     if not file.is_file():
         return []
     with file.open(encoding="utf-8") as lines:
@@ -90,17 +90,17 @@ def read_samples(file: Path) -> list[SampleRecord]:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A training run that has ended. A notebook shows it as its curves."""
+    """A training run that has ended. A notebook shows its curves."""
 
     run_dir: Path
     steps: int
     """Updates done in all, earlier launches included."""
     stopped_by: int | None = None
-    """The signal that ended the run before its last step, 2 for Ctrl-C; None where none did."""
+    """The signal that stopped the run before its last step, such as 2 for Ctrl-C; else None."""
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """One row a step, of this and earlier launches: `pandas.DataFrame(result.metrics)`."""
+        """One row for each step, of this and earlier launches, as for `pandas.DataFrame`."""
         return [dict(row) for row in RunFolder.read(self.run_dir, has_ended=True).rows]
 
     @cached_property
@@ -110,12 +110,12 @@ class RunResult:
 
     @cached_property
     def samples(self) -> list[SampleRecord]:
-        """Those that were written, `log.samples_per_step` of each step."""
+        """The samples that were written, `log.samples_per_step` of each step."""
         return read_samples(self.run_dir / "samples.jsonl")
 
     @property
     def model_dir(self) -> Path:
-        """The trained model in the format of Hugging Face."""
+        """The folder of the trained model, in Hugging Face format."""
         return self.run_dir / "model"
 
     @property
@@ -139,10 +139,10 @@ class Evaluation:
 
     run_dir: Path
     metrics: Mapping[str, float]
-    """As `eval/reward/mean`, with its standard error over prompts as `eval/reward/stderr`."""
+    """Metrics by name, such as `eval/reward/mean`, and its standard error over prompts
+    `eval/reward/stderr`."""
 
     def _repr_html_(self) -> str:
-        """A table, with the standard error beside what it is of."""
         lines = "".join(
             f"<tr><td>{escape(name)}</td><td>{value}</td><td>{error}</td></tr>"
             for name, value, error in evaluation_rows(self.metrics)
@@ -151,13 +151,13 @@ class Evaluation:
 
     @cached_property
     def samples(self) -> list[SampleRecord]:
-        """All of them."""
+        """All samples of the evaluation."""
         return read_samples(self.run_dir / "eval_samples.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is known of a run before it starts."""
+    """The result of `hone.check`, before a run starts."""
 
     findings: Sequence[Finding]
     derived: Mapping[str, Any]
@@ -167,39 +167,39 @@ class Check:
 
     @property
     def errors(self) -> list[str]:
-        """What would stop the run."""
+        """Messages on mistakes that would stop the run."""
         return [finding.message for finding in self.findings if finding.level == "error"]
 
     @property
     def warnings(self) -> list[str]:
-        """What may be meant otherwise."""
+        """Messages on settings that may not be what was meant."""
         return [finding.message for finding in self.findings if finding.level == "warning"]
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """HTML with a small plot of each curve that the rows of `metrics.jsonl` hold."""
+    """HTML with a small plot of each curve in the rows of `metrics.jsonl`."""
     return "".join(_plots(rows))
 
 
 def _plots(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     width, height = 220, 80
     for metric, name in _CURVES:
-        held = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
-        if len(held) < 2:
+        points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+        if len(points) < 2:
             continue
-        steps, values = [step for step, _ in held], [value for _, value in held]
+        steps, values = [step for step, _ in points], [value for _, value in points]
         low, high = min(values), max(values)
         span, length = (high - low) or 1.0, (steps[-1] - steps[0]) or 1
-        points = " ".join(
+        polyline = " ".join(
             f"{width * (step - steps[0]) / length:.1f},{height * (1 - (value - low) / span):.1f}"
-            for step, value in held
+            for step, value in points
         )
         yield (
-            # One width for all, so that they stand in columns however long a caption is.
+            # All figures have one width, so that plots line up in columns whatever the captions.
             f'<figure style="display:inline-block;width:{width}px;margin:4px 16px 8px 0">'
             f'<figcaption style="font-size:small"><b>{name}</b> {values[-1]:.4g}<br>'
             f'<span style="opacity:0.6">{low:.4g} to {high:.4g}</span></figcaption>'
             f'<svg width="{width}" height="{height}" viewBox="-2 -2 {width + 4} {height + 4}">'
-            f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
+            f'<polyline points="{polyline}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
             "</svg></figure>"
         )

@@ -1,14 +1,20 @@
-"""The nouns of the system, and the two protocols that everything else is built around.
+"""The data types of the system, and the protocols of engines and trainers.
 
 A *prompt* is sampled `n` times by an *engine*; each answer is a *sample*; the answers to one
-prompt form a *group*. Scored groups become *rows* (a sample plus its advantages), which are packed
-into *micro-batches* for a *trainer*.
+prompt form a *group*. Scored groups become *rows* (a sample plus its advantages; several rows where
+an agent rewrote its history), which are packed into *micro-batches* for a *trainer*.
 
-A sample is tokens, never text: ids as sampled, with the behaviour log-probability and the weight
-version written where each token was sampled. Nothing downstream re-tokenises, and no mask is ever
+A sample is tokens, never text: ids as sampled, each with its log-probability and the version of the
+weights that sampled it, both recorded by the engine. Nothing re-tokenises a sample, and no mask is
 inferred from a padding id.
 
-This module imports torch for type checkers only, so planners and configuration stay light.
+Letters of tensor shapes, also as suffixes of names (`hidden_TD`): T packed tokens, N trained
+tokens, S sequences (rows of a micro-batch), U units of a loss, V vocabulary, D model width, H
+heads, A position axes, G samples of a group, L layers, and K for keys, for the likeliest tokens or
+for the experts of a token.
+
+This module imports torch for type checkers only, so that the planner and the configuration load
+fast.
 """
 
 from __future__ import annotations
@@ -23,21 +29,25 @@ from operator import attrgetter
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsIndex
 
+from hone.model_input import TEXT, ModelInput
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     Routes = NDArray[np.integer[Any]]
-    """The experts that tokens passed in each layer that has them: ids [T, L, K]; the largest number
-    of the format stands for a token of which nobody knows (`hone.models.routes`)."""
+    """The experts that each token was routed to in each layer with experts: ids [T, L, K]. The
+    largest value of the dtype stands for a token whose experts are not known
+    (`hone.models.routes`)."""
     _Array = array[Any]
 else:
-    Routes = Any  # whoever reads annotations when it runs needs no numpy
+    Routes = Any  # annotations are evaluated at run time (pydantic), where numpy is not imported
     _Array = array
 
 __all__ = [
     "NOT_SAMPLED",
+    "Branch",
     "Column",
     "Completion",
     "Engine",
@@ -77,15 +87,15 @@ _OPENED = re.compile(r"<\w+>\s*\Z")
 
 
 def opened_tag(prompt: str) -> str:
-    """The tag that a rendered prompt ends with, and the blanks behind it: `<think>` of templates of
-    reasoning models, which a completion then closes without having opened it. Else empty."""
-    found = _OPENED.search(prompt)
-    return found[0] if found else ""
+    """The tag at the end of a rendered prompt with the whitespace after it, else an empty text.
+    Templates of reasoning models end with `<think>`, which the completion closes."""
+    match = _OPENED.search(prompt)
+    return match[0] if match else ""
 
 
 def with_opened_tag(prompt: str, completion: str) -> str:
-    """What a completion is as a message: where it closes a tag that its prompt has opened, the tag
-    stands before it."""
+    """The completion as a message. A tag that the prompt opens and the completion closes is put
+    before it."""
     opened = opened_tag(prompt)
     tag = opened.rstrip()
     is_closed = bool(tag) and tag.replace("<", "</") in completion
@@ -95,7 +105,7 @@ def with_opened_tag(prompt: str, completion: str) -> str:
 
 
 NOT_SAMPLED = -1
-"""Weight version of a token that no weights have sampled: an environment has inserted it."""
+"""Weight version of a token that no model sampled: an environment inserted it."""
 
 
 @cache
@@ -104,8 +114,9 @@ def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _field_values(self: Any) -> tuple[Any, ...]:
-    """The values of a dataclass with slots, as it is pickled. `dataclasses` would look its fields
-    up each time, which takes longer than all else in a message of requests."""
+    """The field values of a dataclass with slots, for pickle. The method that `dataclasses`
+    generates looks the fields up each time, which took longer than everything else in a message of
+    requests."""
     return _getter(type(self))(self)
 
 
@@ -115,7 +126,7 @@ def _set_field_values(self: Any, values: tuple[Any, ...]) -> None:
 
 
 class StopReason(StrEnum):
-    """Why generation ended. Written where it ended, never guessed from ids."""
+    """Why generation ended, as recorded by the engine; it is never guessed from ids."""
 
     EOS = "eos"
     """An end-of-sequence or stop id was sampled; it is the last token of the completion."""
@@ -128,7 +139,10 @@ class StopReason(StrEnum):
     ERROR = "error"
     """No engine can serve the request; `Completion.error` says why."""
     MAX_TURNS = "max_turns"
-    """Of an episode alone: it had all its turns, and the environment would have gone on."""
+    """Only for episodes: all turns were used, and the environment had not ended the episode; or it
+    has cut the episode at a limit of its own."""
+    DEADLINE = "deadline"
+    """Only for episodes: the time for it was over (`env.episode_timeout_s`)."""
 
 
 class FailureKind(StrEnum):
@@ -146,7 +160,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The distribution a request samples from, and when it ends."""
+    """The sampling distribution of a request and its stop conditions."""
 
     __getstate__, __setstate__ = _field_values, _set_field_values
 
@@ -180,13 +194,16 @@ class Prompt:
     """Ground truth handed to the rewards."""
     task: str = "default"
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The columns of the row; that of the answer holds what `answer_pattern` took out of it."""
+    """The columns of the row; the answer's column has what `answer_pattern` extracted."""
     unrendered: str | list[Message] = ""
-    """The prompt as the row has it: text or messages, before any template."""
+    """The prompt in the row: text or messages, before any template."""
     raw_answer: Any = None
-    """The answer as the row has it, before it is made a text."""
+    """The answer in the row, before it is converted to text."""
     messages: tuple[Message, ...] = ()
-    """What the chat template rendered, where an environment may add to it; else empty."""
+    """The messages that the chat template rendered, where an environment may append to them; else
+    empty."""
+    model_input: ModelInput = TEXT
+    """Inputs of the model besides the ids, such as images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +216,11 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
-    """Lower goes first; resumed samples are put before fresh ones."""
+    """Lower values are admitted first; resumed samples come before new ones."""
     resumed: Completion | None = None
-    """Tokens sampled earlier (a partial rollout); generation goes on after them."""
+    """Tokens sampled earlier (a partial rollout); generation continues after them."""
+    model_input: ModelInput = TEXT
+    """Inputs of the model besides the prompt's ids, such as images."""
 
 
 class PerToken(_Array):
@@ -225,7 +244,7 @@ class PerToken(_Array):
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> tuple[Any, ...]:
-        # Bytes of the message itself, where that can be: they are copied once.
+        # Protocol 5 may send the array's own buffer, so that its bytes are copied once.
         values = PickleBuffer(self) if int(protocol) >= 5 else self.tobytes()
         return PerToken, (self.typecode, values)
 
@@ -234,12 +253,12 @@ class PerToken(_Array):
 
 
 _CODES = {"token_ids": "i", "logprobs": "d", "weight_versions": "i", "loss_mask": "b"}
-"""How the values of each token are kept: type codes of `array`, which keep every bit."""
+"""Type codes of `array` for the per-token fields; none of them loses a bit."""
 
 
 class _Compact:
-    """Sequences with a value for each token are kept as arrays: in a fifth of the memory of lists,
-    and a tenth of their time between processes."""
+    """Base class that stores per-token fields as arrays: a fifth of the memory of lists, and a
+    tenth of the time to send them to another process."""
 
     __slots__ = ()
 
@@ -251,7 +270,7 @@ class _Compact:
 
 @dataclass(slots=True, kw_only=True)
 class Completion(_Compact):
-    """What an engine sampled for one request. The three arrays are parallel, one entry a token."""
+    """What an engine sampled for one request. The first three sequences have one entry a token."""
 
     request_id: str
     token_ids: MutableSequence[int]
@@ -265,30 +284,30 @@ class Completion(_Compact):
     error: str = ""
     """With stop reason `error`, why no engine can serve the request."""
     text: str | None = None
-    """The tokens decoded, where the process of the engine has done it."""
+    """The decoded tokens, where the engine's process has decoded them."""
     routes: Routes | None = None
-    """Of the prompt and these tokens, from the first on: each as it was when what follows it was
-    sampled. The last one has none. None where the engine records none."""
+    """Routes of the prompt and of these tokens, recorded when the next token was sampled; so the
+    last token has none. None where the engine records no routes."""
 
     @classmethod
     def as_submitted(cls, request: Request, stop_reason: StopReason, error: str = "") -> Completion:
-        """What a request has that no engine has worked on: nothing, or its resumed tokens."""
-        had = request.resumed
+        """The completion of a request that no engine worked on: its resumed tokens, or none."""
+        resumed = request.resumed
         return cls(
             request_id=request.id,
-            token_ids=had.token_ids if had else [],
-            logprobs=had.logprobs if had else [],
-            weight_versions=had.weight_versions if had else [],
+            token_ids=resumed.token_ids if resumed else [],
+            logprobs=resumed.logprobs if resumed else [],
+            weight_versions=resumed.weight_versions if resumed else [],
             stop_reason=stop_reason,
-            num_cached_tokens=had.num_cached_tokens if had else 0,
-            routes=had.routes if had else None,
+            num_cached_tokens=resumed.num_cached_tokens if resumed else 0,
+            routes=resumed.routes if resumed else None,
             error=error,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A score and the parts it is the weighted sum of."""
+    """The reward of a sample: a weighted sum of the scores in `parts`."""
 
     __getstate__, __setstate__ = _field_values, _set_field_values
 
@@ -298,42 +317,75 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment says to a turn that does not end the episode."""
+    """The environment's answer to a turn that does not end the episode."""
 
     content: str | Sequence[Message] = ""
-    """A text, which becomes a message of `role`, or whole messages, rendered by the chat template.
-    Where prompts are rendered without one, the text as it is."""
+    """A text, which becomes a message of `role`, or messages; both are rendered by the chat
+    template. Without a chat template the text is appended unchanged."""
     role: str | None = "user"
-    """Of the message that a text becomes; None: the text is appended as it is, and the policy
-    goes on in the same message."""
+    """Role of the message that a text becomes. None: the text is appended unchanged, and the policy
+    continues in the same message."""
     _: KW_ONLY
     token_ids: tuple[int, ...] = ()
-    """Appended as they are, in place of `content`."""
+    """Token ids to append unchanged, in place of `content`."""
     reward: float = 0.0
-    """Of the turn that this answers; an episode's reward is the sum."""
+    """Reward of the turn that this answers; the rewards of all turns are added."""
     max_tokens: int | None = None
     """Longest next turn, in tokens; None: what is left of the episode."""
     stop: tuple[str, ...] = ()
-    """Texts that end the next turn; none: those of the first turn."""
+    """Stop strings of the next turn; empty: those of the first turn."""
     state: Any = None
-    """JSON values that the next call gets; None: what they were."""
+    """JSON values for the next call, as `Episode.state`; None keeps the last ones."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """What the policy sampled at one go, and what the environment added behind it."""
+    """One turn of the policy, and the observation that follows it."""
 
     start: int
-    """Position in `Sample.token_ids` of its first token."""
+    """Index in `token_ids`, of the sample or the branch, of the turn's first token."""
     end: int
-    """Position behind its last token; what was added lies between it and the next turn."""
+    """Index after the turn's last token; the observation lies between it and the next turn."""
     text: str
     stop_reason: StopReason
+    ended_by: str = ""
+    """Text of the token that ended it, which `text` leaves out."""
     observed: str = ""
-    """The text added behind the policy's; with a chat template from the end of the message on."""
+    """Text of the observation; with a chat template it starts with the end of the policy's
+    message."""
     messages: tuple[Message, ...] = ()
-    """Those among it."""
+    """Messages of the observation."""
     reward: float = 0.0
+    policy_s: float | None = field(default=None, compare=False)
+    """Seconds from the last submission of the turn's request to its end, with waiting for the
+    engine. None: not measured."""
+    env_s: float | None = field(default=None, compare=False)
+    """Seconds that a worker took for the answer of the environment, and for scores where that ended
+    the episode. None: there is no environment, or it has not answered."""
+
+
+_CUT = frozenset({StopReason.LENGTH, StopReason.MAX_TURNS, StopReason.DEADLINE})
+
+
+@dataclass(slots=True, kw_only=True)
+class Branch(_Compact):
+    """One path of an episode whose history was rewritten: a context, and the tokens after it.
+
+    The context ends where the path samples its first token that no earlier path has. Per-token
+    fields have one entry for each token after the context, as in `Sample`.
+    """
+
+    prompt_ids: tuple[int, ...]
+    """The context: all tokens before `token_ids`, whoever sampled them."""
+    token_ids: MutableSequence[int]
+    logprobs: MutableSequence[float]
+    weight_versions: MutableSequence[int]
+    loss_mask: MutableSequence[bool]
+    turns: list[Turn] = field(default_factory=list[Turn])
+    routes: Routes | None = None
+    """Routes of the context and of the tokens, as in `Completion`, as far as they are known."""
+    model_input: ModelInput = TEXT
+    """Inputs of the model besides the ids, such as images."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -344,10 +396,18 @@ class Sample(_Compact):
     environment inserted are part of the episode but masked, with log-probability 0 and weight
     version `NOT_SAMPLED`. `len(token_ids) == len(logprobs) == len(weight_versions) ==
     len(loss_mask)` at all times.
+
+    An episode whose history was rewritten has several paths: `branches`, and the last one, which is
+    in the sample's own fields. A token that an earlier path has sampled is context in a later one,
+    which has it in its prompt, or masks it as it masks what an environment inserted. So each
+    sampled token has a log-probability, a version and a true entry of `loss_mask` in one path
+    alone.
     """
 
     id: str
     prompt: Prompt
+    """The prompt of the group, or one of the sample's own with the same id, such as a prompt to
+    which an environment has added its opening, or the context of a rewritten history."""
     index: int
     """Position in the group, 0 <= index < n."""
     token_ids: MutableSequence[int]
@@ -355,32 +415,68 @@ class Sample(_Compact):
     weight_versions: MutableSequence[int]
     loss_mask: MutableSequence[bool]
     stop_reason: StopReason
-    """Of the last turn, or the limit that ended the episode."""
+    """Stop reason of the last turn, or the limit that ended the episode."""
     text: str = ""
     """The decoded completion, for rewards and people; never re-encoded."""
     turns: list[Turn] = field(default_factory=list[Turn])
     routes: Routes | None = None
-    """Of the prompt and the tokens, as far as they are known, as of a `Completion`."""
+    """Routes of the prompt and of the tokens, as in `Completion`, as far as they are known."""
+    branches: list[Branch] = field(default_factory=list[Branch])
+    """Earlier paths, which were abandoned, in the order in which they were sampled."""
     seed: int = 0
-    """For the environment; equal in all samples of a group."""
+    """Seed for the environment; equal in all samples of a group."""
     state: Any = None
-    """The environment's, JSON values."""
+    """State of the environment, JSON values."""
     must_end: bool = True
-    """No turn or token is left, or it has failed: there is only a score to come."""
+    """No turn or token is left, or the sample has failed: only a score can follow."""
+    attempt: int = 0
+    """Number of earlier attempts at this episode, whose sessions were lost."""
     observation: Observation | None = None
-    """What the environment has just answered, on the way to the next turn."""
+    """The environment's last answer, until the next turn is requested."""
     reward: Reward | None = None
     failure: FailureKind | None = None
     failure_detail: str = ""
 
     @property
     def truncated(self) -> bool:
-        return self.stop_reason in (StopReason.LENGTH, StopReason.MAX_TURNS)
+        return self.stop_reason in _CUT
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled, whether they are trained or masked."""
-        return len(self.weight_versions) - self.weight_versions.count(NOT_SAMPLED)
+        """Tokens that the policy sampled on all paths, whether they are trained or masked."""
+        versions = [path.weight_versions for path in (self, *self.branches)]
+        return sum(len(own) - own.count(NOT_SAMPLED) for own in versions)
+
+    @property
+    def opening_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens before the first token that was sampled."""
+        return self.branches[0].prompt_ids if self.branches else self.prompt.token_ids
+
+    @property
+    def paths(self) -> dict[str, Branch]:
+        """All paths in the order in which they were sampled, by the ids of their rows: `<id>#1`,
+        `<id>#2` and so on for the branches, and `<id>` for the last one, whose values are the
+        sample's own."""
+        last = Branch(
+            prompt_ids=self.prompt.token_ids,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            weight_versions=self.weight_versions,
+            loss_mask=self.loss_mask,
+            turns=self.turns,
+            routes=self.routes,
+            model_input=self.prompt.model_input,
+        )
+        earlier = {f"{self.id}#{n}": branch for n, branch in enumerate(self.branches, start=1)}
+        return {**earlier, self.id: last}
+
+    @property
+    def trained_paths(self) -> dict[str, Branch]:
+        """The `paths` that become rows: those with a trained token, or the last one where no path
+        has any."""
+        paths = self.paths
+        trained = {name: path for name, path in paths.items() if any(path.loss_mask)}
+        return trained or {self.id: paths[self.id]}
 
     @property
     def valid(self) -> bool:
@@ -402,10 +498,10 @@ class Group:
 
 
 Extent = Literal["trained", "token", "row"]
-"""What a column has a value for: each trained token (N), each token (T), or the row as a whole."""
+"""Whether a column has one value for each trained token (N), for each token (T), or for the row."""
 
 LossExtent = Literal["trained", "row", "unit"]
-"""What an objective gives a value for."""
+"""Whether an objective has one loss value for each trained token, row or unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +514,7 @@ class Column:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One token sequence to train on, and what the loss needs for it.
+    """One token sequence to train on, with the columns that the loss needs.
 
     `loss_mask` covers all T tokens; entry t says whether token t is trained, so `loss_mask[0]` is
     always False. N tokens are trained.
@@ -426,16 +522,22 @@ class Row:
 
     id: str
     group_id: str = ""
-    """Group the row came from; rows of one group share every mini-batch."""
+    """Group of the row; rows of one group share every mini-batch."""
     unit: str = ""
-    """Rows of one unit, such as the two of a preference, share a micro-batch; they are of one
-    group. Empty: the row is one by itself."""
+    """Rows of one unit, such as the two of a preference, belong to one group and share a
+    micro-batch. Empty: the row is a unit by itself."""
+    episode: str = ""
+    """Rows of one episode, the paths of one sample, belong to one group and count as one sequence
+    with all of their trained tokens. Empty: the row is an episode by itself."""
     token_ids: list[int]
     loss_mask: list[bool]
+    model_input: ModelInput = TEXT
+    """Inputs of the model besides the ids, such as images."""
     columns: dict[str, Column] = field(default_factory=dict[str, Column])
-    """`advantages`, `staleness` (int32 updates since the oldest weights behind a token), and
-    `<output>/<who>`: `logprobs/engine` as sampled, `logprobs/policy` before the update,
-    `logprobs/reference`; after it `entropy/policy` of some rows, for people."""
+    """Columns by name: `advantages`; `staleness` (int32, updates since the oldest weights that
+    influenced a token); and `<output>/<role>`, such as `logprobs/engine` (as sampled),
+    `logprobs/policy` (before the update), `logprobs/reference`, and `entropy/policy` (after the
+    update, of some rows, for the report)."""
 
     @property
     def num_tokens(self) -> int:
@@ -446,7 +548,7 @@ class Row:
         return sum(self.loss_mask)
 
     def column(self, name: str) -> Tensor:
-        """The values of a column. Raises KeyError naming those that the row has."""
+        """The values of a column. Raises KeyError with the names of the row's columns."""
         if name not in self.columns:
             raise KeyError(f"row {self.id!r} has no column {name!r}, only {sorted(self.columns)}")
         return self.columns[name].values
@@ -454,14 +556,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two completions of a prompt, the chosen one first, or one that is good or not: rows whose
-    completions, with their end tokens, are trained."""
+    """A pair of completions of one prompt, the chosen one first, or a single completion with a
+    label. In each row the completion with its end token is trained."""
 
     id: str
     rows: tuple[Row, ...]
     labels: tuple[bool, ...]
     margin: float = 0.0
-    """Of a pair, by how much the chosen one's reward should exceed the other's."""
+    """For a pair: by how much the reward of the chosen completion should exceed the other's."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -470,15 +572,16 @@ class Preference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedKeys:
-    """The keys of packed sequences some of which begin with tokens of another one: K in all, T of
-    them different. What a sequence has packed itself are the last of its keys."""
+    """The attention keys of packed sequences, some of which share leading tokens with another one:
+    K keys in all, of T distinct tokens. The tokens that a sequence has packed itself are its last
+    keys."""
 
     index: Tensor  # [K] int64 into [T]: the token of each key, one sequence after the other
     cu_seqlens: Tensor  # [S + 1] int32, borders of sequences among the keys
     max_seqlen: int
     lengths: tuple[int, ...]  # [S] host copy of the differences of cu_seqlens
-    uses: Tensor  # [K] int32 into [K]: the keys of the first token, then those of the second, ...
-    uses_starts: Tensor  # [T + 1] int32: where those of each token begin among `uses`
+    uses: Tensor  # [K] int32 into [K]: all keys of token 0, then those of token 1, ...
+    uses_starts: Tensor  # [T + 1] int32: start of each token's keys in `uses`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -486,12 +589,12 @@ class MicroBatch:
     """Several rows laid end to end: one forward pass, no padding anywhere.
 
     T tokens, S sequences, N trained tokens, U units. A trained token at position t is predicted by
-    the hidden state at t - 1, so `predict_index` holds where t - 1 lies and `labels` the id at t.
-    With `keys` rows may lack their leading tokens, which another row has.
+    the hidden state at t - 1: `predict_index` is the packed index of t - 1, and `labels` the id at
+    t. With `keys`, rows may leave out leading tokens that another row has.
     """
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, within the sequence
+    position_ids: Tensor  # [T] int64, within the sequence; [A, T] where the model has several axes
     cu_seqlens: Tensor  # [S + 1] int32, borders of sequences
     max_seqlen: int
     keys: PackedKeys | None = None
@@ -503,7 +606,7 @@ class MicroBatch:
     weights: Tensor  # [N], [S] or [U] float32 as `Objective.per` says; over one optimizer step they
     # carry the whole normalisation
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Any])
-    """Of the rows end to end: [N, ...], [T, ...] or [S, ...]."""
+    """The rows' columns, concatenated: [N, ...], [T, ...] or [S, ...]."""
     ids: tuple[str, ...] = ()  # [S] row ids
     lengths: tuple[int, ...] = ()  # [S] host copy of the differences of cu_seqlens
 
@@ -516,7 +619,7 @@ class MicroBatch:
         return int(self.input_ids.shape[0])
 
     def column(self, name: str) -> Tensor:
-        """A column of the rows. Raises KeyError naming those that they have."""
+        """A column of the rows. Raises KeyError with the names of their columns."""
         if name not in self.columns:
             raise KeyError(f"the rows have no column {name!r}, only {sorted(self.columns)}")
         return self.columns[name]
@@ -524,7 +627,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot of an engine; counters run since the engine was made."""
+    """A snapshot of an engine; counters start when the engine is made."""
 
     __getstate__, __setstate__ = _field_values, _set_field_values
 
@@ -533,9 +636,9 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1."""
     kv_cache_bytes: int = 0
-    """Of all blocks; 0 where the engine does not say."""
+    """Size of all KV blocks; 0 where the engine does not report it."""
     weight_bytes: int = 0
-    """Of its own parameters; 0 where they are the trainer's."""
+    """Size of the engine's own parameters; 0 where it shares the trainer's."""
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -545,18 +648,18 @@ class EngineStats:
     busy_s: float = 0.0
     """Seconds spent inside `step`."""
     num_first_tokens: int = 0
-    """Requests whose first token is known."""
+    """Requests whose first token has been sampled."""
     num_lost: int = 0
-    """Of a pool, engines that were lost, in whose place another one starts."""
+    """For a pool of engines: lost engines, each of which is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One line of a weight manifest."""
+    """The entry of one tensor in a weight manifest."""
 
     shape: tuple[int, ...]
     dtype: str
-    """As exported to the engine, for example `bfloat16`."""
+    """The dtype exported to the engine, for example `bfloat16`."""
     checksum: int
     """Position-dependent 64-bit sum over the exported bits."""
     tied_to: str | None = None
@@ -565,18 +668,18 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Everything a weight sync must deliver: version and one record a tensor."""
+    """What a weight sync must deliver: a version, and a record for each tensor."""
 
     version: int
     tensors: Mapping[str, TensorRecord]
 
 
 class EngineLostError(RuntimeError):
-    """An engine of other threads or processes has ended, or must be taken to have: its requests and
-    its weights are gone."""
+    """An engine in another thread or process has ended or no longer answers: its requests and
+    weights are gone."""
 
     def __init__(self, engine: str, cause: str) -> None:
-        super().__init__(engine, cause)  # what pickle makes it of again
+        super().__init__(engine, cause)  # pickle restores the error from these arguments
         self.engine = engine
         self.cause = cause
 
@@ -585,7 +688,7 @@ class EngineLostError(RuntimeError):
 
 
 class SamplingEngine(Protocol):
-    """Samples completions: what rollouts need of an engine."""
+    """The part of an engine that rollouts need: it samples completions."""
 
     @property
     def weight_version(self) -> int: ...
@@ -599,7 +702,7 @@ class SamplingEngine(Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
-        """Withdraw requests and return what they had, with stop reason `abort`."""
+        """Withdraw requests and return their tokens so far, with stop reason `abort`."""
         ...
 
     @property
@@ -609,20 +712,20 @@ class SamplingEngine(Protocol):
 
 
 class Engine(SamplingEngine, Protocol):
-    """An engine in this process. `step` is driven by the caller; nothing runs behind its back."""
+    """An engine in this process. The caller drives it with `step`; it has no thread of its own."""
 
     @property
     def needs_weights(self) -> bool:
-        """Whether it can sample only once a sync has delivered weights: it has slept without."""
+        """Whether a sync must deliver weights before it can sample: its sleep has freed them."""
         ...
 
     def sleep(self) -> None:
-        """Free the KV cache, and weights that the engine may forget. Legal only while nothing is
-        running."""
+        """Free the KV cache, and the weights where a sync delivers them again. Legal only while no
+        request is running."""
         ...
 
     def wake(self) -> None:
-        """Allocate again what was freed. Legal only while asleep."""
+        """Allocate again what `sleep` freed. Legal only while asleep."""
         ...
 
     def begin_sync(self) -> None:
@@ -630,16 +733,23 @@ class Engine(SamplingEngine, Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors the engine samples with, under Hugging Face names."""
+        """The tensors the engine samples with, under Hugging Face names; on the meta device where
+        they are in another process."""
         ...
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a full weight that this engine holds, in the form in which it does: a view,
-        the tensor itself, or one of its own."""
+        """This engine's shard of a whole weight, in the engine's layout: a view, the tensor itself,
+        or a new tensor."""
+        ...
+
+    def write(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> int:
+        """Copy shards of weights, each (target, source), into tensors of `named_weights`; return
+        the bytes written. A target on the meta device is a tensor of another process, to which the
+        engine sends the source."""
         ...
 
     def finish_sync(self, manifest: WeightManifest) -> None:
-        """Compare the engine's own tensors with the manifest; adopt its version, drop stale KV.
+        """Compare the engine's tensors with the manifest, adopt its version and drop stale KV.
 
         Raises RuntimeError naming missing, unexpected and different tensors.
         """
@@ -647,14 +757,14 @@ class Engine(SamplingEngine, Protocol):
 
 
 class Trainer(Protocol):
-    """Holds the policy being trained."""
+    """The trainer of the policy."""
 
     def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probability of each row's trained tokens, [N_i] float32 on the CPU."""
+        """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU."""
         ...
 
     def update(self, rows: Sequence[Row]) -> Mapping[str, Any]:
-        """Train on the rows: mini-batches and epochs as configured. Returns metrics."""
+        """Train on the rows, in the configured mini-batches and epochs. Returns metrics."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

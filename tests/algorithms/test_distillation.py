@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hone.algorithms.advantages import ADVANTAGES, EstimatorName
+from hone.algorithms.advantages import ADVANTAGES, EstimatorName, ScoredSample
 from hone.algorithms.distillation import Distillation, DivergenceObjective, DivergingFromTeacher
 from hone.algorithms.divergences import DIVERGENCES
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig, TeacherConfig
+from hone.algorithms.settings import AlgorithmConfig, TeacherConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.collating import collate
 from hone.types import Column, Row, StopReason
@@ -47,11 +47,8 @@ def test_advantages_are_their_definition(reward_coef: float, advantage: Estimato
     kl = [p - t for of_row, scored in zip(POLICY, TEACHER, strict=True)
           for p, t in zip(of_row, scored, strict=True)]  # fmt: skip
     mean = sum(kl) / len(kl)
-    cfg = AlgorithmConfig.model_validate({"advantage": advantage})
-    plain = Distillation(cfg, TeacherConfig(path="t", reward_coef=1.0), max_completion_tokens=8)
-    batch = [group_of(rewards, MASK, StopReason.EOS)]
-    scored = plain._scored(plain.rows(batch, 0), batch)  # pyright: ignore[reportPrivateUsage]
-    earned = torch.cat(ADVANTAGES[advantage].estimate(scored)[0]).tolist()
+    sequences = [ScoredSample(reward, torch.zeros(sum(MASK))) for reward in rewards]
+    earned = torch.cat(ADVANTAGES[advantage].estimate([sequences])[0]).tolist()
     expected = [mean - k + reward_coef * a for k, a in zip(kl, earned, strict=True)]
     own = torch.cat([row.column("advantages") for row in rows])
     assert own.tolist() == pytest.approx(expected, abs=1e-6)

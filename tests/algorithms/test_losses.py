@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import get_args
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hone.algorithms.aggregation import AGGREGATIONS, Aggregation
 from hone.algorithms.corrections import CORRECTIONS, CorrectionKind
 from hone.algorithms.losses import LOSSES, LossInputs, LossName
-from hone.config.algorithm import AlgorithmConfig
+from hone.algorithms.settings import AlgorithmConfig
 from tests.tables import table
 
 LENGTHS = [1, 5, 2, 9]
@@ -41,6 +42,15 @@ def by_hand(name: str, inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[list[f
     members = {s: [t for t, owner in enumerate(seq) if owner == s] for s in set(seq)}
     low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
     for t in range(len(lp)):
+        if name == "gmpo":
+            tokens = members[seq[t]]
+            ratios = {i: math.exp(lp[i] - old[i]) for i in tokens}
+            cut = {i: min(r, high) if adv[i] > 0 else max(r, low) for i, r in ratios.items()}
+            mean = math.prod(cut.values()) ** (1 / len(tokens))
+            values.append(-mean * adv[t])
+            for i in tokens:
+                grads[i] -= mean * adv[t] / len(tokens) if cut[i] == ratios[i] else 0.0
+            continue
         if name == "gspo":
             tokens = members[seq[t]]
             ratio = math.exp(sum(lp[i] - old[i] for i in tokens) / len(tokens))
@@ -72,7 +82,13 @@ def by_hand(name: str, inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[list[f
 @table("name", get_args(LossName))
 @table(
     "options",
-    [{}, {"clip_low": 0.1, "clip_high": 0.3}, {"dual_clip": 1.5}, {"clip_low": 3e-2}],
+    [
+        {},
+        {"clip_low": 0.1, "clip_high": 0.3},
+        {"dual_clip": 1.5},
+        {"clip_low": 3e-2},
+        {"clip_low": 1.0},
+    ],
 )
 def test_loss_equals_its_equation(name: LossName, options: dict[str, float]) -> None:
     cfg = AlgorithmConfig.model_validate({"loss": name, **options})
@@ -90,12 +106,20 @@ def test_on_policy_gradient_is_reinforce(name: LossName) -> None:
     inputs = random_inputs(1, spread=0.0)
     terms = LOSSES[name](inputs, AlgorithmConfig())
     (grad,) = torch.autograd.grad(terms.values.sum(), inputs.logprobs)
-    if name == "gspo":  # every token of a sequence shares its mean advantage
+    if name in ("gmpo", "gspo"):  # every token of a sequence shares its mean advantage
         expected = torch.cat([-a.mean().expand(len(a)) for a in inputs.advantages.split(LENGTHS)])
     else:
         expected = -inputs.advantages
     torch.testing.assert_close(grad, expected)
     assert not terms.clipped.any()
+
+
+def test_a_token_that_gmpo_cuts_loses_its_own_gradient_alone() -> None:
+    inputs = random_inputs(3)
+    terms = LOSSES["gmpo"](inputs, AlgorithmConfig())
+    (grad,) = torch.autograd.grad(terms.values.sum(), inputs.logprobs)
+    assert terms.clipped.tolist() == (grad == 0).tolist()
+    assert any(0 < int(cut.sum()) < len(cut) for cut in terms.clipped.split(LENGTHS))
 
 
 @table("name", get_args(LossName))
@@ -107,9 +131,11 @@ def test_huge_log_ratio_stays_finite(name: LossName) -> None:
     assert torch.isfinite(grad).all()
 
 
-def correction_by_hand(kind: str, log_ratio: list[float], low: float, high: float) -> list[float]:
+def correction_by_hand(
+    kind: str, log_ratio: list[float], low: float, high: float, lengths: Sequence[int] = LENGTHS
+) -> list[float]:
     out, start = [], 0
-    for n in LENGTHS:
+    for n in lengths:
         tokens = log_ratio[start : start + n]
         start += n
         mean = math.exp(sum(tokens) / n)

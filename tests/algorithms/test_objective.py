@@ -10,7 +10,7 @@ import torch
 
 from hone.algorithms.algorithm import Outputs
 from hone.algorithms.objective import PolicyObjective, policy_objective
-from hone.config.algorithm import AlgorithmConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.observe.metrics import to_scalars
 from hone.types import MicroBatch
 from tests.tables import table

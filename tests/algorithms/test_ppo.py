@@ -16,7 +16,7 @@ from hone.algorithms.ppo import (
     ValueObjective,
     _value_metrics,  # pyright: ignore[reportPrivateUsage]
 )
-from hone.config.algorithm import AlgorithmConfig, CriticConfig
+from hone.algorithms.settings import AlgorithmConfig, CriticConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.collating import collate
 from hone.types import Column, Group, Prompt, Reward, Row, Sample, StopReason

@@ -18,11 +18,11 @@ from torch import Tensor
 from hone.algorithms.preferences.dpo import DPO, PairObjective
 from hone.algorithms.preferences.kto import KTO, mismatched
 from hone.algorithms.preferences.losses import LOSSES, SFT_WEIGHT, Pairs, kto
-from hone.config.preference import REFERENCE_FREE, PairLossName, PreferenceConfig
-from hone.config.trainer import SFTTrainerConfig
+from hone.algorithms.settings import REFERENCE_FREE, PairLossName, PreferenceConfig
 from hone.observe.metrics import to_scalars
+from hone.trainer.frozen import FrozenScorer
 from hone.trainer.models import Models
-from hone.trainer.scorer import FrozenScorer
+from hone.trainer.settings import SFTTrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Preference, Row
 from tests.tables import table

@@ -23,11 +23,11 @@ from hone.algorithms.preferences.reward_model import (
     bradley_terry,
     valued_at_end,
 )
+from hone.algorithms.settings import BradleyTerryConfig
 from hone.attention import ATTENTION_NAME
-from hone.config.preference import BradleyTerryConfig
-from hone.config.trainer import SFTTrainerConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.models import Models
+from hone.trainer.settings import SFTTrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Preference, Row
 from tests.algorithms.test_preferences import CUTS

@@ -22,7 +22,7 @@ import yaml
 from datasets import Dataset
 
 import hone
-from hone.config.algorithm import AlgorithmConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.config.run import RunConfig
 from hone.data.given import given_rows
 from hone.loops.launch import lock_run_dir
@@ -296,7 +296,9 @@ def test_columns_of_one_name_are_refused() -> None:
 
 
 def test_an_infinite_number_is_no_missing_value() -> None:
-    with pytest.raises(hone.UserError, match="data, row 2, column 'n' holds inf, which JSON has"):
+    with pytest.raises(
+        hone.UserError, match="data, row 2, column 'n' holds inf, which JSON cannot"
+    ):
         given_rows([{"n": math.nan}, {"n": math.inf}], "data")
 
 

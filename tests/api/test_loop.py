@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hone
 from hone.cli import quickstart
 from hone.cli.main import main
+from tests.test_imports import loaded_by_example
 from tests.tiny_runs import write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +74,36 @@ def test_the_loop_learns_and_saves_what_transformers_loads(
     ids = tokenizer("1+1=", return_tensors="pt").input_ids
     greedy = trained.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
     assert even(tokenizer.decode(greedy, skip_special_tokens=True)) > 0.5
+
+
+def test_the_loop_executes_nothing_of_hone_that_is_not_counted(
+    loop: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What functions import when they are called is not in the count of what a loop loads: it is
+    for features that a plain run does not use."""
+    write_inputs(Path("runs/quickstart"))
+    small = {"STEPS": 1, "PROMPTS_PER_STEP": 2, "SAMPLES_PER_PROMPT": 2}
+    for name, value in {**small, "MODEL": "runs/quickstart/model"}.items():
+        monkeypatch.setattr(loop, name, value)
+    executed: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        executed.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        run(loop, capsys)
+    finally:
+        sys.setprofile(None)
+    root = Path(hone.__file__).parent
+    modules = {
+        ".".join(("hone", *Path(file).relative_to(root).with_suffix("").parts))
+        for file in executed
+        if Path(file).is_relative_to(root)
+    }
+    counted = loaded_by_example()
+    assert "hone.engine.model_runner" in modules
+    assert not {name.removesuffix(".__init__") for name in modules} - counted.keys()
 
 
 @pytest.mark.slow

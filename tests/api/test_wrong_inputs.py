@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import hone
-from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
+from hone.rewards.settings import RewardConfig
 from tests.api.own_functions import Missing, raising, zero
 from tests.tables import table
 from tests.tiny_runs import lines, write_inputs
@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "needs what is not there": (rl(reward=lambda completion, levle: 1.0), "needs 'levle'"),
     "needs what verl does not give": (
         rl(reward=lambda solution_str, ground_truth, level: 1.0),
-        "needs 'level' beside",
+        "and also needs 'level': give it a default",
     ),
     "of two shapes": (rl(reward=lambda completion, completions: 1.0), "keep one of them"),
     "args that it does not take": (
@@ -164,7 +164,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         rl(data=[{"instruction": "a", "input": "b"}]),
         "may be in any of the columns input, instruction",
     ),
-    "a row that holds itself": (rl(data=[OWN]), "data, row 1 holds itself; leave that column out"),
+    "a row that holds itself": (
+        rl(data=[OWN]),
+        "data, row 1 contains itself; leave that column out",
+    ),
     "half a character": (rl(data=[{"prompt": "\ud800"}]), "row 1, column 'prompt' holds .*decode"),
     "prompts of null": (
         rl(data=[{"prompt": None, "answer": "1"}]),
@@ -196,7 +199,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         rl(env={"path": Missing()}),
         "env.path: got <.*; allowed: text",
     ),
-    "an environment without step": (rl(env={"path": Missing}), "has no method `step`"),
+    "an environment without step": (rl(env={"path": Missing}), "is no environment: it has no"),
     "generate without data": (lambda: hone.generate(model={"path": "model"}), "data.train"),
     "evaluate an RL section": (
         lambda: hone.evaluate(model={"path": "model"}, data=ROWS, rollout={}),

@@ -14,12 +14,14 @@ import torch
 
 from hone.attention import blocks, flash
 from hone.attention.blocks import AttentionBlock, merge
-from hone.attention.context_parallel import _ring_plan, padded_tokens, token_ranges
-from hone.config.parallel import ulysses_problem
+from hone.attention.context_parallel import _ring_plan
+from hone.attention.token_shares import padded_tokens, token_ranges
 from hone.config.plan import Devices, resolve
-from hone.config.rules import Finding, findings
+from hone.config.rules.finding import Finding
 from hone.config.tree import SFTConfig
+from hone.distributed.settings import ulysses_problem
 from hone.families.model_facts import ModelFacts
+from hone.rules import findings
 from tests.tables import table
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ import torch
 
 from hone import flash4 as known
 from hone.attention import PackedContext, backends, flash4
-from hone.config.model import ModelConfig
 from hone.errors import UserError
 from hone.models.load import require_attention
+from hone.models.settings import ModelConfig
 from tests.attention.twin import attend_packed
 from tests.tables import table
 

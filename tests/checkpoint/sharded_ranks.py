@@ -22,17 +22,17 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AutoTokenizer
 
+from hone.algorithms.settings import AlgorithmConfig
 from hone.checkpoint import export as export_module
 from hone.checkpoint import store as store_module
 from hone.checkpoint.atomic import CheckpointError
 from hone.checkpoint.export import export_hf
 from hone.checkpoint.sharded import laid_out, own_part
 from hone.checkpoint.store import CheckpointStore
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.model import ModelConfig
 from hone.distributed.mesh import Mesh
 from hone.models.load import load_deferred, load_model
 from hone.models.manifest import export_weights
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_tiny_model
 from hone.trainer.gathering import wholes
 
@@ -207,9 +207,7 @@ def main(folder):
         if not torch.equal(taken.full_tensor(), dict(model(None).named_parameters())[name]):
             wrong.append(f"{name} taken")
     found["wrong"] = wrong
-    writers = {
-        piece.file.name for name in ("copies", "other copies") for piece in saved[name].pieces
-    }
+    writers = {part.file.name for name in ("copies", "other copies") for part in saved[name].parts}
     found["writers of copies"] = len(writers)
 
     def refuse(*args):

@@ -20,11 +20,12 @@ from transformers import (
 from hone.checkpoint import export as export_module
 from hone.checkpoint.atomic import CheckpointError, read_manifest
 from hone.checkpoint.export import export_adapter, export_hf, rehearse_export
-from hone.config.model import LoraConfig
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
-from hone.models.adapters import adapt, merged_weights
+from hone.models.adapted import merged_weights
+from hone.models.adapters import adapt
 from hone.models.manifest import export_weights
+from hone.models.settings import LoraConfig
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
 IDS = torch.tensor([[5, 9, 33, 41, 7, 2, 60, 11]])

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hone.checkpoint.atomic import CheckpointError
-from hone.checkpoint.sharded import Piece, Region, StoredTensor, laid_out, own_part
+from hone.checkpoint.sharded import Region, StoredPart, StoredTensor, laid_out, own_part
 from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import split_tree
 
@@ -121,7 +121,7 @@ def test_any_region_is_read_from_any_pieces(tmp_path_factory, case):
         part = Region(tuple(a for a, _ in box), tuple(b - a for a, b in box))
         file = folder / f"{number}.bin"
         file.write_bytes(b"head" + tensor[part.slices].contiguous().numpy().tobytes())
-        pieces.append(Piece(file, 4, part))
+        pieces.append(StoredPart(file, 4, part))
     saved = StoredTensor("w", tensor.shape, tensor.dtype, tuple(pieces))
     assert torch.equal(saved.full(), tensor)
     assert torch.equal(saved.read(region), tensor[region.slices])

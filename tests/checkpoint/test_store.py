@@ -16,7 +16,7 @@ from hone.checkpoint import tree as tree_module
 from hone.checkpoint.atomic import CheckpointError
 from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import in_memory, read_tree, split_tree, write_tree
-from hone.config.parallel import AxisSizes
+from hone.distributed.settings import AxisSizes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 

@@ -15,10 +15,10 @@ import numpy as np
 from hone.config.plan import RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
-from hone.planner.comparison import plan_rates
-from hone.planner.lengths import draw_lengths
 from hone.planner.run_memory import RunMemory
-from hone.planner.simulator import Placement, SimulatedRun, simulate
+from hone.tools.plan.comparison import plan_rates
+from hone.tools.plan.lengths import draw_lengths
+from hone.tools.plan.simulator import Placement, SimulatedRun, simulate
 
 PLAN = re.compile(r"^# Plan for .*\n(?:#   .*\n)+", re.MULTILINE)
 _STEPS = 4

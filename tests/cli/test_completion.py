@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.cli.completion import SHELLS
 from hone.cli.main import COMMANDS, main
+from hone.tools.completion import SHELLS
 from tests.tables import table
 
 CASES: list[tuple[str, set[str], set[str]]] = [
@@ -31,13 +31,17 @@ CASES: list[tuple[str, set[str], set[str]]] = [
     ("hone recipes copy ", {"gsm8k", "dapo-maths"}, {"show"}),
     ("hone completion ", {"bash", "zsh", "fish"}, {"gsm8k"}),
     ("hone check sft --data.max_t", {"--data.max_tokens"}, {"--run.steps"}),
+    ("hone env ", {"try", "check"}, {"gsm8k"}),
+    ("hone env try gs", {"gsm8k"}, {"check"}),
+    ("hone env try gsm8k --r", {"--rows", "--raw", "--rollout.stop"}, {"--trainer.recompute"}),
+    ("hone env check --env.ret", {"--env.retries"}, {"--env.max_turns"}),
     ("hone check --g", {"--gpu"}, {"--json"}),
 ]
 
 
 def script(shell: str, folder: Path) -> Path:
     file = folder / f"hone.{shell}"
-    file.write_text(SHELLS[shell]())
+    file.write_text(SHELLS[shell](COMMANDS))
     return file
 
 

@@ -94,7 +94,7 @@ def test_R22_help_explains_every_key(
 ) -> None:
     text = output(capsys, command, "--help", "all")
     check_help(command, text)
-    assert "default: 64]" in text or command in ("eval", "generate")
+    assert "default: 64]" in text or command in ("eval", "generate", "serve")
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -360,7 +360,7 @@ def test_a_run_says_that_it_loads_torch_before_it_does(
     command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "hone")
-    for module in ("hone.loops", "hone.loops.inference", "hone.loops.generation"):
+    for module in ("hone.loops", "hone.loops.evaluation", "hone.loops.generation"):
         monkeypatch.setitem(sys.modules, module, None)  # would load torch
     for known in (True, False):
         caplog.clear()

@@ -16,11 +16,11 @@ from hone.cli.main import main
 from hone.config import schema
 from hone.config.load import load_config, resolve_recipe
 from hone.config.plan import Devices, resolve
-from hone.config.rules import findings
 from hone.config.tree import PlanConfig, RLConfig
-from hone.planner.comparison import compare, launch_words, run_flags
 from hone.planner.fitting import does_fit
-from hone.planner.simulator import Placement
+from hone.rules import findings
+from hone.tools.plan.comparison import compare, launch_words, run_flags
+from hone.tools.plan.simulator import Placement
 from tests.config import workspace
 from tests.config.workspace import BASE
 from tests.tables import table

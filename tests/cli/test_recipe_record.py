@@ -9,7 +9,7 @@ import pytest
 
 from hone.cli import rl
 from hone.cli.main import main
-from hone.config.rules import Finding
+from hone.config.rules.finding import Finding
 from hone.loops import reinforce
 from hone.loops.run import Outcome
 
@@ -29,7 +29,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.yaml").write_text(RECIPE)
 
-    def run(cfg, make_engines) -> Outcome:
+    def run(cfg, make_engines, *, pages) -> Outcome:
         cfg.run.dir.mkdir(parents=True, exist_ok=True)
         (cfg.run.dir / "config.yaml").touch()
         return Outcome(1)

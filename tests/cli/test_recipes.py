@@ -13,13 +13,13 @@ from hone.cli.main import main
 from hone.config.load import load_config
 from hone.config.plan import Devices, resolve
 from hone.config.recipe import RECIPES, recipe_names, resolve_recipe
-from hone.config.rules import findings
 from hone.config.tree import RLConfig
 from hone.families.model_facts import ModelFacts
 from hone.hardware import known_gpu
 from hone.models.tiny import make_bpe_tokenizer, make_tiny_model
 from hone.planner.fitting import check_gpu_memory
 from hone.recipes.instructions import follows
+from hone.rules import findings
 from tests.config import workspace as files
 from tests.tables import table
 from tests.tiny_runs import lines

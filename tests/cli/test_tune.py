@@ -10,15 +10,14 @@ from statistics import fmean
 
 import pytest
 
-from hone.cli import short_run
 from hone.cli.main import main
-from hone.cli.short_run import OUT_OF_MEMORY, Candidate, Result, ShortRuns
 from hone.cli.tune import Search
 from hone.config.load import load_config
 from hone.config.tree import PlanConfig, RLConfig
 from hone.errors import UserError
 from hone.hardware import known_gpu
-from hone.planner.calibration import Measured, simulated
+from hone.tools.plan.calibration import Measured, simulated
+from hone.tools.plan.short_runs import OUT_OF_MEMORY, Candidate, Result, ShortRuns, failure
 from tests.tables import table
 from tests.tiny_runs import write_inputs
 
@@ -242,7 +241,7 @@ def test_help_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_reasons(log: str, code: int, said: str) -> None:
     Path("log.txt").write_text(log)
-    assert short_run.failure(None, code, Path("log.txt")) == said
+    assert failure(None, code, Path("log.txt")) == said
 
 
 @pytest.mark.slow

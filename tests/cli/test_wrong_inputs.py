@@ -73,7 +73,7 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --rollout.n_samples_per_prompt true", "got True"),
     ("rl r.yaml --trainer.optimizer.lr 1e-6x", "got '1e-6x'"),
     ("rl r.yaml --trainer.optimizer.lr nan", "allowed: number >= 0"),
-    ("rl r.yaml --algorithm.loss ppo", "allowed: one of cispo, gspo, ppo_clip"),
+    ("rl r.yaml --algorithm.loss ppo", "allowed: one of cispo, gmpo, gspo, ppo_clip"),
     ("rl r.yaml --log.to wandb,mlflow", "for example --log.to '[wandb, mlflow]'"),
     ("rl r.yaml --gpu h200", "a flag of `hone check` alone"),
     ("rl r.yaml --actor_rollout_ref.actor.optim.lr 1", "did you mean --trainer.optimizer.lr?"),

@@ -20,6 +20,7 @@ import pytest
 
 from hone.config.load import dump_config
 from hone.config.tree import RLConfig
+from hone.distributed.worker_rank import WorkerSpec
 from hone.errors import UserError
 from hone.observe.resumed_run import newest_step
 from tests.tiny_runs import lines, tiny_config, write_inputs
@@ -27,6 +28,7 @@ from tests.tiny_runs import lines, tiny_config, write_inputs
 pytest.importorskip("ray")
 
 from hone.distributed import ray as on_ray
+from hone.distributed import worker_rank
 
 
 def test_gloo_takes_the_interface_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +105,8 @@ def test_what_an_engine_lacks_is_told_with_its_host(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(on_ray, "network_environment", dict)
     monkeypatch.setattr(socket, "gethostname", lambda: "west")
-    rank = on_ray.EngineRank(cfg, "builds:it", "engine", name="engine 0", rank=0, size=1)
-    monkeypatch.setattr(on_ray, "resolve_name", lambda name: refuse)
+    rank = on_ray.EngineRank(WorkerSpec("engine 0", "engine", 1, "builds:it", cfg), 0)
+    monkeypatch.setattr(worker_rank, "resolve_name", lambda name: refuse)
     with pytest.raises(UserError, match=r"^engine 0 on west: no tokenizer found at model\.path="):
         rank.start(("10.9.0.1", 1), "a key")
 

@@ -7,8 +7,8 @@ makes of a section with other values keeps the place for the values that it keep
 
 The reader is the nearest caller outside `hone.config`: a property of a section is read through, and
 a validator has no such caller. What only looks at settings reads nothing: the loading, the checks
-and their rules, `hone check`, dumps, reports, comparisons with a former run, and plans in a command
-that plans nothing.
+and their rules, `hone check`, dumps, reports, comparisons with a former run, and predictions in a
+command that predicts nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hone.cli import command
 from hone.config.base import Section
 
 LOOKS_ONLY = (
+    "hone.rules:",
     "hone.config.rules",
     "hone.config.load:",
     "hone.config.schema:",
@@ -34,27 +35,28 @@ LOOKS_ONLY = (
     "hone.cli.help:",
     "hone.cli.plan:_as_json",
     "hone.cli.plan:_title",
-    "hone.bench.report:as_json",
-    "hone.bench.report:print_table",
-    "hone.bench.train_report:as_json",
-    "hone.bench.train_report:print_table",
+    "hone.tools.bench.report:as_json",
+    "hone.tools.bench.report:print_table",
+    "hone.tools.bench.train_report:as_json",
+    "hone.tools.bench.train_report:print_table",
     "hone.observe.advice:",
     "hone.observe.kept_result:",
     "hone.observe.resumed_run:",
-    "hone.planner.lines:",
-    "hone.planner.comparison:changed_settings",
-    "hone.planner.comparison:planned_config",
-    "hone.planner.comparison:run_flags",
+    "hone.tools.plan.lines:",
+    "hone.tools.plan.comparison:changed_settings",
+    "hone.tools.plan.comparison:planned_config",
+    "hone.tools.plan.comparison:run_flags",
     # These check settings, and make others of them.
     "hone.planner.fitting:_replaced",
     "hone.planner.fitting:changed",
     "hone.planner.fitting:errors",
     "hone.planner.fitting:rl_config",
-    "hone.planner.fitting:setting",
+    "hone.planner.knobs:setting",
 )
 """Beginnings of `module:function`: what they and those whom they call read is not used in a run."""
-PLANS = ("hone.planner.", "hone.config.plan:")
-"""The same in every command except `hone plan`."""
+PLANS = ("hone.planner.", "hone.tools.plan.")
+"""The same in every command except `hone plan`. What `hone.config.plan` reads builders read off
+roles."""
 _READ_THROUGH = ("hone.config.", "functools:", "contextlib:", f"{__name__}:")
 
 Readers = dict[str, set[str]]

@@ -30,7 +30,7 @@ REFUSED_RUNS = (TOO_LONG,)
 FROM_THE_HUB = (*HUB, *EVAL_HUB)
 NO_EVAL = ("--data.eval=[]", "--eval.every_n_steps=0")
 OTHER_STEPS = ("--trainer.optimizer.schedule=linear", "--trainer.recompute=full", *MUON)
-ENV = ("--env.path=envs.py:Echo",)
+ENV = ("--env.path=envs.py:Live", "--reward.max_failure_rate=1")
 PASSES = ("--eval.pass_function=even",)
 SUPERVISED_RUNS = ((*LORA, *TRACED), (*OTHER_STEPS, *NO_EVAL))
 RUNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -60,6 +60,7 @@ RUNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         (*SCORED, *JUDGE, "--keep=passing", "--n_samples_per_prompt=2"),
         TOO_LONG,
     ),
+    "serve": (),
     "bench engine": (),
     "bench train": (LORA, OTHER_STEPS),
     "plan": (
@@ -83,19 +84,14 @@ class Unread:
 OF_A_GPU = Unread("of a GPU's memory", "src/hone/engine/kv_cache.py", "gpu_memory_utilization")
 REFUSED = Unread("the checks refuse it where no engine samples, and on a CPU", None)
 CARRIED = "which is simulated as it is, and goes into the recipe that is written"
-PARALLEL = "src/hone/config/parallel.py"
-REFERENCE = {
+NO_REFERENCE = {
     f"trainer.parallel.reference_{name}_size": Unread(
-        "of a reference in several processes", PARALLEL, f"reference_{name}_size"
+        "there is no reference, which the checks say", None
     )
     for name in ("ring", "ulysses")
 }
-NO_REFERENCE = {
-    key: Unread("there is no reference, which the checks say", None) for key in REFERENCE
-}
 UNREAD: Mapping[str, Mapping[str, Unread]] = {
     "rl": {
-        **REFERENCE,
         "engine.gpu_memory_utilization": OF_A_GPU,
         "pipeline.in_flight": Unread(
             "after the first rollout of engines apart", "src/hone/rollout/collector.py", "in_flight"
@@ -104,8 +100,8 @@ UNREAD: Mapping[str, Mapping[str, Unread]] = {
         **{
             f"critic.parallel.{name}": Unread(
                 "of a critic in processes of its own: all are taken over together",
-                PARALLEL,
-                "model_dump",
+                "src/hone/config/roles.py",
+                "model_fields",
             )
             for name in (
                 *("zero_stage", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size"),
@@ -114,10 +110,11 @@ UNREAD: Mapping[str, Mapping[str, Unread]] = {
         },
     },
     "sft": {**NO_REFERENCE, "model.exact": REFUSED},
-    "dpo": {**REFERENCE, "model.exact": REFUSED},
+    "dpo": {"model.exact": REFUSED},
     "reward-model": {**NO_REFERENCE, "model.exact": REFUSED},
     "eval": {"engine.gpu_memory_utilization": OF_A_GPU},
     "generate": {"engine.gpu_memory_utilization": OF_A_GPU},
+    "serve": {"engine.gpu_memory_utilization": OF_A_GPU},
     "bench engine": {
         "engine.gpu_memory_utilization": OF_A_GPU,
         "engine.backend": Unread("the checks refuse all but the embedded engine", None),
@@ -125,9 +122,9 @@ UNREAD: Mapping[str, Mapping[str, Unread]] = {
     "bench train": NO_REFERENCE,
     "plan": {
         "algorithm.correction.kind": Unread(
-            f"needed by asynchronous modes, {CARRIED}", "src/hone/planner/comparison.py", "kind"
+            f"needed by asynchronous modes, {CARRIED}", "src/hone/tools/plan/comparison.py", "kind"
         ),
-        "cluster.address": Unread(CARRIED, "src/hone/planner/search.py", "address"),
+        "cluster.address": Unread(CARRIED, "src/hone/tools/plan/search.py", "address"),
         "cluster.num_trainers": Unread(CARRIED, "src/hone/planner/fitting.py", "num_trainers"),
         "cluster.engine_timeout_s": Unread(CARRIED, None),
     },
@@ -212,7 +209,7 @@ def _file_of(module: str) -> str:
 
 COST_S = {
     **{"rl": 2.5, "sft": 1.6, "dpo": 1.6, "reward-model": 1.6, "eval": 1.8},
-    **{"generate": 0.6, "bench engine": 0.5, "bench train": 1.4, "plan": 1.5},
+    **{"generate": 0.6, "serve": 1.0, "bench engine": 0.5, "bench train": 1.4, "plan": 1.5},
 }
 """CPU seconds that the effect of a key takes, in about."""
 BUDGET_S = 30.0

@@ -169,7 +169,7 @@ ROWS = [
     ("dataloader_num_workers", ALWAYS),
     ("sync_ref_model", NOT_YET),
     ("fsdp", "trainer.parallel.zero_stage"),
-    ("tools", "env.path"),
+    ("tools", "env.tools"),
     ("eval_dataset", "data.eval"),
     # of slime and Relax
     ("recompute_granularity", "trainer.recompute"),

@@ -148,6 +148,11 @@ def test_effects_of_generate(walk: Walk) -> None:
 
 
 @pytest.mark.slow
+def test_effects_of_serve(walk: Walk) -> None:
+    check_effects(walk, "serve")
+
+
+@pytest.mark.slow
 def test_effects_of_bench_engine(walk: Walk) -> None:
     check_effects(walk, "bench engine")
 

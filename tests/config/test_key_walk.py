@@ -150,7 +150,7 @@ READS: dict[str, tuple[str, str, tuple[str, ...], set[str]]] = {
     "a validator": ("hone.config.run", "section.eval.every_n_steps", ("pydantic.main",), set()),
     "the loading": ("hone.config.load", "section.eval.every_n_steps", ("hone.cli.rl",), set()),
     "hone check": (LOOP, "section.eval.every_n_steps", ("hone.cli.check",), set()),
-    "a plan": ("hone.planner.search", "section.eval.every_n_steps", ("hone.cli.rl",), set()),
+    "a plan": ("hone.tools.plan.search", "section.eval.every_n_steps", ("hone.cli.rl",), set()),
     "a test": ("tests.config.walk", "section.eval.every_n_steps", (LOOP,), set()),
 }
 
@@ -168,7 +168,9 @@ def test_only_what_a_run_reads_counts() -> None:
         assert {key for key in reads.readers if key in set(leaves(TREES["sft"]))} == keys
 
     check_rows(READS, check)
-    check("hone.planner.search", "section.eval.every_n_steps", ("hone.cli.plan",), {EVERY}, "plan")
+    check(
+        "hone.tools.plan.search", "section.eval.every_n_steps", ("hone.cli.plan",), {EVERY}, "plan"
+    )
 
 
 def test_a_key_that_nobody_reads_is_named(walk: Walks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,12 +183,12 @@ def test_a_key_that_nobody_reads_is_named(walk: Walks, monkeypatch: pytest.Monke
 
 def test_a_note_that_a_key_is_unread_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = "trainer.parallel.reference_ring_size"
-    every = {key: {"hone.loops.run:Run"} for key in ROWS["dpo"]}
-    wrong = unread("dpo", every)
+    every = {key: {"hone.loops.run:Run"} for key in ROWS["sft"]}
+    wrong = unread("sft", every)
     assert f"{ring} is said to be unread, and is read by ['hone.loops.run:Run']" in wrong
     gone = recorded_runs.Unread("no more", "src/hone/loops/run.py", "reference_ring_size")
-    monkeypatch.setitem(recorded_runs.UNREAD, "dpo", {ring: gone, "no.such": gone})
-    wrong = unread("dpo", {key: every[key] for key in every if key != ring})
+    monkeypatch.setitem(recorded_runs.UNREAD, "sft", {ring: gone, "no.such": gone})
+    wrong = unread("sft", {key: every[key] for key in every if key != ring})
     assert wrong == [
         f"{ring} is said to be read in src/hone/loops/run.py, which names no such attribute",
         "no.such is said to be unread, and is no key",
@@ -205,7 +207,7 @@ def test_keys_near_a_change_come_first_and_fit_the_budget() -> None:
     rows = changed_keys("sft", {"tests/config/walk_rows/training.py"}, readers["sft"])
     assert "data.max_tokens" in rows
     assert "trainer.optimizer.lr" in changed_keys("sft", {"tests/config/walk_rows/shared.py"}, {})
-    assert section_file("sft", "data.train.0.path") == "src/hone/config/data.py"
+    assert section_file("sft", "data.train.0.path") == "src/hone/data/settings.py"
     assert section_file("generate", "keep") == "src/hone/config/tree.py"
     chosen, num_left = affordable({"src/hone/loops/run.py"}, readers)
     assert (chosen, num_left) == ([("sft", EVERY)], 0)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hone.config.load import load_config
-from hone.config.plan import BatchArithmetic, Command, Devices, RunPlan, resolve
+from hone.config.plan import BatchArithmetic, Command, Devices, RunPlan, known_models, resolve
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
-from hone.planner.lines import plan_lines
+from hone.tools.plan.lines import plan_lines
 from tests.config.workspace import BASE, CONTEXT
 from tests.tables import table
 
@@ -82,7 +82,8 @@ def planned(cfg: Command, shape: ModelShape | None = None, world_size: int | Non
         facts = ModelFacts(
             context_length=facts.context_length, kv_values_per_token=facts.kv_values_per_token
         )
-    return resolve(cfg, facts, Devices(kind=device), world_size=world_size)
+    devices, others = Devices(kind=device), known_models(cfg)
+    return resolve(cfg, facts, devices, world_size=world_size, others=others)
 
 
 def rows(cfg: Command, **options: Any) -> dict[str, Any]:

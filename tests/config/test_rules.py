@@ -11,25 +11,28 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from hone import extras
-from hone.config import rules
+from hone import extras, rules
 from hone.config.load import load_config
-from hone.config.parallel import AxisSizes, CriticParallelConfig
-from hone.config.plan import Devices, RunPlan, resolve
-from hone.config.reward import BUILTIN_REWARDS
-from hone.config.rules import Finding, facts
+from hone.config.plan import Devices, RunPlan, known_models, resolve
+from hone.config.roles import critic_settings
+from hone.config.rules.finding import Finding
+from hone.config.rules.rule import Rule
 from hone.config.rules.view import Fact
 from hone.config.tree import TREES, RLConfig
+from hone.distributed.settings import AxisSizes, CriticParallelConfig
+from hone.engine.backend_rules import BACKEND_RULES
+from hone.engine.backends import BACKENDS
+from hone.engine.settings import BackendName
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
 from hone.families.spec import PROJECTIONS
 from hone.hardware import gpu_peaks
-from tests.config.rule_rows import BY_TOPIC, ROWS, Row
+from hone.rewards.settings import BUILTIN_REWARDS
+from tests.config.rule_rows import BY_BACKEND, BY_TOPIC, ROWS, Row
 from tests.config.workspace import BASE
 from tests.tables import check_rows, table
 
@@ -78,7 +81,8 @@ def planned(command: str, flags: str) -> RunPlan:
         kind="cpu" if on_cpu else "cuda", gpu=gpu, per_node=int(given.get("here", 0)) or None
     )
     model = cfg.model.path and ModelFacts.read(cfg.model.path)
-    return resolve(cfg, model, devices, world_size=int(given.get("nproc", 0)) or None)
+    world_size = int(given.get("nproc", 0)) or None
+    return resolve(cfg, model, devices, world_size=world_size, others=known_models(cfg))
 
 
 def findings(command: str, flags: str, **known: Any) -> list[Finding]:
@@ -113,26 +117,30 @@ def assert_table(rows: Iterable[Row]) -> None:
         assert_found(row, **known)
 
 
-def check_topic(topic: ModuleType) -> None:
+def check_topic(topic: str) -> None:
     """Its rows are found, what their messages advise serves, and each of its rules has a row."""
-    found: set[rules.Rule] = set()
+    check_rules(rules.TOPICS[topic], BY_TOPIC[topic])
+
+
+def check_rules(own: Iterable[Rule], rows: Iterable[Row]) -> None:
+    found: set[Rule] = set()
 
     def check(row: Row) -> None:
         with noting_rules(found):
             finding = assert_found(row)
         assert_advice_serves(row, finding)
 
-    check_rows([(row,) for row in BY_TOPIC[_name(topic)]], check)
-    lacking = [rule for rule in topic.RULES if rule not in found | _found_elsewhere()]
+    check_rows([(row,) for row in rows], check)
+    lacking = [rule for rule in own if rule not in found | _found_elsewhere()]
     assert not lacking, "\n".join(f"{rule.when} {rule.says} {rule.only}" for rule in lacking)
 
 
 @contextmanager
-def noting_rules(found: set[rules.Rule]) -> Iterator[None]:
+def noting_rules(found: set[Rule]) -> Iterator[None]:
     """Every rule that applies meanwhile is in `found`."""
     real = rules.matches
 
-    def matches(plan: RunPlan, **known: Any) -> Iterator[tuple[rules.Rule, Finding]]:
+    def matches(plan: RunPlan, **known: Any) -> Iterator[tuple[Rule, Finding]]:
         for rule, finding in real(plan, **known):
             found.add(rule)
             yield rule, finding
@@ -143,23 +151,19 @@ def noting_rules(found: set[rules.Rule]) -> Iterator[None]:
 
 
 @cache
-def _found_elsewhere() -> set[rules.Rule]:
+def _found_elsewhere() -> set[Rule]:
     """Rules on the host and on packages, which have tables of their own."""
-    found: set[rules.Rule] = set()
+    found: set[Rule] = set()
     with noting_rules(found), pytest.MonkeyPatch.context() as patch:
         for (command, flags, *_), known in HERE:
             findings(command, flags, **known)
         patch.setattr(extras, "is_installed", lambda name: False)
         for command, flags, *_ in NEEDS:
             findings(command, flags)
-        patch.setattr(facts, "installed_version", lambda name: "0.99.1")
-        patch.setattr("hone.config.vllm.cpu_head_dims", lambda: [8])
+        patch.setattr("hone.engine.vllm.rules.installed_version", lambda name: "0.99.1")
+        patch.setattr("hone.engine.vllm.facts.cpu_head_dims", lambda: [8])
         findings("rl", "engine.backend=vllm run.device=cpu")
     return found
-
-
-def _name(topic: ModuleType) -> str:
-    return topic.__name__.rpartition(".")[2]
 
 
 def assert_advice_serves(row: Row, finding: Finding) -> None:
@@ -171,53 +175,59 @@ def assert_advice_serves(row: Row, finding: Finding) -> None:
 
 
 def test_R22_bad_combinations_of_files(read_workspace: Path) -> None:
-    check_topic(rules.files)
+    check_topic("files")
 
 
 def test_R22_bad_combinations_of_rewards(read_workspace: Path) -> None:
-    check_topic(rules.rewards)
+    check_topic("rewards")
 
 
 def test_R22_bad_combinations_of_sampling(read_workspace: Path) -> None:
-    check_topic(rules.sampling)
+    check_topic("sampling")
 
 
 def test_R22_bad_combinations_of_engines(read_workspace: Path) -> None:
-    check_topic(rules.engine)
+    check_topic("engine")
 
 
 def test_R22_bad_combinations_of_trainers(read_workspace: Path) -> None:
-    check_topic(rules.trainer)
+    check_topic("trainer")
 
 
 def test_R22_bad_combinations_of_algorithms(read_workspace: Path) -> None:
-    check_topic(rules.algorithm)
+    check_topic("algorithm")
 
 
 def test_R22_bad_combinations_of_critics(read_workspace: Path) -> None:
-    check_topic(rules.critic)
+    check_topic("critic")
 
 
 def test_R22_bad_combinations_of_clusters(read_workspace: Path) -> None:
-    check_topic(rules.cluster)
+    check_topic("cluster")
 
 
 def test_R22_bad_combinations_of_runs(read_workspace: Path) -> None:
-    check_topic(rules.run)
+    check_topic("run")
 
 
 def test_R22_bad_combinations_of_profiles(read_workspace: Path) -> None:
-    check_topic(rules.profile)
+    check_topic("profile")
 
 
 def test_R22_bad_combinations_of_benchmarks(read_workspace: Path) -> None:
-    check_topic(rules.bench)
+    check_topic("bench")
+
+
+@table("name", BY_BACKEND)
+def test_R22_bad_combinations_with_each_backend(name: BackendName, read_workspace: Path) -> None:
+    check_rules(BACKEND_RULES[name], BY_BACKEND[name])
 
 
 def test_R22_every_topic_has_its_table(read_workspace: Path) -> None:
     """That of the host is `HERE`."""
-    assert [*BY_TOPIC, "host"] == [_name(topic) for topic in rules.TOPICS]
-    assert set(rules.host.RULES) <= _found_elsewhere()
+    assert [*BY_TOPIC, "host"] == list(rules.TOPICS)
+    assert set(rules.TOPICS["host"]) <= _found_elsewhere()
+    assert [name for name in BACKENDS if BACKEND_RULES[name]] == list(BY_BACKEND)
 
 
 @table("command", TREES)
@@ -236,6 +246,8 @@ def test_a_sound_configuration_has_no_finding(command: str, read_workspace: Path
         "algorithm.kl.coef=0.01 algorithm.kl.placement=reward algorithm.kl.estimator=k1",
         "algorithm.advantage=dr_grpo algorithm.aggregation=constant",
         "algorithm.loss=cispo algorithm.clip_low=1 algorithm.clip_high=4",
+        "algorithm.loss=gmpo algorithm.aggregation=sequence_mean algorithm.clip_low=0.33 "
+        "algorithm.clip_high=0.49",
         "algorithm.clip_high=0.28 algorithm.dual_clip=3",
         "rollout.oversample_prompts=16 rollout.mask_off_policy_tokens=true "
         "algorithm.correction.kind=tis",
@@ -313,7 +325,7 @@ def test_sizes_of_a_critic_are_refused_where_no_mesh_has_them(read_workspace: Pa
         refused = any(x.level == "error" for x in rules.findings(plan))
         num_refused += refused
         with pytest.raises(UserError) if refused else nullcontext():
-            AxisSizes.of(cfg.critic_parallel, number)
+            AxisSizes.of(critic_settings(cfg).parallel, number)
     assert 20 < num_refused < 124
 
 
@@ -343,11 +355,12 @@ def _advised(flags: str, message: str) -> Iterator[str]:
 
 @table("topic", rules.TOPICS)
 def test_R22_planted_rules_that_find_nothing(
-    topic: ModuleType, workspace: Path, monkeypatch: pytest.MonkeyPatch
+    topic: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "RULES", [x for x in rules.RULES if x not in topic.RULES])
+    own = rules.TOPICS[topic]
+    monkeypatch.setattr(rules, "RULES", [x for x in rules.RULES if x not in own])
     with pytest.raises(AssertionError):
-        assert_table(BY_TOPIC.get(_name(topic), []))  # `host` has them in HERE
+        assert_table(BY_TOPIC.get(topic, []))  # `host` has them in HERE
 
 
 def test_R22_planted_a_message_without_its_keys(
@@ -359,7 +372,7 @@ def test_R22_planted_a_message_without_its_keys(
         assert_found(("rl", "algorithm.kl.estimator=k2", "warning", "algorithm.kl.estimator"))
 
 
-def _rule_of(condition: str) -> rules.Rule:
+def _rule_of(condition: str) -> Rule:
     return next(rule for rule in rules.RULES if condition in rule.when)
 
 
@@ -463,7 +476,7 @@ def test_what_is_planned_for_another_host_needs_no_package_of_it_here(
     command: str, flags: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda name: name not in ("vllm", "torchao"))
-    monkeypatch.setattr(facts, "installed_version", lambda name: "0.1")
+    monkeypatch.setattr("hone.engine.vllm.rules.installed_version", lambda name: "0.1")
     for can_install in (False, True):
         found = findings(command, f"--gpu=H200 {flags}", can_install=can_install)
         assert any(x.level == "error" for x in found) != can_install
@@ -478,7 +491,7 @@ def test_versions_of_vllm_that_are_not_served_are_refused_by_name(
     version: str, is_served: bool, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda name: True)
-    monkeypatch.setattr(facts, "installed_version", lambda name: version)
+    monkeypatch.setattr("hone.engine.vllm.rules.installed_version", lambda name: version)
     found = [x for x in findings("rl", "engine.backend=vllm") if x.level == "error"]
     assert (not found) == is_served
     assert is_served or f"version {version} is installed: versions from 0.24" in found[0].message
@@ -491,7 +504,7 @@ def test_heads_that_vllm_does_not_compute_on_a_cpu_are_refused(
     backends.mkdir(parents=True)
     (workspace / "vllm" / "__init__.py").touch()
     monkeypatch.syspath_prepend(workspace)
-    monkeypatch.setattr(facts, "installed_version", lambda name: "0.24.0")
+    monkeypatch.setattr("hone.engine.vllm.rules.installed_version", lambda name: "0.24.0")
     flags = "engine.backend=vllm run.device=cpu"
     for served, told in (("8, 16", []), ("32, 64", ["heads of 16: on a CPU vLLM computes heads"])):
         (backends / "cpu_attn.py").write_text(

@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from hone.config.base import Section
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
 from hone.hardware import Peaks, gpu_peaks
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from tests.config.serve_client import ask_in_thread
 from tests.tiny_runs import make_classifier, write_inputs
 
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s")
@@ -128,6 +130,7 @@ BASE: Mapping[str, tuple[str, ...]] = {
         "--generation.max_completion_tokens=6",
         "--engine.max_num_seqs=16",
     ),
+    "serve": ("--generation.max_completion_tokens=6", "--engine.max_num_seqs=16"),
     "bench engine": (
         "--workload=decode",
         "--decode.batch=2",
@@ -185,7 +188,13 @@ def write_walk_inputs(folder: Path) -> None:
     write_jsonl(folder / "split" / "train.jsonl", problems[:12])
     write_jsonl(folder / "split" / "test.jsonl", problems[12:])
     columns = [
-        {"prompt": row["prompt"], "q": "9+9=", "answer": row["answer"], "a": "7", "task": "x"}
+        {
+            "prompt": row["prompt"],
+            "q": f"9+{n % 10}=",
+            "answer": row["answer"],
+            "a": "7",
+            "task": "x",
+        }
         | {"kind": f"k{n % 2}", "completion": row["answer"], "c": "1"}
         for n, row in enumerate(problems)
     ]
@@ -199,7 +208,7 @@ def write_walk_inputs(folder: Path) -> None:
     write_jsonl(folder / "pairs" / "test.jsonl", pairs[12:])
     labelled = [
         pair
-        | {"q": "9+9=", "completion": "4", "c": "55", "m": 0.5}
+        | {"q": f"9+{n % 10}=", "completion": "4", "c": "55", "m": 0.5}
         | {"label": n % 2 == 0, "good": n % 3 == 0}
         for n, pair in enumerate(pairs[6:])
     ]
@@ -215,6 +224,15 @@ def write_walk_inputs(folder: Path) -> None:
         "        self.says = says\n"
         "    def step(self, episode):\n"
         "        return self.says if len(episode.turns) < 3 else len(episode.turns)\n"
+        "class Live:\n"
+        "    def start(self, row):\n"
+        "        self.is_odd = sum(map(ord, row.prompt)) % 2\n"
+        "    def step(self, action):\n"
+        "        if self.is_odd: raise ConnectionError('gone')\n"
+        "        __import__('time').sleep(0.3)\n"
+        "        return '+' if action.index < 2 else action.index\n"
+        "    def finish(self):\n"
+        "        return 0.5\n"
     )
     with (folder / "rewards.py").open("a") as file:
         file.write(
@@ -351,6 +369,7 @@ class Recorder(contextlib.ExitStack):
             patch, CheckpointStore, "__init__", name="CheckpointStore", keys=("keep_best",)
         )
         self._watch_benchmarks(patch)
+        self._ask_server(patch)
         forward, passes = ParallelModel.forward, self.seen.setdefault("passes", [])
 
         def seen(model: Any, batch: Any, outputs: Any) -> Any:
@@ -371,11 +390,20 @@ class Recorder(contextlib.ExitStack):
             patch.setattr(command, "_num_gpus", lambda: None)  # it is not known how many
         return self
 
+    def _ask_server(self, patch: pytest.MonkeyPatch) -> None:
+        """A client of `hone serve`, which ends it."""
+        import hone.cli.serve as serving
+        from hone.door.handover import Handover
+
+        answers = self.seen.setdefault("answers", [])
+        patch.setattr(serving, "_print_start", partial(ask_in_thread, seen=answers))
+        self._record(patch, Handover, "__init__", name="Handover")
+
     def _watch_benchmarks(self, patch: pytest.MonkeyPatch) -> None:
         """The models that they load, up to the first one of a public shape, and their requests and
         steps. The machine's own rates are not measured."""
-        import hone.bench.bench as of_engine
-        import hone.bench.train as of_training
+        import hone.tools.bench.bench as of_engine
+        import hone.tools.bench.train as of_training
 
         for module, loader in ((of_engine, "load_model"), (of_training, "load_for_training")):
             load, loaded = getattr(module, loader), self.seen.setdefault("model", [])
@@ -420,8 +448,8 @@ class Recorder(contextlib.ExitStack):
         self._record(patch, reinforce, "Collector", name="Collector")
         collector = reinforce.Rank0Collector
 
-        def collector_or_end(lead: Any, own: Any) -> Any:
-            return _stop() if isinstance(lead, reinforce.Controller) else collector(lead, own)
+        def collector_or_end(teams: Any, own: Any, weights: Any = None) -> Any:
+            return _stop() if weights is not None else collector(teams, own)
 
         self._record(patch, reinforce, "Rank0Collector", result=collector_or_end)
 

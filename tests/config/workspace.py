@@ -82,6 +82,7 @@ BASE: dict[str, list[str]] = {
     ],
     "eval": ["--model.path=model", "--data.eval=[{path: train.jsonl}]"],
     "generate": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
+    "serve": ["--model.path=model"],
     "bench engine": ["--model.path=model", "--output=numbers.json"],
     "bench train": ["--model.path=model", "--output=numbers.json"],
     "plan": ["--model.path=model"],

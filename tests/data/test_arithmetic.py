@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.data import SourceConfig
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.data.settings import SourceConfig
 from hone.data.sources import read_source
 from hone.errors import UserError
 from tests.tables import table

@@ -12,14 +12,14 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hone.config.data import DataConfig, PairSourceConfig, SourceConfig
 from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.chat import Demonstration, Rendered, Renderer
 from hone.data.columns import choose_columns, map_rows
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
+from hone.data.settings import DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
-from hone.data.sources import Row
+from hone.data.sources import SourceRow
 from hone.data.turns import TurnRenderer
 from hone.errors import UserError
 from hone.models.tiny import make_bpe_tokenizer, make_char_tokenizer
@@ -69,7 +69,7 @@ def examples_of(prompts: list, completions: list | None = None):
     rows = [{"prompt": prompt} for prompt in prompts]
     if completions:
         rows = [{**row, "completion": c} for row, c in zip(rows, completions, strict=True)]
-    located = [Row(row, f"f, line {i}") for i, row in enumerate(rows, start=1)]
+    located = [SourceRow(row, f"f, line {i}") for i, row in enumerate(rows, start=1)]
     source = SourceConfig(path="f.jsonl")
     columns = choose_columns(located, source, demonstrations=completions is not None)
     return map_rows(located, source, columns, name="f")
@@ -316,7 +316,7 @@ def test_system_prompt_comes_first():
 
 
 def test_prompt_template_fills_columns_and_leaves_other_braces():
-    rows = [Row({"question": "1+{prompt}", "unit": 5}, "f, line 1")]
+    rows = [SourceRow({"question": "1+{prompt}", "unit": 5}, "f, line 1")]
     source = SourceConfig(path="f.jsonl")
     examples = map_rows(rows, source, choose_columns(rows, source), name="f")
     template = r"{prompt} in {unit}; {{unit}}; \boxed{} {"
@@ -458,7 +458,7 @@ def test_nulls_that_parquet_adds_do_not_reach_the_prompt(tmp_path):
 
 
 def test_tools_that_no_template_writes_are_warned_of_once(caplog):
-    rows = [Row({"prompt": "a", "tools": [WEATHER]}, "f, line 1")]
+    rows = [SourceRow({"prompt": "a", "tools": [WEATHER]}, "f, line 1")]
     source = SourceConfig(path="f.jsonl")
     examples = map_rows(rows, source, choose_columns(rows, source), name="f")
     for template, is_warned in (("{prompt}", True), ("{prompt} {tools}", False)):
@@ -486,7 +486,10 @@ NO_TOOLS = {
 @table("case", NO_TOOLS)
 def test_what_is_no_tool_is_refused(case):
     columns, message = NO_TOOLS[case]
-    rows, source = [Row({"prompt": "a", **columns}, "f, line 1")], SourceConfig(path="f.jsonl")
+    rows, source = (
+        [SourceRow({"prompt": "a", **columns}, "f, line 1")],
+        SourceConfig(path="f.jsonl"),
+    )
     examples = map_rows(rows, source, choose_columns(rows, source), name="f")
     with pytest.raises(UserError, match=message):
         Renderer(char_tokenizer(TAKES_TOOLS), DataConfig(train=())).prompts(examples)
@@ -503,7 +506,7 @@ def test_what_is_no_tool_is_refused(case):
     ],
 )
 def test_a_column_in_a_prompt_template_is_its_text(value, text):
-    rows = [Row({"prompt": "a", "facts": value}, "f, line 1")]
+    rows = [SourceRow({"prompt": "a", "facts": value}, "f, line 1")]
     source = SourceConfig(path="f.jsonl")
     examples = map_rows(rows, source, choose_columns(rows, source), name="f")
     renderer = Renderer(char_tokenizer(), DataConfig(train=(), prompt_template="{prompt}{facts}"))

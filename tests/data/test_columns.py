@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from hone.config.data import ColumnsConfig, DataConfig, SourceConfig
 from hone.data.chat import Renderer
 from hone.data.columns import choose_columns, map_rows, read_examples
-from hone.data.sources import Row, read_source
+from hone.data.settings import ColumnsConfig, DataConfig, SourceConfig
+from hone.data.sources import SourceRow, read_source
 from hone.errors import UserError
 from tests.data.support import char_tokenizer
 from tests.tables import table
@@ -24,7 +24,7 @@ ASSISTANT = {"role": "assistant", "content": "hello"}
 
 def map_dicts(rows, *, demonstrations=False, named=None, location="f, line {}", **settings):
     source = SourceConfig(path="d/f.jsonl", columns=ColumnsConfig(**(named or {})), **settings)
-    read = [Row(row, location.format(i)) for i, row in enumerate(rows, start=1)]
+    read = [SourceRow(row, location.format(i)) for i, row in enumerate(rows, start=1)]
     columns = choose_columns(read, source, demonstrations=demonstrations)
     return map_rows(read, source, columns, name="f")
 
@@ -219,13 +219,13 @@ LAYOUTS = {
 @table("layout", LAYOUTS)
 def test_layouts_are_recognised(layout):
     row, expected = LAYOUTS[layout]
-    found = choose_columns([Row(row, "f, line 1")], SourceConfig(path="f.jsonl"))
+    found = choose_columns([SourceRow(row, "f, line 1")], SourceConfig(path="f.jsonl"))
     assert (found.prompt, found.answer, found.task) == expected
     assert str(found).startswith("verl's layout: " if layout == "verl" else "prompt from ")
 
 
 def test_dialogues_are_demonstrations_also_beside_a_prompt():
-    rows = [Row({"prompt": "hi", "messages": [USER, ASSISTANT]}, "f, line 1")]
+    rows = [SourceRow({"prompt": "hi", "messages": [USER, ASSISTANT]}, "f, line 1")]
     found = choose_columns(rows, SourceConfig(path="f.jsonl"), demonstrations=True)
     assert str(found) == (
         "dialogues, of which the last message is to be learned: prompt from 'messages'"

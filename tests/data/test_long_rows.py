@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hone.config.data import DataConfig, SourceConfig
 from hone.config.tree import SFTDataConfig
 from hone.data.prompts import load_prompts
+from hone.data.settings import DataConfig, SourceConfig
 from hone.data.sft import load_sft
 from hone.errors import UserError
 from tests.data.support import CHATML, char_tokenizer, write_rows

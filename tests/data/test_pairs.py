@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hone.config.data import PairColumnsConfig, PairSourceConfig
 from hone.config.tree import PairsDataConfig
 from hone.data.pairs import load_pairs, map_pairs, read_pairs
-from hone.data.sources import Row, read_source
+from hone.data.settings import PairColumnsConfig, PairSourceConfig
+from hone.data.sources import SourceRow, read_source
 from hone.errors import UserError
 from hone.models.tiny import make_char_tokenizer
 from hone.rollout.judge import Transcripts
@@ -212,11 +212,11 @@ def test_values_of_arrow_are_read_or_refused(tmp_path: Path) -> None:
     """A margin may be a decimal; a label may be no date."""
     source = written(tmp_path, [])
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": Decimal("0.5")}
-    (pair,) = read_pairs([Row(row, "row 1")], source, "pairs", reads_margin=True)
+    (pair,) = read_pairs([SourceRow(row, "row 1")], source, "pairs", reads_margin=True)
     assert pair.margin == 0.5
     row = {"prompt": "a", "completion": "b", "label": date(2024, 2, 29)}
     with pytest.raises(UserError, match="row 1: the label must be true or false, got datetime"):
-        read_pairs([Row(row, "row 1")], source, "pairs", is_unpaired=True)
+        read_pairs([SourceRow(row, "row 1")], source, "pairs", is_unpaired=True)
 
 
 @table("margin", ["much", True, float("nan")])

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from hone.config.data import ColumnsConfig, DataConfig, PairSourceConfig, SourceConfig
 from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
 from hone.data.reading import read_prompts
+from hone.data.settings import ColumnsConfig, DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
 from hone.data.split import is_held_out
 from hone.errors import UserError

@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hone.config.data import SourceConfig
 from hone.data import sources
-from hone.data.sources import Row, read_source, shorten, source_names
+from hone.data.settings import SourceConfig
+from hone.data.sources import SourceRow, read_source, shorten, source_names
 from hone.errors import UserError
 from tests.data.support import write_rows
 from tests.tables import table
@@ -32,8 +32,8 @@ def test_jsonl_rows_carry_their_line(tmp_path):
     path.write_text('\ufeff{"a": 1}\n\n  \n{"a": "\u2028 is no line end"}')
     rows = read_source(SourceConfig(path=str(path)))
     assert rows == [
-        Row({"a": 1}, f"{path}, line 1"),
-        Row({"a": "\u2028 is no line end"}, f"{path}, line 4"),
+        SourceRow({"a": 1}, f"{path}, line 1"),
+        SourceRow({"a": "\u2028 is no line end"}, f"{path}, line 4"),
     ]
 
 
@@ -150,7 +150,7 @@ def test_R22_planted_counting_without_blank_lines_turns_red(tmp_path, monkeypatc
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         for number, line in enumerate(lines, start=1):
             location = f"{path}, line {number}"
-            yield Row(sources._parse_json(line, location), location)
+            yield SourceRow(sources._parse_json(line, location), location)
 
     monkeypatch.setattr(sources, "_read_jsonl", skips_blanks)
     with pytest.raises(AssertionError):

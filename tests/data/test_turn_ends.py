@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hone.config.data import DataConfig, PairSourceConfig, SourceConfig
-from hone.config.model import ModelConfig
 from hone.config.tree import DPOConfig, PairsDataConfig, SFTConfig, SFTDataConfig
 from hone.data.chat import Demonstration, Renderer
 from hone.data.columns import choose_columns, map_rows
 from hone.data.pairs import load_pairs
+from hone.data.settings import DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
-from hone.data.sources import Row
+from hone.data.sources import SourceRow
 from hone.data.turns import TurnRenderer
 from hone.errors import UserError
 from hone.loops import supervised
 from hone.models.load import load_end_ids
+from hone.models.settings import ModelConfig
 from hone.models.support import silent_token_ids
 from hone.models.tiny import make_tiny_model
 from hone.models.tokenizer import decoder
@@ -54,7 +54,7 @@ GEMMA_CLOSES = GEMMA.replace(
 def demonstrations(
     tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], ends: tuple[str, ...], **settings: Any
 ) -> list[Demonstration]:
-    rows, source = [Row(row, "f, line 1")], SourceConfig(path="f.jsonl")
+    rows, source = [SourceRow(row, "f, line 1")], SourceConfig(path="f.jsonl")
     columns = choose_columns(rows, source, demonstrations=True)
     cfg = DataConfig(train=(), **settings)
     renderer = Renderer(tokenizer, cfg, end_ids=ids_of(tokenizer, *ends))
@@ -157,7 +157,8 @@ def test_what_was_cut_as_it_was_sampled_is_trained_without_an_end(
     stop_reason: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rows as `hone generate` writes them, also of templates that would close a thought."""
-    tokenizer, cut = dialect("qwen"), stop_reason in ("length", "max_turns", "abort", "error")
+    unfinished = ("length", "max_turns", "deadline", "abort", "error")
+    tokenizer, cut = dialect("qwen"), stop_reason in unfinished
     end = "" if cut else "<|im_end|>"
     told = {} if stop_reason is None else {"stop_reason": str(stop_reason)}
     rows = [{"prompt": "1+1", "completion": "<think>so 1", **told}]
@@ -368,7 +369,7 @@ def test_generated_rows_have_what_training_reads() -> None:
 @table("spelt", ["1+1", "<bos>1+1"])
 def test_a_text_has_one_token_that_begins_it(spelt: str) -> None:
     tokenizer = dialect("gemma", None)
-    rows, source = [Row({"prompt": spelt}, "f, line 1")], SourceConfig(path="f.jsonl")
+    rows, source = [SourceRow({"prompt": spelt}, "f, line 1")], SourceConfig(path="f.jsonl")
     examples = map_rows(rows, source, choose_columns(rows, source), name="f")
     (prompt,) = Renderer(tokenizer, DataConfig(train=())).prompts(examples)
     (row,) = demonstrations(tokenizer, {"prompt": spelt, "completion": "2"}, ())

@@ -13,7 +13,7 @@ import pytest
 from hone.distributed.calls import Hub
 from hone.distributed.listening import listen, on_loopback
 from hone.distributed.processes import Processes
-from hone.distributed.watch import connect
+from hone.distributed.store import connect
 from hone.errors import UserError
 from tests.ports import listening, reserved_port
 from tests.ranks import ROOT
@@ -23,21 +23,24 @@ FIRST = Processes(rank=0, world_size=2, local_rank=0, local_world_size=2)
 LISTENING = {
     "distributed/listening.py": "at the address that the caller means",
     "distributed/spawn.py": "the store of a run on one host, on loopback",
-    "doctor/links.py": "groups for seconds, of processes that meet at a file: no store; gloo and "
-    "NCCL listen where they do, and nothing of theirs is unpickled",
+    "tools/doctor/links.py": "groups for seconds, of processes that meet at a file: no store; "
+    "gloo and NCCL listen where they do, and nothing of theirs is unpickled",
+    "door/server.py": "what asks for turns of a model, at serve.host, by default loopback; of a "
+    "request without a key nothing is read, and what is read is JSON",
     "observe/local_server.py": "metrics and reports to read, on loopback",
 }
 """Each file that opens a port, or has torch open one, and where."""
 UNPICKLING = {
-    "cli/short_run.py": "pipes to its children, and the socket of a fork server in a folder of "
-    "this user alone",
+    "tools/plan/short_runs.py": "pipes to its children, and the socket of a fork server in a "
+    "folder of this user alone",
     "distributed/calls.py": "a Hub reads nothing of a connection before its key; `serve` reads "
     "what it has connected to",
     "distributed/channel.py": "messages that carry the signature of the run's key",
+    "distributed/local.py": "its parent's pipe",
     "distributed/ray.py": "Ray's own messages, of those who have the token of this Ray: a Ray of "
     "this host has one of its own, that of cluster.address what the user gave it",
     "distributed/ray_trainers.py": "as ray.py, of cluster.address",
-    "doctor/machine.py": "pipes to its children",
+    "tools/doctor/machine.py": "pipes to its children",
     "models/manifest.py": "nothing: how storages are told from each other",
     "rewards/fork_server.py": "its parent's socket pair",
     "rewards/pool.py": "its child's socket pair",
@@ -48,6 +51,7 @@ UNPICKLING = {
 
 OPENS = {"TCPStore", "create_server", "bind", "listen", "start_server", "init_process_group"}
 OPENS |= {"HTTPServer", "ThreadingHTTPServer", "TCPServer", "ThreadingTCPServer", "Listener"}
+OPENS |= {"Server"}  # uvicorn's
 OBJECT_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.config.parallel import AxisSizes, ParallelConfig
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.processes import Processes
-from hone.distributed.watch import LostPeerError
+from hone.distributed.settings import AxisSizes, ParallelConfig
+from hone.distributed.store import LostPeerError
 from hone.errors import UserError
 
 
@@ -46,7 +47,7 @@ def test_sizes_that_do_not_divide_are_refused_with_their_product(keys, world, sa
 
 def test_one_process_shares_with_nobody():
     only = Processes(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    mesh = Mesh.join(ParallelConfig(), only, torch.device("cpu"))
+    mesh = JoinedMesh.join(ParallelConfig(), only, torch.device("cpu"))
     assert mesh == Mesh.alone("cpu")
     assert mesh.is_first
     assert mesh.fsdp is mesh.tensor_mesh is mesh.control is None
@@ -63,7 +64,7 @@ def test_a_host_that_others_cannot_reach_is_told_how_to_name_its_interface(monke
     own = Processes(rank=1, world_size=2, local_rank=0, local_world_size=1)
     store = torch.distributed.HashStore()
     with pytest.raises(LostPeerError, match=r"rank 1 on \S+ could not connect.*nowhere0") as told:
-        Mesh.join(ParallelConfig(timeout_s=5), own, torch.device("cpu"), store=store)
+        JoinedMesh.join(ParallelConfig(timeout_s=5), own, torch.device("cpu"), store=store)
     assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in str(told.value)
     assert not torch.distributed.is_initialized()
 

@@ -78,5 +78,6 @@ def test_nobody_else_reads_the_environment_of_torchrun():
     readers.remove("python.py")  # of `hone import`, which reads how scripts spell it
     assert readers == ["processes.py"]
     tree = [path for path in package.rglob("*.py") if '"WORLD_SIZE"' in path.read_text()]
-    # Read, and set: for trainers, and for the ranks of an engine.
-    assert sorted(path.name for path in tree) == ["processes.py", "ray.py", "spawn.py"]
+    # Read; set for trainers and for the ranks of an engine; kept from a server of SGLang.
+    names = ["processes.py", "server.py", "spawn.py", "worker_rank.py"]
+    assert sorted(path.name for path in tree) == names

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from hone.cli import main as cli
-from hone.config.parallel import ParallelConfig
 from hone.distributed import watch as watching
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
-from hone.distributed.watch import Watch, connect, read_progress
+from hone.distributed.settings import ParallelConfig
+from hone.distributed.store import connect
+from hone.distributed.watch import Watch, read_progress
 from hone.errors import UserError
 
 PHASES = ("generate", "score", "train", "sync", "checkpoint")
@@ -92,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
         if ill_phase != "start":
             watch._timeout_s = LONG_S
         watch.join()
-        mesh = Mesh.join(ParallelConfig(timeout_s=LONG_S), own, torch.device("cpu"))
+        mesh = JoinedMesh.join(ParallelConfig(timeout_s=LONG_S), own, torch.device("cpu"))
         assert mesh.control is not None
         assert mesh.data.group is not None
         watch.follow([mesh.control, mesh.data.group])

@@ -3,11 +3,11 @@ from dataclasses import dataclass
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
 FAMILY_FIELDS = {

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
 from hone.distributed.processes import processes
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.int8_rows import pack_rows, unpack_rows
 from hone.models.load import blank_model, load_model
 from hone.models.manifest import export_weights
+from hone.models.settings import ModelConfig
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.types import Completion, Request, SamplingParams
 from hone.weights.sync import WeightSync

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hone.engine.decode_graphs import DecodeGraphs, bucket_of
+from hone.engine.decode_graphs import DecodeGraphs
 from hone.engine.slots import Slots
 from hone.types import Request, SamplingParams
 from tests.engine.test_generation import check_against_recomputation, run
@@ -91,6 +91,6 @@ def test_R4_planted_bugs_are_caught(models, monkeypatch, plant):
 
 
 def test_sizes_grow_in_steps_of_at_most_32():
-    sizes = [bucket_of(n, 200) for n in range(1, 201)]
+    sizes = [DecodeGraphs.bucket_of(n, 200) for n in range(1, 201)]
     assert all(n <= size < n + 32 for n, size in enumerate(sizes, start=1))
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 200]

@@ -7,16 +7,17 @@ import copy
 import pytest
 import torch
 
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
-from hone.engine import EmbeddedEngine
+from hone.engine import base
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models import int8_rows
 from hone.models.int8_rows import is_packed, pack_rows, unpack_rows
 from hone.models.load import blank_model, load_model
 from hone.models.manifest import export_weights
+from hone.models.settings import ModelConfig
 from hone.weights import sync
-from hone.weights.buckets import Entry
-from hone.weights.receiver import _unlike
+from hone.weights.buckets import WeightEntry
+from hone.weights.receiver import _changed_shards
 from hone.weights.sync import NonFiniteWeightsError, WeightSync
 from tests.engine.int8_ranks import FAMILIES, Trainer, complete, make_folder, rounded
 from tests.ranks import parts_of, run_ranks
@@ -101,7 +102,7 @@ def test_R2_R3_weights_that_slept_are_delivered_again_and_proven(folder, monkeyp
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.mul_(1.25)
-    deliver, victim = sync.deliver, "model.layers.1.self_attn.o_proj.weight"
+    deliver, victim = base.deliver, "model.layers.1.self_attn.o_proj.weight"
 
     def wrong_code(pairs):
         num_bytes = deliver(pairs)
@@ -109,11 +110,11 @@ def test_R2_R3_weights_that_slept_are_delivered_again_and_proven(folder, monkeyp
         return num_bytes
 
     with monkeypatch.context() as planted:
-        planted.setattr(sync, "deliver", wrong_code)
+        planted.setattr(base, "deliver", wrong_code)
         with pytest.raises(RuntimeError, match=f"{victim}: values"):
             WeightSync(Trainer(changed), engine).push(3)
     with monkeypatch.context() as planted:
-        planted.setattr(sync, "deliver", lambda pairs: 0)  # none arrives
+        planted.setattr(base, "deliver", lambda pairs: 0)  # none arrives
         with pytest.raises(RuntimeError, match="version 4 is incomplete"):
             WeightSync(Trainer(changed), engine).push(4)
     WeightSync(Trainer(changed), engine).push(5)
@@ -169,6 +170,7 @@ def test_R3_packed_parts_that_are_as_large_as_the_whole_are_proven():
 
     class HalfEngine:
         held = torch.zeros(4, 32, dtype=torch.int8)
+        write = base.EngineBase.write
 
         def named_weights(self):
             return [("w", self.held)]
@@ -179,8 +181,8 @@ def test_R3_packed_parts_that_are_as_large_as_the_whole_are_proven():
     delivery = sync.Delivery(HalfEngine())
     assert pack_rows(whole[:, :16]).shape == whole.shape
     parts = delivery.sources([("w", whole)], are_finite=True)
-    entries = [Entry(names=("w",), shape=(4, 32), dtype=torch.float32)]
-    assert [name for name, _ in _unlike(parts, entries, delivery)] == ["w"]
+    entries = [WeightEntry(names=("w",), shape=(4, 32), dtype=torch.float32)]
+    assert [name for name, _ in _changed_shards(parts, entries, delivery)] == ["w"]
 
 
 def test_unpacking_keeps_the_format():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from hone.config.engine import EngineConfig
 from hone.engine import arena, kv_cache
 from hone.engine.arena import Arena, CudaDriver
 from hone.engine.kv_cache import KVCache, check_max_num_seqs, choose_num_blocks
+from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 from tests.engine.fake_driver import PAGE, FakeDriver
 from tests.tables import table
@@ -32,7 +32,9 @@ def fake_driver(monkeypatch):
     """A fake driver that arenas of `kv_cache` use as well, with small chunks."""
     fake = FakeDriver()
     monkeypatch.setattr(arena, "_CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(kv_cache, "Arena", lambda size, device: Arena(size, device, driver=fake))
+    monkeypatch.setattr(
+        "hone.engine.arena.Arena", lambda size, device: Arena(size, device, driver=fake)
+    )
     monkeypatch.setattr(kv_cache, "available_bytes", lambda device: fake.free_bytes())
     return fake
 

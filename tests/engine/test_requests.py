@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from hone.errors import UserError
+from hone.model_input import Content, ModelInput
 from hone.types import Completion, Request, SamplingParams, StopReason
 from tests.engine.test_generation import run, tight_cache_gib
 from tests.tables import table
 
+IMAGE = ModelInput((Content(kind="image", hash="a", start=0, num_tokens=3),))
 GOOD = Request(id="a", prompt_ids=(4, 5, 6), sampling=SamplingParams(max_tokens=4))
 
 
@@ -46,6 +48,7 @@ def resumed(tokens, **changes):
         (resumed([7, 8], logprobs=[-1.0]), "2 tokens with 1 log-probabilities"),
         (resumed([7, 0]), "ended with stop id 0"),
         (resumed([7, 99]), "token id 99"),
+        (replace(GOOD, model_input=IMAGE), "content of kind image, and only text can be computed"),
     ],
 )
 def test_bad_requests_are_refused_by_name_and_nothing_is_queued(models, request_, message):

@@ -1,11 +1,12 @@
 """Scheduler and block manager against a symbolic KV cache.
 
-The cache below stores, for each slot, *which prefix under which weights* was written there, so
-reading back proves every table, share, eviction and preemption right.
+The cache below stores, for each slot, *which prefix of ids and contents under which weights* was
+written there, so reading back proves every table, share, eviction and preemption right.
 """
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hone.engine.block_manager import BlockManager
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
+from hone.model_input import TEXT, Content, ModelInput
 from hone.types import Request, SamplingParams, StopReason
 from tests.tables import table
 
@@ -45,10 +47,15 @@ class Simulation:
         self.num_submitted = 0
 
     def submit(self):
-        """A group of one to three sequences with the same prompt; prompts share beginnings."""
+        """A group of one to three sequences with the same prompt; prompts share beginnings, and
+        some have one of two images in the place of the same ids."""
         stem = [self.random.choice((1, 2))] * self.random.randint(1, 12)
         prompt = tuple(stem + self.random.choices((1, 2), k=self.random.randint(0, 12)))
         priority = self.random.choice((0, 0, 1))
+        model_input = TEXT
+        if len(prompt) >= 6 and (name := self.random.choice(("", "a", "b"))):
+            image = Content(kind="image", hash=name, start=3, num_tokens=3)
+            model_input = ModelInput((image,))
         for _ in range(self.random.randint(1, 3)):
             max_tokens = self.random.randint(1, MAX_LEN - len(prompt))
             sequence = Sequence(
@@ -57,6 +64,7 @@ class Simulation:
                     prompt_ids=prompt,
                     sampling=SamplingParams(max_tokens=max_tokens),
                     priority=priority,
+                    model_input=model_input,
                 ),
                 arrival=self.num_submitted,
                 stop_ids=frozenset(),
@@ -130,13 +138,18 @@ class Simulation:
     def write(self, sequence, start, size):
         for position in range(start, start + size):
             slot = sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
-            self.memory[slot] = self.epoch, tuple(self.tokens[sequence][: position + 1])
+            self.memory[slot] = self.epoch, self.prefix(sequence, position)
+
+    def prefix(self, sequence, position):
+        contents = sequence.request.model_input.contents
+        seen = tuple((x.start, x.hash) for x in contents if x.start <= position)
+        return tuple(self.tokens[sequence][: position + 1]), seen
 
     def read(self, sequence, end):
         for position in range(end):
             slot = sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
             epoch, prefix = self.memory[slot]
-            assert prefix == tuple(self.tokens[sequence][: position + 1]), f"{slot=} {position=}"
+            assert prefix == self.prefix(sequence, position), f"{slot=} {position=}"
             assert epoch >= self.alive[sequence], f"stale {slot=}: {epoch=}"
 
     def check_plan(self, plan, decoding_before):
@@ -227,6 +240,13 @@ def _key_by_tokens_alone(correct):
     return publish
 
 
+def _key_by_ids(correct):
+    def key(self, sequence, chain, start):
+        return correct(self, sequence, chain, start)[:2]
+
+    return key
+
+
 def simulate_many():
     for seed in range(40):
         Simulation(seed, budget=6, depth=seed % 2).run(80)
@@ -240,6 +260,7 @@ PLANTED = {
     "published before it is scheduled": ("publish", _publish_all_at_once),
     "shared block freed with its first owner": ("release", _release_without_counting),
     "key without the prefix before the block": ("publish", _key_by_tokens_alone),
+    "key without the contents of the block": ("_key", _key_by_ids),
     "R9: key without the weight version": (
         "invalidate_prefixes",
         lambda correct: lambda self: None,
@@ -297,6 +318,18 @@ def test_a_fully_cached_prompt_still_computes_a_token():
     scheduler.add(sequence_of(8, arrival=0))
     scheduler.add(sequence_of(8, arrival=1))
     assert sizes_of(scheduler.schedule()) == [8, 4]
+
+
+def test_prompts_with_the_same_ids_share_blocks_up_to_the_first_other_image():
+    scheduler = scheduler_of()
+    for arrival, name in enumerate("aab"):
+        image = Content(kind="image", hash=name, start=6, num_tokens=4)
+        sequence = sequence_of(17, arrival=arrival)
+        sequence.request = replace(sequence.request, model_input=ModelInput((image,)))
+        scheduler.add(sequence)
+    scheduler.add(sequence_of(17, arrival=3))
+    plan = scheduler.schedule()
+    assert [s.num_cached_tokens for s in plan.admitted] == [0, 16, 4, 4]
 
 
 def test_prefill_is_chunked_and_decodes_go_first():

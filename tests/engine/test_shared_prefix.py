@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from hone.config.engine import SHARED_PREFIX_MEMBERS
 from hone.engine import shared_prefix
+from hone.engine.settings import SHARED_PREFIX_MEMBERS
 from hone.engine.shared_prefix import find_prefix_groups, max_groups
 
 BLOCK_SIZE = 4

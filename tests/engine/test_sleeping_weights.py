@@ -10,10 +10,11 @@ import psutil
 import pytest
 import torch
 
-from hone.config.engine import EngineConfig
-from hone.engine import EmbeddedEngine, EngineState
 from hone.engine import sleeping_weights as module
 from hone.engine.arena import Arena, HostArena
+from hone.engine.base import EngineState
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.engine.sleeping_weights import SleepingWeights
 from hone.errors import UserError
 from hone.models.manifest import build_manifest, export_weights

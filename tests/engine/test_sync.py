@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from hone.engine import EmbeddedEngine, EngineState
+from hone.engine.base import EngineState
 from hone.engine.block_manager import BlockManager
+from hone.engine.engine import EmbeddedEngine
 from hone.errors import UserError
 from hone.models import manifest
 from hone.types import Request, SamplingParams

@@ -328,5 +328,5 @@ def test_a_first_rank_without_work_keeps_the_others_waiting(ranks):
 
 def test_R11_ranks_end_when_the_first_is_gone_and_the_first_when_another_is(ranks):
     assert ranks["leader closed"] == "followed to the end"
-    assert ranks["leader died"].startswith("engine 2 is lost: its first rank is gone: another rank")
+    assert ranks["leader died"].startswith("engine 2 is lost: a rank of it is gone: another rank")
     assert "another rank is gone" in ranks["follower died"]

@@ -12,9 +12,11 @@ from threading import Semaphore
 import torch
 import torch.distributed as dist
 
-from hone.config.engine import EngineConfig
+from hone.distributed.channel import GroupChannel
+from hone.engine import worker
 from hone.engine.engine import EmbeddedEngine
-from hone.engine.worker import EngineWorker, LockStep
+from hone.engine.settings import EngineConfig
+from hone.engine.worker import EngineWorker
 from hone.models.manifest import build_manifest
 from hone.models.tensor_parallel import TensorParallel, shard_model
 from hone.types import EngineLostError, Request, SamplingParams
@@ -78,33 +80,33 @@ def new_group(timeout_s):
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
-class CountedLockStep(LockStep):
+class CountedChannel(GroupChannel):
     """Counts what the first rank sends."""
 
     def __init__(self, group):
-        super().__init__(group, interval_s=INTERVAL_S)
+        super().__init__(group)
         self.sent = Semaphore(0)
 
-    def broadcast(self, commands=None):
+    def broadcast(self, value):
         self.sent.release()
-        return super().broadcast(commands)
+        return super().broadcast(value)
 
 
-def idle(lock_step):
+def idle(channel):
     """What a first rank without work needs to send something four times, which keeps the others
     waiting: CPU seconds, and whether it waits meanwhile."""
-    while lock_step.sent.acquire(blocking=False):
+    while channel.sent.acquire(blocking=False):
         pass
     cpu_s, start_s = time.process_time(), time.monotonic()
     for _ in range(4):
-        assert lock_step.sent.acquire(timeout=TIMEOUT_S), "the others are left waiting"
+        assert channel.sent.acquire(timeout=TIMEOUT_S), "the others are left waiting"
     return {
         "cpu seconds": time.process_time() - cpu_s,
         "waits": time.monotonic() - start_s >= 3 * INTERVAL_S,
     }
 
 
-def command(host, engine, lock_step):
+def command(host, engine, channel):
     """The first rank's part of a session."""
     found = {}
     host.submit(REQUESTS)
@@ -134,7 +136,7 @@ def command(host, engine, lock_step):
     except RuntimeError as error:
         found["error of rank 1"] = str(error)
     host.receive(6)
-    found["idle"] = idle(lock_step)
+    found["idle"] = idle(channel)
     host.submit([replace(REQUESTS[2], id="later")])
     found["alive after idling"] = take(host, 1)["later"].token_ids == found["tokens"][2]
     found["first rank"] = [host.poll().stats.num_generated_tokens, engine.has_unfinished]
@@ -147,7 +149,7 @@ def new_host(group, *, fails=False):
     engine = make_engine()
     if fails:
         engine.step = None  # cannot be called
-    return EngineWorker(engine, None, name="engine 2", group=LockStep(group))
+    return EngineWorker(engine, None, name="engine 2", ranks=GroupChannel(group))
 
 
 def other_rank_fails(rank, group):
@@ -185,10 +187,11 @@ def main():
     engine = make_engine(tp)
     receiver = Receiver(engine, tp.rank)
     groups = [new_group(timeout_s) for timeout_s in (TIMEOUT_S, LOST_S, LOST_S)]
-    lock_step = CountedLockStep(groups[0])
-    host = EngineWorker(engine, receiver, name="engine 2", group=lock_step)
+    worker.IDLE_S = INTERVAL_S
+    channel = CountedChannel(groups[0])
+    host = EngineWorker(engine, receiver, name="engine 2", ranks=channel)
     if tp.rank == 0:
-        found = command(host, engine, lock_step)
+        found = command(host, engine, channel)
     else:
         host.follow()
         found = {"other rank": [engine.stats().num_generated_tokens, engine.has_unfinished]}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hone.rewards.play import Player
+from hone.rewards.resolve import resolve
 from hone.rewards.score import InvalidScoreError
 from hone.types import Observation
 from tests.tables import table
@@ -39,7 +40,8 @@ def test_the_content_of_a_message_is_text(content: Any, is_text: bool, tmp_path:
     file = tmp_path / "envs.py"
     message = {"role": "user", "content": content}
     file.write_text(f"class Says:\n    def step(self, episode):\n        return [{message!r}]\n")
-    player = Player(f"{file}:Says", {})
+    path = f"{file}:Says"
+    player = Player(resolve(path, "environment"), path, {})
     if is_text:
         assert player(GIVEN) == Observation((message,))
     else:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from hone.config.tree import RLConfig
 from hone.loops import reinforce
 from hone.loops.inputs import prompts_of
+from hone.loops.launch import plan_run
 from hone.loops.workers import make_engine
 from hone.models.load import load_model
 from hone.models.support import declared_eos_ids
@@ -110,7 +111,8 @@ def by_hand(cfg: RLConfig, sample: Mapping[str, Any], number: int) -> Sample:
     prompts = {prompt.id: prompt for prompt in prompts_of(cfg, tokenizer).all_rows()}
     prompt, index = prompts[sample["prompt_id"]], sample["index"]
     model = load_model(cfg.model, device=torch.device("cpu"), seed=cfg.run.seed)
-    engine = make_engine(cfg, model, tokenizer, owns_weights=True, device=torch.device("cpu"))
+    plan = plan_run(cfg, "cpu", world_size=1)
+    engine = make_engine(plan, model, tokenizer, owns_weights=True, device=torch.device("cpu"))
     first = Request(
         id=sample["id"],
         prompt_ids=prompt.token_ids,
@@ -199,8 +201,10 @@ def test_an_observation_that_is_trained_is_seen(
     """A planted bug: what the environment said enters the loss."""
     go_on = Episodes.next_request
 
-    def trained(self: Episodes, sample: Sample, first: Request) -> Request | None:
-        found = go_on(self, sample, first)
+    def trained(
+        self: Episodes, sample: Sample, first: Request, *, max_tokens: int
+    ) -> Request | None:
+        found = go_on(self, sample, first, max_tokens=max_tokens)
         sample.loss_mask = [True] * len(sample.loss_mask)
         return found
 

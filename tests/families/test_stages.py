@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from hone.config.parallel import rounds
 from hone.families import stages
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
-from hone.families.stages import head_cost, layer_costs, stage_layers
+from hone.families.stages import head_cost, layer_costs, rounds, stage_layers
 from tests.tables import table
 
 COSTS = st.integers(1, 12)

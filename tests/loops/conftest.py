@@ -21,6 +21,7 @@ from hone.data.arithmetic import generate, write_jsonl
 from hone.loops.launch import launch
 from hone.loops.reinforce import RLRun, build_run
 from hone.loops.workers import thread_pools
+from hone.tools.report.pages import PAGES
 
 MakeConfig = Callable[..., RLConfig]
 
@@ -66,7 +67,7 @@ def sft_config(inputs: Path, tmp_path: Path) -> SFTConfig:
 @contextmanager
 def built_run(cfg: RLConfig) -> Generator[RLRun]:
     """A run that has been launched and built."""
-    with launch(cfg) as start, build_run(cfg, start, thread_pools) as run:
+    with launch(cfg, PAGES) as start, build_run(cfg, start, thread_pools) as run:
         yield run
 
 

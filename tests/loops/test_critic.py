@@ -15,13 +15,14 @@ from tests.trainer.examples import gradients, random_rows
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from hone.algorithms.ppo import ValueObjective
-from hone.config.model import ModelConfig
-from hone.config.trainer import TrainerConfig
+from hone.config.roles import critic_settings
 from hone.config.tree import RLConfig
 from hone.errors import UserError
 from hone.loops import reinforce
 from hone.models.load import load_value_model
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_tiny_model
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Group, Row
 
@@ -112,7 +113,8 @@ def test_a_critic_that_keeps_less_on_its_device_learns_the_same(
         )
 
     thrifty = cfg("thrifty", **own)
-    assert thrifty.critic_trainer == cfg("plain").critic_trainer.model_copy(update=own)
+    plain = critic_settings(cfg("plain"))
+    assert critic_settings(thrifty) == plain.model_copy(update=own)
     assert thrifty.trainer == cfg("plain").trainer
     for each in (cfg("plain"), thrifty):
         reinforce.run(each)
@@ -124,7 +126,7 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "lm", vocab_size=48, hidden_size=32, num_layers=2, seed=0)
     config = AutoConfig.from_pretrained(tmp_path / "lm", num_labels=3)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
-    with pytest.raises(UserError, match="tells 3 classes apart"):
+    with pytest.raises(UserError, match="is a classifier of 3 classes"):
         load_value_model(ModelConfig(path=str(tmp_path / "three")), device="cpu", seed=0)
 
 

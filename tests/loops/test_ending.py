@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from hone.observe.run_folder import RunFolder
 from hone.rewards.scorer import FailureRateError
 from hone.rollout import collector
 from hone.rollout.evaluate import evaluate
+from hone.tools.report.pages import PAGES
 from hone.trainer.parallel_model import ParallelModel
 from hone.trainer.trainer import Trainer
 
@@ -65,7 +67,7 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
         log={"to": [], "samples_per_step": 4},
     )
     with pytest.raises(ValueError, match="samples have no reward") as caught:
-        reinforce.run(cfg)
+        reinforce.run(cfg, pages=PAGES)
     event = last_event(cfg.run.dir)
     told = {key: event[key] for key in ("kind", "message", "error", "step", "phase")}
     assert told == {
@@ -156,7 +158,7 @@ def test_every_error_is_an_event(
     cfg = make_config()
     monkeypatch.setattr(*where, raising(error))
     with pytest.raises(type(error)):
-        reinforce.run(cfg)
+        reinforce.run(cfg, pages=PAGES)
     event = last_event(cfg.run.dir)
     told = {key: event[key] for key in ("kind", "message", "step", "phase")}
     assert told == {"kind": kind, "message": message, "step": step, "phase": phase}
@@ -175,7 +177,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_report(
     before = signal.getsignal(number)
     monkeypatch.setattr(reinforce, "build_run", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as caught:
-        reinforce.run(cfg)
+        reinforce.run(cfg, pages=PAGES)
     assert caught.value.code == 128 + number
     assert signal.getsignal(number) is before
     assert last_event(cfg.run.dir)["message"] == f"{number.name} ended the run at once"
@@ -294,7 +296,7 @@ def test_a_run_that_failed_after_its_last_step_is_finished_once_it_was_completed
         with pytest.raises(OSError, match="no space"):
             reinforce.run(cfg)
     assert RunFolder.read(cfg.run.dir).error is not None
-    reinforce.run(cfg)
+    reinforce.run(cfg, pages=PAGES)
     assert last_event(cfg.run.dir)["kind"] == "finished"
     run = RunFolder.read(cfg.run.dir)
     assert (run.status, run.error) == ("finished", None)
@@ -309,10 +311,9 @@ def test_a_report_that_cannot_be_drawn_does_not_replace_the_error_of_the_run(
     problem: Exception,
 ) -> None:
     cfg = make_config()
-    monkeypatch.setattr("hone.loops.ending.write_report", raising(problem))
     monkeypatch.setattr(reinforce, "build_run", raising(RuntimeError("the cause")))
     with pytest.raises(RuntimeError, match="the cause") as caught:
-        reinforce.run(cfg)
+        reinforce.run(cfg, pages=replace(PAGES, write_report=raising(problem)))
     assert "the report could not be drawn" in "".join(getattr(caught.value, "__notes__", []))
 
 
@@ -321,9 +322,9 @@ def test_a_process_that_ends_for_another_one_does_not_wait_for_its_report(
 ) -> None:
     is_over = threading.Event()
     monkeypatch.setattr("hone.loops.ending._DRAWING_S", 0.1, raising=False)
-    monkeypatch.setattr("hone.loops.ending.write_report", lambda *_, **__: is_over.wait(600))
+    pages = replace(PAGES, write_report=lambda *_, **__: is_over.wait(600))
     watch = Watch(Processes(0, 1, 0, 1), 60.0)
-    with Ending(tmp_path, watch, is_first=False).cause():
+    with Ending(tmp_path, watch, is_first=False, pages=pages).cause():
         assert watch.on_end is not None
         leaving = threading.Thread(target=watch.on_end, args=["rank 1 is gone"], daemon=True)
         leaving.start()
@@ -396,10 +397,10 @@ def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(
     cfg = make_config()
     full = raising(DiskError("Could not write x (run.dir)"))
     monkeypatch.setattr("hone.observe.disk.AppendedFile.write", full)
-    monkeypatch.setattr("hone.observe.report.write.write_whole", full)
+    monkeypatch.setattr("hone.tools.report.write.write_whole", full)
     monkeypatch.setattr(reinforce, "build_run", raising(RuntimeError("the cause")))
     with pytest.raises(RuntimeError, match="the cause"):
-        reinforce.run(cfg)
+        reinforce.run(cfg, pages=PAGES)
     assert "the cause is not in the run folder" in caplog.text
     assert "the report could not be drawn" in caplog.text
 
@@ -442,7 +443,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 def test_garbage_is_collected_as_before_once_a_run_has_ended() -> None:
     def end() -> None:
-        with loop.rare_collections():
+        with loop.rare_garbage_collection():
             assert gc.get_threshold() == loop.COLLECTION_THRESHOLDS
             assert gc.get_freeze_count() > 10_000
             raise KeyboardInterrupt

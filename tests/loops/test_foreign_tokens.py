@@ -17,6 +17,7 @@ from hone.errors import UserError
 from hone.loops import reinforce, supervised
 from hone.loops.generation import run_generation
 from hone.loops.inputs import prompts_of, transcripts_of, turns_of
+from hone.loops.launch import plan_run
 from hone.loops.workers import thread_pools
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.models.tokenizer import load_tokenizer
@@ -75,7 +76,8 @@ def test_rows_are_refused_where_they_are_read(
     refuses(lambda: prompts_of(cfg, load_tokenizer(cfg.model)), "row train:", told)
 
     supervised_cfg = sft_config.model_copy(update={"model": cfg.model})
-    refuses(lambda: supervised.build_run(supervised_cfg, Mock()).__enter__(), told)
+    start = Mock(plan=plan_run(supervised_cfg, "cpu", world_size=1))
+    refuses(lambda: supervised.build_run(supervised_cfg, start).__enter__(), told)
 
     tree = {
         "model": {"path": narrow},
@@ -99,8 +101,7 @@ def test_models_that_read_what_the_policy_writes_have_all_its_tokens(
         {"critic": {"path": narrow}, "algorithm": {"advantage": "gae"}},
     ):
         cfg = make_config(**sections)
-        start = Mock()
-        start.mesh.device.type, start.roles.num_trainers = "cpu", 1
+        start = Mock(plan=plan_run(cfg, "cpu", world_size=1))
         run = reinforce.build_run(cfg, start, thread_pools)
         refuses(run.__enter__, told)
 
@@ -109,7 +110,8 @@ def test_models_that_read_what_the_policy_writes_have_all_its_tokens(
     config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
     cfg = make_config(reward={"model": {"path": str(judge)}})
     prompts = prompts_of(cfg, load_tokenizer(cfg.model)).train.sources[0]
-    refuses(lambda: transcripts_of(cfg, prompts), "reward.model.path", f"its model has {SIZE}")
+    plan = plan_run(cfg, "cpu", world_size=1)
+    refuses(lambda: transcripts_of(plan, prompts), "reward.model.path", f"its model has {SIZE}")
 
 
 def test_pairs_are_refused_where_they_are_read(narrow: str, tmp_path: Path) -> None:
@@ -119,7 +121,9 @@ def test_pairs_are_refused_where_they_are_read(narrow: str, tmp_path: Path) -> N
     tree |= {"run": {"dir": tmp_path / "run", "steps": 1, "device": "cpu"}}
     told = f"has the token '9', number 15, and the model at '{narrow}' has {SIZE}"
     for kind in (DPOConfig, RewardModelingConfig):
-        run = supervised.build_run(kind.model_validate(tree), Mock())
+        cfg = kind.model_validate(tree)
+        start = Mock(plan=plan_run(cfg, "cpu", world_size=1))
+        run = supervised.build_run(cfg, start)
         refuses(run.__enter__, "row pairs:1 ", told)
 
 
@@ -140,7 +144,7 @@ def answered(render: Any, observation: Observation) -> tuple[Sample, Request | N
         )
         episodes.take(sample, drawn, max_tokens=32)
         sample.observation = said
-        request = episodes.next_request(sample, first)
+        request = episodes.next_request(sample, first, max_tokens=32)
     return sample, request
 
 

@@ -6,20 +6,22 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
+import psutil
 import pytest
 from tests.tiny_runs import lines
 
 from hone.cli.main import main
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
-from hone.loops import generation, inference
+from hone.loops import sampling
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
-from hone.observe.parts import PartWriter, parts_folder
+from hone.observe.resumable_jsonl import PartFileWriter, parts_folder
 from hone.rollout.episodes import Episodes
 
 FLAGS = (
@@ -207,7 +209,7 @@ def test_episodes_are_those_of_an_evaluation(here, monkeypatch):
     rows = made(*ECHO)
     assert {len(row["turns"]) for row in rows} == {1, 2, 3}
     assert all(row["reward_parts"] == {"env": row["reward"]} for row in rows)
-    monkeypatch.setattr(inference, "Episodes", same_seeds)
+    monkeypatch.setattr(sampling, "Episodes", same_seeds)
     replaced = {"train.0": "eval.0", "generation.": "eval.", "--n_samples": "--eval.n_samples"}
     flags = [*FLAGS, *ECHO, "--run.dir=run", "--engine.max_num_seqs=3"]
     for old, new in replaced.items():
@@ -227,7 +229,7 @@ def test_episodes_are_those_of_an_evaluation(here, monkeypatch):
 def test_episodes_go_on_where_they_were_ended(here, monkeypatch):
     """What was done stays; the prompts after it are played."""
     (here / "envs.py").write_text(ENVS)
-    expected, append = made(*ECHO), PartWriter.append
+    expected, append = made(*ECHO), PartFileWriter.append
 
     def dies(self, number, samples, rows):
         if number == 9:
@@ -236,7 +238,7 @@ def test_episodes_go_on_where_they_were_ended(here, monkeypatch):
 
     Path("completions.jsonl").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(PartWriter, "append", dies)
+        patch.setattr(PartFileWriter, "append", dies)
         with suppress(KeyboardInterrupt):
             main(["generate", *FLAGS, *ECHO])
     part = parts_folder(Path("completions.jsonl")) / "0-of-1.jsonl"
@@ -252,6 +254,44 @@ def test_an_environment_that_answers_nonsense_is_told_before_the_model_is_loaded
     here, monkeypatch, capsys
 ):
     (here / "envs.py").write_text(ENVS.replace("sum(map(len, episode.turns)) / 10", "{'a': 1.0}"))
-    monkeypatch.delattr(generation, "load_engine")
+    monkeypatch.delattr(sampling, "load_engine")
     assert main(["generate", *FLAGS, *ECHO, "--env.args={last: 1}"]) != 0
     assert "without 'score'" in " ".join(capsys.readouterr().err.split())
+
+
+def engines_of_this_process():
+    children = psutil.Process().children()  # of other tests, too
+    return [child for child in children if "hone.distributed.local" in child.cmdline()]
+
+
+def kill_an_engine():
+    """The oldest one, at whatever it is."""
+    oldest = min(engines_of_this_process(), key=lambda one: one.create_time())
+    os.kill(oldest.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices_per_engine", [1, 2])
+def test_who_samples_cannot_be_seen_in_what_is_written(
+    here, monkeypatch, caplog, devices_per_engine
+):
+    """Two engines, of which one is killed in the middle; one engine of two devices, likewise."""
+    caplog.set_level("INFO", "hone")
+    (here / "envs.py").write_text(ENVS)
+    expected, append = made(*ECHO), PartFileWriter.append
+
+    def kills(self, number, samples, rows):
+        append(self, number, samples, rows)
+        if number == 9:
+            kill_an_engine()
+
+    monkeypatch.setattr(PartFileWriter, "append", kills)
+    size = f"--engine.tensor_parallel_size={devices_per_engine}"
+    found = made(*ECHO, "--nproc=2", size)
+    assert "engine 0 is lost and replaced (restart 1 of at most 3)" in caplog.text
+    assert "was killed by SIGKILL" in caplog.text
+    for row, other in zip(found, expected, strict=True):
+        # A product's last bits depend on how many rows it is computed with.
+        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)
+    assert found == expected
+    assert not engines_of_this_process()

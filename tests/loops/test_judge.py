@@ -16,7 +16,7 @@ from hone.cli.main import main
 from hone.config.tree import EvaluateConfig
 from hone.errors import UserError
 from hone.loops import reinforce
-from hone.loops.inference import run_evaluation
+from hone.loops.evaluation import run_evaluation
 from hone.rewards.scorer import FailureRateError
 
 

@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 from hone.checkpoint.atomic import MANIFEST_NAME, CheckpointError, read_manifest
 from hone.checkpoint.store import CheckpointStore
-from hone.config.model import LoraConfig
 from hone.config.plan import Devices, resolve
 from hone.config.tree import SFTConfig
 from hone.errors import UserError
@@ -32,8 +31,10 @@ from hone.loops.launch import FolderLock
 from hone.loops.loop import train
 from hone.loops.run import Outcome
 from hone.loops.saving import time_in_words
+from hone.models.settings import LoraConfig
 from hone.observe.resumed_run import exported_step, is_finished, require_resumable
 from hone.planner.disk import disk_use
+from hone.tools.report.pages import PAGES
 from hone.trainer.trainer import Trainer
 
 
@@ -301,7 +302,7 @@ def test_a_folder_that_is_deleted_ends_the_run_with_all_that_can_be_saved(
     with monkeypatch.context() as patch:
         in_step(patch, 2, lambda: shutil.rmtree(cfg.run.dir))
         with pytest.raises(UserError, match=r"was deleted.*ends after step 2, which is saved"):
-            supervised.run(cfg)
+            supervised.run(cfg, pages=PAGES)
     assert (exported(cfg), saved_steps(cfg)) == (2, [2])
     assert lines(cfg.run.dir / "events.jsonl")[-1]["kind"] == "error"
     assert "was deleted" in (cfg.run.dir / "report.html").read_text()

@@ -35,21 +35,21 @@ from tests.tiny_runs import tiny_config, write_inputs
 from torch import Tensor, nn
 
 from hone.cli.command import plan_here
-from hone.config.engine import EngineConfig
-from hone.config.rules import findings
-from hone.config.trainer import OptimizerConfig, TrainerConfig
 from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET
 from hone.engine.base import EngineState
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.families.registry import FUSED_FAMILIES
 from hone.loops import loop
 from hone.loops.reinforce import RLRun
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.observe.metrics import Metrics
+from hone.rules import findings
 from hone.trainer import parallel_model
-from hone.trainer.host_gradients import Piece
+from hone.trainer.pieces import Piece
 from hone.trainer.policy import Policy, StaleWeightsError
+from hone.trainer.settings import OptimizerConfig, TrainerConfig
 from hone.types import Group
 
 Sections = dict[str, dict[str, Any]]

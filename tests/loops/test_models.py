@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.algorithms.algorithm import Outputs
 from hone.algorithms.grpo import GRPO
-from hone.config.algorithm import AlgorithmConfig, KLConfig, Output
+from hone.algorithms.settings import AlgorithmConfig, KLConfig, Output
 from hone.config.tree import RLConfig
 from hone.loops.reinforce import RLRun
 from hone.observe.metrics import Sum

@@ -15,8 +15,8 @@ from tests.tiny_runs import lines
 from hone.errors import UserError
 from hone.loops.launch import launch
 from hone.loops.loop import train
-from hone.observe.grafana import dashboard
 from hone.observe.metrics_server import exposition
+from hone.tools.report.grafana import dashboard
 
 OF_A_GPU = {"hone_perf_gpu_utilization", "hone_mem_gpu_peak_gib", "hone_mem_gpu_free_gib"}
 OF_A_GPU |= {"hone_perf_R_gen", "hone_perf_R_train", "hone_perf_R_step"}

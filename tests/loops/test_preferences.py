@@ -16,7 +16,7 @@ from hone.config.tree import DPOConfig
 from hone.data.arithmetic import write_jsonl
 from hone.errors import UserError
 from hone.loops import supervised
-from hone.trainer.scorer import FrozenScorer
+from hone.trainer.frozen import FrozenScorer
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ class TestReferenceCache:
         (file,) = (tmp_path / "kept").iterdir()
         written = file.stat().st_mtime_ns
         supervised.run(again)
-        assert "what the reference says of 146 rows: " in caplog.text
+        assert "logprobs of 146 rows by the reference read from " in caplog.text
         assert file.stat().st_mtime_ns == written
         assert same_weights(first, again)
         for one, two in zip(metrics(live), metrics(first), strict=True):

@@ -23,12 +23,12 @@ from tests.tiny_runs import lines
 from hone.checkpoint.store import CheckpointStore
 from hone.config.base import Section
 from hone.config.load import dump_config
-from hone.config.parallel import ParallelConfig
 from hone.config.run import GenerateRunConfig
 from hone.config.tree import EvaluateConfig, SFTConfig
 from hone.distributed.processes import HONE_KEY
+from hone.distributed.settings import ParallelConfig
 from hone.errors import UserError
-from hone.loops import inference, reinforce, supervised
+from hone.loops import evaluation, reinforce, supervised
 from hone.loops.launch import join_roles
 
 ENGINES = ("engine/steps", "engine/waiting", "engine/kv_cache_usage")
@@ -213,7 +213,7 @@ def test_R24_an_evaluation_in_two_processes(make_config: MakeConfig, tmp_path: P
             "eval": {"max_completion_tokens": 8, "n_samples_per_prompt": 4},
         }
     )
-    alone = inference.run_evaluation(cfg)
+    alone = evaluation.run_evaluation(cfg)
     run = cfg.run.model_copy(update={"dir": tmp_path / "two"})
     output = run_hone("eval", cfg.model_copy(update={"run": run}), tmp_path, "--nproc", "2")
     assert output.count("eval/reward/mean") == 1

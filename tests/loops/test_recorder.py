@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bench.fakes import SHAPE
+from tests.tools.bench.fakes import SHAPE
 
 from hone.config.load import load_config
 from hone.config.run import LogConfig
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
 from hone.hardware import GIB, GPUS
+from hone.loops.launch import plan_run
 from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.loops.run import Run
 from hone.observe.alarms import Alarms
@@ -28,7 +29,7 @@ from hone.observe.loggers import RunLog
 from hone.observe.metrics import Last, Metrics, Sum, to_scalars
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
-from hone.types import NOT_SAMPLED, Column, Group, Prompt, Row, Sample, StopReason, Turn
+from hone.types import NOT_SAMPLED, Branch, Column, Group, Prompt, Row, Sample, StopReason, Turn
 
 LIMITS = Limits(
     shape=SHAPE,
@@ -148,6 +149,42 @@ def test_what_an_environment_says_is_read_and_not_generated(tmp_path: Path) -> N
     assert [sample["num_tokens"] for sample in samples] == [9, 4]
 
 
+def make_rewritten() -> Group:
+    """A sample of two paths, the second one behind 2 of the first one's 3 + 5 tokens and 4 new
+    ones, and a sample with a prompt of 6 tokens of its own."""
+    group = make_group(0)
+    (plain,) = group.samples
+    branch = Branch(
+        prompt_ids=plain.prompt.token_ids,
+        token_ids=plain.token_ids,
+        logprobs=plain.logprobs,
+        weight_versions=plain.weight_versions,
+        loss_mask=plain.loss_mask,
+        turns=plain.turns,
+    )
+    context = (*plain.prompt.token_ids[:2], 7, 7, 7, 7)
+    rewritten = replace(plain, prompt=replace(plain.prompt, token_ids=context), branches=[branch])
+    opened = replace(plain, id="s1", prompt=replace(plain.prompt, token_ids=(9,) * 6))
+    return replace(group, samples=[rewritten, opened])
+
+
+def test_what_differs_in_a_rewritten_history_is_read_again() -> None:
+    """And each opening of a group's episodes once."""
+    limits = replace(LIMITS, num_engines=1)
+    generate_s = generation_time_s(
+        SHAPE,
+        GPUS[0],
+        [3, 6, 6],
+        [5, 5, 5],
+        max_num_seqs=8,
+        prefill_lengths=[3, 6, 4],
+        bytes_per_value=2,
+        kv_bytes_per_value=2,
+    )
+    ratios = limits.ratios([make_rewritten()], ROWS, SECONDS)
+    assert ratios["perf/R_gen"] == pytest.approx(generate_s / 3.0)
+
+
 @pytest.mark.parametrize(
     ("flags", "limit"),
     [
@@ -163,7 +200,7 @@ def test_the_limit_of_the_mismatch_is_that_of_the_format_that_computes(
 ) -> None:
     """Of bfloat16 experts 1.3e-4 is usual; several trainers hold float32 masters all the same."""
     cfg = load_config(RLConfig, None, ["--model.path=m", "--data.train=[{path: t}]", *flags])
-    found = max_mismatch_kl(cfg, torch.device("cpu"))
+    found = max_mismatch_kl(plan_run(cfg, "cpu", world_size=1))
     assert found == limit
     names = [alarm.name for alarm in Alarms(max_mismatch_kl=found).check(1, MISMATCH)]
     assert names == ([] if limit == 1e-2 else ["mismatch_kl"])
@@ -257,6 +294,34 @@ def test_the_advantage_of_a_sample_is_the_mean_of_its_tokens(tmp_path: Path) -> 
         recorder.record(1, {}, groups=GROUPS, rows=[row])
     written = [json.loads(line)["advantage"] for line in (tmp_path / "samples.jsonl").open()]
     assert written == [2.0, None, None, None]
+
+
+def test_the_rows_of_an_episode_are_one_sample(tmp_path: Path) -> None:
+    """Its advantage is the mean over the tokens of all rows; its shown tokens are of each row."""
+    group = make_rewritten()
+    rewritten, opened = group.samples
+    rows: list[Row] = []
+    for row_id, values in (("s0#1", [1.0] * 5), ("s0", [4.0] * 2), ("s1", [])):
+        mask = [False] * 3 + [True] * len(values)
+        advantages = Column(torch.tensor(values))
+        rows.append(
+            Row(id=row_id, episode=row_id[:2], token_ids=[1] * len(mask), loss_mask=mask,
+                columns={"advantages": advantages})
+        )  # fmt: skip
+    spans = Spans(clock=iter([0.0, 0.0, 2.0, 4.0]).__next__)
+    with RunLog(tmp_path, LogConfig(to=())) as log, Console(9) as console:
+        recorder = Recorder(Mesh.alone("cpu"), spans, Alarms(), log, console, num_shown=2)
+        recorder.sampled(1, [group])
+        assert recorder.shown_ids == {"s0#1", "s0", "s1"}
+        with spans.span("generate"):
+            pass
+        recorder.record(1, {}, groups=[group], rows=rows)
+    written = [json.loads(line)["advantage"] for line in (tmp_path / "samples.jsonl").open()]
+    assert written == [pytest.approx((5 * 1.0 + 2 * 4.0) / 7), None]
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").open())
+    assert row["perf/samples_per_s"] == 1 / 4.0
+    assert row["perf/generated_tokens_per_s"] == 15 / 2.0
+    assert (rewritten.id, opened.id) == ("s0", "s1")
 
 
 class FakeDevice:

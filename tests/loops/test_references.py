@@ -18,15 +18,17 @@ from torch import Tensor
 
 from hone.algorithms.algorithm import Outputs
 from hone.algorithms.grpo import GRPO
-from hone.config.algorithm import AlgorithmConfig, KLConfig, Output
+from hone.algorithms.settings import AlgorithmConfig, KLConfig, Output
 from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET
+from hone.distributed import team
 from hone.distributed.pool import ThreadWorker
 from hone.loops import rank0, reinforce, workers
+from hone.loops.launch import plan_run
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.rollout.scorer_pool import ScorerPool
+from hone.trainer.frozen import FrozenScorer
 from hone.trainer.models import Models
-from hone.trainer.scorer import FrozenScorer
 from hone.types import Group, Prompt, Reward, Row, Sample, StopReason
 
 LOSS: dict[str, Any] = {"kl": {"coef": 0.2}}
@@ -52,7 +54,8 @@ def test_who_does_not_drive_references_hears_what_they_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And, while that takes long, now and then that it should wait on."""
-    monkeypatch.setattr(rank0, "KEEPALIVE_S", 0.02)
+    monkeypatch.setattr(team, "KEEPALIVE_S", 0.01)
+    monkeypatch.setattr(rank0, "LOOK_S", 0.02)
     rows = [
         Row(id=f"{n}", token_ids=[1] * (n + 2), loss_mask=[False] + [True] * (n + 1))
         for n in range(5)
@@ -128,7 +131,8 @@ def test_ahead_of_training_rows_are_scored_as_groups_end(
         rollout={"truncated_samples": "mask", "mask_off_policy_tokens": True},
         run={"steps": 4},
     )
-    reference = cast(FrozenScorer, workers.build_scorer("reference", cfg))
+    plan = plan_run(cfg, "cpu", world_size=1)
+    reference = cast(FrozenScorer, workers.build_scorer(plan.roles["reference"], plan))
     begun: list[int] = []
     ahead, begin = rank0.Rank0Scorer.begin_ahead, rank0.Rank0Scorer.begin
 

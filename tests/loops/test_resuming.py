@@ -15,21 +15,21 @@ from tests.loops.conftest import MakeConfig
 from tests.tables import table
 
 from hone.checkpoint.store import Checkpoint, CheckpointStore
-from hone.config.parallel import AxisSizes
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.distributed.roles import Roles
-from hone.distributed.signals import Came
+from hone.distributed.settings import AxisSizes
+from hone.distributed.signals import PendingSignal
 from hone.distributed.watch import Watch
 from hone.errors import UserError
 from hone.loops import reinforce
-from hone.loops.launch import Launch
+from hone.loops.launch import Launch, plan_run
 from hone.loops.resuming import announce, find_checkpoint
 from hone.loops.run import Run
-from hone.observe.report.write import write_report
+from hone.observe.disk import MANIFEST_NAME
 from hone.observe.resumed_run import newest_step, require_resumable, save_config
-from hone.observe.run_folder import MANIFEST_NAME
+from hone.tools.report.write import write_report
 
 ALONE = AxisSizes()
 
@@ -142,8 +142,9 @@ def test_what_has_changed_is_an_event_of_the_run(make_config: MakeConfig, tmp_pa
         cfg = make_config(run=run, trainer={"optimizer": {"lr": lr}})
         mesh, store = Mesh.alone("cpu"), CheckpointStore(tmp_path / "checkpoints")
         roles = Roles("policy", mesh, mesh)
-        given = {"tracing": Mock(), "metrics_server": None, "lock": None, "early": Came()}
-        Launch(cfg, roles, Watch(processes(), 9.0), store, checkpoint(), **given).save_config()
+        given = {"tracing": Mock(), "metrics_server": None, "lock": None, "early": PendingSignal()}
+        plan, watch = plan_run(cfg, "cpu", world_size=1), Watch(processes(), 9.0)
+        Launch(cfg, plan, roles, watch, store, checkpoint(), **given).save_config()
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["kind"], event["step"]) == ("changed", 6)
     assert event["settings"] == ["trainer.optimizer.lr is 0.5, was 0.003"]

@@ -15,13 +15,13 @@ from tests.loops.test_processes import assert_same_run, run_hone
 from tests.tiny_runs import lines, right_and_backwards
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hone.config.model import ModelConfig
 from hone.config.tree import RewardModelingConfig
 from hone.data.arithmetic import write_jsonl
 from hone.data.pairs import load_pairs
 from hone.errors import UserError
 from hone.loops import reinforce, supervised
 from hone.models.load import load_value_model
+from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer
 
 

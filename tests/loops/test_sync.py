@@ -29,7 +29,8 @@ from hone.config.tree import RLConfig
 from hone.loops import loop, reinforce
 from hone.loops.reinforce import RLRun
 from hone.loops.run import Outcome
-from hone.observe.run_folder import MANIFEST_NAME, RunFolder
+from hone.observe.disk import MANIFEST_NAME
+from hone.observe.run_folder import RunFolder
 
 OF_THE_LAUNCH = ("time/", "perf/", "mem/", "timestamp_s", "off_policy/parity/")
 """What the clock says, and the gate that every launch passes anew."""

@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hone.attention import ATTENTION_NAME
-from hone.config.engine import EngineConfig
 from hone.distributed.processes import processes
+from hone.engine import base
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models import experts, tensor_parallel
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
 from hone.types import Completion, Request, SamplingParams
-from hone.weights import sync
 from hone.weights.sync import WeightSync
 from tests.rank_cases import everywhere, of_first
 from tests.ranks import run_parts
@@ -281,7 +281,7 @@ def weights(tp: TensorParallel) -> dict[str, Any]:
     """A sync into an engine that has slept, which gives its weights up: with the experts of
     another rank it is refused, with its own it samples as an engine alone."""
     found: dict[str, Any] = {}
-    deliver = sync.deliver
+    deliver = base.deliver
     for family in FAMILIES:
         group, new = make_engine(make_model(family), tp), make_model(family, seed=1)
         group.sleep()
@@ -299,7 +299,7 @@ def weights(tp: TensorParallel) -> dict[str, Any]:
             deliver([(held[name], part) for name, part in theirs.items()])
             return num_bytes
 
-        with patch.object(sync, "deliver", send_others):
+        with patch.object(base, "deliver", send_others):
             refusal = push(new, group, 1)
         delivered = push(new, group, 2)
         ours, expected = complete(group), alone(new)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hone.attention import PackedContext
-from hone.config.model import ModelConfig
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_tiny_model
 
 VOCAB = 64

@@ -341,7 +341,7 @@ def experts(
     shared = normal(tokens, width, dtype=dtype, seed=5) if beside else None
     if favourite is not None:
         logits[:, favourite] += 9
-    tiles = [expert_kernels.Tile(tile, 64, 64, 4, 2)] * 2
+    tiles = [expert_kernels.Tile(tile, 64, 64, 1, 4, 2)] * 2
     size = number // ranks
     if packed:
         gate_up, down = pack_rows(mixture.gate_up), pack_rows(mixture.down)

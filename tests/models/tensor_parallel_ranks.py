@@ -24,9 +24,10 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from hone.config.engine import EngineConfig
+from hone.engine import base
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import KVCache
+from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 from hone.models import tensor_parallel, tensor_parallel_kernels
 from hone.models.layer_ops import LayerOps, TorchKernels
@@ -34,7 +35,6 @@ from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, TensorParallelOps, shard_model, shard_of
 from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
 from hone.types import Request, SamplingParams
-from hone.weights import sync
 from hone.weights.sync import NonFiniteWeightsError, WeightSync
 from tests.models.test_generation_model import SCHEDULES, Generation, make_model, make_samples
 from tests.rank_cases import everywhere, of_first
@@ -227,7 +227,7 @@ def weight_sync(name, tp):
     new = make_model(name, seed=1)
     trainer = Trainer(new)
     found = {}
-    deliver = sync.deliver
+    deliver = base.deliver
 
     def flip_a_bit(pairs):
         deliver(pairs)
@@ -249,7 +249,7 @@ def weight_sync(name, tp):
         "a bit flipped on the last rank": deliver if tp.rank == 0 else flip_a_bit,
     }
     for fault, deliver_wrongly in faults.items():
-        with patch.object(sync, "deliver", deliver_wrongly):
+        with patch.object(base, "deliver", deliver_wrongly):
             found[fault] = push(trainer, group, 1)
     last = new.model.layers[-1].mlp.down_proj.weight
     kept = last.detach().clone()

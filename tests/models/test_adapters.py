@@ -12,23 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.attention import PackedContext
 from hone.checkpoint.export import export_adapter
-from hone.config.model import LoraConfig, ModelConfig
 from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS
 from hone.models import adapters
-from hone.models.adapters import (
-    NF4_BLOCK,
-    LoraLinear,
-    adapt,
-    adapters_off,
-    dequantise,
-    is_adapted,
-    merged_weights,
-    quantise,
-)
+from hone.models.adapted import adapters_off, is_adapted, merged_weights
+from hone.models.adapters import NF4_BLOCK, LoraLinear, adapt, dequantise, quantise
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
+from hone.models.settings import LoraConfig, ModelConfig
 from hone.models.tiny import make_tiny_model
 from tests.tables import table
 

@@ -20,7 +20,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from hone.checkpoint.export import export_hf
-from hone.config.model import ModelConfig
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
 from hone.families.shape import public_shape
@@ -28,6 +27,7 @@ from hone.models.experts import Experts, SigmoidScores, route, router_logits
 from hone.models.fused_layers import is_fusible
 from hone.models.load import load_deferred, load_model
 from hone.models.manifest import export_weights
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from tests.models.families import family_folder, family_model, random_samples
 from tests.tables import table

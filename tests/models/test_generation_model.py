@@ -17,7 +17,6 @@ from hone.attention import ATTENTION_NAME, PagedContext
 from hone.attention.context import FP8_DTYPE
 from hone.checkpoint.export import export_hf
 from hone.checkpoint.tree import in_memory, read_tree, split_tree, write_tree
-from hone.config.trainer import OptimizerConfig
 from hone.distributed.mesh import Mesh
 from hone.models import experts, fused_layers, generation, layer_ops
 from hone.models.decoder import alias_module, head_logits, head_weight
@@ -27,6 +26,7 @@ from hone.models.layer_ops import LayerOps, TorchKernels
 from hone.models.manifest import build_manifest, export_weights
 from hone.models.tiny import make_char_tokenizer
 from hone.trainer.policy import Policy
+from hone.trainer.settings import OptimizerConfig
 from hone.trainer.update_rules import ParameterOptimizer
 from tests.models.families import packed_logprobs
 from tests.models.paged import PagedRun

@@ -241,16 +241,19 @@ def test_products_of_experts_use_the_matrix_units_of_hopper(
     else:
         kernel, outputs, inputs = expert_kernels._down_kernel, 2048, 768
         pointers = {"parts_ptr": "*fp32", "inner_ptr": HALF, "gates_ptr": "*fp32"}
+    absent = {"scales_ptr": None}
     if has_codes:
-        kernel = {"gate_up": expert_kernels.int8_gate_up, "down": expert_kernels.int8_down}[product]
         lists["weight_ptr"] = "*i8"
-        pointers |= {"planes_ptr": "*i8", "scales_ptr": "*fp32"}
-        del pointers["x_ptr" if product == "gate_up" else "inner_ptr"]
-    constants = {
+        pointers |= {"x_ptr" if product == "gate_up" else "inner_ptr": "*i8", "scales_ptr": "*fp32"}
+        if product == "gate_up":
+            pointers["inner_ptr"] = HALF
+        absent = {}
+    constants = absent | {
         "OUTPUTS": outputs,
         "INPUTS": inputs,
         "PER_TOKEN": 8,
-        "TOKENS": tile.tokens,
+        "CODES": has_codes,
+        "TOKENS": tile.rows,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
     }

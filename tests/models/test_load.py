@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hone.config.model import ModelConfig
 from hone.errors import UserError
 from hone.families.registry import SPECS
 from hone.models import load as load_module
@@ -26,6 +25,7 @@ from hone.models.load import (
     load_model,
     load_value_model,
 )
+from hone.models.settings import ModelConfig
 from hone.models.support import check_supported, context_length, eos_token_ids
 from hone.models.tiny import make_tiny_model
 from hone.models.tokenizer import load_tokenizer
@@ -272,7 +272,7 @@ SURROUNDINGS = {
     "a pickle": (pickled, "there is no safetensors file among them"),
     "an adapter": (
         lambda f: (f / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
-        "an adapter lies beside them",
+        "there is an adapter with them",
     ),
     "other names": (
         lambda f: edit_config(f, transformers_weights="model.safetensors"),

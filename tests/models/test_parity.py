@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.granite.modeling_granite import GraniteModel
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
-from hone.config.model import ModelConfig
 from hone.errors import UserError
 from hone.families.registry import SPECS
 from hone.loops import reinforce
 from hone.models import decoder
 from hone.models.load import load_model
 from hone.models.parity import require_parity
+from hone.models.settings import ModelConfig
 from tests.models.families import VOCAB, packed_logprobs, random_samples
 from tests.tables import table
 from tests.tiny_runs import tiny_config, write_inputs

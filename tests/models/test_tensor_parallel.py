@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hone.config import rules
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
+from hone import rules
 from hone.config.plan import Devices, resolve
 from hone.config.tree import GenerateConfig
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.families.model_facts import ModelFacts
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
+from hone.models.settings import ModelConfig
 from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
 from hone.models.tiny import make_tiny_model
 from tests.models.test_generation_model import FUSED, make_model
@@ -173,7 +173,7 @@ def test_a_rank_reads_weights_on_the_host(tmp_path, monkeypatch):
         places.extend(x.device for x in model.parameters())
         return shard_model(model, tp)
 
-    monkeypatch.setattr("hone.models.load.shard_model", shard)
+    monkeypatch.setattr("hone.models.tensor_parallel.shard_model", shard)
     tp = TensorParallel(rank=1, size=2, device=accelerator)
     model = load_model(ModelConfig(path=str(folder)), device=accelerator, seed=0, tp=tp)
     assert set(places) == {CPU}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hone.config.model import ModelConfig
+from hone.models.settings import ModelConfig
 from hone.models.tiny import (
     SHAPES,
     make_bpe_tokenizer,

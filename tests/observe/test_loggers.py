@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hone.config.run import LogConfig
 from hone.observe.histogram import Histogram
 from hone.observe.loggers import (
+    BRANCH_TOKENS,
     ENTROPY,
     PER_TOKEN,
     POLICY_LOGPROBS,
@@ -25,7 +26,7 @@ from hone.observe.loggers import (
     json_line,
     pair_row,
 )
-from hone.types import NOT_SAMPLED, PerToken, Sample
+from hone.types import NOT_SAMPLED, Branch, PerToken, Sample, StopReason, Turn
 from tests.observe.fake_run import make_group
 
 PLAIN = LogConfig(to=())
@@ -251,6 +252,50 @@ def test_what_the_policy_says_of_a_sample_is_at_its_trained_tokens(tmp_path: Pat
     assert POLICY_LOGPROBS not in second
     assert first[ENTROPY] == [1.0, None, 0.5]
     assert list(first)[-2:] == [POLICY_LOGPROBS, ENTROPY], "behind all others of tokens"
+
+
+def test_abandoned_paths_are_in_the_row_of_their_sample(tmp_path: Path) -> None:
+    """Their turns before the per-token part, which readers skip, and their tokens in it."""
+    group = make_group(1, 0, np.random.default_rng(0))
+    plain, sample, *_ = group.samples
+    turn = Turn(start=0, end=1, text="so", stop_reason=StopReason.EOS, observed="no", reward=0.5)
+    branch = Branch(
+        prompt_ids=(5, 6),
+        token_ids=[7, 8],
+        logprobs=[-1.5, 0.0],
+        weight_versions=[0, NOT_SAMPLED],
+        loss_mask=[True, False],
+        turns=[turn],
+    )
+    sample = replace(sample, branches=[branch])
+    num_own = len(sample.token_ids)
+    scores = {
+        f"{sample.id}#1": {ENTROPY: torch.tensor([0.25])},
+        sample.id: {ENTROPY: torch.full((num_own,), 0.5)},
+    }
+    with RunLog(tmp_path, PLAIN) as log:
+        log.samples(1, [replace(group, samples=[plain, sample])], policy=scores)
+    first, second = rows(tmp_path / "samples.jsonl")
+    assert not {"branches", BRANCH_TOKENS}.intersection(first)
+    (turns,), (tokens,) = second["branches"], second[BRANCH_TOKENS]
+    assert turns == {
+        "turns": [
+            {"start": 0, "end": 1, "stop_reason": "eos", "reward": 0.5, "text": "so",
+             "observed": [{"content": "no"}]}
+        ]
+    }  # fmt: skip
+    assert tokens == {
+        PER_TOKEN: [5, 6],
+        "token_ids": [7, 8],
+        "logprobs": [-1.5, 0.0],
+        "weight_versions": [0, NOT_SAMPLED],
+        "loss_mask": [1, 0],
+        ENTROPY: [0.25, None],
+    }
+    assert second[ENTROPY] == [0.5] * num_own
+    assert second["num_tokens"] == sample.num_sampled == num_own + 1
+    names = list(second)
+    assert names.index("branches") < names.index(PER_TOKEN) < names.index(BRANCH_TOKENS)
 
 
 def test_groups_with_a_failure_come_first_where_asked_for(tmp_path: Path) -> None:

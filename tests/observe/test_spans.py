@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.observe.spans import Spans
-from tests.observe.perfetto import needs_perfetto, what_is_shown
+from tests.tools.report.perfetto import needs_perfetto, what_is_shown
 
 
 class Clock:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config.profile import MemoryProfileConfig, ProfileConfig, RolloutProfileConfig
 from hone.observe import tracing
+from hone.observe.settings import MemoryProfileConfig, ProfileConfig, RolloutProfileConfig
 from hone.observe.tracing import EngineTracer, MemoryRecorder, Tracing
 
 CPU = torch.device("cpu")

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hone.bench.train_memory import held_tensors
 from hone.checkpoint.sharded import local_part
-from hone.config.model import LoraConfig
-from hone.config.parallel import AxisSizes
-from hone.config.trainer import TrainerConfig
+from hone.distributed.settings import AxisSizes
 from hone.families.shape import ModelShape
 from hone.models.adapters import adapt
-from hone.planner.memory import TrainingMemory, training_memory
+from hone.models.settings import LoraConfig
+from hone.tools.bench.train_memory import existing_tensors
+from hone.trainer.cost import TrainingMemory, training_memory
+from hone.trainer.settings import TrainerConfig
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 STATES = {"optimizer": {"state_dtype": "bfloat16"}}
@@ -138,7 +138,7 @@ def held_on_host(case: dict[str, Any], mesh=None) -> dict[str, int]:
             if isinstance(t, DTensor) and not t.requires_grad
         )
         weights = {t for t in weights if not isinstance(t, DTensor)}
-    held = held_tensors(
+    held = existing_tensors(
         weights=weights,
         masters=() if policy.masters_on_host else policy.masters.values(),
         moments=(),
@@ -163,7 +163,7 @@ def held(case: dict[str, Any], mesh=None) -> dict[str, int]:
     trainer.forward_backward(rows)
     state = trainer.optimizer.state_dict()
     moments = [t for n, t in state.items() if n.startswith(("optimizer/exp", "optimizer/mom"))]
-    found = held_tensors(
+    found = existing_tensors(
         weights=[
             t for n, t in model.state_dict(keep_vars=True).items() if not n.endswith(_UNCOUNTED)
         ],

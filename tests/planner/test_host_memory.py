@@ -12,14 +12,14 @@ from torch import Tensor
 from hone.checkpoint.tree import split_tree
 from hone.cli.main import main
 from hone.config.load import load_config
-from hone.config.plan import Devices, RunPlan, resolve
+from hone.config.plan import Devices, RunPlan, known_models, resolve
 from hone.config.tree import RLConfig, SFTConfig
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape, public_shape
 from hone.hardware import available_host_bytes
 from hone.planner.fitting import check_host_memory
 from hone.planner.host_memory import HostRole, host_roles
-from hone.trainer import host_gradients, offload, policy, update_rules
+from hone.trainer import host_gradients, offload
 from tests.planner.memory_cases import model_of, plan, settings
 from tests.tables import table
 from tests.trainer.examples import make_trainer, random_rows
@@ -45,7 +45,8 @@ def planned(
 ) -> RunPlan:
     kind = "cpu" if cfg.run.device == "cpu" else "cuda"
     devices = Devices(kind=kind, host_bytes=int(gib * GIB))
-    return resolve(cfg, ModelFacts.of_shape(shape(model)), devices, world_size=num_processes)
+    facts, others = ModelFacts.of_shape(shape(model)), known_models(cfg)
+    return resolve(cfg, facts, devices, world_size=num_processes, others=others)
 
 
 def found_in(cfg: RLConfig | SFTConfig, gib: float, model: str = "qwen3-8b"):
@@ -212,7 +213,7 @@ def test_what_is_planned_is_what_a_trainer_allocates(
         asked.append(sum(shape.numel() * dtype.itemsize for shape, dtype in layout))
         return make(layout, *args, **kwargs)
 
-    for module in (offload, policy, update_rules, host_gradients):
+    for module in (offload, host_gradients):
         monkeypatch.setattr(module, "host_tensors", host_tensors)
     case = {"trainer": given}
     trainer = make_trainer(model_of(case), **settings(case).model_dump())

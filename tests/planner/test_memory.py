@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from hone import hardware
-from hone.config.model import LoraConfig
-from hone.config.parallel import AxisSizes
 from hone.config.plan import Devices, resolve
-from hone.config.trainer import TrainerConfig
 from hone.config.tree import RLConfig
+from hone.distributed.settings import AxisSizes
 from hone.families import stages
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape, public_shape
-from hone.planner.memory import adapter_params, training_memory
+from hone.models.settings import LoraConfig
 from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
+from hone.trainer.cost import adapter_params, training_memory
+from hone.trainer.settings import TrainerConfig
 from tests.planner.memory_cases import (
     ALONE,
     AWAY,

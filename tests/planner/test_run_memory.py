@@ -13,26 +13,28 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from hone.config import rules
-from hone.config.engine import BLOCK_SIZE
+from hone import rules
 from hone.config.load import load_config
-from hone.config.parallel import AxisSizes
-from hone.config.plan import Command, Devices, RunPlan, resolve
-from hone.config.trainer import TrainerConfig
+from hone.config.plan import Command, Devices, RunPlan, known_models, resolve
 from hone.config.tree import TREES, EvaluateConfig, GenerateConfig, RLConfig
+from hone.distributed.settings import AxisSizes
 from hone.engine import kv_cache
+from hone.engine.cost import CACHE_MARGIN_BYTES, CONTEXT_BYTES, GROUP_BYTES, EngineMemory
+from hone.engine.settings import BLOCK_SIZE
 from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
 from hone.hardware import Peaks, gpu_peaks, known_gpu
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.planner import run_memory
-from hone.planner.fitting import changed, check_gpu_memory, kept_logits, memory_changes
+from hone.planner.fitting import changed, check_gpu_memory, memory_changes
 from hone.planner.host_memory import host_roles
-from hone.planner.lines import plan_lines
-from hone.planner.memory import training_memory
+from hone.planner.knobs import LOGITS
 from hone.planner.run_memory import Phase, RunMemory
+from hone.tools.plan.lines import plan_lines
 from hone.trainer import gathering
+from hone.trainer.cost import training_memory
+from hone.trainer.settings import TrainerConfig
 from hone.weights import sync
 from tests.tables import table
 
@@ -71,10 +73,8 @@ def planned(
     cfg: Command, shape: ModelShape, *, world_size: int = 1, gpu: Peaks | None = None
 ) -> RunPlan:
     devices = Devices(kind="cpu" if cfg.run.device == "cpu" else "cuda", gpu=gpu or h200())
-    path = cfg.teacher.path if isinstance(cfg, RLConfig) else None
-    teacher = None if path is None else ModelFacts.known(path)
-    facts = ModelFacts.of_shape(shape)
-    return resolve(cfg, facts, devices, world_size=world_size, teacher=teacher)
+    facts, others = ModelFacts.of_shape(shape), known_models(cfg)
+    return resolve(cfg, facts, devices, world_size=world_size, others=others)
 
 
 def phases(*flags: str, name: str = "qwen3-0.6b", world_size: int = 1) -> dict[str, Phase]:
@@ -152,8 +152,8 @@ def test_what_8_bit_weights_take_for_a_moment_is_planned(
 
 
 def test_constants_are_those_of_the_code_that_is_planned() -> None:
-    assert run_memory.CACHE_MARGIN_BYTES == kv_cache._MARGIN_BYTES
-    assert run_memory.GROUP_BYTES == sync.GROUP_BYTES
+    assert CACHE_MARGIN_BYTES == kv_cache._MARGIN_BYTES
+    assert GROUP_BYTES == sync.GROUP_BYTES
     assert run_memory.GATHER_BYTES == gathering.GATHER_BYTES
 
 
@@ -175,7 +175,7 @@ def test_weights_lie_there_as_often_as_somebody_needs_them() -> None:
 
     def held(*flags: str, world_size: int = 1) -> tuple[int, int, int]:
         parts = phases(*flags, world_size=world_size)["generate"].parts
-        return parts["weights"], parts["engine's weights"], parts["reference"]
+        return parts["weights"], parts["engine's weights"], parts.get("reference", 0)
 
     kl = "--algorithm.kl.coef=0.1"
     assert held() == (whole, 0, 0)
@@ -236,15 +236,15 @@ def test_R15_the_planned_cache_is_the_one_that_the_engine_takes(
         device=torch.device("cpu"),
     )
     cache.device = torch.device("cuda")  # nothing is allocated there
-    held = sum(run.trainer_at_rest(has_moments=False).values()) + run.engine_weights
-    memory = 140 * GIB, 140 * GIB - run_memory.CONTEXT_BYTES - held
+    held = sum(run.trainer_at_rest(has_moments=False).values()) + run.engine.weights
+    memory = 140 * GIB, 140 * GIB - CONTEXT_BYTES - held
     monkeypatch.setattr(kv_cache, "_cuda_memory", lambda device: memory)
     num_blocks = kv_cache.choose_num_blocks(
         cache,
         cfg.engine,
-        max_model_len=run.max_length or 0,
-        reserved_bytes=run.engine_step,
-        resident_bytes=run.engine_weights,
+        max_model_len=run.engine.max_length or 0,
+        reserved_bytes=run.engine.step,
+        resident_bytes=run.engine.weights,
     )
     assert run.cache is not None
     assert num_blocks == run.cache // cache.block_bytes
@@ -570,8 +570,9 @@ def test_logits_of_a_micro_batch_are_the_longest_rows_that_it_has() -> None:
         (("--rollout.prompts_per_step=1", "--rollout.n_samples_per_prompt=2"), 2 * 1288),
     ):
         plan = planned(configured(*flags), shape_of("qwen3-0.6b"))
-        assert kept_logits(plan) == {"trainer.logits_chunk_tokens": tokens}
-        assert kept_logits(changed(plan, kept_logits(plan))) == {}
+        (change,) = LOGITS.time(plan)
+        assert change == {"trainer.logits_chunk_tokens": tokens}
+        assert [*LOGITS.time(changed(plan, change))] == []
 
 
 def test_a_large_chunk_of_logits_is_given_up_after_half_a_budget() -> None:
@@ -652,29 +653,37 @@ def test_remedies_share_tokens_offload_divide_engines_and_set_them_apart(
 
 
 @table(
-    "part, bug, seen_by",
+    "owner, part, bug, seen_by",
     [
-        ("engine_weights", lambda run: 0, test_weights_lie_there_as_often_as_somebody_needs_them),
         (
+            EngineMemory,
+            "weights",
+            lambda memory: 0,
+            test_weights_lie_there_as_often_as_somebody_needs_them,
+        ),
+        (
+            RunMemory,
             "frozen",
             lambda run: {"reference": 0},
             test_weights_lie_there_as_often_as_somebody_needs_them,
         ),
-        ("cache", lambda run: 70 * GIB, test_the_cache_is_the_smallest_of_three),
+        (RunMemory, "cache", lambda run: 70 * GIB, test_the_cache_is_the_smallest_of_three),
         (
-            "engine_step",
-            lambda run: 10 * GIB,
+            EngineMemory,
+            "step",
+            lambda memory: 10 * GIB,
             test_R15_a_sleeping_cache_leaves_generation_as_the_peak,
         ),
     ],
 )
 def test_planted_bugs_are_seen(
+    owner: type,
     part: str,
-    bug: Callable[[RunMemory], int],
+    bug: Callable[[Any], Any],
     seen_by: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RunMemory, part, property(bug))
+    monkeypatch.setattr(owner, part, property(bug))
     with pytest.raises(AssertionError):
         seen_by()
 
@@ -737,9 +746,9 @@ def test_a_teacher_lies_beside_the_policy_with_its_own_size() -> None:
     cfg = configured("--engine.kv_cache_gib=1", "--teacher.path=a/b")
     small, large = shape_of("qwen3-0.6b"), shape_of("qwen3-8b")
     facts, known = ModelFacts.of_shape(small), ModelFacts.of_shape(large)
-    for teacher, shape in ((known, large), (None, small)):
+    for others, shape in (({"a/b": known}, large), ({}, small)):
         for world_size in (1, 2):
-            plan = resolve(cfg, facts, Devices(), world_size=world_size, teacher=teacher)
+            plan = resolve(cfg, facts, Devices(), world_size=world_size, others=others)
             for phase in RunMemory(plan).phases():
                 expected = shape.weight_bytes(2) // world_size
                 assert phase.parts["teacher"] == expected, phase.title
@@ -755,7 +764,8 @@ def test_a_reward_model_lies_whole_beside_the_engine(command: str) -> None:
     assert issubclass(tree, RLConfig | EvaluateConfig | GenerateConfig)
     cfg = load_config(tree, None, [*flags, "--model.path=a/b", f"--{source}=x.jsonl"])
     for world_size in (1, 2):
-        phases = RunMemory(resolve(cfg, facts, Devices(), world_size=world_size)).phases()
+        plan = resolve(cfg, facts, Devices(), world_size=world_size, others=known_models(cfg))
+        phases = RunMemory(plan).phases()
         for phase in phases:
             assert phase.parts["reward model"] == large.weight_bytes(2), phase.title
         (own,) = [

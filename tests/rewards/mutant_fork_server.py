@@ -24,7 +24,7 @@ MUTANTS = {
 def zero_for_errors(attempt):
     def mutant(function, given):
         outcome = attempt(function, given)
-        return outcome if isinstance(outcome, score.Part) else score.Part(0.0)
+        return outcome if isinstance(outcome, score.FunctionScore) else score.FunctionScore(0.0)
 
     return mutant
 

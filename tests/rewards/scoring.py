@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 
-from hone.config.reward import RewardConfig, RewardFunctionConfig
 from hone.rewards import pool
 from hone.rewards.scorer import Scorer
+from hone.rewards.settings import RewardConfig, RewardFunctionConfig
 from hone.types import Prompt, Sample, StopReason
 
 MISBEHAVING = str(Path(__file__).with_name("misbehaving.py"))

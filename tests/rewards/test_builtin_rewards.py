@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.config.reward import RewardConfig, RewardFunctionConfig
 from hone.errors import UserError
 from hone.rewards.builtin import ExactMatch, Format, Length, Math, Overlong, warm_up_math
 from hone.rewards.scorer import Scorer
+from hone.rewards.settings import RewardConfig, RewardFunctionConfig
 from tests.tables import table
 
 MATH_TABLE = [

@@ -12,19 +12,20 @@ import pytest
 
 from hone.cli import command
 from hone.cli.command import first_rows, plan_here
-from hone.config.data import DataConfig
-from hone.config.reward import RewardConfig
-from hone.config.rules import Finding, findings
+from hone.config.rules.finding import Finding
 from hone.config.run import EvaluationConfig
 from hone.config.tree import EvaluateConfig, RLConfig
 from hone.data import sources
+from hone.data.settings import DataConfig
 from hone.errors import UserError
-from hone.loops import inference, reinforce
-from hone.loops.inference import run_evaluation
+from hone.loops import reinforce, workers
+from hone.loops.evaluation import run_evaluation
 from hone.rewards import pool, scorer
 from hone.rewards.scorer import FailureRateError, Scorer
+from hone.rewards.settings import RewardConfig
 from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
+from hone.rules import findings
 from hone.types import FailureKind, Prompt, Sample
 from tests.rewards.scoring import make_sample
 from tests.rollout.fakes import FakeEngine
@@ -69,7 +70,7 @@ FLAWS = {
     "def f(*args): return 1.0": "takes nothing of a sample",
     "def f(completions): return [1.0]": None,
     "def f(completions, completion): return [1.0]": "keep one of them",
-    "def f(solution_str, ground_truth, level): return 1.0": "needs 'level' beside",
+    "def f(solution_str, ground_truth, level): return 1.0": "also needs 'level'",
     "def f(queries, prompts, labels, **rest): return [1.0]": None,
     "def f(completion, /): return 1.0": "position only",
     "def f(completion, sclae=1): return 1.0": "Did you mean 'sclae'",
@@ -358,7 +359,7 @@ def test_a_run_and_an_evaluation_try_functions_before_the_model(
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr(reinforce, "load_for_training", load)
-    monkeypatch.setattr(inference, "load_model", load)
+    monkeypatch.setattr(workers, "load_model", load)
     cfg = tiny_config(tmp_path, tmp_path / "run")
     with pytest.raises(UserError, match=r"row train:1, .*rewards\.py:2: NameError: name 'unknown'"):
         reinforce.run(cfg)
@@ -479,7 +480,7 @@ def test_an_import_that_hangs_or_forks_without_end_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(scorer, "LOAD_TIMEOUT_S", 1.0 if "killed after" in told else 60.0)
+    monkeypatch.setattr(pool, "LOAD_TIMEOUT_S", 1.0 if "killed after" in told else 60.0)
     monkeypatch.setattr(pool, "_SLOW_IMPORT_S", 0.01)
     with (
         caplog.at_level(logging.WARNING),

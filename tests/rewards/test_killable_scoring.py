@@ -231,8 +231,9 @@ def test_a_reward_that_ends_the_workers_parent_is_named(tmp_path, number):
         "import os, signal, time\n"
         f"def score(completion):\n    os.kill(os.getppid(), signal.{number})\n    time.sleep(9)\n"
     )
-    scorer = Scorer(config(f"{file}:score"), max_completion_tokens=64)
-    with scorer, pytest.raises(UserError) as caught:
+    # On a busy machine a worker may take longer to begin than the usual deadline lets it.
+    cfg = config(f"{file}:score", timeout_s=PATIENCE_S)
+    with Scorer(cfg, max_completion_tokens=64) as scorer, pytest.raises(UserError) as caught:
         scorer.score([make_sample("good", index=i) for i in range(4)])
     for told in (f"killed by {number}", "reward.functions", "deadly.py:score", "os.getppid"):
         assert told in str(caught.value)

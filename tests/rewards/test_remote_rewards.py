@@ -12,11 +12,11 @@ from decimal import Decimal
 
 import pytest
 
-from hone.config.reward import RewardConfig
 from hone.errors import UserError
 from hone.rewards import remote
 from hone.rewards.builtin import build
 from hone.rewards.scorer import Scorer
+from hone.rewards.settings import RewardConfig
 from hone.types import FailureKind, Prompt
 from tests.rewards.scoring import make_sample
 from tests.rewards.serving import AT_A_TIME, serving

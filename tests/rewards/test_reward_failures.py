@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from hone.config.reward import RewardConfig
 from hone.rewards.score import Verdict
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
+from hone.rewards.settings import RewardConfig
 from hone.types import FailureKind, Reward
 from tests.rewards.scoring import make_sample, misbehaving_scorer, plant
 

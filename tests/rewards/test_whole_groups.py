@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config.reward import RewardConfig, RewardFunctionConfig
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score, score_group
 from hone.rewards.scorer import Scorer
+from hone.rewards.settings import RewardConfig, RewardFunctionConfig
 from hone.types import FailureKind, Reward, Sample
 from tests.rewards.scoring import make_sample
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hone.config.pipeline import PipelineConfig
-from hone.config.rollout import RolloutConfig
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector, SingleProcess
+from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.types import (
     Completion,
     EngineStats,
@@ -139,10 +139,25 @@ def by_first_token(sample: Sample) -> float:
     return float(sample.token_ids[0] % 2)
 
 
-def render(sample: Sample, observation: Observation) -> tuple[str, tuple[()], tuple[int, ...]]:
-    """Of observations that are token ids."""
-    del sample
-    return "", (), observation.token_ids
+class Render:
+    """Of observations that are token ids, and of openings that are digits."""
+
+    ends: Mapping[int, str] = {}
+    num_cut = 0
+
+    def __call__(
+        self, sample: Sample, observation: Observation
+    ) -> tuple[str, tuple[()], tuple[int, ...]]:
+        del sample
+        return "", (), observation.token_ids
+
+    def opening(self, prompt: Prompt, observation: Observation) -> Prompt:
+        assert isinstance(observation.content, str)
+        token_ids = (*prompt.token_ids, *map(int, observation.content))
+        return replace(prompt, text=prompt.text + observation.content, token_ids=token_ids)
+
+
+render = Render()
 
 
 def play(sample: Sample) -> Observation | None:
@@ -170,6 +185,8 @@ class FakeScorer:
     ) -> None:
         self.max_turns = 1 if answer is None else 4
         self.answer = answer
+        self.sessions = None
+        self.max_turn_tokens = None
         self.takes_whole_groups = takes_whole_groups
         self.reward, self.delay, self.fails = reward, delay, fails
         self._waiting: list[tuple[int, Sample]] = []
@@ -190,6 +207,12 @@ class FakeScorer:
                 total = self.reward(sample)
                 sample.reward = Reward(total=total, parts={"fake": total})
         return sorted(ready, key=lambda sample: draw("order", sample.id))
+
+    def rest(self) -> list[Sample]:
+        return []
+
+    def wake(self) -> None:
+        pass
 
     def cancel(self) -> None:
         self._waiting.clear()

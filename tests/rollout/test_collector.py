@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.rollout import RolloutConfig
 from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
-from hone.rollout.buffer import teaches
+from hone.rollout.buffer import has_reward_variance
 from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.requests import request_seed
+from hone.rollout.settings import RolloutConfig
 from hone.rollout.state import group_to_dict
 from hone.types import (
     NOT_SAMPLED,
@@ -240,7 +240,7 @@ def test_a_group_teaches_within_the_range_and_not_on_its_borders(
         for index, reward in enumerate(rewards)
     ]
     cfg = RolloutConfig(dynamic_sampling=True, reward_range=(0.125, 0.875))
-    assert teaches(Group(id="g", prompt=prompt(0), samples=samples), cfg) == kept
+    assert has_reward_variance(Group(id="g", prompt=prompt(0), samples=samples), cfg) == kept
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds() -> None:

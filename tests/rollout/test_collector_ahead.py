@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import to_scalars
-from hone.planner.staleness import choose, too_late
 from hone.rewards.scorer import FailureRateError
 from hone.rollout import collector as collector_module
 from hone.rollout.collector import Collector
 from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
 from hone.rollout.metrics import rollout_metrics
+from hone.rollout.staleness import choose, too_late
 from hone.rollout.state import group_to_dict
 from hone.types import Completion, FailureKind, Group, Request, Sample, StopReason
 from tests.rollout.fakes import (

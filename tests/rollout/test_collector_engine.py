@@ -12,16 +12,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
-from hone.config.pipeline import PipelineConfig
-from hone.config.rollout import RolloutConfig
-from hone.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_tiny_model
 from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
+from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.rollout.state import group_to_dict
 from hone.types import Prompt
 from tests.rollout.fakes import FakeScorer

@@ -17,13 +17,13 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hone.config.reward import RewardConfig
 from hone.config.run import EvaluationConfig
 from hone.distributed import pool
 from hone.distributed.mesh import Mesh
 from hone.distributed.pool import WorkersLostError
 from hone.engine.worker import EngineWorker, Polled
 from hone.rewards.scorer import Scorer
+from hone.rewards.settings import RewardConfig
 from hone.rollout import engine_pool
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.episodes import Episodes
@@ -170,6 +170,90 @@ def local():
     yield make
     for host in hosts:
         host.kill()
+
+
+# ---------------------------------------------------------------- engines that load their weights
+
+
+class Starting:
+    """Hands calls on to `handle`, and answers the first one once it may."""
+
+    def __init__(self, handle):
+        self._handle, self.name, self.num_ranks = handle, handle.name, 1
+        self.may_start = threading.Event()
+        self.kill = handle.kill
+
+    def call(self, method, *args):
+        if method != "weight_version":
+            return self._handle.call(method, *args)
+        return self
+
+    def result(self, timeout_s):
+        if not self.may_start.wait(timeout_s):
+            raise TimeoutError
+        return 0
+
+
+def held_starts():
+    """Workers that have not started, and what makes one of each handle."""
+    started = []
+
+    def starting(handle, index):
+        del index
+        started.append(Starting(handle))
+        return started[-1]
+
+    return started, starting
+
+
+def test_an_engine_that_loads_its_weights_works_once_it_has_started(local):
+    """Without a delivery; a replacement too, with what the lost one had."""
+    started, starting = held_starts()
+    engines = [Toy(), Toy()]
+    engines[1].is_held = True
+    group = local(engines, wrap=starting, load_weights=True)
+    requests = [request for number in range(4) for request in make_group(number)]
+    group.submit(requests)
+    assert group.needs_weights
+    assert not group.step()
+    assert not any(engine.submitted for engine in engines)
+    for one in started:
+        one.may_start.set()
+    done = {completion.request_id: completion for completion in group.step()}
+    assert group._members[1].tasks
+    started[1].kill()  # the one that holds its requests
+    check(done | drain_loaded(group), requests)
+    assert group.stats().num_lost == 1
+
+
+def test_an_engine_that_comes_late_finds_work_that_the_others_had_no_room_for(local):
+    """Else a replacement would be idle to the end where all requests are there from the start."""
+    started, starting = held_starts()
+    engines = [Toy(), Toy()]
+    engines[0].is_held = True
+    group = local(engines, wrap=starting, load_weights=True, max_requests=2)
+    requests = [request for number in range(4) for request in make_group(number)]
+    group.submit(requests)
+    started[0].may_start.set()
+    while not group._members[0].tasks:
+        assert not group.step()
+    assert len(group._members[0].tasks) < len(requests)
+    started[1].may_start.set()
+    done = {}
+    while not engines[1].submitted:  # a step may give it work and return what came of it
+        done |= {completion.request_id: completion for completion in group.step()}
+    engines[0].is_held = False
+    check(done | drain_loaded(group), requests)
+    assert all(engine.submitted for engine in engines)
+
+
+def drain_loaded(group):
+    """Step to the end, where no weights are delivered: completions by id."""
+    done, deadline = {}, time.monotonic() + DEADLINE_S
+    while group.has_unfinished:
+        assert time.monotonic() < deadline, f"{len(done)} done"
+        done |= {completion.request_id: completion for completion in group.step()}
+    return done
 
 
 # ---------------------------------------------------------------- when engines are at work

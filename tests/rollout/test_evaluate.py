@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from hone.cli.eval import _table
-from hone.config.reward import RewardConfig
 from hone.config.run import EvalConfig, EvaluationConfig
 from hone.config.tree import EvaluateConfig
 from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
+from hone.rewards.settings import RewardConfig
 from hone.rollout.collector import SingleProcess
 from hone.rollout.episodes import Episodes
-from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summarise
+from hone.rollout.eval_metrics import PassRule, pass_at_k, pass_rule, summarise
+from hone.rollout.evaluate import evaluate
 from hone.rollout.requests import sampling_params
 from hone.types import FailureKind, Reward, Sample, StopReason
 from tests.rollout.fakes import FakeEngine, FakeScorer, LateEngine, draw, prompt

@@ -13,16 +13,21 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from hone.config.data import DataConfig, SourceConfig
-from hone.config.model import ModelConfig
-from hone.config.reward import REWARD_MODEL, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from hone.data.arithmetic import ALPHABET
+from hone.data.settings import DataConfig, SourceConfig
 from hone.distributed.pool import WorkersLostError
 from hone.errors import UserError
 from hone.models.load import load_value_model
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_char_tokenizer
 from hone.rewards.scorer import Scorer
-from hone.rollout.judge import Judge, RewardModel, Transcripts
+from hone.rewards.settings import (
+    REWARD_MODEL,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+)
+from hone.rollout.judge import RewardModel, RewardModelScorer, Transcripts
 from hone.types import FailureKind, Prompt, Sample, StopReason
 from tests.tables import table
 from tests.tiny_runs import make_classifier
@@ -150,7 +155,7 @@ def judge(
     weight: float = 1.0,
     budget: int = 1000,
     clip: tuple[float, float] | None = None,
-) -> Judge:
+) -> RewardModelScorer:
     model = RewardModelConfig(path="judge", weight=weight, max_tokens_per_forward=budget)
     rewards = RewardConfig(
         functions=tuple(
@@ -168,7 +173,7 @@ def judge(
         vocab_size=99,
         path="judge",
     )
-    return Judge(fake, transcripts, Scorer(rewards, max_completion_tokens=64), rewards)
+    return RewardModelScorer(fake, transcripts, Scorer(rewards, max_completion_tokens=64), rewards)
 
 
 def sample(number: int, text: str, *, answer: str = "3") -> Sample:
@@ -185,7 +190,7 @@ def sample(number: int, text: str, *, answer: str = "3") -> Sample:
     )
 
 
-def scored(own: Judge, samples: Sequence[Sample]) -> list[Sample]:
+def scored(own: RewardModelScorer, samples: Sequence[Sample]) -> list[Sample]:
     for one in samples:
         own.submit(one)
     found: list[Sample] = []

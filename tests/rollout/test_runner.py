@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hone.config.run import EvaluationConfig
-from hone.data.turns import RenderError
+from hone.data.template_check import RenderError
 from hone.rollout.batch import Batch
 from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
@@ -27,6 +27,7 @@ from tests.rollout.fakes import (
     FakeEngine,
     FakeScorer,
     LateEngine,
+    Render,
     collect,
     draw,
     make_collector,
@@ -50,7 +51,9 @@ def episodes(**other: Any) -> Episodes:
 
 def fields(sample: Sample) -> dict[str, Any]:
     """All of a sample but its name."""
-    return {name: value for name, value in sample_to_dict(sample).items() if name != "id"}
+    return {
+        name: value for name, value in sample_to_dict(sample, sample.prompt).items() if name != "id"
+    }
 
 
 def group(runner: Runner, *, order: int = 0, number: int = 0, num_samples: int = 8) -> RunningGroup:
@@ -219,7 +222,7 @@ def ended(runner: Runner) -> Sample:
 def test_an_episode_without_turns_left_can_only_be_closed() -> None:
     runner = Runner(FakeEngine(length=lambda _: 2), None, episodes(max_turns=2))
     name = runner.open(prompt(0), SAMPLING)
-    with pytest.raises(ValueError, match="the last turn of episode 'open-0/0' is still sampled"):
+    with pytest.raises(ValueError, match="turn of episode 'open-0/0' is still being sampled"):
         runner.extend(name, "too early")
     assert runner.extend(ended(runner).id, Observation(token_ids=(7,)))
     assert ended(runner).must_end
@@ -230,10 +233,11 @@ def test_an_episode_without_turns_left_can_only_be_closed() -> None:
 
 
 def test_a_failure_never_becomes_a_reward() -> None:
-    def refused(sample: Sample, observation: Observation) -> Any:
-        raise RenderError("the template has no such role")
+    class Refused(Render):
+        def __call__(self, sample: Sample, observation: Observation) -> Any:
+            raise RenderError("the template has no such role")
 
-    runner = Runner(FakeEngine(), None, episodes(render=refused))
+    runner = Runner(FakeEngine(), None, episodes(render=Refused()))
     names = [runner.open(prompt(0), SAMPLING) for _ in range(2)]
     turns = dict.fromkeys(names)
     while None in turns.values():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.config.algorithm import Output
+from hone.algorithms.settings import Output
 from hone.distributed import pool
 from hone.distributed.pool import WorkersLostError
 from hone.rollout import scorer_pool

@@ -27,7 +27,8 @@ TOUCHES_ALL = frozenset({"pyproject.toml", "constraints.txt", "tests/conftest.py
 """Files that every test depends on, without an import that says so."""
 
 NEEDED_BY = {
-    "constraints-vllm.txt": ("tests/rollout/test_vllm.py", "tests/rollout/test_vllm_experts.py")
+    "constraints-envs.txt": ("tests/envs/shapes/test_frameworks.py",),
+    "constraints-vllm.txt": ("tests/engine/test_vllm.py", "tests/engine/test_vllm_experts.py"),
 }
 """Files that only the Makefile names, with the tests that it runs with them."""
 

@@ -12,15 +12,15 @@ from tests.tables import check_rows
 
 REFERENCES = {
     "a plain import": ("import hone.types", "hone.types"),
-    "a name of a module": ("from hone.config import engine", "hone.config.engine"),
+    "a name of a module": ("from hone.config import plan", "hone.config.plan"),
     "a relative import": ("from . import sibling", "hone.rollout.sibling"),
-    "a relative import from above": ("from ..config import engine", "hone.config.engine"),
+    "a relative import from above": ("from ..config import plan", "hone.config.plan"),
     "an import in a function": ("def f():\n    import hone.types", "hone.types"),
     "a string": ('run_ranks("tests.trainer.some_ranks", 2)', "tests.trainer.some_ranks"),
     "a string with a function": ('spec = "hone.cli.main:main"', "hone.cli.main"),
     "a program in a shell": (
-        'run("cd runs && python -m hone.bench rl", shell=True)',
-        "hone.bench.__main__",
+        'run("cd runs && python -m hone.tools.bench rl", shell=True)',
+        "hone.tools.bench.__main__",
     ),
     "a program": ('run([python, "-m", "hone", "rl"])', "hone.__main__"),
     "what runs without type checkers": (
@@ -79,7 +79,7 @@ def root(tmp_path: Path) -> Path:
         "tests/test_page.py": "from hone.page.draw import FILE",
         "tests/test_examples.py": 'FOLDER = ROOT / "examples"',
         "tests/test_first.py": 'FILE = "first.yaml"',
-        "tests/rollout/test_vllm.py": "",
+        "tests/engine/test_vllm.py": "",
         "tests/test_alone.py": "",
         "examples/first.yaml": "",
     }.items():
@@ -106,7 +106,7 @@ def test_distances_are_imports_between_a_change_and_a_test(root: Path) -> None:
             ("examples/first.yaml", {"test_examples.py": 1, "test_first.py": 1}),
             ("tests/sub/planted.py", {"sub/test_planted.py": 1}),
             ("tests/planted.py", {}),
-            ("constraints-vllm.txt", {f"rollout/test_vllm{end}.py": 1 for end in ("", "_experts")}),
+            ("constraints-vllm.txt", {f"engine/test_vllm{end}.py": 1 for end in ("", "_experts")}),
             ("tests/test_alone.py", {"test_alone.py": 0}),
             ("tests/some_ranks.py", {"test_ranks.py": 1}),
             ("README.md", {}),

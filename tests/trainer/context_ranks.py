@@ -27,10 +27,11 @@ from hone.attention import (
     context_parallel,
     reference,
 )
-from hone.attention.context_parallel import padded_tokens, token_ranges
 from hone.attention.interface import attention
-from hone.config.parallel import AxisSizes
+from hone.attention.token_shares import padded_tokens, token_ranges
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes
 from hone.models.decoder import hidden_states
 from hone.trainer import context as trainer_context
 from hone.trainer.collating import collate
@@ -286,16 +287,16 @@ def in_order(share):
 
 def planted_cases(meshes: dict[str, Mesh], results: dict) -> None:
     rows, model, ring = uneven_rows(7, seed=3), tiny_model(), meshes["ring 4"]
-    real_numbers = context_parallel._chunk_numbers
+    real_numbers = context_parallel.chunk_numbers
 
     def split_only(share):
         # Tokens are split as they should be, then the ring takes chunks for neighbours.
-        context_parallel._chunk_numbers = lambda ring, rank: (2 * rank, 2 * rank + 1)
+        context_parallel.chunk_numbers = lambda ring, rank: (2 * rank, 2 * rank + 1)
         return share
 
     context_parallel._ring_plan.cache_clear()
     results["planted/chunk order"] = model_errors(model, rows, ring, change=split_only)
-    context_parallel._chunk_numbers = real_numbers
+    context_parallel.chunk_numbers = real_numbers
     with planted("merge", unscaled_merge):
         results["planted/no rescaling"] = model_errors(model, rows, ring)
     with planted("_rectangles", whole_chunks):
@@ -314,7 +315,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     cpu = torch.device("cpu")
-    meshes = {name: Mesh.of_group(sizes, cpu, timeout=TIMEOUT) for name, sizes in MESHES.items()}
+    meshes = {
+        name: JoinedMesh.of_group(sizes, cpu, timeout=TIMEOUT) for name, sizes in MESHES.items()
+    }
     results: dict = {}
     attention_cases(meshes, results)
     model_cases(meshes, results)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from hone.algorithms.ppo import ValueObjective
-from hone.config.model import ModelConfig
-from hone.config.trainer import TrainerConfig
 from hone.models import load
 from hone.models.load import load_value_model
+from hone.models.settings import ModelConfig
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column
 from tests.rank_cases import STEP, everywhere, of_each, on_mesh, scalars, start

@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hone.algorithms.objective import PolicyObjective
+from hone.algorithms.settings import AlgorithmConfig
 from hone.attention import ATTENTION_NAME
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.trainer import TrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.trainer.scorer import FrozenScorer, RowScorer
+from hone.trainer.frozen import FrozenScorer
+from hone.trainer.scorer import RowScorer
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
 
@@ -69,6 +70,7 @@ def random_rows(
     max_completion: int = 24,
     group_size: int = 4,
     shared_prompt: int = 0,
+    rows_per_episode: int = 1,
 ) -> list[Row]:
     """Uneven rows with environment tokens in the middle and all log-probs set. The prompts of a
     group differ, or are all the same, of up to `shared_prompt` tokens."""
@@ -91,6 +93,7 @@ def random_rows(
             Row(
                 id=f"r{index}",
                 group_id=f"g{group}",
+                episode=f"g{group}/{index % group_size // rows_per_episode}",
                 token_ids=prompt + [rng.randrange(VOCAB) for _ in mask[len(prompt) :]],
                 loss_mask=mask,
                 columns={

@@ -12,9 +12,9 @@ from tests import triton_interpreter  # noqa: F401  # isort: skip
 import torch
 from torch import Tensor
 
-from hone.config.trainer import OptimizerConfig
 from hone.trainer.adamw_kernel import adamw_bfloat16
-from hone.trainer.update_rules import FlatLayout, adamw_bfloat16_
+from hone.trainer.narrow_moments import FlatLayout, adamw_bfloat16_
+from hone.trainer.settings import OptimizerConfig
 
 SIZE, FIRST, SEED, NUM_STEPS, LR, DECAY = 2500, 1_000_000, 2**31 - 5, 3, 0.02, 0.1
 CFG = OptimizerConfig(eps=1e-6)

@@ -16,22 +16,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from hone.algorithms.settings import AlgorithmConfig
 from hone.algorithms.sft import CrossEntropy
 from hone.checkpoint.sharded import local_part, own_part
 from hone.checkpoint.store import CheckpointStore
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.model import LoraConfig
-from hone.config.trainer import SFTTrainerConfig
-from hone.distributed.mesh import Mesh
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.processes import processes
+from hone.engine import base
 from hone.extras import is_installed
 from hone.models.adapters import adapt
 from hone.models.manifest import export_weights
-from hone.trainer import batcher, precision, sharded, update_rules
+from hone.models.settings import LoraConfig
+from hone.trainer import batcher, host_gradients, precision, sharded, update_rules
 from hone.trainer import gathering as gathering_room
 from hone.trainer import policy as policy_module
 from hone.trainer.host_gradients import HostGradients
 from hone.trainer.models import Models
+from hone.trainer.settings import SFTTrainerConfig
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.trainer import Trainer
 from hone.types import Column
@@ -72,7 +73,7 @@ def layout_cases(world):
     return {
         name: Case(
             run["settings"]["parallel"],
-            partial(random_rows, NUM_ROWS[world], seed=number),
+            partial(random_rows, NUM_ROWS[world], seed=number, rows_per_episode=1 + number % 2),
             {key: value for key, value in run["settings"].items() if key != "parallel"},
             model=run["model"],
             objective=run["objective"],
@@ -311,7 +312,7 @@ def hang():
     trainer = make_trainer(tiny_model(), mesh=on_mesh({"zero_stage": 3}, timeout_s=10))
     with (
         patch.object(batcher, "plan", one_pass_more),
-        patch.object(Mesh, "agree", lambda *_: None),
+        patch.object(JoinedMesh, "agree", lambda *_: None),
     ):
         return attempt(lambda: trainer.update(random_rows(6)))
 
@@ -339,7 +340,7 @@ def weight_sync():
         trainer = make_trainer(model, mesh=on_mesh(), **STEP)
         trainer.update(random_rows(6))
         held = []
-        original = sync.deliver
+        original = base.deliver
 
         def deliver(pairs, held=held, original=original):
             held.append(sum(source.nbytes for _, source in pairs))
@@ -347,12 +348,12 @@ def weight_sync():
 
         with (
             patch.object(sync, "GROUP_BYTES", 8192),
-            patch.object(sync, "deliver", deliver),
+            patch.object(base, "deliver", deliver),
         ):
             report = WeightSync(trainer, engine).push(3)
         sent = dict(trainer.named_weights())
         held_by_engine = dict(export_weights(engine.model))
-        with patch.object(sync, "deliver", lambda pairs: 0):
+        with patch.object(base, "deliver", lambda pairs: 0):
             trainer.update(random_rows(6))
             missing = attempt(lambda t=trainer, e=engine: WeightSync(t, e).push(4))
         last = trainer.policy.masters["model.norm.weight"].detach().to_local()
@@ -603,7 +604,7 @@ def offloaded():
             found["resumed"] = [differing(there, plain), differing(back, plain)]
             with patch.object(update_rules.ParameterOptimizer, "_stream", unscaled):
                 found["not clipped"] = [differing(course(k, parallel), plain) for k in knobs]
-            with patch.object(policy_module, "HostGradients", LastMicroBatch):
+            with patch.object(host_gradients, "HostGradients", LastMicroBatch):
                 found["earlier passes"] = [differing(course(AWAY, parallel), plain)]
     return found
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.algorithms.grpo import GRPO
+from hone.algorithms.settings import AlgorithmConfig
 from hone.attention import PackedContext
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.engine import EngineConfig
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.families.registry import spec_of
 from hone.models.decoder import alias_module, hidden_states
 from hone.rollout.episodes import Episodes

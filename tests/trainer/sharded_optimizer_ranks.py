@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hone.config.trainer import OptimizerConfig
-from hone.trainer.update_rules import FlatLayout, ParameterOptimizer
+from hone.trainer.narrow_moments import FlatLayout
+from hone.trainer.settings import OptimizerConfig
+from hone.trainer.update_rules import ParameterOptimizer
 
 LAYOUTS = {
     "rows": (Shard(0), Replicate()),

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Axis, Mesh
+from hone.distributed.settings import AxisSizes
 from hone.trainer.collating import collate
-from hone.trainer.context import gather, split
+from hone.trainer.context import ContextShard, gather, split
 from tests.ranks import run_ranks
 from tests.trainer.context_ranks import MESHES, RINGS, WORLD, bare, uneven_rows
 
@@ -75,7 +75,7 @@ def test_shares_hold_every_token_once(ring, ulysses, number):
         found += zip(positions.tolist(), ids.tolist(), strict=True)
         predicted_at = positions[share.predict_index]
         trained += zip(predicted_at.tolist(), share.labels.tolist(), strict=True)
-        own = slice(None) if share.others is None else share.others.own
+        own = share.others.own if isinstance(share, ContextShard) else slice(None)
         assert torch.equal(share.labels, batch.labels[own])
         assert torch.equal(predicted_at, batch.position_ids[batch.predict_index][own])
     assert len(lengths) == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.config.model import ModelConfig
 from hone.models.load import load_value_model
+from hone.models.settings import ModelConfig
 from hone.models.tiny import make_tiny_model
 from tests.ranks import parts_of, run_ranks
 from tests.trainer.parallel_cases import LAYOUTS

@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hone.checkpoint.sharded import Region, local_part, region_of
-from hone.config.model import LoraConfig, ModelConfig
-from hone.config.parallel import AxisSizes, ParallelConfig
-from hone.distributed import mesh as mesh_module
-from hone.distributed.mesh import Mesh
+from hone.distributed import joined
+from hone.distributed.joined import JoinedMesh
+from hone.distributed.settings import AxisSizes, ParallelConfig
 from hone.models import weight_files
 from hone.models.adapters import adapt
 from hone.models.load import load_deferred, load_model
+from hone.models.settings import LoraConfig, ModelConfig
 from hone.models.tiny import make_tiny_model
 from hone.models.weight_files import FileWeights
 from hone.trainer import sharded
@@ -96,15 +96,15 @@ def config_of(tmp_path_factory):
 def rank_of(rank, world, parallel):
     """The mesh of one of several ranks, of which none can talk."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    make = mesh_module.new_group
+    make = joined.new_group
 
     def fake(ranks, timeout, backend=None):
         return make(ranks, timeout)
 
     try:
-        with patch.object(mesh_module, "new_group", fake):
+        with patch.object(joined, "new_group", fake):
             sizes = AxisSizes.of(ParallelConfig(**parallel), world)
-            yield Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=5))
+            yield JoinedMesh.of_group(sizes, CPU, timeout=timedelta(seconds=5))
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # it takes the meshes of two ranks for one

@@ -10,10 +10,10 @@ import torch
 
 from hone.algorithms.losses import LOSSES
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.trainer import TrainerConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.policy import NonFiniteError
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
 from tests.tables import table

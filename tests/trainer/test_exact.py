@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.trainer import TrainerConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.errors import UserError
 from hone.models import token_logprobs as scoring
 from hone.models.decoder import head_weight
+from hone.trainer.frozen import FrozenScorer
 from hone.trainer.logprobs import token_logprobs
-from hone.trainer.scorer import FrozenScorer
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from tests.models.exact_fakes import use_torch
 from tests.trainer.examples import VOCAB, gradients, logprobs_of, random_rows, tiny_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes, ParallelConfig
 from hone.errors import UserError
 from hone.trainer.experts import divide_experts
 from tests.rank_cases import check_cases, check_go_on

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.config.algorithm import AlgorithmConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.trainer import Trainer
 from hone.types import Column, MicroBatch, Row
@@ -44,6 +44,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         for loss in ("ppo_clip", "gspo", "cispo")
         for aggregation in ("token_mean", "sequence_mean", "constant")
     },
+    "gmpo sequence_mean": {"loss": "gmpo", "aggregation": "sequence_mean"},
     "dual clip, k2, tis": {
         "dual_clip": 1.3,
         "clip_high": 0.1,
@@ -82,6 +83,10 @@ def slow_token_values(
         clipped = ratio.clamp(low, high)
         if cfg.loss == "cispo":
             value = -clipped.detach() * advantage * logprobs[t]
+        elif cfg.loss == "gmpo":
+            ratios = torch.exp(logprobs - old)
+            cut = ratios.clamp(max=high) if advantage > 0 else ratios.clamp(min=low)
+            value = -(cut.prod() ** (1 / len(cut))) * advantage
         else:
             value = -torch.min(ratio * advantage, clipped * advantage)
             if cfg.dual_clip is not None and advantage < 0:

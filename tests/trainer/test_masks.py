@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.config.algorithm import AlgorithmConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, MicroBatch, Row
 from tests.trainer.examples import make_trainer, random_rows, tiny_model

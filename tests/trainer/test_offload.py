@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hone.config.trainer import OptimizerConfig
 from hone.errors import UserError
-from hone.trainer import host_gradients, offload
-from hone.trainer.host_gradients import HostGradients, norm_of_pieces
+from hone.trainer import host_gradients, offload, pieces
+from hone.trainer.host_gradients import HostGradients
 from hone.trainer.offload import Bucket, StateOffload, host_tensors, stream_buckets
+from hone.trainer.pieces import norm_of_pieces
 from hone.trainer.policy import Policy
+from hone.trainer.settings import OptimizerConfig
 from hone.trainer.update_rules import ParameterOptimizer
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
@@ -67,7 +68,7 @@ def test_gradients_on_the_host_are_those_added_up_on_the_device(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Pieces that do not fit, parameters that come late, never or in another order."""
-    monkeypatch.setattr(host_gradients, "_PIECE_ELEMENTS", 10)
+    monkeypatch.setattr(pieces, "_PIECE_ELEMENTS", 10)
     monkeypatch.setattr(host_gradients, "BUCKET_BYTES", 64)
     generator = torch.Generator().manual_seed(seed)
     names = [f"p{i}" for i in range(6)]
@@ -179,14 +180,15 @@ def test_sleep_leaves_what_lies_on_the_host_for_good():
 def test_R16_host_memory_is_flat_over_200_sleeps():
     policy, optimizer = sleeper()
     step(policy, optimizer, 0)
-    process, parking = psutil.Process(), policy._state_offload
+    process = psutil.Process()
     rss: list[int] = []
     addresses: set[int] = set()
     for _ in range(200):
         policy.sleep(optimizer.device_tensors())
         policy.wake()
         gc.collect(0)
-        addresses.add(parking._hosts[0].data_ptr())
+        assert policy._state_offload is not None
+        addresses.add(policy._state_offload._hosts[0].data_ptr())
         rss.append(process.memory_info().rss)
     assert len(addresses) == 1
     # The state has 230 kB. One huge page, which the system may make at any time, has 2 MiB.
@@ -228,7 +230,7 @@ def test_planted_sleep_that_brings_back_other_bytes_is_caught(monkeypatch: pytes
                 host[:1].add_(1)
             super().restore()
 
-    monkeypatch.setattr("hone.trainer.policy.StateOffload", Shifted)
+    monkeypatch.setattr("hone.trainer.offload.StateOffload", Shifted)
     with pytest.raises(AssertionError):
         test_R14_sleep_and_wake_change_no_number(False)
 

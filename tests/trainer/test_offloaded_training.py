@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hone.config.model import LoraConfig
 from hone.models.adapters import adapt
+from hone.models.settings import LoraConfig
 from hone.observe.metrics import to_scalars
-from hone.trainer import host_gradients, update_rules
-from hone.trainer import policy as policy_module
+from hone.trainer import host_gradients, pieces, update_rules
 from hone.trainer.host_gradients import HostGradients
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.trainer import Trainer
@@ -99,7 +98,7 @@ def test_offload_changes_no_bit(name: str, knobs: dict[str, str]):
 def test_pieces_of_parameters_change_no_bit(state_dtype: str, monkeypatch: pytest.MonkeyPatch):
     """As with parameters that are larger than what travels at a time; the noise that rounds moments
     is counted from a parameter's begin, not a piece's."""
-    monkeypatch.setattr(host_gradients, "_PIECE_ELEMENTS", 500)
+    monkeypatch.setattr(pieces, "_PIECE_ELEMENTS", 500)
     monkeypatch.setattr(host_gradients, "BUCKET_BYTES", 4000)
     monkeypatch.setattr(update_rules, "BUCKET_BYTES", 1024 * 22)
     settings = {"optimizer": {"state_dtype": state_dtype}}
@@ -138,8 +137,8 @@ right_stream = update_rules.ParameterOptimizer._stream
 
 BUGS: dict[str, tuple[dict[str, Any], Any, str, Any]] = {
     "not clipped": (GRADIENTS, update_rules.ParameterOptimizer, "_stream", unscaled),
-    "earlier micro-batches": (GRADIENTS, policy_module, "HostGradients", LastMicroBatch),
-    "norms of parts": (GRADIENTS, policy_module, "HostGradients", NormsOfParts),
+    "earlier micro-batches": (GRADIENTS, host_gradients, "HostGradients", LastMicroBatch),
+    "norms of parts": (GRADIENTS, host_gradients, "HostGradients", NormsOfParts),
 }
 
 
@@ -211,7 +210,7 @@ def test_nothing_is_read_before_it_has_arrived_or_freed_before_it_has_left(
     expected = course(trainer_of(model_of(**fields), recompute=recompute))
     copy_late(monkeypatch, wait_late)
     monkeypatch.setattr(host_gradients, "BUCKET_BYTES", 4000)
-    monkeypatch.setattr(policy_module, "HostGradients", ReusedMemory)
+    monkeypatch.setattr(host_gradients, "HostGradients", ReusedMemory)
     trainer = trainer_of(model_of(**fields), recompute=recompute, **GRADIENTS)
     check_equal(course(trainer), expected)
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.trainer import TrainerConfig
+from hone.algorithms.settings import AlgorithmConfig
 from hone.models.decoder import decoder_layers
 from hone.trainer.batcher import Batcher
 from hone.trainer.out_of_memory import NOTES
+from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.trainer.update_rules import ParameterOptimizer
 from hone.types import Row
@@ -119,7 +119,7 @@ def test_the_gradient_is_that_of_a_step_that_never_failed(
     got = gradients(failing)
 
     calm = make_trainer(tiny_model(dtype=dtype), max_tokens_per_microbatch=BUDGET)
-    calm.batcher.lowered.update(failing.batcher.lowered)
+    calm.batcher.oom_caps.update(failing.batcher.oom_caps)
     calm.forward_backward(rows)
     for name, want in gradients(calm).items():
         assert torch.equal(got[name], want), name
@@ -152,7 +152,7 @@ def test_weights_are_those_of_an_undisturbed_step(options: dict[str, Any], phase
     got = weights_after(failing, rows)
     assert failing.repair.num_failures == 2
     calm = make_trainer(tiny_model(dtype=dtype), **options)
-    calm.batcher.lowered.update(failing.batcher.lowered)
+    calm.batcher.oom_caps.update(failing.batcher.oom_caps)
     wants = weights_after(calm, rows)
     assert all(torch.equal(got[name], want) for name, want in wants.items())
 
@@ -202,10 +202,10 @@ def test_the_cap_is_lowered_until_passes_fit_and_stays(caplog: pytest.LogCapture
         trainer.update(rows)
         assert len(caplog.records) == trainer.repair.num_failures == 2
         trainer.update(rows)
-    assert len(caplog.records) == 2, "a rung is told once"
-    assert trainer.batcher.lowered["backward"] <= 40
+    assert len(caplog.records) == 2, "a reduction is logged once"
+    assert trainer.batcher.oom_caps["backward"] <= 40
     told = caplog.messages[-1]
-    assert f"trainer.max_tokens_per_microbatch {trainer.batcher.lowered['backward']}" in told
+    assert f"trainer.max_tokens_per_microbatch {trainer.batcher.oom_caps['backward']}" in told
 
 
 def test_a_longer_row_still_has_its_pass():
@@ -213,11 +213,11 @@ def test_a_longer_row_still_has_its_pass():
     trainer = make_trainer(tiny_model(), max_tokens_per_microbatch=BUDGET)
     Faults(trainer, {("forward", number) for number in range(3)})
     trainer.forward_backward(short)
-    assert trainer.batcher.lowered["backward"] < 24
+    assert trainer.batcher.oom_caps["backward"] < 24
     trainer.forward_backward(prepared())
 
 
-def test_recomputation_is_the_rung_after_the_smallest_cap(caplog: pytest.LogCaptureFixture):
+def test_recomputation_is_the_reduction_after_the_smallest_cap(caplog: pytest.LogCaptureFixture):
     rows = prepared()
     trainer = make_trainer(tiny_model(), max_tokens_per_microbatch=BUDGET)
     layer: Any = decoder_layers(trainer.policy.model)[0]
@@ -232,7 +232,7 @@ def test_recomputation_is_the_rung_after_the_smallest_cap(caplog: pytest.LogCapt
         got = weights_after(trainer, rows)
     assert "trainer.recompute full" in caplog.messages[-1]
     calm = make_trainer(tiny_model(), max_tokens_per_microbatch=BUDGET, recompute="full")
-    calm.batcher.lowered.update(trainer.batcher.lowered)
+    calm.batcher.oom_caps.update(trainer.batcher.oom_caps)
     wants = weights_after(calm, rows)
     assert all(torch.equal(got[name], want) for name, want in wants.items())
 
@@ -247,7 +247,7 @@ def test_where_nothing_is_given_up_an_error_stays_what_it_is():
     assert str(got.value) == NEED
 
 
-def test_an_end_that_no_rung_helps_is_told_with_nothing_moved():
+def test_an_end_that_no_reduction_helps_is_reported_with_nothing_moved():
     rows = prepared()
     trainer = make_trainer(tiny_model(), max_tokens_per_microbatch=BUDGET)
     before = {name: p.detach().clone() for name, p in trainer.policy.masters.items()}
@@ -321,9 +321,9 @@ def test_the_next_launch_begins_with_the_lowered_cap(
     first = trainer_in(tmp_path)
     TooLarge(first, 50)
     first.forward_backward(rows)
-    lowered = first.batcher.lowered["backward"]
+    oom_caps = first.batcher.oom_caps["backward"]
     noted = json.loads((tmp_path / NOTES).read_text(encoding="utf-8"))
-    assert noted == {"policy/backward": {"configured": BUDGET, "now": lowered}}
+    assert noted == {"policy/backward": {"configured": BUDGET, "now": oom_caps}}
 
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -332,4 +332,4 @@ def test_the_next_launch_begins_with_the_lowered_cap(
     TooLarge(again, 50)
     again.forward_backward(rows)
     assert again.repair.num_failures == 0
-    assert trainer_in(tmp_path, max_tokens_per_microbatch=BUDGET + 1).batcher.lowered == {}
+    assert trainer_in(tmp_path, max_tokens_per_microbatch=BUDGET + 1).batcher.oom_caps == {}

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 import torch
 
-from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes, ParallelConfig
 from hone.errors import UserError
 from hone.families.shape import ModelShape
 from hone.families.stages import stage_layers

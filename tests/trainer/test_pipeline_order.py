@@ -18,8 +18,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hone.config.parallel import AxisSizes, most_of_a_round, passes_in_flight, rounds
 from hone.distributed.mesh import Axis
+from hone.distributed.settings import AxisSizes
+from hone.families.stages import most_of_a_round, passes_in_flight, rounds
 from hone.trainer import pipeline
 from hone.trainer.pipeline import Pass, Pipeline, timetable
 from tests.tables import table

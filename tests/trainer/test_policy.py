@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hone.config.trainer import OptimizerConfig
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
 from hone.models.decoder import alias_module
 from hone.observe.metrics import to_scalars
 from hone.trainer.policy import NonFiniteError, Policy, StaleWeightsError, require_layout
+from hone.trainer.settings import OptimizerConfig
 from hone.trainer.update_rules import ParameterOptimizer
 from hone.weights.broadcast import BroadcastSync
 from tests.tables import table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hone.trainer.packing import AttentionCost, plan
 from hone.trainer.prefixes import pass_tokens, shared_prefixes
 from hone.types import Column, Row
 from tests.tables import table
-from tests.trainer.examples import random_rows
+from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 
 COST = AttentionCost.of(num_parameters=1_000_000, num_layers=4, attention_width=128)
 
@@ -68,6 +69,51 @@ def test_untrained_rows_keep_a_token_of_their_own():
     assert shared_prefixes(rows) == [5, 5, 5]
 
 
+def episode_rows(contexts: list[tuple[str, list[int]]]) -> list[Row]:
+    """Rows of a group, of which each trains four tokens after its context, by episode."""
+    return [
+        Row(
+            id=f"{episode}#{number}",
+            group_id="g",
+            episode=episode,
+            token_ids=[*context, *(20 + number + t for t in range(4))],
+            loss_mask=[False] * len(context) + [True] * 4,
+            columns={"advantages": Column(torch.full((4,), 0.5 - number))},
+        )
+        for number, (episode, context) in enumerate(contexts)
+    ]
+
+
+PROMPT, SUMMARY = [7] * 12, [7] * 4 + [9] * 9
+REWRITTEN = [
+    ("a", PROMPT), ("a", [*PROMPT, 3, 4]), ("a", SUMMARY),
+    ("b", PROMPT), ("b", [8, *PROMPT]), ("c", PROMPT),
+]  # fmt: skip
+
+
+def test_a_rewritten_history_does_not_take_the_prompt_from_its_group():
+    """Rows that go on from the prompt share it, also later ones of an episode."""
+    rows = episode_rows(REWRITTEN)
+    assert shared_prefixes(rows) == [12, 12, 0, 12, 0, 12]
+    assert shared_prefixes(rows[:3]) == [12, 12, 0], "a single episode shares its own"
+    for row in rows:
+        row.episode = ""
+    assert shared_prefixes(rows) == [0] * 6, "the first token differs"
+
+
+@table("cap", [512, 40])
+def test_rows_that_share_a_prompt_train_as_rows_that_do_not(cap: int):
+    rows = episode_rows(REWRITTEN)
+    trainer = make_trainer(tiny_model(), max_tokens_per_microbatch=cap)
+    shared, _ = trainer.forward_backward(rows)
+    found = gradients(trainer)
+    trainer.batcher = replace(trainer.batcher, shares_prefixes=False)
+    alone, _ = trainer.forward_backward(rows)
+    assert float(shared) == pytest.approx(float(alone), abs=1e-6)
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4)
+
+
 def test_too_little_is_not_shared():
     saved = (1 - COPIED) * 7 * 10
     longest = int((saved / MIN_SAVED - 80) / 8)
@@ -78,11 +124,22 @@ def test_too_little_is_not_shared():
 @table("seed", range(4))
 def test_collate_equals_a_token_by_token_twin(seed: int):
     rows = random_rows(17, seed=seed, shared_prompt=30)
+    random.Random(seed).shuffle(rows)
+    check_collated(rows, shared_prefixes(rows))
+
+
+@table("order", [[0, 1, 2, 3, 4, 5], [2, 1, 0], [4, 5, 3], [2, 4, 1, 5]])
+def test_collate_skips_rows_of_other_contexts(order: list[int]):
+    """Also where such a row is the first one of the group in a pass."""
+    rows = episode_rows(REWRITTEN)
+    prefixes = shared_prefixes(rows)
+    check_collated([rows[i] for i in order], [prefixes[i] for i in order])
+
+
+def check_collated(rows: list[Row], prefixes: list[int]) -> None:
     for number, row in enumerate(rows):
         values = torch.tensor([[number, t] for t in range(row.num_tokens)])
         row.columns["routes"] = Column(values, "token")
-    random.Random(seed).shuffle(rows)
-    prefixes = shared_prefixes(rows)
     assert any(prefixes)
     batch = collate(rows, [1.0] * len(rows), "cpu", prefixes=prefixes)
     keys = batch.keys

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
-from hone.config.trainer import SFTTrainerConfig
 from hone.models.decoder import alias_module, hidden_states
 from hone.trainer import recompute
 from hone.trainer.offload import ActivationOffload
 from hone.trainer.recompute import apply_recompute
+from hone.trainer.settings import SFTTrainerConfig
 from tests.tables import table
 from tests.trainer.examples import VOCAB, make_trainer, tiny_model
 
@@ -213,7 +213,7 @@ def with_offload(monkeypatch: pytest.MonkeyPatch, cls: type[ActivationOffload]) 
         made.append(cls())
         return made[-1]
 
-    monkeypatch.setattr(recompute, "ActivationOffload", make)
+    monkeypatch.setattr("hone.trainer.offload.ActivationOffload", make)
     model = model_with("full", offload=True)
     return model, made[0]
 

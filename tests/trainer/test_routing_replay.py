@@ -25,7 +25,7 @@ from hone.rollout.state import (
     sample_from_dict,
     sample_to_dict,
 )
-from hone.trainer.scorer import WithoutAdapters
+from hone.trainer.frozen import WithoutAdapters
 from hone.types import Column, Completion, Prompt, Row, StopReason
 from tests.rank_cases import check_cases
 from tests.ranks import parts_of, run_ranks
@@ -312,7 +312,9 @@ def test_turns_before_the_last_keep_theirs() -> None:
     assert sample.routes is not None
     assert sample.routes[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]
     assert np.array_equal(
-        sample_from_dict(json.loads(json.dumps(sample_to_dict(sample))), sample.prompt).routes,
+        sample_from_dict(
+            json.loads(json.dumps(sample_to_dict(sample, sample.prompt))), sample.prompt
+        ).routes,
         sample.routes,
     )
     one = request(0, resumed=turn([3], 300 % 256, 2))

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hone.config.trainer import OptimizerConfig
 from hone.trainer.schedule import lr_scale
+from hone.trainer.settings import OptimizerConfig
 from tests.tables import table
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hone.config.algorithm import Output
-from hone.config.trainer import TrainerConfig
+from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.trainer.batcher import Batcher
-from hone.trainer.scorer import FrozenScorer
+from hone.trainer.frozen import FrozenScorer
+from hone.trainer.settings import TrainerConfig
 from hone.types import Row
 from tests.trainer.examples import eager_twin, logprobs_of, random_rows, tiny_model
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hone.distributed.mesh import Mesh
-from hone.trainer.tensor import first_row, parallelize
+from hone.trainer.row_shares import first_row
+from hone.trainer.tensor import parallelize
 from tests.ranks import Parts, parts_of, run_ranks
 from tests.tables import check_rows
 from tests.trainer.examples import tiny_model

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.algorithms.algorithm import Loss, Outputs
-from hone.config.algorithm import Output
-from hone.config.trainer import SFTTrainerConfig
+from hone.algorithms.settings import Output
 from hone.observe.metrics import to_scalars
+from hone.trainer.settings import SFTTrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, LossExtent, MicroBatch, Row
 from tests.trainer.examples import eager_twin, gradients, random_rows, tiny_model

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hone.config.trainer import OptimizerConfig
-from hone.trainer import update_rules
-from hone.trainer.host_gradients import Piece
-from hone.trainer.update_rules import FlatLayout, ParameterOptimizer, adamw_bfloat16_
+from hone.trainer import narrow_moments, offload, update_rules
+from hone.trainer.narrow_moments import FlatLayout, adamw_bfloat16_
+from hone.trainer.pieces import Piece
+from hone.trainer.settings import OptimizerConfig
+from hone.trainer.update_rules import ParameterOptimizer
 from tests.interpreted import run_interpreted
 from tests.tables import table
 
@@ -180,13 +181,13 @@ def check_offload(masters_on_host: bool, state_dtype: str, monkeypatch: pytest.M
 
 
 def test_planted_moment_that_is_not_written_back_is_caught(monkeypatch: pytest.MonkeyPatch):
-    streamed = update_rules.stream_buckets
+    streamed = offload.stream_buckets
 
     def forget(buckets: Any, update: Any, device: torch.device) -> None:
         kept = (b._replace(changed=[b.changed[0].clone(), *b.changed[1:]]) for b in buckets)
         streamed(kept, update, device)
 
-    monkeypatch.setattr(update_rules, "stream_buckets", forget)
+    monkeypatch.setattr(offload, "stream_buckets", forget)
     with pytest.raises(AssertionError):
         check_offload(True, "float32", monkeypatch)
 
@@ -220,7 +221,7 @@ def test_bfloat16_moments_follow_small_updates_over_1000_steps():
 
 
 def test_planted_rounding_to_nearest_is_caught(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(update_rules, "_round_to_bfloat16", lambda x, noise: x.bfloat16())
+    monkeypatch.setattr(narrow_moments, "_round_to_bfloat16", lambda x, noise: x.bfloat16())
     with pytest.raises(AssertionError):
         check_small_updates()
 
@@ -228,8 +229,10 @@ def test_planted_rounding_to_nearest_is_caught(monkeypatch: pytest.MonkeyPatch):
 def test_rounding_is_unbiased_and_goes_to_a_neighbour():
     x = torch.randn(1, generator=torch.Generator().manual_seed(0)).expand(1 << 16).contiguous()
     for shift in (0, 16):
-        noise = update_rules._shift_right(update_rules._noise(123, x.numel(), 77), shift) & 0xFFFF
-        rounded = update_rules._round_to_bfloat16(x, noise)
+        noise = (
+            narrow_moments._shift_right(narrow_moments._noise(123, x.numel(), 77), shift) & 0xFFFF
+        )
+        rounded = narrow_moments._round_to_bfloat16(x, noise)
         below = (x[0].view(torch.int32) & -0x10000).view(torch.float32)
         ulp = rounded.double().abs().max() - below.double().abs()
         assert set(rounded.double().tolist()) == {
@@ -240,15 +243,15 @@ def test_rounding_is_unbiased_and_goes_to_a_neighbour():
 
 
 def test_noise_depends_on_the_place_in_the_parameter_alone():
-    whole = update_rules._noise(0, 1000, 5)
-    assert torch.equal(whole[300:600], update_rules._noise(300, 300, 5))
-    assert not torch.equal(whole, update_rules._noise(0, 1000, 6))
+    whole = narrow_moments._noise(0, 1000, 5)
+    assert torch.equal(whole[300:600], narrow_moments._noise(300, 300, 5))
+    assert not torch.equal(whole, narrow_moments._noise(0, 1000, 6))
 
 
 def test_noise_of_columns_is_that_of_their_place_in_the_parameter():
-    whole = update_rules._noise(0, 60 * 50, 5).view(60, 50)
+    whole = narrow_moments._noise(0, 60 * 50, 5).view(60, 50)
     shard = FlatLayout(offset=10 * 50 + 20, row=30, stride=50)
-    assert torch.equal(whole[10:, 20:].reshape(-1)[7:407], update_rules._noise(7, 400, 5, shard))
+    assert torch.equal(whole[10:, 20:].reshape(-1)[7:407], narrow_moments._noise(7, 400, 5, shard))
 
 
 def test_one_bfloat16_step_is_the_textbook_one_before_rounding():

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from hone.algorithms.settings import AlgorithmConfig
 from hone.algorithms.sft import SFT, CrossEntropy
-from hone.config.algorithm import AlgorithmConfig
-from hone.config.model import LoraConfig
-from hone.config.trainer import SFTTrainerConfig
 from hone.loops.supervised import evaluate
 from hone.models.adapters import adapt
 from hone.models.decoder import decoder_layers
+from hone.models.settings import LoraConfig
 from hone.observe.metrics import to_scalars
+from hone.trainer.frozen import WithoutAdapters
 from hone.trainer.models import Models
-from hone.trainer.scorer import WithoutAdapters
+from hone.trainer.settings import SFTTrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
 from tests.tables import table

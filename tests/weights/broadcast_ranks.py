@@ -27,12 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hone.checkpoint.sharded import local_part
-from hone.config.engine import EngineConfig
-from hone.config.model import LoraConfig
-from hone.config.parallel import AxisSizes
+from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes
+from hone.engine import base
 from hone.engine.engine import EmbeddedEngine
-from hone.models.adapters import adapt, merged_weights
+from hone.engine.settings import EngineConfig
+from hone.models.adapted import merged_weights
+from hone.models.adapters import adapt
 from hone.models.manifest import (
     ManifestDiff,
     build_manifest,
@@ -40,13 +42,14 @@ from hone.models.manifest import (
     export_weights,
     memory_of,
 )
+from hone.models.settings import LoraConfig
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
 from hone.types import EngineLostError, Request, SamplingParams, WeightManifest
-from hone.weights import broadcast, receiver, sync
+from hone.weights import broadcast, receiver
 from hone.weights.broadcast import BroadcastSync
-from hone.weights.buckets import Bucket
+from hone.weights.buckets import WeightBucket
 from hone.weights.link import Link
 from hone.weights.protocol import ReceiveSpec
 from hone.weights.receiver import WeightReceiver
@@ -90,6 +93,9 @@ class PartEngine:
     def shard(self, name: str, tensor: Tensor) -> Tensor:
         return shard_of(name, tensor, FAMILY, self._tp)
 
+    def write(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> int:
+        return base.deliver(list(parts.values()))
+
     def finish_sync(self, manifest: WeightManifest) -> None:
         diff = compare(manifest, build_manifest(self.named_weights(), manifest.version))
         if diff:
@@ -120,11 +126,11 @@ def generate(engine: EmbeddedEngine) -> list[int]:
     return []
 
 
-named_views, wait, deliver = Bucket.named_views, Link.wait, sync.deliver
+named_views, wait, deliver = WeightBucket.named_views, Link.wait, base.deliver
 begin_sync = EmbeddedEngine.begin_sync
 
 
-def flip_one_bit(self: Bucket, buffer: Tensor) -> Any:
+def flip_one_bit(self: WeightBucket, buffer: Tensor) -> Any:
     buffer[buffer.numel() // 2] ^= 1
     return named_views(self, buffer)
 
@@ -132,7 +138,7 @@ def flip_one_bit(self: Bucket, buffer: Tensor) -> Any:
 memory = torch.empty(1 << 20, dtype=torch.uint8)
 
 
-def reuse(self: Bucket, device: torch.device) -> Tensor:
+def reuse(self: WeightBucket, device: torch.device) -> Tensor:
     """The next bucket comes into memory whose weights have not been taken yet."""
     return memory[: self.num_bytes]
 
@@ -166,13 +172,13 @@ def believe(*_: Any) -> ManifestDiff:
 
 
 FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
-    "flipped bit": [(Bucket, "named_views", flip_one_bit)],
+    "flipped bit": [(WeightBucket, "named_views", flip_one_bit)],
     "flipped bit, no proof": [
-        (Bucket, "named_views", flip_one_bit),
+        (WeightBucket, "named_views", flip_one_bit),
         (receiver, "compare", believe),
     ],
-    "lost tensor": [(sync, "deliver", lose_first)],
-    "reused too early": [(Bucket, "new_buffer", reuse), (Link, "wait", wait_long)],
+    "lost tensor": [(base, "deliver", lose_first)],
+    "reused too early": [(WeightBucket, "new_buffer", reuse), (Link, "wait", wait_long)],
     "killed": [(Link, "wait", die)],
     "hung": [(EmbeddedEngine, "begin_sync", hang)],
 }
@@ -526,8 +532,8 @@ def main(folder: str) -> None:
     timeout = timedelta(seconds=300)
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timeout)
     meshes = {
-        "stage 3": Mesh.of_group(AxisSizes(data=2, fsdp=2), CPU, timeout=timeout),
-        "tensor 2": Mesh.of_group(AxisSizes(tensor=2), CPU, timeout=timeout),
+        "stage 3": JoinedMesh.of_group(AxisSizes(data=2, fsdp=2), CPU, timeout=timeout),
+        "tensor 2": JoinedMesh.of_group(AxisSizes(tensor=2), CPU, timeout=timeout),
     }
     engines = Engines(folder) if rank == 0 else None
     start = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.weights.buckets import ALIGNMENT, Entry, layout_of, plan_buckets
+from hone.weights.buckets import ALIGNMENT, WeightEntry, layout_of, plan_buckets
 from tests.tables import table
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_every_tensor_comes_back_under_all_its_names(seed: int, bucket_bytes: in
 
 
 def test_buckets_are_as_few_as_their_order_allows() -> None:
-    entries = [Entry((str(n),), (n,), torch.uint8) for n in (100, 100, 300, 20, 700, 10)]
+    entries = [WeightEntry((str(n),), (n,), torch.uint8) for n in (100, 100, 300, 20, 700, 10)]
     buckets = plan_buckets(entries, 512)
     assert [[e.names[0] for e in bucket.entries] for bucket in buckets] == [
         ["100", "100"],

@@ -1,6 +1,6 @@
 """Weight sync: complete and proven, with every way of getting it wrong planted."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hone.config.engine import EngineConfig
+from hone.engine import base as base_module
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.models.decoder import alias_module
 from hone.models.manifest import build_manifest, compare, export_weights
 from hone.models.tiny import make_tiny_model
@@ -46,6 +47,9 @@ class ModuleEngine:
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
+
+    def write(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> int:
+        return base_module.deliver(list(parts.values()))
 
     def finish_sync(self, manifest: WeightManifest) -> None:
         diff = compare(manifest, build_manifest(self.named_weights(), manifest.version))
@@ -179,7 +183,7 @@ def test_R2_R3_faulty_delivery_is_caught(
     fault: Callable[[Pairs, Policy, Deliver], None], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, engine = Policy(tied=tied), ModuleEngine(Policy(tied=tied))
-    deliver = sync_module.deliver
+    deliver = base_module.deliver
 
     def faulty(pairs: Pairs) -> int:
         fault(pairs, trainer, deliver)
@@ -187,7 +191,7 @@ def test_R2_R3_faulty_delivery_is_caught(
 
     sync = make_sync(trainer, engine)
     with monkeypatch.context() as patch:
-        patch.setattr(sync_module, "deliver", faulty)
+        patch.setattr(base_module, "deliver", faulty)
         with pytest.raises(RuntimeError, match="different: "):
             sync.push(1)
     assert (engine.weight_version, engine.confirmed) == (0, False)

@@ -1,5 +1,5 @@
-"""The learning rules: tensors in, tensors out. No I/O, no collectives, no state.
+"""Losses, advantages and targets: tensors in, tensors out. No I/O, no collectives, no state.
 
-Each choice of `AlgorithmConfig` is one function in one registry, with its equation and source
-beside it. Symbols used throughout: G samples of a group, S sequences, N trained tokens.
+Each choice of `AlgorithmConfig` is a function in a registry, with its equation and source in its
+docstring. Shapes: G samples of a group, S sequences, N trained tokens.
 """

@@ -5,8 +5,9 @@ An estimator is a function here and a line of `ADVANTAGES`; its name there is a 
 advantage for each trained token. A KL penalty placed in the reward arrives as `penalties`, one
 value a token, and is subtracted from the reward *before* the baseline is taken.
 
-The keys of `algorithm` are checked before torch is loaded, and take their names from here. So this
-file calls methods of tensors, and imports torch for types and within one function.
+The configuration takes the values of `algorithm.advantage` from this file and is checked before
+torch is loaded. So this file calls methods of tensors, and imports torch only for types and inside
+one function.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 EstimatorName = Literal["dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
-"""Estimators whose baseline comes from samples."""
+"""Estimators that take their baseline from the rewards of samples; `gae` takes it from a critic."""
 
 AdvantageName = Literal[EstimatorName, "gae"]
 
@@ -47,7 +48,7 @@ class ScoredSample:
 
     @property
     def penalised_reward(self) -> float:
-        """The reward of the whole sequence: what it earned less what it paid."""
+        """The reward of the whole sequence less all of its KL penalties."""
         return self.reward - float(self.penalties.double().sum())
 
     def returns(self, reward: float) -> Tensor:
@@ -65,8 +66,8 @@ _STD_EPS = 1e-6
 def grpo(groups: Groups) -> Advantages:
     """GRPO, arXiv:2402.03300: the reward normalised within its group.
 
-    `(r_i - mean(r)) / (std(r) + eps)`. The standard deviation has Bessel's correction, as the
-    common implementations do.
+    `(r_i - mean(r)) / (std(r) + eps)`. The standard deviation has Bessel's correction, as in the
+    common implementations.
     """
     result: Advantages = []
     for group in groups:
@@ -103,8 +104,9 @@ def reinforce_pp(groups: Groups) -> Advantages:
 def reinforce_pp_baseline(groups: Groups) -> Advantages:
     """REINFORCE++-baseline, arXiv:2501.03262 (section on the baseline).
 
-    Group-centred rewards, then normalised over the step. `R_t = r_i - mean(r) - sum(penalties from
-    t on)`, as in OpenRLHF; in verl all penalties of a sample are taken off its reward first.
+    Rewards are centred in their group, and returns then normalised over the step.
+    `R_t = r_i - mean(r) - sum(penalties from t on)`, as in OpenRLHF; verl first subtracts all
+    penalties of a sample from its reward.
     """
     returns: list[list[Tensor]] = []
     for group in groups:
@@ -118,15 +120,16 @@ def reinforce_pp_baseline(groups: Groups) -> Advantages:
 def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Tensor:
     """Generalised advantage estimation, arXiv:1506.02438, of one sample against a critic's values.
 
-    `A_t = d_t + gamma lam A_t+1` with `d_t = r_t + gamma V_t+1 - V_t`, [N] float64. Of the N tokens
-    that the policy drew; `rewards` and `values` are [N] float64, the latter those before each is
-    drawn. Nothing follows the last: a truncated sample ends too, its value is not continued.
+    `A_t = d_t + gamma lam A_t+1` with `d_t = r_t + gamma V_t+1 - V_t`, [N] float64, over the N
+    tokens that the policy sampled. `rewards` and `values` are [N] float64; `values[t]` is the
+    critic's estimate before token t is sampled. The value after the last token is 0, also where the
+    sample was truncated: it is not bootstrapped.
     """
     result: list[float] = []
-    advantage = following = 0.0
+    advantage = next_value = 0.0
     for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
-        advantage = reward + gamma * following - value + gamma * lam * advantage
-        following = value
+        advantage = reward + gamma * next_value - value + gamma * lam * advantage
+        next_value = value
         result.append(advantage)
     return values.double().new_tensor(result[::-1])
 
@@ -137,7 +140,7 @@ class Estimator:
 
     estimate: Callable[[Groups], Advantages]
     baseline: Literal["group", "step"]
-    """The samples of a prompt, of which at least two are needed; or all samples of the step."""
+    """`group`: the samples of one prompt, at least two; `step`: all samples of the step."""
 
 
 ADVANTAGES: Mapping[EstimatorName, Estimator] = {
@@ -147,7 +150,7 @@ ADVANTAGES: Mapping[EstimatorName, Estimator] = {
     "reinforce_pp_baseline": Estimator(reinforce_pp_baseline, baseline="group"),
     "rloo": Estimator(rloo, baseline="group"),
 }
-"""`gae` is of another kind, since it needs a critic: `ppo.py` calls it."""
+"""Estimators by name. `gae` is not among them, since it needs a critic: `ppo.py` calls it."""
 
 GROUP_ESTIMATORS: frozenset[AdvantageName] = frozenset(
     name for name, estimator in ADVANTAGES.items() if estimator.baseline == "group"
@@ -168,8 +171,8 @@ def has_spread(rewards: Sequence[float]) -> bool:
 def _centred(group: Sequence[ScoredSample]) -> Tensor:
     """Rewards less their group mean, [G] float64; exactly 0 for a group without spread.
 
-    A sample's penalties are taken off before the mean is, as in verl; OpenRLHF takes them off each
-    token's return after it.
+    Penalties are subtracted before the mean is taken, as in verl; OpenRLHF subtracts them from each
+    token's return afterwards.
     """
     rewards = [sample.penalised_reward for sample in group]
     values = group[0].penalties.double().new_tensor(rewards)
@@ -187,10 +190,10 @@ def _on_tokens(values: Tensor, group: Sequence[ScoredSample]) -> list[Tensor]:
 def whiten(returns: list[list[Tensor]]) -> Advantages:
     """Normalise over all tokens of the step. Constant returns give exactly 0.
 
-    By the standard deviation (N - 1) plus 1e-6; in verl by `sqrt(variance + 1e-8)`, in OpenRLHF by
-    that of N.
+    The divisor is the standard deviation (with N - 1) plus 1e-6. verl divides by
+    `sqrt(variance + 1e-8)`, OpenRLHF by the standard deviation with N.
     """
-    import torch  # not above, where the names of keys would load it
+    import torch  # not at the top: checking a configuration must not load torch
 
     flat = [tokens for group in returns for tokens in group if tokens.numel()]
     if not flat:

@@ -1,10 +1,12 @@
 """How token losses of one optimizer step become one number.
 
-An aggregation gives each sequence the weight that every one of its trained tokens carries. It is
-computed once for the optimizer step, over all sequences of all ranks; the loss is then a plain
-weighted sum, and no cut into micro-batches can change it.
+An aggregation gives each sequence one weight, which all of its trained tokens carry. Weights are
+computed once for each optimizer step, over the sequences of all ranks; the loss is then a plain
+weighted sum, and no split into micro-batches can change it.
 
-The values of `algorithm.aggregation` come from here, before torch is loaded.
+An episode of several rows is one sequence here (`rows.row_weights`).
+
+The configuration takes the values of `algorithm.aggregation` from this file before torch is loaded.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What an algorithm is: the rows of what a step collects, their targets, the losses.
+"""The interface of an algorithm: rows of a step, their training targets, and losses.
 
-    rows = algorithm.rows(batch, version)         # ids, masks, what the engine recorded
+    rows = algorithm.rows(batch, version)         # token ids, masks, log-probs of the engine
     ...                                           # the models that `needs` names score the rows
     metrics = algorithm.targets(rows, batch)      # advantages
     trainer.update(rows)                          # `objectives["policy"]` of each micro-batch
 
 Algorithms are pure functions of tensors: they know no process group, no model and no device.
-N are the trained tokens of a micro-batch, S its rows, U its units.
+Shapes: N trained tokens of a micro-batch, S rows, U units (a pair of rows is one unit).
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from hone.config.algorithm import Needs, Output
+from hone.algorithms.settings import Needs, Output
 from hone.observe.metrics import Metrics
 from hone.types import LossExtent, MicroBatch, Row
 
 __all__ = ["Algorithm", "Loss", "Objective", "Outputs"]
 
 Outputs = Mapping[Output, Tensor]
-"""What a model gives for each trained token: [N] float32 of each output that was asked for."""
+"""The requested outputs of a model by name, with one entry for each trained token; see `Output`
+for shapes and dtypes."""
 
 Item = TypeVar("Item", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Of a micro-batch. The trainer multiplies values with `MicroBatch.weights` and sums."""
+    """The loss of a micro-batch: the sum of `values` times `MicroBatch.weights`, which the trainer
+    takes."""
 
     values: Tensor  # [N], [S] or [U] as `Objective.per` says, with the gradient
     metrics: Metrics = field(default_factory=Metrics)
@@ -39,40 +41,43 @@ class Loss:
 
 
 class Objective(Protocol):
-    """What one model is trained on."""
+    """The training objective of one model."""
 
     outputs: frozenset[Output]
-    """What the forward computes, with a gradient."""
+    """Outputs that the forward pass computes, with a gradient."""
     outputs_before: frozenset[Output]
-    """Outputs of the same model before the update, which rows must have as `<output>/<role>` where
-    several optimizer steps are made of them."""
+    """Outputs of the same model before the update. Rows must have them as columns
+    `<output>/<role>` when several optimizer steps train on the same rollout."""
     columns: frozenset[str]
     """Columns that each row must have."""
     per: LossExtent
-    """What there is a value of the loss, and a weight, for."""
+    """Whether there is one loss value, and one weight, for each trained token, row or unit."""
 
     def weights(self, rows: Sequence[Row]) -> list[float]:
-        """The weight that each row's values carry, of an optimizer step with the rows of all ranks:
-        the whole normalisation, so that no cut into micro-batches can change the gradient. A unit
-        has that of its first row."""
+        """The weight of each row's loss values; `rows` are all rows of an optimizer step.
+
+        The weights are the whole normalisation, so no split into micro-batches changes the
+        gradient. A unit takes the weight of its first row.
+        """
         ...
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> Loss: ...
 
 
 class Algorithm(Protocol[Item]):
-    """What the loop asks for; it knows none by name. A step collects `Item`s."""
+    """The interface that the training loop calls; the loop knows no algorithm by name. `Item` is
+    the type of what a step collects."""
 
     needs: Needs
     objectives: Mapping[str, Objective]
-    """By the role that learns."""
+    """Objectives by the role that is trained."""
 
     def rows(self, batch: Sequence[Item], version: int) -> list[Row]:
-        """The rows to train, as far as no model is needed. `version` is that of the weights that
-        are about to be trained."""
+        """The rows to train, before any model has scored them. `version` is that of the weights
+        about to be trained."""
         ...
 
     def targets(self, rows: list[Row], batch: Sequence[Item]) -> Metrics:
-        """Complete the rows of the same batch, once the roles of `needs` have scored them. Rows
-        that were made for a score alone are taken out."""
+        """Add the targets to the rows of `batch`, after the roles of `needs` have scored them. Rows
+        that were made only to be scored are removed from `rows`."""
         ...

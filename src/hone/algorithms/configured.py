@@ -18,8 +18,8 @@ __all__ = ["algorithm_of"]
 
 
 def algorithm_of(cfg: RLConfig | SFTConfig, *, pad_id: int | None = None) -> Algorithm[Any]:
-    """Of a command that trains; what a step collects is its own. `pad_id` is the tokenizer's
-    padding, which a reward model reads past."""
+    """The algorithm of a training command; each command collects items of its own type. `pad_id` is
+    the tokenizer's padding token: a reward model gives its value at the last token before it."""
     if isinstance(cfg, RewardModelingConfig):
         return RewardModeling(cfg.algorithm, pad_id=pad_id)
     if isinstance(cfg, DPOConfig):
@@ -33,6 +33,6 @@ def algorithm_of(cfg: RLConfig | SFTConfig, *, pad_id: int | None = None) -> Alg
         return PPO(cfg.algorithm, cfg.critic, max_completion_tokens=longest)
     if cfg.teacher.path is not None:
         is_sampled = cfg.teacher.loss == "policy_gradient"
-        kind = Distillation if is_sampled else DivergingFromTeacher
-        return kind(cfg.algorithm, cfg.teacher, max_completion_tokens=longest)
+        make = Distillation if is_sampled else DivergingFromTeacher
+        return make(cfg.algorithm, cfg.teacher, max_completion_tokens=longest)
     return GRPO(cfg.algorithm, max_completion_tokens=longest)

@@ -1,11 +1,12 @@
 """Importance corrections for tokens that another policy sampled.
 
-The engine's policy and the trainer's never agree to the last bit, and under asynchrony the engine
-is a few versions behind. With `w_t = exp(trainer_logprob_t - engine_logprob_t)` a correction
+The engine's policy and the trainer's rarely agree to the last bit, and in asynchronous training the
+engine is a few versions behind. With `w_t = exp(trainer_logprob_t - engine_logprob_t)` a correction
 gives each token a factor on its loss; no gradient flows through it. It repairs a small gap and
-must not hide a broken sync: the parity gate comes first.
+must not hide a broken sync: the parity gate (`hone.weights.parity`) comes first.
 
-The values of `algorithm.correction.kind` come from here, before torch is loaded.
+The configuration takes the values of `algorithm.correction.kind` from this file before torch is
+loaded.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def tis(
 def icepop(
     log_ratio: Tensor, sequence_index: Tensor, num_sequences: int, low: float, high: float
 ) -> Tensor:
-    """IcePop: `w` where it lies in [low, high], else 0: outliers are dropped, not truncated
+    """IcePop: `w` where it lies in [low, high], else 0. Outliers are dropped, not truncated
     (Ling team, "Small leak can sink a great ship", 2025)."""
     del sequence_index, num_sequences
     ratio = importance_ratio(log_ratio)
@@ -62,8 +63,8 @@ def icepop(
 def sequence_mask(
     log_ratio: Tensor, sequence_index: Tensor, num_sequences: int, low: float, high: float
 ) -> Tensor:
-    """1 for sequences whose geometric mean ratio lies in [low, high], 0 for the others. OpenRLHF's
-    level `seq` gives the tokens of the former their own ratios."""
+    """1 for sequences whose geometric mean ratio lies in [low, high], 0 for the others. OpenRLHF
+    (level `seq`) instead keeps each token's own ratio in the accepted sequences."""
     mean = sequence_mean_to_tokens(log_ratio, sequence_index, num_sequences)
     ratio = importance_ratio(mean)
     return ((ratio >= low) & (ratio <= high)).to(log_ratio.dtype)

@@ -1,15 +1,16 @@
-"""On-policy distillation: the policy samples, a teacher's log-probabilities say what to change.
+"""On-policy distillation: the policy samples, and a teacher's log-probabilities are the target.
 
-Each trained token is credited with how much likelier the teacher finds it than the policy does,
-`log p_teacher - log p_policy`, whose expectation over the policy's samples is the negative reverse
-KL: its policy gradient is that of the divergence of a token's distribution (MiniLLM,
-arXiv:2306.08543; GKD, arXiv:2306.13649; Thinking Machines, "On-Policy Distillation", 2025). Nothing
-is discounted onto later tokens. The mean over the step's tokens is the baseline, as in
-tinker-cookbook; that of arXiv:2605.07865, the divergence of each token's distribution, would need
-the logits of all words.
+`Distillation` is a policy gradient. The advantage of a trained token is
+`log p_teacher - log p_policy`. Its expectation over the policy's samples is the negative reverse
+KL, so the policy gradient is that of the divergence of a token's distribution (MiniLLM,
+arXiv:2306.08543; GKD, arXiv:2306.13649; Thinking Machines, "On-Policy Distillation", 2025). No
+credit flows from one token to another (discount 0). The baseline is the mean over the step's
+tokens, as in tinker-cookbook; the baseline of arXiv:2605.07865, the divergence of each token's
+distribution, would need the logits of the whole vocabulary.
 
-Or a divergence between the policy's and the teacher's distribution of each token is minimised
-directly (`divergences.py`), on what the policy has sampled, whose own probability is not followed.
+`DivergingFromTeacher` minimises a divergence between the two distributions of each token directly
+(`divergences.py`), at the positions that the policy sampled. No gradient flows through the
+probability of the sampled tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hone.algorithms.algorithm import Loss, Objective, Outputs
 from hone.algorithms.divergences import DIVERGENCES
 from hone.algorithms.grpo import GRPO
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig, Output, TeacherConfig
+from hone.algorithms.settings import AlgorithmConfig, Output, TeacherConfig
 from hone.observe.metrics import Mean, Metrics
 from hone.types import Column, Group, MicroBatch, Row
 
@@ -31,9 +32,9 @@ __all__ = ["Distillation", "DivergenceObjective", "DivergingFromTeacher"]
 
 
 class Distillation(GRPO):
-    """The rows and the policy loss of GRPO; implements `Algorithm`.
+    """The rows and the policy loss of GRPO with advantages from a teacher; implements `Algorithm`.
 
-    With `teacher.reward_coef` the advantages that GRPO takes from rewards are added, times it.
+    GRPO's advantages of rewards are added, multiplied by `teacher.reward_coef`.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class Distillation(GRPO):
             row.column("logprobs/teacher").double() - row.column("logprobs/policy").double()
             for row in rows
         ]
-        everyones = torch.cat([torch.empty(0, dtype=torch.float64), *gaps])
-        baseline = everyones.mean() if len(everyones) else 0.0
+        all_gaps = torch.cat([torch.empty(0, dtype=torch.float64), *gaps])  # [N] of the step
+        baseline = all_gaps.mean() if len(all_gaps) else 0.0
         for row, gap in zip(rows, gaps, strict=True):
             advantages = gap - baseline
             if self._reward_coef:
                 advantages += self._reward_coef * row.column("advantages").double()
             row.columns["advantages"] = Column(advantages.float())
-        return metrics | {"teacher/kl": Mean.of(-everyones)}
+        return metrics | {"teacher/kl": Mean.of(-all_gaps)}
 
 
 class DivergingFromTeacher(GRPO):
     """The rows of GRPO, trained on a divergence from the teacher; implements `Algorithm`.
 
-    With `teacher.reward_coef` the policy loss of GRPO's advantages, times it, is added.
+    The policy loss of GRPO's advantages is added, multiplied by `teacher.reward_coef`.
     """
 
     def __init__(
@@ -88,20 +89,21 @@ class DivergingFromTeacher(GRPO):
         self.objectives: Mapping[str, Objective] = {"policy": objective}
 
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
-        """Advantages of rewards where they count, and the words at which the two are compared."""
+        """Advantages of rewards (0 without `reward_coef`), and the K token ids of each position at
+        which policy and teacher are compared."""
         metrics = super().targets(rows, batch) if self._reward_coef else Metrics()
         for row in rows:
-            earned = torch.zeros(row.num_trained)
+            advantages = torch.zeros(row.num_trained)
             if self._reward_coef:
-                earned = self._reward_coef * row.column("advantages")
-            row.columns["advantages"] = Column(earned)
+                advantages = self._reward_coef * row.column("advantages")
+            row.columns["advantages"] = Column(advantages)
             row.columns["at_ids"] = row.columns.pop("top_ids/teacher")
         return metrics
 
 
 class DivergenceObjective(PolicyObjective):
-    """That of a policy, and a divergence from the teacher at its likeliest words. Implements
-    `Objective`."""
+    """The objective of a policy plus a divergence from the teacher over the teacher's K likeliest
+    tokens. Implements `Objective`."""
 
     outputs: frozenset[Output] = frozenset({"logprobs", "entropy", "logprobs_at"})
 

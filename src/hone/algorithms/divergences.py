@@ -1,9 +1,11 @@
-"""Divergences between a policy and its teacher, of each token, as losses.
+"""Divergences between a policy and its teacher at each token, as losses.
 
-Both are known at the K words that the teacher finds likeliest; all others are one more outcome, the
-rest, so that these are divergences of two distributions over K + 1 outcomes: at most those over the
-vocabulary, and with K = V those. `p` is the policy, `q` the teacher; the names are of the policy's
-view, as in GKD (arXiv:2306.13649) and MiniLLM (arXiv:2306.08543).
+Both distributions are known at the K tokens that the teacher finds likeliest. All other tokens
+count as one more outcome, so these are divergences over K + 1 outcomes: never larger than the
+divergence over the vocabulary, and equal to it for K = V. `p` is the policy, `q` the teacher;
+"reverse" and "forward" are meant as in GKD (arXiv:2306.13649) and MiniLLM (arXiv:2306.08543).
+
+Each function takes log-probabilities [N, K], those of the policy with a gradient, and returns [N].
 """
 
 from __future__ import annotations
@@ -16,25 +18,24 @@ from torch import Tensor
 
 __all__ = ["DIVERGENCES"]
 
-_LEAST = 1e-6
-"""Mass of the rest where less is left of 1 than float32 can tell; it has no gradient there."""
+_MIN_REST = 1e-6
+"""Least mass of the other V - K tokens: float32 cannot resolve a smaller rest of 1. A rest at this
+bound has no gradient."""
 
 
 def reverse_kl(policy: Tensor, teacher: Tensor) -> Tensor:
-    """`sum p log(p / q)`: the policy gives up what the teacher does not say. [N, K] each, the
-    policy's with a gradient; [N]."""
+    """`sum p log(p / q)`: mode-seeking, the policy drops what is unlikely for the teacher."""
     return _kl(_with_rest(policy), _with_rest(teacher))
 
 
 def forward_kl(policy: Tensor, teacher: Tensor) -> Tensor:
-    """`sum q log(q / p)`, up to a constant the cross-entropy: the policy covers all that the
-    teacher says."""
+    """`sum q log(q / p)`, the cross-entropy up to a constant: mode-covering, the policy covers what
+    is likely for the teacher."""
     return _kl(_with_rest(teacher), _with_rest(policy))
 
 
 def js(policy: Tensor, teacher: Tensor) -> Tensor:
-    """Jensen-Shannon: half the sum of both divergences from the mean distribution, at most
-    log 2."""
+    """Jensen-Shannon: the mean of both divergences from the mean distribution, at most log 2."""
     p, q = _with_rest(policy), _with_rest(teacher)
     mean = torch.logaddexp(p, q) - math.log(2)
     return (_kl(p, mean) + _kl(q, mean)) / 2
@@ -52,6 +53,6 @@ def _kl(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """[N, K + 1]: the last is that of all other words together."""
+    """[N, K + 1]: the last log-probability is that of all other tokens together."""
     rest = -torch.expm1(logprobs.logsumexp(-1, keepdim=True))
-    return torch.cat([logprobs, rest.clamp(min=_LEAST).log()], -1)
+    return torch.cat([logprobs, rest.clamp(min=_MIN_REST).log()], -1)

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from hone.algorithms.advantages import ADVANTAGES, ScoredSample
 from hone.algorithms.algorithm import Objective
 from hone.algorithms.kl import KL_ESTIMATORS
 from hone.algorithms.objective import PolicyObjective
-from hone.config.algorithm import AlgorithmConfig
+from hone.algorithms.rows import Episode, episodes_of, padded_routes, rows_of
+from hone.algorithms.settings import AlgorithmConfig
 from hone.observe.metrics import Metrics, Sum
-from hone.types import NOT_SAMPLED, Column, Group, Routes, Row, Sample
+from hone.types import Column, Group, Row
 
 __all__ = ["GRPO"]
 
 
 class GRPO:
-    """GRPO and its kin (Dr.GRPO, RLOO, REINFORCE++; PPO clip, GSPO, CISPO, SAPO) as `cfg` says.
+    """GRPO and its kin: any of `ADVANTAGES` with any of `LOSSES`, as `cfg` says.
 
         algorithm = GRPO(AlgorithmConfig(), max_completion_tokens=1024)
         rows = algorithm.rows(groups, version=step - 1)  # token ids, masks, log-probabilities
@@ -34,8 +33,7 @@ class GRPO:
     """
 
     def __init__(self, cfg: AlgorithmConfig, *, max_completion_tokens: int) -> None:
-        """`max_completion_tokens`, the longest completion, is what the aggregation `constant`
-        divides by."""
+        """`max_completion_tokens` is the divisor of the aggregation `constant`."""
         self.cfg = cfg
         self.needs = cfg.needs
         self.objectives: Mapping[str, Objective] = {
@@ -43,18 +41,21 @@ class GRPO:
         }
 
     def rows(self, batch: Sequence[Group], version: int) -> list[Row]:
-        """One row for each valid sample, in order, of the groups that have enough of them. Failed
-        samples leave no trace. `version` is that of the weights that are about to be trained."""
+        """The rows of each valid sample, in order, of each group that has enough valid samples; one
+        row each where no history was rewritten. Failed samples get no row. `version` is that of the
+        weights about to be trained."""
         rows = [
-            _row(sample, group, version)
+            row
             for group in self._usable(batch)
             for sample in group.valid_samples
+            for row in rows_of(sample, group.id, version)
         ]
         self._agree_on_routes(rows)
         return rows
 
     def _agree_on_routes(self, rows: Sequence[Row]) -> None:
-        """A run that goes on with replay switched on or off has samples of before."""
+        """Give either all rows the column `routes` or none: a run that was resumed with
+        `routing_replay` switched on or off still has samples of the other kind."""
         recorded = [row.column("routes") for row in rows if "routes" in row.columns]
         if len(recorded) == len(rows):
             return
@@ -62,71 +63,40 @@ class GRPO:
             if not self.cfg.routing_replay:
                 row.columns.pop("routes", None)
             elif recorded and "routes" not in row.columns:
-                none = recorded[0][:0].numpy()
-                row.columns["routes"] = Column(_of_all_tokens(none, row.num_tokens), per="token")
+                no_routes = recorded[0][:0].numpy()
+                routes = padded_routes(no_routes, row.num_tokens)
+                row.columns["routes"] = Column(routes, per="token")
 
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
         """Advantages, one for each trained token."""
-        scored = self._scored(rows, batch)
-        assert self.cfg.advantage != "gae", "against a critic: PPO"
+        assert self.cfg.advantage != "gae", "gae needs a critic: PPO"
+        groups = self._episodes(rows, batch)
+        scored = [[self._scored_sample(episode) for episode in group] for group in groups]
         advantages = ADVANTAGES[self.cfg.advantage].estimate(scored)
-        for row, values in zip(rows, (a for group in advantages for a in group), strict=True):
-            row.columns["advantages"] = Column(values)
-        return {"rollout/groups_without_baseline": Sum(len(batch) - len(scored))}
+        for group, values in zip(groups, advantages, strict=True):
+            for episode, values_N in zip(group, values, strict=True):
+                episode.add_column("advantages", values_N)
+        return {"rollout/groups_without_baseline": Sum(len(batch) - len(groups))}
 
     def _usable(self, batch: Sequence[Group]) -> list[Group]:
         needed = self.needs.samples_per_group
         return [group for group in batch if len(group.valid_samples) >= needed]
 
-    def _scored(self, rows: Sequence[Row], batch: Sequence[Group]) -> list[list[ScoredSample]]:
-        """The samples of which `rows` were made, by group, as estimators see them."""
-        of_samples = iter(rows)
+    def _episodes(self, rows: Sequence[Row], batch: Sequence[Group]) -> list[list[Episode]]:
+        """The samples from which `rows` were made with their rows, by group."""
+        own = iter([rows[i] for i in indices] for indices in episodes_of(rows))
         return [
-            [self._scored_sample(sample, next(of_samples)) for sample in group.valid_samples]
+            [Episode(sample, next(own)) for sample in group.valid_samples]
             for group in self._usable(batch)
         ]
 
-    def _scored_sample(self, sample: Sample, row: Row) -> ScoredSample:
-        assert sample.reward is not None, sample.id
+    def _scored_sample(self, episode: Episode) -> ScoredSample:
+        """An episode for the estimators. Its KL penalties are those of all of its rows."""
+        reward = episode.sample.reward
+        assert reward is not None, episode.sample.id
         if not self.cfg.penalises_reward:
-            return ScoredSample(sample.reward.total, torch.zeros(row.num_trained))
+            return ScoredSample(reward.total, torch.zeros(episode.num_trained))
         divergence = KL_ESTIMATORS[self.cfg.kl.estimator](
-            row.column("logprobs/policy"), row.column("logprobs/reference")
+            episode.column("logprobs/policy"), episode.column("logprobs/reference")
         )
-        return ScoredSample(sample.reward.total, self.cfg.kl.coef * divergence)
-
-
-def _row(sample: Sample, group: Group, version: int) -> Row:
-    """Token ids as they were sampled, the mask as it was recorded.
-
-    A token that the present weights have drawn after older ones counts as stale: it may have been
-    drawn over keys and values of theirs, so that the trainer cannot find its log-probability again.
-    What an environment inserted is of no weights, and has no age.
-    """
-    mask = np.asarray(sample.loss_mask, dtype=bool)
-    logprobs = np.asarray(sample.logprobs)[mask].astype(np.float32)
-    drawn = np.asarray(sample.weight_versions, dtype=np.int32)
-    ages = np.where(drawn == NOT_SAMPLED, 0, version - drawn)
-    staleness = np.maximum.accumulate(ages)[mask].astype(np.int32)
-    columns = {
-        "logprobs/engine": Column(torch.from_numpy(logprobs)),
-        "staleness": Column(torch.from_numpy(staleness)),
-    }
-    token_ids = [*sample.prompt.token_ids, *sample.token_ids]
-    if sample.routes is not None:
-        columns["routes"] = Column(_of_all_tokens(sample.routes, len(token_ids)), per="token")
-    return Row(
-        id=sample.id,
-        group_id=group.id,
-        token_ids=token_ids,
-        loss_mask=[False] * len(sample.prompt.token_ids) + mask.tolist(),
-        columns=columns,
-    )
-
-
-def _of_all_tokens(routes: Routes, num_tokens: int) -> Tensor:
-    """Of all tokens, where the router chooses for itself behind those that were recorded: for the
-    last token, and for what was inserted behind the last turn."""
-    found = np.full((num_tokens, *routes.shape[1:]), np.iinfo(routes.dtype).max, routes.dtype)
-    found[: len(routes)] = routes
-    return torch.from_numpy(found)
+        return ScoredSample(reward.total, self.cfg.kl.coef * divergence)

@@ -5,7 +5,8 @@ With `d = log p(x) - log q(x)` and x drawn from p, all three estimate KL(p || q)
 their gradients differ: k1 has zero expected gradient, k2 has the gradient of the reverse KL, and
 k3 that of a forward KL; see the test against the exact divergence.
 
-The values of `algorithm.kl.estimator` come from here, before torch is loaded.
+The configuration takes the values of `algorithm.kl.estimator` from this file before torch is
+loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["KL_ESTIMATORS", "MAX_LOG_RATIO", "KLEstimator", "k1", "k2", "k3"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +- this before `exp`, so that one absurd token cannot overflow."""
+"""Log-ratios are clamped to [-20, 20] before `exp`, so that a single token cannot overflow."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`d^2 / 2`: biased in value, right in gradient."""
+    """`d^2 / 2`: biased in value, unbiased in gradient."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 

@@ -4,12 +4,13 @@ A loss is a function here and a line of `LOSSES`; its name there is a value of `
 `ratio = exp(logprobs - old_logprobs)`, where the old log-probabilities are the trainer's own before
 the update. A loss returns values, never a mean: `aggregation.py` holds the normalisation.
 
-The keys of `algorithm` are checked before torch is loaded, and take their names from here. So this
-file calls methods of tensors, and imports torch for types alone.
+The configuration takes the values of `algorithm.loss` from this file and is checked before torch is
+loaded. So this file calls methods of tensors, and imports torch only for types.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LOSSES", "LossInputs", "LossName", "LossSettings", "LossTerms"]
 
-LossName = Literal["cispo", "gspo", "ppo_clip", "sapo"]
+LossName = Literal["cispo", "gmpo", "gspo", "ppo_clip", "sapo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The inputs of a policy loss. Tensors are float32 of shape [N] where nothing else is said."""
+    """The inputs of a policy loss. Tensors are float32 of shape [N] unless stated otherwise."""
 
     logprobs: Tensor
     """Log-probabilities of the policy being trained; they carry the gradient."""
@@ -74,12 +75,27 @@ def gspo(inputs: LossInputs, cfg: LossSettings) -> LossTerms:
     """Group sequence policy optimisation, arXiv:2507.18071.
 
     PPO's surrogate with the sequence's geometric mean ratio `exp(mean_t(logprobs - old_logprobs))`
-    in place of each token's. verl lets a token's gradient flow through that token alone, which
-    comes to the same where a sample has one advantage.
+    in place of each token's. In verl the gradient of a token flows through that token alone, which
+    is equal as long as all tokens of a sample have the same advantage.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     mean = sequence_mean_to_tokens(log_ratio, inputs.sequence_index, inputs.num_sequences)
     return _clipped_surrogate(importance_ratio(mean), inputs.advantages, cfg)
+
+
+def gmpo(inputs: LossInputs, cfg: LossSettings) -> LossTerms:
+    """GMPO, geometric-mean policy optimisation, arXiv:2507.20673.
+
+    `-(prod_t r_t)^(1 / n) A`, the geometric mean over the n tokens of a sequence, of which PPO's
+    clip has cut each before: `r_t` is at most `1 + high` where `A > 0`, else at least `1 - low`.
+    A token that is cut loses its own gradient alone. The paper's range (e^-0.4, e^0.4) is wide.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    low = math.log1p(-cfg.clip_low) if cfg.clip_low < 1 else -math.inf
+    from_below = log_ratio.clamp(min=low)
+    kept = log_ratio.clamp(max=math.log1p(cfg.clip_high)).where(inputs.advantages > 0, from_below)
+    mean = sequence_mean_to_tokens(kept, inputs.sequence_index, inputs.num_sequences)
+    return LossTerms(-importance_ratio(mean) * inputs.advantages, kept != log_ratio)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, cfg: LossSettings) -> LossTerms:
@@ -101,8 +117,8 @@ def cispo(inputs: LossInputs, cfg: LossSettings) -> LossTerms:
 
 
 _SAPO_TAU_POSITIVE, _SAPO_TAU_NEGATIVE = 1.0, 1.05
-"""Temperatures by the sign of the advantage, as in the paper: negative ones spread over the whole
-vocabulary and disturb training more."""
+"""Temperatures by the sign of the advantage, as in the paper: updates of negative advantages spread
+over the whole vocabulary and destabilise training more."""
 
 
 def sapo(inputs: LossInputs, cfg: LossSettings) -> LossTerms:
@@ -120,6 +136,7 @@ def sapo(inputs: LossInputs, cfg: LossSettings) -> LossTerms:
 
 LOSSES: Mapping[LossName, Callable[[LossInputs, LossSettings], LossTerms]] = {
     "cispo": cispo,
+    "gmpo": gmpo,
     "gspo": gspo,
     "ppo_clip": ppo_clip,
     "sapo": sapo,

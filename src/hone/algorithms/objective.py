@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.algorithm import Loss, Outputs
 from hone.algorithms.corrections import CORRECTIONS, importance_ratio
 from hone.algorithms.kl import KL_ESTIMATORS, k1, k3
 from hone.algorithms.losses import LOSSES, LossInputs
-from hone.config.algorithm import AlgorithmConfig, Output
+from hone.algorithms.rows import row_weights
+from hone.algorithms.settings import AlgorithmConfig, Output
 from hone.observe.metrics import Distribution, Mean, Metrics
 from hone.types import LossExtent, MicroBatch, Row
 
@@ -21,14 +21,14 @@ __all__ = ["PolicyObjective", "PolicyTerms", "policy_objective"]
 
 
 class PolicyObjective:
-    """What a policy is trained on. Implements `Objective`."""
+    """The objective of a policy. Implements `Objective`."""
 
     outputs: frozenset[Output] = frozenset({"logprobs", "entropy"})
     outputs_before: frozenset[Output] = frozenset({"logprobs"})
     per: LossExtent = "trained"
 
     def __init__(self, cfg: AlgorithmConfig, *, max_completion_tokens: int) -> None:
-        """`max_completion_tokens` is what the aggregation `constant` divides by."""
+        """`max_completion_tokens` is the divisor of the aggregation `constant`."""
         self.cfg = cfg
         needs_reference = cfg.kl.coef > 0 and cfg.kl.placement == "loss"
         reference = {"logprobs/reference"} if needs_reference else set[str]()
@@ -36,8 +36,7 @@ class PolicyObjective:
         self._max_completion_tokens = max_completion_tokens
 
     def weights(self, rows: Sequence[Row]) -> list[float]:
-        num_trained = [row.num_trained for row in rows]
-        return AGGREGATIONS[self.cfg.aggregation](num_trained, self._max_completion_tokens)
+        return row_weights(self.cfg.aggregation, rows, self._max_completion_tokens)
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> Loss:
         terms = policy_objective(outputs["logprobs"], outputs["entropy"], batch, self.cfg)
@@ -45,7 +44,7 @@ class PolicyObjective:
         log_ratio = terms.log_ratio_engine
         if log_ratio is not None:
             metrics["off_policy/ratio"] = Distribution.of(importance_ratio(log_ratio))
-            # Not indexed by the mask: how many are left would be waited for.
+            # Not indexed by the mask: the host would wait for the device to count the tokens left.
             fresh = _is_fresh(batch)
             mismatch = k3(torch.zeros_like(log_ratio), log_ratio).where(fresh, 0.0)
             metrics["off_policy/mismatch_kl"] = Mean(mismatch.double().sum(), fresh.sum())
@@ -57,9 +56,10 @@ class PolicyObjective:
 
 
 def _is_fresh(batch: MicroBatch) -> Tensor:
-    """Tokens sampled by the very weights that the rollout is trained from, [N] bool.
+    """Whether each token was sampled by the weights before this update, [N] bool.
 
-    Only these tell how well engine and trainer agree: others also differ by the updates since.
+    Only such tokens show how well engine and trainer agree; at others the updates since they were
+    sampled count too.
     """
     if "staleness" not in batch.columns:
         return torch.ones_like(batch.labels, dtype=torch.bool)
@@ -68,7 +68,7 @@ def _is_fresh(batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
-    """Values to be multiplied with the token weights and summed, and what to report of them."""
+    """The objective of each token before weighting, and what is reported about it."""
 
     values: Tensor  # [N], carries the gradient
     token_metrics: dict[str, Tensor]
@@ -76,7 +76,7 @@ class PolicyTerms:
     log_ratio_engine: Tensor | None
     """[N] old trainer log-probs less the engine's; None where the engine gave none."""
     masked: Tensor
-    """[N] bool, tokens whose advantage moves nothing: clipped, or given a factor of 0."""
+    """[N] bool, tokens without a policy gradient: clipped, or corrected by a factor of 0."""
 
 
 def policy_objective(
@@ -84,13 +84,13 @@ def policy_objective(
 ) -> PolicyTerms:
     """Per-token objective `correction * loss + kl.coef * KL - entropy_coef * entropy`.
 
-    `logprobs` and `entropy` are [N] float32 of the policy being trained. Where the batch has no
-    `logprobs/policy`, the policy has not moved since the rollout and its own detached values stand
-    in: the ratio is 1 and the gradient is that of REINFORCE.
+    `logprobs` and `entropy` are [N] float32 of the policy being trained. Without the column
+    `logprobs/policy` the policy has not changed since the rollout, and its own detached values are
+    used as the old ones: the ratio is 1 and the gradient is that of REINFORCE.
     """
     current = logprobs.detach()
     old = batch.columns.get("logprobs/policy", current)
-    engine, reference = (batch.columns.get(f"logprobs/{who}") for who in ("engine", "reference"))
+    engine, reference = (batch.columns.get(f"logprobs/{role}") for role in ("engine", "reference"))
     terms = LOSSES[cfg.loss](
         LossInputs(
             logprobs=logprobs,

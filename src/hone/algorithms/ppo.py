@@ -1,9 +1,14 @@
-"""PPO with a critic, arXiv:1707.06347: advantages against the values of a model that learns too.
+"""PPO with a critic, arXiv:1707.06347: advantages against the values of a second trained model.
 
-Generalised advantage estimation (arXiv:1506.02438) over the tokens that the policy drew: those of
-an environment, which nothing predicts, lie between two of them as if they were not there. As in
-verl's `compute_gae_advantage_return`, a tool's answer neither decays an advantage nor ends it;
-OpenRLHF's `get_advantages_and_returns` makes each of its tokens a step of value 0, which does.
+Generalised advantage estimation (arXiv:1506.02438) runs over the tokens that the policy sampled and
+skips those that an environment inserted. So a tool's answer neither decays nor ends an advantage,
+as in verl's `compute_gae_advantage_return`; in OpenRLHF's `get_advantages_and_returns` each
+inserted token is a step of value 0 and does both.
+
+It runs over an episode, not over a row. Where an agent rewrote its history, the state after the
+last token of a path is the context of the next one: the value there is that of the next path's
+first token, and the reward is earned at the last token of the last path. An earlier path has no end
+of its own, at which the reward would be earned once more and nothing would be left to come.
 """
 
 from __future__ import annotations
@@ -18,9 +23,9 @@ from hone.algorithms.advantages import ScoredSample, gae, whiten
 from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.algorithm import Loss, Objective, Outputs
 from hone.algorithms.grpo import GRPO
-from hone.config.algorithm import AlgorithmConfig, CriticConfig, Output
+from hone.algorithms.settings import AlgorithmConfig, CriticConfig, Output
 from hone.observe.metrics import Distribution, Last, Mean, Metrics
-from hone.types import Column, Group, LossExtent, MicroBatch, Row
+from hone.types import Group, LossExtent, MicroBatch, Row
 
 __all__ = ["PPO", "ValueObjective"]
 
@@ -35,7 +40,7 @@ class PPO(GRPO):
     def __init__(
         self, cfg: AlgorithmConfig, critic: CriticConfig, *, max_completion_tokens: int
     ) -> None:
-        """`max_completion_tokens` is the longest completion, as in `GRPO`."""
+        """`max_completion_tokens` is the divisor of the aggregation `constant`."""
         super().__init__(cfg, max_completion_tokens=max_completion_tokens)
         values = frozenset[Output]({"values"})
         self.needs = replace(
@@ -49,20 +54,20 @@ class PPO(GRPO):
         }
 
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
-        """Advantages, normalised over all tokens of the step, and the returns that the critic
-        learns. The former are divided by the standard deviation (N - 1) plus 1e-6, in verl by
-        `sqrt(variance + 1e-8)`, in OpenRLHF by that of N. Metrics have verl's names."""
-        samples = [sample for group in self._scored(rows, batch) for sample in group]
-        values = [row.column("values/critic").double() for row in rows]
+        """Advantages, normalised over all tokens of the step by `whiten`, and the returns that the
+        critic learns, [N] float32 each. Metrics have verl's names."""
+        episodes = [episode for group in self._episodes(rows, batch) for episode in group]
+        samples = [self._scored_sample(episode) for episode in episodes]
+        values = [episode.column("values/critic").double() for episode in episodes]
         estimates = [
-            gae(_rewards(sample), own, gamma=self.cfg.gamma, lam=self.cfg.lam)
-            for sample, own in zip(samples, values, strict=True)
+            gae(_token_rewards(sample), values_N, gamma=self.cfg.gamma, lam=self.cfg.lam)
+            for sample, values_N in zip(samples, values, strict=True)
         ]
         (advantages,) = whiten([estimates])
         returns = [a + v for a, v in zip(estimates, values, strict=True)]
-        for row, advantage, to_learn in zip(rows, advantages, returns, strict=True):
-            row.columns["advantages"] = Column(advantage)
-            row.columns["returns"] = Column(to_learn.float())
+        for episode, advantages_N, returns_N in zip(episodes, advantages, returns, strict=True):
+            episode.add_column("advantages", advantages_N)
+            episode.add_column("returns", returns_N.float())
         if not any(map(len, values)):
             return {}
         return {
@@ -73,9 +78,9 @@ class PPO(GRPO):
         }
 
 
-def _rewards(sample: ScoredSample) -> Tensor:
-    """Of each token, [N] float64: the KL penalty that it pays, and at the last what the sample has
-    earned."""
+def _token_rewards(sample: ScoredSample) -> Tensor:
+    """The reward of each token, [N] float64: its negative KL penalty, plus the sample's reward at
+    the last token."""
     rewards = -sample.penalties.double()
     if len(rewards):
         rewards[-1] += sample.reward
@@ -83,11 +88,11 @@ def _rewards(sample: ScoredSample) -> Tensor:
 
 
 def _value_metrics(values: Tensor, returns: Tensor) -> Metrics:
-    """Before the update. `vf_explained_var` is 1 for values that are the returns, 0 for a constant,
-    negative for worse; verl adds 1e-5 to the variance that it divides by."""
-    spread = (returns - returns.mean()).square().mean()
+    """Metrics of the values [N] before the update. `vf_explained_var` is 1 where values equal the
+    returns, 0 for constant values and negative below that; verl adds 1e-5 to its divisor."""
+    variance = (returns - returns.mean()).square().mean()
     residual = returns - values
-    explained = 1 - (residual - residual.mean()).square().mean() / spread.clamp(min=1e-12)
+    explained = 1 - (residual - residual.mean()).square().mean() / variance.clamp(min=1e-12)
     return {
         "critic/values": Distribution.of(values),
         "critic/returns": Distribution.of(returns),
@@ -98,9 +103,9 @@ def _value_metrics(values: Tensor, returns: Tensor) -> Metrics:
 class ValueObjective:
     """Half the squared distance of values from returns. Implements `Objective`.
 
-    A value moves no further than `clip` from what it was before the update and keeps its gradient
-    only as long as that is the worse of the two: `0.5 max((V - R)^2, (clip(V) - R)^2)`, as in the
-    published implementations; averaged over the trained tokens of an optimizer step.
+    The loss is `0.5 max((V - R)^2, (clip(V) - R)^2)`, as in the published implementations, where
+    clip(V) lies within `clip` of the value before the update. It is averaged over the trained
+    tokens of an optimizer step.
     """
 
     outputs: frozenset[Output] = frozenset({"values"})
@@ -109,7 +114,7 @@ class ValueObjective:
     per: LossExtent = "trained"
 
     def __init__(self, clip: float | None) -> None:
-        """None clips nothing."""
+        """`clip` is the largest change of a value; None clips nothing."""
         self._clip = clip
 
     def weights(self, rows: Sequence[Row]) -> list[float]:
@@ -121,7 +126,8 @@ class ValueObjective:
         if self._clip is None:
             return Loss(losses)
         old = batch.column("values/critic")
-        near = values.clamp(old - self._clip, old + self._clip)  # else the value, to the last bit
-        clipped = 0.5 * (near - returns).square()
+        # `clamp` keeps a value within the limits bit for bit; `old + (values - old)` would round.
+        clipped_values = values.clamp(old - self._clip, old + self._clip)
+        clipped = 0.5 * (clipped_values - returns).square()
         is_clipped = clipped.detach() > losses.detach()
         return Loss(torch.maximum(losses, clipped), {"train/vf_clipfrac": Mean.of(is_clipped)})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.algorithm import Loss, Objective, Outputs
-from hone.config.algorithm import Needs, Output
+from hone.algorithms.settings import Needs, Output
 from hone.observe.metrics import Metrics
 from hone.types import LossExtent, MicroBatch, Row
 
@@ -14,7 +14,7 @@ __all__ = ["SFT", "CrossEntropy"]
 
 
 class SFT:
-    """Implements `Algorithm`. Demonstrations are rows as they are read."""
+    """Supervised fine-tuning. Implements `Algorithm`; demonstrations are rows already."""
 
     def __init__(self) -> None:
         self.needs = Needs()

@@ -1,21 +1,24 @@
-"""Which implementation serves a call: torch on a CPU, flash and Triton kernels on CUDA.
+"""Choice of the attention implementation: torch on a CPU, flash and Triton kernels on CUDA.
 
-The two `choose_` functions are the whole rule, so that a run can print what it will use.
+The two `choose_` functions are the whole rule, so that a run can print what it will use. Kernels
+are imported only when they are called.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from hone.attention import blocks, flash, flash4, reference
-from hone.attention.blocks import AttentionBlock
+from hone.attention import reference
 from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext
 from hone.attention.packed_keys import gather_keys
+
+if TYPE_CHECKING:
+    from hone.attention.blocks import AttentionBlock
 
 __all__ = [
     "attend_block",
@@ -29,8 +32,8 @@ __all__ = [
 ]
 
 CALIBRATION_HEADROOM = 4.0
-"""How far values may grow beyond those of the first prompts under a weight version. Precision is
-the same over four orders of magnitude below the largest value, so it costs none."""
+"""Factor by which values may exceed those of the first prompts under a weight version. FP8 has the
+same precision over four orders of magnitude below the largest value, so this costs none."""
 
 
 def choose_packed_backend(
@@ -38,12 +41,14 @@ def choose_packed_backend(
 ) -> Literal["flash4", "flash", "reference"]:
     """Backend of training and prefill.
 
-    FlashAttention takes 16-bit floats on CUDA and heads up to 256, and knows sliding windows
-    but no soft cap; everything else is plain torch. FlashAttention 4 serves training where it is
-    installed and has kernels for the device; what it does not serve is FlashAttention 2's.
+    FlashAttention supports 16-bit floats on CUDA, heads up to 256 and sliding windows, but no soft
+    cap; all other cases use plain torch. FlashAttention 4 is used in training if it is installed
+    and has kernels for the device; cases it does not support go to FlashAttention 2.
     """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "reference"
+    from hone.attention import flash, flash4
+
     if softcap is not None or head_dim > flash.MAX_HEAD_DIM:
         return "reference"
     return "flash4" if flash4.is_usable(device, head_dim) else "flash"
@@ -51,7 +56,7 @@ def choose_packed_backend(
 
 @lru_cache
 def choose_paged_backend(device: torch.device) -> Literal["triton", "reference"]:
-    """Backend of decode and of the KV write: Triton on CUDA where it is installed."""
+    """Backend of decode and of the KV write: Triton on CUDA if it is installed."""
     return "triton" if device.type == "cuda" and find_spec("triton") else "reference"
 
 
@@ -65,14 +70,14 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention within each packed sequence; q [T, Hq, D], k and v [T, Hkv, D].
-
-    Serves whole sequences on one process; `context_parallel` has the one for split rows.
-    """
+    """Causal attention within each packed sequence; q [T, Hq, D], k and v [T, Hkv, D]. For whole
+    sequences on one process; `context_parallel` handles split rows."""
     backend, keys = _packed_backend(q, softcap), context.keys
     if keys is not None:
         k, v = gather_keys(k, v, keys)
     if backend != "reference":
+        from hone.attention import flash, flash4
+
         attend = (flash4 if backend == "flash4" else flash).packed_attention
         return attend(q, k, v, context, scale=scale, window=window)
     return reference.packed_attention(
@@ -96,10 +101,14 @@ def attend_block(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a part of the keys: output [Tq, Hq, D], and log-sum-exp of the scores [Hq, Tq],
-    float32 or wider. q, k and v are the block's own rows."""
+    """Attention to a part of the keys. Returns the output [Tq, Hq, D] and the log-sum-exp of the
+    scores [Hq, Tq], float32 or wider. q, k and v are the block's own rows."""
     if _packed_backend(q, softcap) != "reference":
+        from hone.attention import flash
+
         return flash.attend_block(q, k, v, block, scale=scale)
+    from hone.attention import blocks
+
     return blocks.attend(q, k, v, block, scale=scale, softcap=softcap)
 
 
@@ -121,15 +130,19 @@ def block_gradients(
     """
     whole = {"output": output, "lse": lse}
     if _packed_backend(q, softcap) != "reference":
+        from hone.attention import flash
+
         return flash.block_gradients(grad, q, k, v, block, **whole, scale=scale)
+    from hone.attention import blocks
+
     return blocks.gradients(grad, q, k, v, block, **whole, scale=scale, softcap=softcap)
 
 
 def calibrate_scales(k: Tensor, v: Tensor, scales: Tensor) -> None:
-    """Set scales [2, Hkv] for keys and values like k and v, [T, Hkv, D].
+    """Set scales [2, Hkv] from keys and values k and v, [T, Hkv, D].
 
-    The largest magnitude of a head takes up a quarter of the FP8 range: later tokens may be
-    four times as large before they saturate. A head of zeros gets scale 1.
+    The largest magnitude of a head takes a quarter of the FP8 range: later tokens may be four times
+    as large before they saturate. A head of zeros gets scale 1.
     """
     largest = torch.stack([x.abs().amax((0, 2)) for x in (k, v)]).float()
     scale = largest * (CALIBRATION_HEADROOM / torch.finfo(FP8_DTYPE).max)
@@ -139,10 +152,8 @@ def calibrate_scales(k: Tensor, v: Tensor, scales: Tensor) -> None:
 def write_kv(
     k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scales: Tensor | None = None
 ) -> None:
-    """Store keys and values [T, Hkv, D] at their slots of the cache; slot -1 stores nothing.
-
-    With `scales` [2, Hkv] they are divided by their head's and saturate at the FP8 range.
-    """
+    """Store keys and values [T, Hkv, D] at their slots of the cache; slot -1 stores nothing. With
+    `scales` [2, Hkv] they are divided by their head's scale and saturate at the FP8 range."""
     if choose_paged_backend(k.device) == "triton":
         from hone.attention import triton_write  # needs triton, absent on CPUs
 
@@ -163,10 +174,10 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of the newest tokens against their paged keys, which are already written.
+    """Attention of the newest tokens to their paged keys, which are already written.
 
-    q is [T, Hq, D]; k and v [T, Hkv, D] are the newest keys, read directly where no earlier
-    ones exist; scales [2, Hkv] are those of an FP8 cache. Returns [T, Hq, D].
+    q is [T, Hq, D]. k and v [T, Hkv, D] are the newest keys, read directly if no earlier ones
+    exist. scales [2, Hkv] are those of an FP8 cache. Returns [T, Hq, D].
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if context.is_decode and choose_paged_backend(q.device) == "triton":
@@ -184,6 +195,8 @@ def paged_attention(
         )
     if not context.is_decode:
         if _packed_backend(q, softcap) != "reference":
+            from hone.attention import flash
+
             return flash.prefill_attention(
                 q, k, v, kv_cache, context, scale=scale, scales=scales, window=window
             )

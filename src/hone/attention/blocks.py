@@ -1,8 +1,8 @@
 """Attention to a part of the keys, in plain torch.
 
-Its output comes with the log-sum-exp of the scores, so that outputs over different keys can be
-merged into that over all of them, and each part's gradient follows from the merged log-sum-exp
-alone (Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B).
+It also returns the log-sum-exp of the scores, so that outputs over different keys can be merged,
+and so that each part's gradient follows from the merged log-sum-exp alone (Dao et al. 2022,
+arXiv:2205.14135, section 3.1 and appendix B).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ __all__ = ["AttentionBlock", "attend", "gradients", "merge"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
-    """Some rows of queries, some of keys, packed sequences of each, and which see which.
+    """A block of attention: rows of queries, rows of keys, both packed sequences, and the mask
+    between them.
 
     Sequence i of the queries sees keys of sequence i only. With Lq and Lk tokens of each, query p
-    is aligned with key `P = p + Lk - Lq` and sees the keys `P - left .. P + right` where
-    `window = (left, right)`; -1 is no bound. Every query sees a key.
+    is aligned with key `P = p + Lk - Lq` and sees the keys `P - left .. P + right` where `window =
+    (left, right)`; -1 is no bound. Every query sees a key.
     """
 
     queries: slice
@@ -46,7 +47,8 @@ class AttentionBlock:
         device: torch.device,
         lengths: Sequence[int] | None = None,
     ) -> AttentionBlock:
-        """One sequence, or with `lengths` several, which have as many keys as queries."""
+        """A block of one sequence, or with `lengths` of several, which have as many keys as
+        queries."""
         query_lens = tuple(lengths or (len(queries),))
         key_lens = tuple(lengths or (len(keys),))
         return cls(
@@ -69,7 +71,7 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `backends.attend_block`; the output has the dtype of the log-sum-exp."""
+    """Reference of `backends.attend_block`; the output has the dtype of the log-sum-exp."""
     parts: list[tuple[Tensor, Tensor]] = []
     for rows_q, rows_k in _sequences(block):
         scores, _ = _scores(q[rows_q], k[rows_k], block.window, scale=scale, softcap=softcap)
@@ -93,7 +95,7 @@ def gradients(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backends.block_gradients`; the gradients have the dtype of the log-sum-exp."""
+    """Reference of `backends.block_gradients`; the gradients have the dtype of the log-sum-exp."""
     wide, groups = lse.dtype, (k.shape[1], -1)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for rows_q, rows_k in _sequences(block):
@@ -116,7 +118,7 @@ def gradients(
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Attention to two sets of keys from that to each; output [T, H, D], lse [H, T], in place."""
+    """Merge the attention to two sets of keys; output [T, H, D], lse [H, T], in place."""
     share_of_other = torch.sigmoid(other_lse - lse).T.unsqueeze(-1)
     output.lerp_(other.to(output.dtype), share_of_other)
     torch.logaddexp(lse, other_lse, out=lse)
@@ -132,8 +134,8 @@ def _sequences(block: AttentionBlock) -> Iterator[tuple[slice, slice]]:
 def _scores(
     q: Tensor, k: Tensor, window: tuple[int, int], *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Scores of q [Lq, Hq, D] on k [Lk, Hkv, D] and their slope, by which a score grows with the
-    scalar product: [Hkv, G, Lq, Lk] float32 or wider, -inf where a query does not see a key."""
+    """Scores of q [Lq, Hq, D] and k [Lk, Hkv, D], and their slope with respect to the scalar
+    product: [Hkv, G, Lq, Lk] float32 or wider, -inf where a query does not see a key."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).unflatten(1, (k.shape[1], -1))
     scores, slope = torch.einsum("qhgd,khd->hgqk", grouped, k.to(wide)) * scale, scale

@@ -1,4 +1,4 @@
-"""What one forward pass tells its attention layers.
+"""The attention context: data that one forward pass gives its attention layers.
 
 A context rides in the keyword arguments of the forward, `model(..., attention_context=context)`,
 and is read by `hone.attention.interface`. It says where sequences begin and end, and during
@@ -23,6 +23,7 @@ from hone.types import PackedKeys
 __all__ = [
     "FP8_DTYPE",
     "AttentionContext",
+    "ContentFeatures",
     "ContextParallel",
     "PackedContext",
     "PagedContext",
@@ -35,17 +36,24 @@ FP8_DTYPE = torch.float8_e4m3fn
 
 
 def borders_of(lengths: Sequence[int], device: torch.device | str) -> Tensor:
-    """Where sequences laid end to end begin and end, [S + 1] int32; nothing waits."""
+    """Borders of sequences laid end to end, int32 [S + 1]. Does not wait for the device."""
     borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return borders.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextParallel:
-    """The processes that hold a packed row between them, equally many tokens each.
+class ContentFeatures:
+    """Features of the C content tokens of a pass, such as those of images
+    (`hone.models.contents`)."""
 
-    Which ones a rank has says `hone.attention.context_parallel.token_ranges`.
-    """
+    index: Tensor  # [C] int64 into [T]
+    features: Tensor  # [C, D], in place of the embeddings of these tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel:
+    """The processes that share a packed row, with equally many tokens each.
+    `hone.attention.token_shares.token_ranges` gives a rank's tokens."""
 
     ring: Axis
     ulysses: Axis
@@ -57,11 +65,11 @@ class ContextParallel:
 
 @dataclass(slots=True, kw_only=True)
 class PackedContext:
-    """Training: sequences laid end to end, causal attention within each.
+    """Context of training: sequences laid end to end, causal attention within each.
 
-    With `parallel` the forward has this process's tokens of the row alone, and borders and lengths
-    are those of the whole row. With `keys` sequences may begin with tokens of another one: borders
-    and lengths are those of queries, which are the last tokens of their sequence.
+    With `parallel` the forward has only this process's tokens of the row; borders and lengths are
+    those of the whole row. With `keys`, sequences may begin with tokens of another one; borders and
+    lengths are those of the queries, which are the last tokens of their sequence.
     """
 
     cu_seqlens: Tensor  # [S + 1] int32, borders, first 0 and last T
@@ -72,6 +80,7 @@ class PackedContext:
     routes: Tensor | None = (
         None  # [T, L, K] experts that each token passes again, `models/routes.py`
     )
+    contents: ContentFeatures | None = None
 
     @classmethod
     def from_lengths(
@@ -88,19 +97,19 @@ class PackedContext:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the forward on this process."""
+        """Number of tokens of the forward on this process."""
         size = 1 if self.parallel is None else self.parallel.size
         return sum(self.lengths) // size
 
 
 @dataclass(slots=True, kw_only=True)
 class SharedPrefix:
-    """Groups of sequences whose first keys lie in the same blocks, so that decode reads them once.
+    """Groups of sequences whose first keys are in the same blocks, so that decode reads them once.
 
     M is `SHARED_PREFIX_MEMBERS`; a larger group takes several entries, which each read the keys.
-    The shared blocks are those at the head of the block table of a group's first member. A
-    sequence belongs to one group at most. The shapes are those of a captured graph, the contents
-    may change between replays.
+    The shared blocks are the first ones in the block table of a group's first member. A sequence
+    belongs to at most one group. Shapes are fixed in a captured graph; contents may change between
+    replays.
     """
 
     rows: Tensor  # [G, M] int32: batch rows of the members, the first ones set; -1 is no member
@@ -110,16 +119,14 @@ class SharedPrefix:
 
 @dataclass(slots=True, kw_only=True)
 class PagedContext:
-    """Generation: the newest tokens of B sequences against a paged KV cache.
+    """Context of generation: the newest tokens of B sequences against a paged KV cache.
 
-    The queries of a sequence are its last tokens, so query i of n sees keys
-    `0 .. context_len - n + i`. The forward first writes the keys and values of all T tokens, then
-    attends.
+    The queries of a sequence are its last tokens, so query i of n sees keys `0 .. context_len - n +
+    i`. The forward first writes the keys and values of all T tokens, then attends.
 
-    A prefill step has chunks of prompts and tells their lengths to the host (`query_lens`,
-    `key_lens`). A decode step leaves them out: every sequence brings one query, and T = B. It reads
-    tensors and the two maxima only, so that replaying it from a captured graph needs nothing but
-    new tensor contents.
+    A prefill step has chunks of prompts, and their lengths on the host (`query_lens`, `key_lens`).
+    A decode step has none: every sequence has one query, and T = B. It reads only tensors and the
+    two maxima, so that a captured graph can be replayed with new tensor contents.
     """
 
     kv_caches: Sequence[Tensor]  # per layer [2, num_blocks, block_size, num_kv_heads, head_dim]
@@ -135,9 +142,10 @@ class PagedContext:
     calibrate: bool = False  # prefill: set each layer's scales from this chunk before writing
     shared: SharedPrefix | None = None  # decode: read these keys once for each group
     routes: Tensor | None = None  # [slots + 1, L, K] takes the experts of each token, at its slot
+    contents: ContentFeatures | None = None  # prefill
     biases: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
-    """What attention in plain torch adds to a decode step's scores, by window: made by the first
-    layer, the same for all."""
+    """Biases that attention in plain torch adds to the scores of a decode step, by window. The
+    first layer computes them for all."""
 
     def __post_init__(self) -> None:
         num_queries = len(self.block_tables) if self.is_decode else sum(self.query_lens)
@@ -152,19 +160,19 @@ class PagedContext:
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence brings one query, and the host knows no lengths."""
+        """Whether this is a decode step: one query per sequence, no lengths on the host."""
         return not self.query_lens and not self.key_lens
 
     def record_routes(self, layer: int, ids: Tensor) -> None:
-        """Keep the experts [T, K] of a layer's tokens, by its place among the layers with experts,
-        where they are to be kept. Nothing waits."""
+        """Record the experts [T, K] of a layer's tokens, if routes are recorded. `layer` is the
+        position among the layers with experts. Does not wait for the device."""
         if self.routes is not None:
-            # The last row is that of tokens whose slot is -1.
+            # The last row takes tokens whose slot is -1.
             self.routes[self.slot_mapping, layer] = ids.to(self.routes.dtype)
 
     @property
     def has_prefix(self) -> bool:
-        """Some query sees keys that were written by an earlier step."""
+        """Whether some query sees keys of an earlier step."""
         return self.is_decode or self.query_lens != self.key_lens
 
 

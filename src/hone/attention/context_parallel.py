@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
-from math import lcm
 from typing import Any
 
 import torch
@@ -35,48 +34,13 @@ from torch import Tensor
 from hone.attention import backends
 from hone.attention.blocks import AttentionBlock, merge
 from hone.attention.context import PackedContext
+from hone.attention.token_shares import chunk_numbers
 from hone.distributed.mesh import Axis
 
-__all__ = ["packed_attention", "padded_tokens", "token_ranges"]
+__all__ = ["packed_attention"]
 
 
 # ---------------------------------------------------------------- who has which tokens
-
-
-def padded_tokens(num_tokens: int, *, ring: int, ulysses: int) -> int:
-    """The least number of tokens from `num_tokens` on that `ring x ulysses` ranks share equally."""
-    unit = lcm(ring * ulysses, 2 * ring if ring > 1 else 1)
-    return -(-num_tokens // unit) * unit
-
-
-def token_ranges(
-    num_tokens: int, *, ring: int, ulysses: int, ring_rank: int, ulysses_rank: int
-) -> list[range]:
-    """Positions in the padded row of a rank's tokens, in the order in which it has them.
-
-    They ascend. `num_tokens` comes from `padded_tokens`.
-    """
-    part = num_tokens // (ring * ulysses)
-    first, last = ulysses_rank * part, (ulysses_rank + 1) * part  # among those of the ring rank
-    found: list[range] = []
-    for tokens in _chunks(num_tokens, ring, ring_rank):
-        own = tokens[max(first, 0) : max(last, 0)]
-        first, last = first - len(tokens), last - len(tokens)
-        if own:
-            found.append(own)
-    return found
-
-
-def _chunks(num_tokens: int, ring: int, rank: int) -> list[range]:
-    """The chunks of a ring rank; a ring of one has the row in one piece."""
-    if ring == 1:
-        return [range(num_tokens)]
-    size = num_tokens // (2 * ring)
-    return [range(c * size, (c + 1) * size) for c in _chunk_numbers(ring, rank)]
-
-
-def _chunk_numbers(ring: int, rank: int) -> tuple[int, int]:
-    return rank, 2 * ring - 1 - rank
 
 
 # ---------------------------------------------------------------- attention
@@ -94,9 +58,9 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention of this rank's tokens within their packed sequences, differentiable.
 
-    q is [t, Hq, D], k and v [t, Hkv, D], of the tokens that `token_ranges` gives. Returns
-    [t, Hq, D]. Collective over the ranks of `context.parallel`, and so is its backward; neither
-    waits for the device. Memory is that of t tokens.
+    q is [t, Hq, D], k and v [t, Hkv, D], of the tokens that `token_ranges` gives. Returns [t, Hq,
+    D]. Collective over the ranks of `context.parallel`, also in backward; neither waits for the
+    device. Memory is that of t tokens.
     """
     parallel = context.parallel
     assert parallel is not None
@@ -117,10 +81,10 @@ def packed_attention(
 
 
 class _TokensToHeads(torch.autograd.Function):
-    """All heads of a part of the tokens to a part of the heads of all tokens, in one exchange.
+    """Exchange from all heads of a part of the tokens to a part of the heads of all tokens.
 
-    q [t, Hq, D] becomes [U t, Hq / U, D]; k and v likewise, or where they have fewer than U heads
-    [U t, 1, D], each head on several ranks, and its gradient is summed over these.
+    q [t, Hq, D] becomes [U t, Hq / U, D]. So do k and v; with fewer than U heads they become [U t,
+    1, D], where each head is on several ranks and its gradient is summed over these.
     """
 
     @staticmethod
@@ -149,7 +113,7 @@ class _TokensToHeads(torch.autograd.Function):
 
 
 class _HeadsToTokens(torch.autograd.Function):
-    """A part of the heads of all tokens [U t, Hq / U, D] to [t, Hq, D]."""
+    """Exchange from a part of the heads of all tokens [U t, Hq / U, D] to [t, Hq, D]."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, axis: Axis) -> Tensor:
@@ -165,7 +129,8 @@ class _HeadsToTokens(torch.autograd.Function):
 
 
 def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:
-    """Part i of `parts` [U, ...] goes to rank i; returns what the ranks sent here, [U, ...]."""
+    """Send part i of `parts` [U, ...] to rank i. Returns the parts received from all ranks, [U,
+    ...]."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=axis.group)
@@ -176,7 +141,7 @@ def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:
 
 
 Plan = tuple[tuple[AttentionBlock, ...], ...]
-"""The blocks of each step of the ring; at step s a rank has the keys of the rank s before it."""
+"""Blocks of each ring step. At step s a rank has the keys of the rank s positions before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +153,11 @@ class _Ring:
 
 
 class _RingAttention(torch.autograd.Function):
-    """q [t, Hq, D] on the keys and values of all ranks, [t, Hkv, D] each: [t, Hq, D].
+    """Attention of q [t, Hq, D] to the keys and values of all ranks, [t, Hkv, D] each: [t, Hq, D].
 
     The partial outputs are merged in float32 at least. In backward the probabilities of each block
-    follow from the merged log-sum-exp, and the gradients of keys and values travel after them,
-    gathering a share at each rank, until they are back at their own.
+    follow from the merged log-sum-exp. The gradients of keys and values follow them around the
+    ring, adding each rank's share, until they are back at their own rank.
     """
 
     @staticmethod
@@ -208,7 +173,7 @@ class _RingAttention(torch.autograd.Function):
                     q[rows], k[keys], v[keys], block, scale=ring.scale, softcap=ring.softcap
                 )
                 if merged is None:  # The first block has all queries.
-                    # Copies: a recompute policy may hold on to what the kernel returned.
+                    # Copies: a recompute policy may keep what the kernel returned.
                     merged = output.to(lse.dtype, copy=True), lse.clone()
                 else:
                     merge(merged[0][rows], merged[1][:, rows], output, lse)
@@ -246,7 +211,7 @@ class _RingAttention(torch.autograd.Function):
                 )
                 grad_q[rows] += share_q
                 shares.append((keys, share_k, share_v))
-            # Those of the ranks before were on their way while this rank computed its own.
+            # The gradients of the ranks before were in transit while this rank computed its own.
             if returning is None:
                 grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
             else:
@@ -263,10 +228,11 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _Rotation:
-    """A tensor on its way to the next rank, and the previous one's on its way here."""
+    """A transfer in both directions: a tensor to the next rank, and the previous rank's tensor to
+    this one."""
 
     def __init__(self, sent: Tensor, axis: Axis) -> None:
-        self._sent = sent  # kept until it has left
+        self._sent = sent  # kept alive until it is sent
         self._received = torch.empty_like(sent)
         following, preceding = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         ends = (
@@ -276,7 +242,7 @@ class _Rotation:
         self._works = dist.batch_isend_irecv(list(ends))
 
     def wait(self) -> Tensor:
-        """What has arrived. On CUDA the stream waits, not the host."""
+        """The received tensor. On CUDA the stream waits, not the host."""
         for work in self._works:
             work.wait()
         return self._received
@@ -287,14 +253,14 @@ class _Rotation:
 def _ring_plan(
     lengths: tuple[int, ...], size: int, rank: int, window: int | None, device: torch.device
 ) -> Plan:
-    """What rank `rank` computes at each step, for packed sequences of the given lengths."""
+    """Blocks that rank `rank` computes at each step, for packed sequences of the given lengths."""
     borders = list(accumulate(lengths, initial=0))
     chunk = borders[-1] // (2 * size)
-    own = _chunk_numbers(size, rank)
+    own = chunk_numbers(size, rank)
     steps: list[list[AttentionBlock]] = [[_own_block(borders, chunk, own, window, device)]]
     steps += [[] for _ in range(size - 1)]
     for step, blocks in enumerate(steps):
-        visiting = _chunk_numbers(size, (rank - step) % size)
+        visiting = chunk_numbers(size, (rank - step) % size)
         for (q_slot, a), (k_slot, b) in product(enumerate(own), enumerate(visiting)):
             for queries, keys, visible in _rectangles(borders, chunk, a, b, window):
                 blocks.append(
@@ -315,7 +281,7 @@ def _own_block(
     window: int | None,
     device: torch.device,
 ) -> AttentionBlock:
-    """Each of a rank's chunks on itself: the parts of sequences in it, causal."""
+    """Block of a rank's chunks with themselves: the parts of sequences in each, causal."""
     lengths: list[int] = []
     for c in own:
         first, last = c * chunk, (c + 1) * chunk
@@ -329,9 +295,10 @@ def _own_block(
 def _rectangles(
     borders: list[int], chunk: int, a: int, b: int, window: int | None
 ) -> Iterator[tuple[range, range, tuple[int, int]]]:
-    """Queries of chunk a, keys of chunk b that they see, and a window, at most two of them.
+    """Queries of chunk a, the keys of chunk b that they see, and a window; at most two such
+    rectangles.
 
-    All lie in the one sequence that reaches from b into a. With a sliding window the first queries
+    All are in the one sequence that reaches from b into a. With a sliding window the first queries
     may see all of these keys, the next ones all but a corner, and the last ones none.
     """
     if b >= a:

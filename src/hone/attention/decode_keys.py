@@ -1,7 +1,5 @@
-"""Attention of a tile of queries to a run of keys in pages, read once.
-
-This module imports triton; `hone.attention.triton_decode` imports it.
-"""
+"""Attention of a tile of queries to a run of paged keys, which are read once. This module imports
+triton; `hone.attention.triton_decode` imports it."""
 # Numbers become tensors in a kernel, and constexpr parameters are what they hold; names are bound
 # under one constexpr condition and used under the same.
 # pyright: reportReturnType=false, reportPossiblyUnboundVariable=false, reportArgumentType=false
@@ -24,7 +22,7 @@ IS_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 @triton.jit
 def nothing(ROWS: tl.constexpr, S: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The running softmax of no keys: largest score, sum of weights, weighted sum of values."""
+    """The running softmax over no keys: largest score, sum of weights, weighted sum of values."""
     BLOCK_D: tl.constexpr = S.block_dim
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     return maximum, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -64,8 +62,8 @@ def attend(
     )
     factor = tl.zeros([ROWS], tl.float32) + scale
     if S.is_fp8:
-        # Eight-bit floats become float16 in one instruction, bfloat16 only by way of float32; a
-        # query is brought into the range of float16.
+        # FP8 converts to float16 in one instruction, to bfloat16 only through float32. The query is
+        # scaled into the range of float16.
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
         largest = tl.where(largest == 0, 1.0, largest)
         q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)

@@ -1,4 +1,4 @@
-"""Parts of a sequence's attention: stored by the splits that computed them, merged by the last one.
+"""Parts of a sequence's attention: each split stores its parts, and the last one merges them.
 
 A part is the attention to some keys, normalised, with the logarithm of its sum of weights; parts
 are merged by weighing them with these (https://pytorch.org/blog/flash-decoding/). `softmax` is a
@@ -36,7 +36,7 @@ __all__ = [
 
 @triton.constexpr_function
 def _parts_at_once(rows: int) -> int:
-    """Parts whose loads are on their way together; the sums are the same for any number."""
+    """Number of parts that are loaded at the same time; the sums do not depend on it."""
     return max(1, 16 // rows)
 
 
@@ -50,7 +50,7 @@ def of_row(values: tl.tensor, member: tl.tensor, row_member: tl.tensor) -> tl.te
 def store_part(
     parts: tl.tuple, part: tl.tensor, mask: tl.tensor, softmax: tl.tuple, S: tl.constexpr
 ) -> None:
-    """Keep what rows have read so far as their part number `part` [ROWS]."""
+    """Store the running softmax of rows as their part number `part` [ROWS]."""
     partial_ptr, log_sums_ptr = parts
     dim = tl.arange(0, S.block_dim)
     log_sum, values = part_of(softmax)
@@ -76,7 +76,7 @@ def part_of(softmax: tl.tuple) -> tuple[tl.tensor, tl.tensor]:
 def add_part(
     log_sum: tl.tensor, values: tl.tensor, softmax: tl.tuple
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A running softmax and one part more; a part of no keys changes nothing."""
+    """Add one part to a running softmax; a part without keys changes nothing."""
     maximum, total, weighted = softmax
     new_maximum = tl.maximum(maximum, log_sum)
     finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -136,7 +136,7 @@ def add_shared_parts(
     ROWS: tl.constexpr,
     S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add what the group of a sequence has computed for it."""
+    """Add the part that the sequence's group has computed."""
     place = tl.load(places_ptr + 2 * counter, cache_modifier=".cg").to(tl.int64)
     count = tl.load(places_ptr + 2 * counter + 1, cache_modifier=".cg")
     first_part = shared_partial + place * S.heads_per_key + head
@@ -164,7 +164,7 @@ def add_parts(
         for offset in tl.static_range(PARTS):
             part = first + (base + offset) * stride
             mask = base + offset < count
-            # Other processors wrote the parts: they are read past this one's own cache.
+            # Other multiprocessors wrote the parts: they are read past this one's own cache.
             log_sum = tl.load(
                 log_sums_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg"
             )

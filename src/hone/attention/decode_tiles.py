@@ -1,9 +1,8 @@
-"""What a decode kernel is built for, and which tiles of keys belong to which sequence.
+"""Compile-time shape of the decode kernel, and the assignment of key tiles to sequences.
 
-Keys of all sequences are cut into tiles and laid end to end, those of groups in a run of their own.
-Lengths are on the device alone, so a program finds its place by adding them up.
-
-This module imports triton; `hone.attention.triton_decode` imports it.
+The keys of all sequences are cut into tiles and laid end to end; those of groups have a run of
+their own. Lengths are only on the device, so a program finds its place by adding them up. This
+module imports triton; `hone.attention.triton_decode` imports it.
 """
 # Numbers become tensors in a kernel, and constexpr parameters are what they hold.
 # pyright: reportReturnType=false, reportArgumentType=false, reportOperatorIssue=false
@@ -31,12 +30,12 @@ __all__ = [
 
 MIN_DOT_ROWS = 16
 LENGTHS_AT_ONCE = tl.constexpr(256)
-"""Sequences whose lengths a program adds up in one step; more take several."""
+"""Number of sequences whose lengths a program adds up in one step; more take several steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
-    """Numbers that are fixed when the kernel is compiled; every function of it takes them as S."""
+    """Numbers that are fixed when the kernel is compiled; its functions take them as S."""
 
     num_kv_heads: int
     heads_per_key: int  # query heads that share a key head
@@ -56,13 +55,13 @@ class DecodeShape:
 
 @triton.constexpr_function
 def power_of_two(number: int) -> int:
-    """The smallest that is not smaller."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 @triton.constexpr_function
 def dot_rows(rows: int) -> int:
-    """Rows of the tile that a product on the matrix units takes for so many."""
+    """Rows of a tile that the matrix units need for `rows` rows."""
     return max(MIN_DOT_ROWS, 1 << (rows - 1).bit_length())
 
 
@@ -81,7 +80,8 @@ def tiles_of(
     mask: tl.tensor,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """Tiles that sequences read alone: at least one, as somebody must write the output."""
+    """Number of tiles that each sequence reads alone: at least one, since a program must write the
+    output."""
     context_lens_ptr, starts_ptr = lengths
     length = tl.load(context_lens_ptr + sequence, mask=mask, other=0)
     start = tl.zeros_like(length)
@@ -93,7 +93,7 @@ def tiles_of(
 
 @triton.jit
 def tiles_of_all(lengths: tl.tuple, batch: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """Tiles that all sequences read alone."""
+    """Total number of tiles that sequences read alone."""
     total = 0
     for base in range(0, batch, LENGTHS_AT_ONCE):
         sequence = base + tl.arange(0, LENGTHS_AT_ONCE)
@@ -108,7 +108,7 @@ def tiles_before_each(
     sequence: tl.tensor,
     S: tl.constexpr,
 ) -> tl.tensor:
-    """Tiles of the sequences before each of `sequence` [N]."""
+    """Number of tiles of all sequences before each of `sequence` [N]."""
     total = tl.zeros_like(sequence)
     for base in range(0, batch, LENGTHS_AT_ONCE):
         other = base + tl.arange(0, LENGTHS_AT_ONCE)
@@ -139,7 +139,7 @@ def find_sequence(
 
 @triton.jit
 def shared_tiles(shared_lens_ptr: tl.tensor, groups: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """Tiles that all groups read together."""
+    """Total number of tiles that groups read."""
     total = 0
     for base in range(0, groups, LENGTHS_AT_ONCE):
         group = base + tl.arange(0, LENGTHS_AT_ONCE)

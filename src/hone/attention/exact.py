@@ -13,8 +13,8 @@ the keys lie (cf. https://thinkingmachines.ai/blog/defeating-nondeterminism-in-l
   threads would depend on the shape of the tile. Where a compiler could contract a product and a sum
   in one kernel and not in another, the code says which it is (`fma`).
 
-What remains is that the matrix unit adds 16 products at a time in the same way in every tile shape;
-`benchmarks/gpu/exact_check.py` proves it on a device.
+One assumption remains: the matrix unit adds 16 products at a time in the same way in every tile
+shape. `benchmarks/gpu/exact_check.py` proves it on a device.
 
 Letters: T packed query tokens, S sequences. This module imports triton; import it only where it is
 used.
@@ -39,7 +39,7 @@ from hone.attention.context import PackedContext, PagedContext
 from hone.families.model_facts import EXACT_HEAD_DIMS
 
 __all__ = ["RowTile", "packed_attention", "paged_attention"]
-"""Sizes of a head that the kernels are made for."""
+
 KEYS_PER_TILE = 64
 KEYS_PER_SPLIT = 1024
 ROWS_PER_DEVICE = 16384
@@ -48,11 +48,11 @@ ROWS_PER_DEVICE = 16384
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 SUM_COLUMNS = tl.constexpr(16)
-"""Columns of the ones that weights are multiplied with, the fewest that a product takes."""
+"""Columns of the matrix of ones for row sums, the fewest that a product takes."""
 
 
 class RowTile(NamedTuple):
-    """How many rows a program computes and with what; never what the result is."""
+    """Rows, warps and pipeline stages of a program. They change the time, never the result."""
 
     rows: int
     num_warps: int
@@ -130,7 +130,8 @@ def _attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """The output [T, Hq, D] and the natural log-sum-exp of the scores, float32 [Hq, T].
 
-    Keys a tile and a split are part of the result; the row tile may change the time only.
+    The order of additions follows from `keys_per_tile` and `keys_per_split`, so other values give
+    other bits. `tile` changes only the time.
     """
     (num_tokens, num_heads, _), num_kv_heads = q.shape, k.shape[1]
     group = num_heads // num_kv_heads
@@ -176,10 +177,11 @@ def paged_attention(
 ) -> Tensor:
     """Attention of each sequence's newest tokens, q [T, Hq, D], to its paged keys: [T, Hq, D].
 
-    Their own keys are already written. kv_cache is [2, num_blocks, block_size, Hkv, D], contiguous,
-    of the dtype of q. Reads tensors and the two maxima of the context, never its host tuples, so a
-    captured graph can be replayed with other lengths up to the maxima. A sequence of length 0 gives
-    zeros. `num_programs` share a tile's splits; they too may change the time only.
+    The cache already holds the keys and values of these tokens. kv_cache is [2, num_blocks,
+    block_size, Hkv, D], contiguous, of the dtype of q. Reads tensors and the two maxima of the
+    context, never its host tuples, so a captured graph can be replayed with other lengths up to the
+    maxima. A sequence of length 0 gives zeros. `num_programs` programs share the splits of a tile;
+    their number changes only the time, as `tile` does.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[3]
     group = num_heads // num_kv_heads
@@ -242,14 +244,14 @@ def paged_attention(
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Distances of tokens and of heads."""
+    """Strides of tokens and heads."""
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
 
 
 def _constants(
     q: Tensor, k: Tensor, tile: RowTile, rows: int, keys_per_tile: int, window: int | None
 ) -> dict[str, int]:
-    """What the kernel is built for, but for the kind of its keys."""
+    """Compile-time constants of the kernel, except the kind of its keys."""
     return {
         "NUM_KV_HEADS": k.shape[1],
         "GROUP": q.shape[1] // k.shape[1],
@@ -263,7 +265,7 @@ def _constants(
 
 
 def _num_programs(num_rows: int, num_splits: int) -> int:
-    """Programs that share a tile's splits: enough to fill the device, a power of two."""
+    """Number of programs that share a tile's splits: enough to fill the device, a power of two."""
     wanted = min(num_splits, ROWS_PER_DEVICE // num_rows)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -289,7 +291,7 @@ def _attend_tiles(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Online softmax over the keys start .. stop - 1; `MASKED` where some row sees only some.
+    """Online softmax over the keys start .. stop - 1; `MASKED` where some row may not see them all.
 
     `softmax` is the largest score in base 2 [ROWS], the sum of weights [ROWS, SUM_COLUMNS] in equal
     columns, and the weighted sum of values [ROWS, HEAD_DIM].
@@ -327,7 +329,7 @@ def _attend_tiles(
 
 @triton.jit
 def _fold(softmax: tl.tuple, part: tl.tuple) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a split to those before it, [ROWS] or [ROWS, D] each. An empty one adds nothing."""
+    """Add a split to the earlier ones, [ROWS] or [ROWS, D] each. An empty one adds nothing."""
     maximum, total, weighted = softmax
     part_maximum, part_total, part_weighted = part
     new_maximum = tl.maximum(maximum, part_maximum)
@@ -340,9 +342,9 @@ def _fold(softmax: tl.tuple, part: tl.tuple) -> tuple[tl.tensor, tl.tensor, tl.t
 
 @triton.jit
 def _normalise(total: tl.tensor, weighted: tl.tensor) -> tl.tensor:
-    """The softmax's output; zeros where no key was seen."""
+    """Output of the softmax; zeros if no key was seen."""
     total = tl.where(total == 0, 1.0, total)
-    # Division to the nearest float is the same everywhere, the default one is an approximation.
+    # Correctly rounded division is the same everywhere; the default is an approximation.
     return tl.div_rn(weighted, tl.broadcast_to(total[:, None], weighted.shape))
 
 
@@ -379,8 +381,9 @@ def _attend_kernel(
 ) -> None:
     """One tile of a sequence's queries for one key head, `PAGE` 0 where the keys are packed.
 
-    `PARALLEL` writes splits (maximum, sum and weighted values), otherwise they are folded into the
-    output, and packed keys also give the log-sum-exp.
+    With `PARALLEL` each split is stored for `_fold_kernel`: its weighted values at `output_ptr`,
+    its maxima at `log_sums_ptr`, its sums at `sums_ptr`. Without it the splits are folded into the
+    output, and where keys are packed, the log-sum-exp is stored too.
     """
     QUERIES: tl.constexpr = ROWS // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP

@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
-"""Largest head the kernels are built for."""
+"""Largest head size of the kernels."""
 
 _ASKS_FOR_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether one key head serves several query heads only on request (torch 2.12 on) or always."""
+"""Whether several query heads share a key head only on request (torch 2.12 on) or always."""
 
 
 def packed_attention(
@@ -93,7 +93,7 @@ def prefill_attention(
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `backends.attend_block`; not differentiable."""
+    """FlashAttention's `backends.attend_block`; not differentiable."""
     output, lse = varlen_attn(
         q,
         k,
@@ -121,13 +121,14 @@ def block_gradients(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backends.block_gradients`.
+    """FlashAttention's `backends.block_gradients`.
 
-    The kernel restores probabilities from the scores and whatever log-sum-exp it is given; with
-    the one over all keys they are the block's share of the whole softmax. It is called by its
-    operator because autograd would give it the block's own.
+    The kernel recomputes probabilities from the scores and the given log-sum-exp. With the one over
+    all keys they are the block's share of the whole softmax. The operator is called directly
+    because autograd would pass the block's own log-sum-exp.
     """
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # a generator's state, unread
+    # A generator's state, not read.
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad,
         q,
@@ -161,7 +162,7 @@ def _varlen(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    left = -1 if window is None or window >= max_k else window - 1  # the token itself not counted
+    left = -1 if window is None or window >= max_k else window - 1  # without the token itself
     output = varlen_attn(
         q,
         k,
@@ -174,12 +175,12 @@ def _varlen(
         window_size=(left, 0),
         **_shared_heads(q, k),
     )
-    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
+    assert isinstance(output, Tensor)  # a pair only if the log-sum-exp is requested
     return output
 
 
 def _shared_heads(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """What lets a key head serve several query heads."""
+    """Arguments with which several query heads share a key head."""
     return {"enable_gqa": True} if q.shape[1] > k.shape[1] and _ASKS_FOR_SHARED_HEADS else {}
 
 

@@ -26,8 +26,8 @@ from hone.errors import UserError
 __all__ = ["is_usable", "packed_attention", "require_importable"]
 
 TILE = 192
-"""Queries or keys of the largest tile. Where the longest sequence fits one, other kernels would be
-compiled; its length is but an upper bound to them, so it is given as more."""
+"""Queries or keys of the largest tile. If the longest sequence fits into one tile, other kernels
+would be compiled. Kernels use the length only as an upper bound, so a larger one is given."""
 
 
 def is_usable(device: torch.device, head_dim: int) -> bool:
@@ -53,7 +53,7 @@ def packed_attention(
     broken.
     """
     keys = context.keys or context
-    # The token itself is not counted.
+    # The window does not count the token itself.
     left = None if window is None or window >= keys.max_seqlen else window - 1
     longest = max(keys.max_seqlen, TILE + 1)
     output, _ = _attend(q, k, v, context.cu_seqlens, keys.cu_seqlens, longest, scale, left)
@@ -94,7 +94,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(
     ctx: Any, grad: Tensor, grad_lse: None
 ) -> tuple[Tensor, Tensor, Tensor, None, None, None, None, None]:
-    assert grad_lse is None  # nobody is given the log-sum-exp
+    assert grad_lse is None  # no caller gets the log-sum-exp
     q, k, v, borders_q, borders_k, output, lse = ctx.saved_tensors
     grad_q, grad_k, grad_v = _kernels()._flash_attn_bwd(
         q,
@@ -118,14 +118,14 @@ _attend.register_autograd(_differentiate, setup_context=_save)
 
 
 def _empty_by_heads(x: Tensor) -> Tensor:
-    """For a gradient of x [T, H, D]: heads of all tokens one after the other, as compiled layers
-    take them, which would copy any other order of memory."""
+    """Empty gradient of x [T, H, D], stored head by head, as compiled layers expect it: they would
+    copy any other memory order."""
     num_tokens, num_heads, head_dim = x.shape
     return x.new_empty(num_heads, num_tokens, head_dim).transpose(0, 1)
 
 
 def _rows(borders_q: Tensor, borders_k: Tensor, longest: int) -> dict[str, Any]:
-    """No sequence has more queries or keys than `longest`."""
+    """Arguments of the rows: no sequence has more queries or keys than `longest`."""
     return {
         "cu_seqlens_q": borders_q,
         "cu_seqlens_k": borders_k,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hone.attention import backends, context_parallel
+from hone.attention import backends
 from hone.attention.backends import calibrate_scales, paged_attention, write_kv
 from hone.attention.context import PackedContext, PagedContext
 
@@ -63,8 +63,11 @@ def attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap}
     if isinstance(attention_context, PackedContext):
-        is_split = attention_context.parallel is not None
-        attend = (context_parallel if is_split else backends).packed_attention
+        attend = backends.packed_attention
+        if attention_context.parallel is not None:
+            from hone.attention import context_parallel
+
+            attend = context_parallel.packed_attention
         output = attend(q, k, v, attention_context, **options)
     elif q.requires_grad:
         raise ValueError("paged attention has no gradient: run it under torch.inference_mode()")

@@ -1,9 +1,8 @@
-"""Launching Triton kernels again and again with little work for the host.
+"""Launches Triton kernels repeatedly with little host work.
 
-Triton inspects every argument of every launch, which takes it longer than a small kernel runs: an
-eager forward of a small model would take as long as its launches.
-
-This module imports triton; the modules of kernels import it.
+Triton inspects every argument of every launch, which takes longer than a small kernel runs: an
+eager forward of a small model would take as long as its launches. This module imports triton; the
+modules of kernels import it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hone.attention.launch_overlap import overlaps
 __all__ = ["SHARED_BYTES", "fitting_stages", "launch", "next_power_of_2", "shared_bytes"]
 
 SHARED_BYTES = 227 * 1024
-"""Fast memory that a program may take on Hopper; others have less."""
+"""Shared memory available to a program on Hopper, in bytes; other GPUs have less."""
 
 ALIGNMENT = 16
 """Bytes of the widest access; kernels are built for addresses that are multiples of it, or not."""
@@ -81,17 +80,18 @@ def launch(
 
 @cache
 def shared_bytes(device: int) -> int:
-    """Fast memory that a program may take on a GPU; in the interpreter there is no limit."""
+    """Shared memory available to a program on a GPU, in bytes; unlimited in the interpreter."""
     if device < 0:
         return SHARED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def fitting_stages(num_stages: int, stage_bytes: int, limit: int) -> int:
-    """So many stages of a pipelined loop, or as many as fit, at least one."""
+    """`num_stages` stages of a pipelined loop, or as many as fit, at least one."""
     return max(min(num_stages, limit // stage_bytes), 1)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not smaller; triton's takes the host a microsecond more."""
+    """The smallest power of two that is at least `number`. triton's own function costs the host a
+    microsecond more."""
     return 1 << (number - 1).bit_length()

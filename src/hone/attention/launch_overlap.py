@@ -17,5 +17,5 @@ __all__ = ["overlaps"]
 
 @cache
 def overlaps(device: int) -> bool:
-    """Whether kernels on a device can be started before the one ahead ends: from Hopper on."""
+    """Whether kernels on a device can start before the previous one ends: from Hopper on."""
     return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -16,12 +16,12 @@ from hone.attention.kernel_launch import launch, next_power_of_2
 __all__ = ["gather", "sum_uses"]
 
 TILE = 4096
-"""Numbers that a program copies at a time."""
+"""Number of values that a program copies at a time."""
 
 
 def gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """k[index] and v[index], [K, H, D] and contiguous; k and v [T, H, D] in any order of memory
-    with contiguous heads."""
+    """Gather k[index] and v[index], [K, H, D] and contiguous. k and v are [T, H, D] in any memory
+    order with contiguous heads."""
     num_keys, (num_heads, head_dim) = len(index), k.shape[1:]
     k, v, strides = _by_heads(k, v)
     k_keys, v_keys = (x.new_empty(num_keys, num_heads, head_dim) for x in (k, v))
@@ -39,8 +39,8 @@ def gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Both [T, H, D] with whole heads, copied where they have none, and the distances of tokens and
-    of heads of each, in heads."""
+    """k and v [T, H, D] with contiguous heads (copied if needed), and the strides of tokens and
+    heads of each, in heads."""
     k, v = (x if _has_whole_heads(x) else x.contiguous() for x in (k, v))
     return k, v, tuple(stride // x.shape[2] for x in (k, v) for stride in x.stride()[:2])
 
@@ -51,9 +51,12 @@ def _has_whole_heads(x: Tensor) -> bool:
 
 
 def sum_uses(grad_k: Tensor, grad_v: Tensor, uses: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of T tokens the sums of both gradients [K, H, D], in any order of memory with
-    contiguous heads, over the keys `uses[starts[t]:starts[t + 1]]`, added up in float32: [T, H, D]
-    in their format. Heads of all tokens lie one after the other, as compiled layers take them."""
+    """Sum both gradients over each token's uses: over the keys `uses[starts[t]:starts[t + 1]]`, in
+    float32.
+
+    grad_k and grad_v are [K, H, D] in any memory order with contiguous heads. Returns [T, H, D] in
+    their dtype, stored head by head, as compiled layers expect it.
+    """
     grad_k, grad_v, strides = _by_heads(grad_k, grad_v)
     num_tokens, (num_heads, head_dim) = len(starts) - 1, grad_k.shape[1:]
     k_total, v_total = (x.new_empty(num_heads, num_tokens, head_dim) for x in (grad_k, grad_v))

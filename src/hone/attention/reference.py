@@ -1,9 +1,10 @@
-"""Attention in plain torch: what runs on a CPU, and the yardstick of the CUDA kernels.
+"""Attention in plain torch: used on CPUs, and the reference of the CUDA kernels.
 
-Small sequences are cheap to compute and dear to launch, so sequences are padded *at their end* into
-few batches. Causality hides a sequence's padding from all its real tokens, hence no mask is needed
-and no sample can see another. Letters: T packed tokens, B sequences, L tokens of one, H heads,
-D head size.
+Small sequences are cheap to compute but expensive to launch, so sequences are padded *at their end*
+into few batches. Causality hides a sequence's padding from all its real tokens, hence no mask is
+needed and no sample can see another.
+
+Letters: T packed tokens, B sequences, L tokens of one, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -149,9 +150,8 @@ def _quantise(x: Tensor, scales: Tensor) -> Tensor:
 def _padded_layout(
     query_lengths: tuple[int, ...], lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Sequences laid out in batches (count, length), each padded to its longest, and the rows [T]
-    and [K] at which each packed query and key lies. The same for all layers of a forward, hence the
-    cache."""
+    """Layout of sequences in batches (count, length), each padded to its longest, and the rows [T]
+    and [K] of each packed query and key. The same for all layers of a forward, hence the cache."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches: list[list[int]] = []
     for i in order:
@@ -179,8 +179,8 @@ def _padded_layout(
 def _query_groups(
     query_lens: tuple[int, ...], device: torch.device
 ) -> list[tuple[list[int], Tensor, Tensor]]:
-    """Sequences with equally many queries: which, as a tensor too, and their queries [B * L] in the
-    packed row, int64."""
+    """Groups of sequences with equally many queries: their indices, as list and tensor, and their
+    queries [B * L] in the packed row, int64."""
     members: defaultdict[int, list[int]] = defaultdict(list)
     for i, length in enumerate(query_lens):
         members[length].append(i)
@@ -197,7 +197,7 @@ def _query_groups(
 
 def _ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
     """The numbers start .. start + length - 1 of each pair, one after the other, int64."""
-    # A tensor born in inference mode could not be saved for a later backward.
+    # A tensor created in inference mode could not be saved for a later backward.
     with torch.inference_mode(False):
         return torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).to(
             device
@@ -214,7 +214,8 @@ def _attend_blocks(
     scales: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """The last L tokens of each sequence, q [B, L, Hq, D], against its blocks; [B, L, Hq, D]."""
+    """Attention of the last L tokens of each sequence, q [B, L, Hq, D], to its blocks: [B, L, Hq,
+    D]."""
     kv = gather_kv(kv_cache, 1, block_tables.reshape(-1), scales, q.dtype)
     k, v = kv.view(2, len(q), -1, *kv_cache.shape[3:]).transpose(2, 3).unbind(0)  # [B, Hkv, K, D]
     output = _attend(q.transpose(1, 2), k, v, bias, scale=scale, softcap=softcap)
@@ -231,7 +232,7 @@ def _bias_of_newest(
 
 
 def _bias(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of queries [..., L] and keys [K], given by position: 0 where the
+    """Bias added to the scores of queries [..., L] and keys [K], given by position: 0 where the
     query sees the key, else -inf; [..., L, K]."""
     distance = queries.unsqueeze(-1) - keys
     hidden = distance < 0
@@ -249,13 +250,13 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """q [B, Hq, L, D] on k and v [B, Hkv, K, D]; `bias` None is causal with L = K."""
+    """Attention of q [B, Hq, L, D] to k and v [B, Hkv, K, D]. `bias` None is causal with L = K."""
     num_kv_heads, num_queries = k.shape[1], q.shape[2]
     if softcap is None and (bias is None or num_queries > 1):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=True
         )
-    # The queries that share a key head lie in one matrix, so that keys are read once, never copied.
+    # Queries that share a key head are in one matrix, so that keys are read once and never copied.
     grouped = q.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G * L, D]
     if softcap is None:
         output = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)

@@ -69,15 +69,15 @@ from hone.attention.launch_overlap import overlaps
 __all__ = ["DecodeTuning", "choose_tuning", "decode_attention"]
 
 MIN_SHARED_TILES = tl.constexpr(4)
-"""Fewest tiles of shared keys that a split takes, as each part costs all members a merge."""
+"""Fewest tiles of shared keys per split, since each part costs all members a merge."""
 MAX_PARTS = 48
-"""Splits for each sequence at most: merging a part costs as much as reading a few keys."""
+"""Most splits per sequence: merging a part costs as much as reading a few keys."""
 MIN_COUNTERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How the decode kernel is built and how many programs it gets."""
+    """Launch parameters of the decode kernel."""
 
     tile: int  # keys a step, a power of two
     num_warps: int
@@ -93,6 +93,11 @@ def choose_tuning(num_rows: int, head_dim: int, *, is_fp8: bool, batch: int = 1)
     are launched as are resident at a time, else the last ones would run alone. More than 32 rows
     have not been tuned beyond fitting into registers.
     """
+    # Tried in whole steps on an H200 (benchmarks/README.md, "What did not pay"): with 8 programs on
+    # a multiprocessor in place of 4, 0.6B gains 1 % at 256 sequences (8.24 to 8.17 ms) and loses
+    # 8 % at 32 (1.79 to 1.93 ms), and 8B gains nothing; 5, 6 or 10 make 8B 10 to 21 % slower.
+    # Reading the first one or two tiles of keys before the previous kernel ends made 8B slower too
+    # (15.91 to 15.99 and 16.11 ms).
     tile = 64 if head_dim <= 128 else 32
     if num_rows > 32:
         num_warps = 4 if num_rows <= 64 else 8
@@ -207,7 +212,7 @@ def decode_attention(
 def _num_splits(
     tuning: DecodeTuning, batch: int, max_keys: int, num_kv_heads: int, device: torch.device
 ) -> int:
-    """As many as fill the device, but none that could never have work."""
+    """Number of splits: as many as fill the device, but none that would never have work."""
     useful = batch * -(-max_keys // tuning.tile)
     filling = _num_processors(device) * tuning.programs_per_processor // num_kv_heads
     return max(1, min(useful, filling, MAX_PARTS * batch))
@@ -225,7 +230,8 @@ def _counters(device: torch.device, count: int) -> Tensor:
 
 @cache
 def _counters_of_size(device: torch.device, size: int) -> Tensor:
-    """Zeros, int32 [size], as every launch leaves them. Never freed: captured graphs hold them."""
+    """Zeros, int32 [size], to which every launch resets them. Never freed: captured graphs refer to
+    them."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "decode_attention must run once before a graph with it is recorded: its counters would "
@@ -234,7 +240,7 @@ def _counters_of_size(device: torch.device, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
-# Numbers that change from step to step must not build the kernel anew.
+# Numbers that change from step to step must not trigger a recompilation.
 @triton.jit(do_not_specialize=["batch", "groups", "table_stride"])
 def _decode_kernel(
     output_ptr: tl.tensor,
@@ -286,7 +292,7 @@ def _decode_kernel(
         row = tl.arange(0, ROWS)
         tiles = shared_tiles(shared_lens_ptr, groups, S)
         shared_split_tiles = tl.maximum(tl.cdiv(tiles, splits), MIN_SHARED_TILES)
-        # From the last split on: with few sequences it is the one that has no keys of its own.
+        # Counted from the last split: with few sequences that one has no keys of its own.
         shared_split = splits - 1 - split
         cursor = shared_split * shared_split_tiles
         stop = tl.minimum(cursor + shared_split_tiles, tiles)
@@ -311,7 +317,7 @@ def _decode_kernel(
             part = shared_partial + place.to(tl.int64) * HEADS + row
             softmax = (maximum, total, weighted * value_scale)
             store_part(parts, part, row_sequence >= 0, softmax, S)
-            # Each member learns where its first part lies and how many there are.
+            # Each member gets the index of its first part and the number of parts.
             first_split = group_before // shared_split_tiles
             num_parts = (group_before + group_tiles - 1) // shared_split_tiles - first_split + 1
             first_place = ((group + first_split) * S.num_kv_heads + kv_head) * S.members
@@ -368,7 +374,7 @@ def _decode_kernel(
         counter = sequence * S.num_kv_heads + kv_head
         is_done = (part_tiles == own_tiles) & (start == 0)
         if starts_ptr is not None:
-            # The shared keys came first: as a rule their parts are there by now.
+            # The shared keys came first: usually their parts are ready.
             if (part_tiles == own_tiles) & (start > 0):
                 seen = tl.atomic_add(counters_ptr + counter, 0, sem="acquire")
                 if seen == group_tiles:
@@ -386,7 +392,7 @@ def _decode_kernel(
             slot = (sequence + split).to(tl.int64) * S.num_kv_heads + kv_head
             part = slot * HEADS + own_row
             store_part(parts, part, own_row < HEADS, softmax, S)
-            # Whoever adds the last tiles of a sequence merges its parts.
+            # The program that finishes a sequence's last tiles merges its parts.
             tl.debug_barrier()
             seen = tl.atomic_add(counters_ptr + counter, part_tiles, sem="acq_rel")
             if seen + part_tiles == own_tiles + group_tiles:

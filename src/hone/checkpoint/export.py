@@ -1,12 +1,11 @@
-"""Export a model as a standard Hugging Face folder, and adapters as PEFT's, for any other tool to
-load.
+"""Export of a model as a standard Hugging Face folder, and of adapters as a PEFT folder.
 
-Weights come one after the other, on every process, and are dealt out to files by their names and
-sizes alone: the files are the same whatever processes write them. Process r of n writes each n-th
-file, in the background while the next tensors are gathered. No process holds the whole model.
+Every process gets the whole weights one after the other. Only their names and sizes decide the
+file of each, so the files do not depend on the number of processes. Process r of n writes every
+n-th file, in the background while the next tensors are gathered. No process holds the whole model.
 
-`rehearse_export` does all of it but for the weights, before anything is trained. Adapters are few:
-the first process holds and writes them.
+`rehearse_export` does everything except the weights, before training starts. Adapters are small:
+rank 0 holds and writes them.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from hone.checkpoint.atomic import (
     together,
     write_tensors,
 )
-from hone.config.model import LoraConfig
 from hone.distributed.mesh import Axis, Mesh
 from hone.errors import UserError
-from hone.models.adapters import merged_weights, peft_adapter
+from hone.models.adapted import merged_weights
+from hone.models.settings import LoraConfig
 from hone.observe.disk import writing
 
 __all__ = ["export_adapter", "export_hf", "rehearse_export"]
@@ -47,7 +46,7 @@ __all__ = ["export_adapter", "export_hf", "rehearse_export"]
 _FILE_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""In PEFT's folders: tensors, configuration."""
+"""File names of a PEFT folder: tensors, configuration."""
 
 
 def export_hf(
@@ -64,9 +63,9 @@ def export_hf(
     """Write config, generation config, weights in `dtype`, tokenizer and chat template.
 
     `weights` yields whole tensors under the names of the model's `state_dict()`, the same on every
-    process; iterating it may be collective. `model` may be a stage of a pipeline. Of tied ones the
-    first is written. A process holds at most two files of `file_bytes` and one tensor in host
-    memory. `step` goes into the folder's manifest.
+    process; iterating it may be collective. `model` may be a stage of a pipeline. Only the first of
+    tied tensors is written. A process holds at most two files of `file_bytes` and one tensor in
+    host memory. `step` goes into the folder's manifest.
 
     The folder appears whole or not at all; a former export there is replaced.
     `AutoModelForCausalLM.from_pretrained(folder)` loads it without this package. Collective: every
@@ -86,7 +85,7 @@ def export_hf(
                 else None
             ),
         )
-        buffers = {name for own in mesh.gather_stages(_buffers(model)) for name in own}
+        buffers = {name for names in mesh.gather_stages(_buffers(model)) for name in names}
         files = _Files(model, partial_name(folder), dtype, file_bytes, mesh.world, buffers=buffers)
         publishing.callback(files.writer.shutdown)
         for name, tensor in weights:
@@ -95,7 +94,7 @@ def export_hf(
         if publication is not None:
             publication.num_bytes = files.num_bytes
         together(mesh, files.finish)
-        written = sorted(file for own in mesh.gather(files.written) for file in own)
+        written = sorted(file for of_rank in mesh.gather(files.written) for file in of_rank)
 
         def complete() -> None:
             if publication is not None:
@@ -103,7 +102,7 @@ def export_hf(
                 _write_surroundings(model, tokenizer, publication.folder, dtype)
 
         together(mesh, complete)
-    mesh.gather(None)  # published by now
+    mesh.gather(None)  # a barrier: the folder is published on all processes
     return folder
 
 
@@ -116,15 +115,17 @@ def export_adapter(
     mesh: Mesh,
     step: int,
 ) -> None:
-    """Write adapters as `peft_adapter` has them; `named` yields their tensors on every process.
+    """Write adapters in PEFT's format; `named` yields their tensors on every process.
 
     The folder appears whole or not at all; former adapters there are replaced. `step` goes into its
-    manifest. Collective. Raises as `export_hf`.
+    manifest. Collective. Raises the errors of `export_hf`.
     """
+    from hone.models.adapters import peft_adapter
+
     if mesh.is_first:
         tensors, document = peft_adapter(model, cfg, named)
     else:
-        deque(named, maxlen=0)  # gathered by all
+        deque(named, maxlen=0)  # iterating is collective
         tensors, document = {}, {}
 
     def write() -> None:
@@ -148,12 +149,12 @@ def rehearse_export(
     mesh: Mesh,
     adapter: Path | None = None,
 ) -> int:
-    """Do all that `export_hf` does but for the weights, and delete it; the bytes that the weights
-    will have. `model` may have adapters, which are merged in an export, and which `export_adapter`
-    will write to `adapter`. Collective.
+    """Do all of `export_hf` except the weights, delete the result, and return the size that the
+    weights will have, in bytes. `model` may have adapters, which an export merges, and which
+    `export_adapter` will write to `adapter`. Collective.
 
-    Raises on all processes: UserError for what transformers does not write, ValueError where a
-    folder holds something else, DiskError or CheckpointError where it cannot be written.
+    Raises on all processes: UserError where transformers cannot write the model, ValueError where a
+    folder exists and was not exported, DiskError or CheckpointError where it cannot be written.
     """
     folder = Path(folder)
     partial = partial_name(folder)
@@ -180,15 +181,14 @@ def rehearse_export(
 
 
 def _without_values(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """What `export_hf` will be given of a model, on the meta device, where tensors have a shape
-    and no memory."""
+    """The weights that `export_hf` will get, on the meta device, where tensors have no memory."""
     copies = _tied_copies(model)
-    own = (
+    on_meta = (
         (name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         for name, tensor in model.state_dict().items()
         if name not in copies
     )
-    return merged_weights(model, own)
+    return merged_weights(model, on_meta)
 
 
 def _bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype, buffers: set[str]) -> int:
@@ -199,7 +199,7 @@ def _bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype, buffers: set[st
 
 
 def _dtype_in_file(name: str, tensor: Tensor, dtype: torch.dtype, buffers: set[str]) -> torch.dtype:
-    """A buffer is of the format that its family needs it in."""
+    """The dtype of a tensor in the exported file. Buffers keep the dtype of their model family."""
     is_cast = tensor.is_floating_point() and name not in buffers
     return dtype if is_cast else tensor.dtype
 
@@ -208,11 +208,11 @@ class _WrittenFile(NamedTuple):
     number: int
     record: FileRecord
     names: list[str]
-    """Of the tensors in it."""
+    """Names of the tensors in the file."""
 
 
 class _Files:
-    """Tensors dealt out to files, of which this process writes its share."""
+    """Assigns tensors to files, and writes the files of this process."""
 
     def __init__(
         self,
@@ -225,14 +225,14 @@ class _Files:
         buffers: set[str],
     ) -> None:
         self.num_bytes = 0
-        """Of all files."""
+        """Size of the tensors in all files."""
         self.written: list[_WrittenFile] = []
-        """By this process."""
+        """Files that this process has written."""
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._model, self._folder, self._dtype, self._buffers = model, folder, dtype, buffers
         self._file_bytes, self._world = file_bytes, world
         self._number = self._size = 0
-        """Of the last file, and its bytes."""
+        """Number of the last file, and its size in bytes."""
         self._held: dict[str, Tensor] = {}
         self._writing: Future[_WrittenFile] | None = None
         self._problem: CheckpointError | None = None
@@ -248,12 +248,12 @@ class _Files:
         self._size += num_bytes
         self.num_bytes += num_bytes
         if self._is_own and self._problem is None:
-            # Rounded where it lies: a copy between devices would round on the host.
+            # Rounded on its device first: a cast during the copy would round on the host.
             self._held[name] = tensor.detach().to(dtype).to("cpu", copy=True)
 
     def finish(self) -> None:
-        """Wait until this process's files are on disk. Only now raises CheckpointError where one
-        could not be written: other processes have gathered the tensors after it too."""
+        """Wait until this process's files are on disk. Raises CheckpointError where one could not
+        be written; not before, since all processes must take part in gathering later tensors."""
         self._write_held()
         self._wait()
         if self._problem is not None:
@@ -272,7 +272,7 @@ class _Files:
             self._writing = self.writer.submit(self._write, self._number, held)
 
     def _write(self, number: int, tensors: dict[str, Tensor]) -> _WrittenFile:
-        # A model may keep several tensors of its files as one, such as those of experts.
+        # The model may have several tensors of its files as one, such as those of experts.
         tensors = revert_weight_conversion(self._model, tensors)
         record = write_tensors(self._folder / _part_name(number), tensors, {"format": "pt"})
         return _WrittenFile(number, record, [*tensors])
@@ -291,7 +291,7 @@ def _part_name(number: int) -> str:
 
 
 def _name_files(folder: Path, written: list[_WrittenFile], num_bytes: int) -> dict[str, FileRecord]:
-    """Rename the files now that it is known how many there are, and write the index."""
+    """Rename the files, whose number is known now, and write the index."""
     if len(written) == 1:
         (folder / _part_name(0)).rename(folder / "model.safetensors")
         return {"model.safetensors": written[0].record}
@@ -312,7 +312,7 @@ def _buffers(model: PreTrainedModel) -> list[str]:
 
 
 def _tied_copies(model: PreTrainedModel) -> set[str]:
-    """Names under which a parameter appears a second time."""
+    """Names under which a tied parameter appears again."""
     seen: set[Tensor] = set()
     copies: set[str] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -325,8 +325,8 @@ def _tied_copies(model: PreTrainedModel) -> set[str]:
 def _write_surroundings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, partial: Path, dtype: torch.dtype
 ) -> None:
-    """Everything but the weights. Raises OSError, and UserError for what transformers does not
-    write."""
+    """Write everything but the weights. Raises OSError, and UserError where transformers cannot
+    write a file."""
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
@@ -337,8 +337,8 @@ def _write_surroundings(
         config.save_pretrained(partial)
     if model.can_generate():
         with _refusing("its generation_config.json"):
-            # Not `save_pretrained`, which refuses files that it loads and that models are published
-            # with, such as a temperature where `do_sample` is false.
+            # Not `save_pretrained`: it rejects settings with which models are published, such as a
+            # temperature with `do_sample` false.
             model.generation_config.to_json_file(partial / "generation_config.json")
     with _refusing("its tokenizer"):
         tokenizer.save_pretrained(partial)
@@ -346,14 +346,14 @@ def _write_surroundings(
 
 @contextmanager
 def _refusing(what: str) -> Generator[None]:
-    """Turn whatever transformers raises in the block, but for an OSError, into a UserError."""
+    """Turn every error of transformers in the block, except OSError, into a UserError."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # of any kind: it has no base class for what it refuses
+    except Exception as error:  # transformers has no base class for these errors
         raise UserError(
-            f"the trained model cannot be written as model.path is made: transformers does not "
-            f"write {what} ({type(error).__name__}: {error}). Mend that in a copy of the folder, "
-            "and name the copy"
+            f"the trained model could not be exported in the form of model.path: transformers does "
+            f"not write {what} ({type(error).__name__}: {error}). Correct that in a copy of the "
+            "folder, and set model.path to the copy"
         ) from error

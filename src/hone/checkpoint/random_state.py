@@ -1,4 +1,4 @@
-"""The global random generators of a process, as state that a checkpoint can hold."""
+"""State of a process's global random generators, for checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put every generator back to where `capture_random_state` found it.
+    """Restore every generator to the state of `capture_random_state`.
 
     Raises ValueError when the number of CUDA devices differs.
     """

@@ -1,9 +1,9 @@
-"""Tensors of which each process holds a part: which part, and the same part of a saved tensor.
+"""Sharded tensors: the part that each process holds, and reading that part of a saved tensor.
 
-Each process writes the parts that it holds, with their place in the whole tensor. A reader asks for
-a region and gets it from whatever files it lies in, so a checkpoint does not remember how it was
-sharded: data, tensor and pipeline sizes may all differ between the run that wrote it and the run
-that resumes from it.
+Each process writes its parts with their offsets in the whole tensor. A reader asks for a region and
+gets it from whichever files contain it. So a checkpoint does not depend on how it was sharded:
+data, tensor and pipeline sizes may all differ between the run that wrote it and the run that
+resumes from it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hone.checkpoint.atomic import CheckpointError
 
 __all__ = [
-    "Piece",
     "Region",
+    "StoredPart",
     "StoredTensor",
     "bytes_on",
     "laid_out",
@@ -46,7 +46,7 @@ class Region:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))
 
     def meet(self, other: Region) -> Region | None:
-        """What both cover; None where that is nothing."""
+        """The intersection of two regions; None where it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = tuple(
             min(a + n, b + m)
@@ -56,26 +56,26 @@ class Region:
         return Region(offsets, shape) if all(n > 0 for n in shape) else None
 
     def within(self, outer: Region) -> tuple[slice, ...]:
-        """This region's place in a tensor that holds just `outer`."""
+        """The slices of this region in a tensor that has only the region `outer`."""
         offsets = tuple(o - base for o, base in zip(self.offsets, outer.offsets, strict=True))
         return Region(offsets, self.shape).slices
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: all of it, unless it is a DTensor."""
+    """This process's part of a tensor: all of it, unless it is a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
-    """What this process holds of tensors on a device; memory that several share counts once."""
+    """Bytes of this process's parts of tensors on a device; shared memory counts once."""
     storages = [local_part(t.detach()).untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.device == device}.values())
 
 
 def region_of(tensor: Tensor) -> Region:
-    """The part of a tensor that this process holds: all of it, unless it is a DTensor.
+    """The region of a tensor that this process holds: all of it, unless it is a DTensor.
 
-    Raises ValueError for one whose parts are still to be summed.
+    Raises ValueError for a DTensor whose parts are still to be summed.
     """
     if not isinstance(tensor, DTensor):
         return Region((0,) * tensor.ndim, tuple(tensor.shape))
@@ -88,11 +88,11 @@ def region_of(tensor: Tensor) -> Region:
 
 
 def laid_out(local: Tensor, *, like: Tensor) -> Tensor:
-    """`local`, of any dtype, as this process's part of a tensor with the shape and placements of
-    `like`. Nothing is copied: where `like` is no DTensor, `local` itself.
+    """A tensor with the shape and placements of `like` whose part on this process is `local`, of
+    any dtype. Nothing is copied; where `like` is not a DTensor, the result is `local` itself.
 
-    `DTensor.from_local` moves a part to the mesh's devices. This leaves one that lies on the host
-    there, as FSDP does with parameters that it offloads.
+    `DTensor.from_local` would move `local` to the mesh's devices. Here it stays on the host, where
+    FSDP keeps offloaded parameters.
     """
     if not isinstance(like, DTensor):
         return local
@@ -104,15 +104,16 @@ def laid_out(local: Tensor, *, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A region of a tensor, row-major in a file from byte `start`."""
+class StoredPart:
+    """A region of a tensor, stored row-major in a file from byte `start` on."""
 
     file: Path
     start: int
     region: Region
 
     def mapped(self, dtype: torch.dtype) -> Tensor:
-        """The values, read when they are used. Writing to them does not change the file."""
+        """The values, mapped from the file and read on first use. Writing to them does not change
+        the file."""
         size = prod(self.region.shape) * dtype.itemsize
         content = np.memmap(self.file, np.uint8, mode="c", offset=self.start, shape=(size,))
         return torch.from_numpy(content).view(dtype).view(self.region.shape)
@@ -120,44 +121,43 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a checkpoint, read when and as far as it is needed."""
+    """A tensor in a checkpoint, whose regions are read on demand."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    parts: tuple[StoredPart, ...]
 
     def full(self) -> Tensor:
-        """All of it, on the CPU."""
+        """The whole tensor, on the CPU."""
         return self.read(Region((0,) * len(self.shape), tuple(self.shape)))
 
     def read(self, region: Region) -> Tensor:
-        """One region, on the CPU: mapped from its file where it lies in one, without a copy.
+        """One region, on the CPU. A region inside of one part is mapped from its file, not copied.
 
-        Raises CheckpointError where pieces do not cover it.
+        Raises CheckpointError where the parts do not cover it.
         """
-        found = [(piece, part) for piece in self.pieces if (part := piece.region.meet(region))]
-        num_read = sum(prod(part.shape) for _, part in found)
+        overlaps = [(part, both) for part in self.parts if (both := part.region.meet(region))]
+        num_read = sum(prod(both.shape) for _, both in overlaps)
         if num_read != prod(region.shape):
             raise CheckpointError(
                 f"{self.name} has {num_read} of {prod(region.shape)} values at {region.offsets} in "
                 "the checkpoint: some process's part is missing, or two overlap"
             )
-        if len(found) == 1:
-            ((piece, part),) = found
-            return piece.mapped(self.dtype)[part.within(piece.region)]
+        if len(overlaps) == 1:
+            ((part, both),) = overlaps
+            return part.mapped(self.dtype)[both.within(part.region)]
         result = torch.empty(region.shape, dtype=self.dtype)
-        for piece, part in found:
-            values = piece.mapped(self.dtype)[part.within(piece.region)]
-            result[part.within(region)] = values
+        for part, both in overlaps:
+            result[both.within(region)] = part.mapped(self.dtype)[both.within(part.region)]
         return result
 
 
 def own_part(value: Tensor | StoredTensor, *, like: Tensor) -> Tensor:
-    """What this process needs of a saved tensor for its part of `like`, in the saved dtype: of a
-    stored one only that is read, of a DTensor it is what this process has.
+    """The region of a saved tensor that corresponds to this process's part of `like`, in the saved
+    dtype. Only that region of a stored tensor is read; of a DTensor it is the local part.
 
-    Raises ValueError for another shape, or a DTensor of which this process has another part.
+    Raises ValueError for another shape, and for a DTensor with other placements.
     """
     if tuple(value.shape) != tuple(like.shape):
         raise ValueError(f"shape {tuple(value.shape)} was saved, {tuple(like.shape)} is wanted")

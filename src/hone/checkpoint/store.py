@@ -1,17 +1,18 @@
-"""The checkpoints of a run: saved whole, found by listing, refused when anything is missing.
+"""The checkpoints of a run: saved atomically, found by listing, and refused when incomplete.
 
     store = CheckpointStore("runs/a/checkpoints", keep_last=2, keep_best=True)
     store.save(100, {"model": tensors, "optimizer": state, "data": {"cursor": 6400}}, metric=0.7)
     parts = store.load("latest", required=["model", "optimizer", "data"]).parts
 
-A checkpoint is the folder `step_<N>` with each part's files (`checkpoint.tree`) and the manifest of
-`checkpoint.atomic`. There is no pointer file: which one is the latest or the best follows from what
-is there. Latest is what was saved last, also after a run went back to an earlier step.
+A checkpoint is the folder `step_<N>` with the files of each part (`checkpoint.tree`), such as the
+model or the optimizer, and the manifest of `checkpoint.atomic`. There is no pointer file: the
+latest and the best checkpoint are found from the folders. The latest is the one saved last, also
+after a run went back to an earlier step.
 
-Several processes write one checkpoint together: each what it holds of the tensors, in files of its
-own; the first that has a part everything else of it; the first of all the manifest, once the others
-have reported theirs. They meet in the folder itself, so that writing needs no collectives and can
-go on behind the training.
+Several processes write one checkpoint together. Each writes its shards of the tensors into its own
+files; the first process that has a part also writes the rest of that part; rank 0 writes the
+manifest, once the other ranks have put their reports into the folder. So writing needs no
+collectives and runs in the background of training.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from hone.checkpoint.atomic import (
     verify_file,
 )
 from hone.checkpoint.tree import SplitTree, Tree, is_file_of, read_tree, split_tree, write_tree
-from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Mesh
+from hone.distributed.settings import AxisSizes
 
 __all__ = ["Checkpoint", "CheckpointStore"]
 
@@ -57,31 +58,31 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint, with what was asked for of its content."""
+    """A complete checkpoint, with the parts that were loaded."""
 
     step: int
     path: Path
     metric: float | None
     saved_at: float
-    """Seconds since the epoch, by the first process's clock."""
+    """Seconds since the epoch, by the clock of rank 0."""
     written_by: AxisSizes
-    """The processes that wrote it."""
+    """Mesh sizes of the processes that wrote it."""
     order: int = 1
-    """Counts saves: 1 for the first."""
+    """Number of the save; the first is 1."""
     names: tuple[str, ...] = ()
-    """Of all parts."""
+    """Names of all parts."""
     parts: Mapping[str, Tree] = field(default_factory=dict[str, Tree])
-    """Those that were loaded; tensors in them are `StoredTensor`s."""
+    """The loaded parts; their tensors are `StoredTensor`s."""
     skipped: tuple[str, ...] = ()
-    """Why newer checkpoints could not be used, one sentence each."""
+    """Why newer checkpoints could not be used, a sentence for each."""
 
 
 class CheckpointStore:
     """The checkpoints in one folder, which the processes of one run write.
 
-    `keep_last` newest ones are kept and, with `keep_best`, the one with the largest metric. With a
-    mesh, `save`, `save_in_background`, `is_written`, `wait` and `load` are collective, and the
-    folder is one that all processes see.
+    The newest `keep_last` checkpoints are kept and, with `keep_best`, the one with the largest
+    metric. With a mesh, `save`, `save_in_background`, `is_written`, `wait` and `load` are
+    collective, and all processes must see the folder.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class CheckpointStore:
         mesh: Mesh | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        """`timeout_s` is how long the first process waits for the others' files."""
+        """`timeout_s` is how long rank 0 waits for the files of the others."""
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; at least 1 checkpoint must be kept")
         self.folder = Path(folder)
@@ -105,15 +106,15 @@ class CheckpointStore:
         self._written: Future[None] | None = None
 
     def save(self, step: int, parts: Mapping[str, Tree], *, metric: float | None = None) -> Path:
-        """Write a checkpoint, publish it, then delete those that need not be kept.
+        """Write a checkpoint, publish it, then delete checkpoints that need not be kept.
 
-        `parts` are trees (`checkpoint.tree`) by name, with DTensors where processes hold parts of a
-        tensor. Processes may have different parts; of those that have one the first writes what is
-        no DTensor. `metric` is larger for better models; NaN counts as none. A checkpoint of the
+        `parts` are trees (`checkpoint.tree`) by name, with DTensors for sharded tensors. Processes
+        may have different parts; the first process that has a part writes everything in it that is
+        not a DTensor. `metric` is larger for better models; NaN counts as none. A checkpoint of the
         same step is replaced.
 
-        Raises CheckpointError when it cannot be written (nothing half-written stays), on every
-        process, and ValueError for a part that cannot be stored.
+        Raises CheckpointError on every process where it cannot be written (no partial folder
+        stays), and ValueError for a part that cannot be stored.
         """
         self._begin(step, parts, metric, copy=False)
         self.wait()
@@ -122,10 +123,10 @@ class CheckpointStore:
     def save_in_background(
         self, step: int, parts: Mapping[str, Tree], *, metric: float | None = None
     ) -> None:
-        """As `save`, but return as soon as the tensors are copied to host memory.
+        """Like `save`, but return as soon as the tensors are copied to host memory.
 
-        A save still under way is waited for first. Errors of the writing are raised by `wait`,
-        which the next save calls as well.
+        It first waits for a running save. Errors of writing are raised by `wait`, which the next
+        save calls too.
         """
         self._begin(step, parts, metric, copy=True)
 
@@ -139,9 +140,8 @@ class CheckpointStore:
         return True
 
     def has_published(self) -> bool:
-        """On the first process, whether the save under way has become a checkpoint, or does within
-        a second: older ones may be on their way out still. Raises nothing where it failed, and is
-        not collective."""
+        """On rank 0: whether the running save has been published, or is within a second, while
+        older checkpoints may still be deleted. False where it failed. Not collective."""
         if self._written is None:
             return False
         done, _ = futures.wait([self._written], timeout=1.0)
@@ -156,7 +156,7 @@ class CheckpointStore:
 
     @property
     def is_empty(self) -> bool:
-        """No checkpoint has ever been published here, complete or damaged since."""
+        """Whether the folder has no published checkpoint, complete or damaged."""
         return not self._folders()
 
     def steps(self) -> list[int]:
@@ -164,7 +164,7 @@ class CheckpointStore:
 
         Complete means that every file is there with its size; checksums are verified by `load`.
         """
-        return [found.step for found in self._scan()[0]]
+        return [checkpoint.step for checkpoint in self._scan()[0]]
 
     def best_metric(self) -> float:
         """The largest metric of the complete checkpoints; -inf when none has one."""
@@ -174,34 +174,35 @@ class CheckpointStore:
     def load(
         self, step: int | Literal["latest"] = "latest", *, required: Iterable[str] | None = None
     ) -> Checkpoint:
-        """Read a checkpoint, every file against its checksum.
+        """Read a checkpoint and verify the checksum of every file.
 
-        `"latest"` takes the newest one that proves intact and warns of those it had to skip; a
-        step takes that one or none. `required` names the parts to read, all by default.
+        `"latest"` takes the newest intact checkpoint, and warns of those it skips; a step takes
+        that checkpoint only. `required` names the parts to read, all by default.
 
         Raises CheckpointError naming what is missing or damaged.
         """
         complete, damaged = self._mesh.gather(self._scan())[0]
-        steps = ", ".join(str(found.step) for found in complete)
+        steps = ", ".join(str(checkpoint.step) for checkpoint in complete)
         if step != "latest":
             if step in damaged:
                 raise CheckpointError(damaged[step])
-            complete = [found for found in complete if found.step == step]
+            complete = [checkpoint for checkpoint in complete if checkpoint.step == step]
         skipped = list(damaged.values())
-        for found in reversed(complete):
-            names = found.names if required is None else tuple(required)
-            if missing := [name for name in names if name not in found.names]:
+        for checkpoint in reversed(complete):
+            names = checkpoint.names if required is None else tuple(required)
+            if missing := [name for name in names if name not in checkpoint.names]:
                 raise CheckpointError(
-                    f"{found.path} has no {', '.join(missing)}; it holds {', '.join(found.names)}"
+                    f"{checkpoint.path} has no {', '.join(missing)}; it holds "
+                    f"{', '.join(checkpoint.names)}"
                 )
             try:
-                parts = together(self._mesh, partial(self._read, found.path, names))
+                parts = together(self._mesh, partial(self._read, checkpoint.path, names))
             except CheckpointError as error:
                 skipped.append(str(error))
                 continue
             for reason in skipped:
                 logger.warning("Skipped an incomplete checkpoint. %s", reason)
-            return replace(found, parts=parts, skipped=tuple(skipped))
+            return replace(checkpoint, parts=parts, skipped=tuple(skipped))
         wanted = "checkpoint" if step == "latest" else f"checkpoint of step {step}"
         reasons = "".join(f"\n  {reason}" for reason in skipped)
         remedy = f"go on from one of the steps {steps}" if steps else "remove it to start over"
@@ -210,7 +211,7 @@ class CheckpointStore:
         )
 
     def _read(self, path: Path, names: tuple[str, ...]) -> dict[str, Tree]:
-        """Parts of a checkpoint. Each process verifies the checksums of a share of the files."""
+        """Read parts of a checkpoint. Each process verifies the checksums of some of the files."""
         world, manifest = self._mesh.world, read_manifest(path)
         files = [file for file in manifest.files if any(is_file_of(name, file) for name in names)]
         for file in files[world.rank :: world.size]:
@@ -226,7 +227,7 @@ class CheckpointStore:
                 raise ValueError(f"part {name!r}: names are lower-case letters, digits and '_'")
         rank = self._mesh.rank
         holders = self._mesh.gather(list(parts))
-        leads = {name: i for i, held in reversed([*enumerate(holders)]) for name in held}
+        leads = {name: i for i, names in reversed([*enumerate(holders)]) for name in names}
         trees = {
             name: split_tree(tree, name, is_first=leads[name] == rank, copy=copy)
             for name, tree in parts.items()
@@ -256,7 +257,7 @@ class CheckpointStore:
         metric: float | None,
         publishing: ExitStack,
     ) -> Publication:
-        """Make the empty folder to write into; leaving `publishing` publishes it."""
+        """Make the empty folder to write into; closing `publishing` publishes it."""
         path = self._path(step)
         self._clean()
         complete, damaged = self._scan()
@@ -264,7 +265,7 @@ class CheckpointStore:
             discard(path)
         metadata = {
             "step": step,
-            "order": 1 + max((found.order for found in complete), default=0),
+            "order": 1 + max((checkpoint.order for checkpoint in complete), default=0),
             "metric": None if metric is None or math.isnan(metric) else metric,
             "parts": list(parts),
             "saved_at": time.time(),
@@ -277,35 +278,35 @@ class CheckpointStore:
     def _publish(
         self, publication: Publication, trees: Mapping[str, SplitTree], publishing: ExitStack
     ) -> None:
-        """Write the first process's part, await the others', publish, and delete what is old."""
+        """Write the files of rank 0, wait for the other ranks, publish, and delete old ones."""
         with publishing:
             try:
                 publication.files |= _write_own(publication.folder, trees, 0)
-            finally:  # nobody writes into a folder that is removed
+            finally:  # also after an error: the folder is removed only when no rank writes into it
                 others = self._reports(publication.folder)
             publication.files |= others
         self._prune()
 
     def _report(self, folder: Path, trees: Mapping[str, SplitTree]) -> None:
-        """Write this process's part, and tell the first one so, or why not."""
+        """Write the files of this rank, and report them, or the error, to rank 0."""
         rank = self._mesh.world.rank
         files: dict[str, FileRecord] = {}
         failure: str | None = None
         try:
             files = _write_own(folder, trees, rank)
-        except Exception as error:  # a bug as well: the first must not publish without this part
+        except Exception as error:  # also for bugs: rank 0 must not publish without these files
             failure = f"{type(error).__name__}: {error}"
             raise
         finally:
             path = _report_file(folder, rank)
-            aside = path.with_suffix(".aside")  # what the first process finds is whole
+            temporary = path.with_suffix(".aside")  # renamed when whole, so rank 0 reads no half
             if folder.exists():
-                aside.write_text(json.dumps({"files": files, "error": failure}))
-                aside.rename(path)
+                temporary.write_text(json.dumps({"files": files, "error": failure}))
+                temporary.rename(path)
 
     def _reports(self, folder: Path) -> dict[str, FileRecord]:
-        """The files of the other processes, once they are written. Raises CheckpointError naming a
-        process that failed or did not report in time."""
+        """Wait for the reports of the other ranks, and return the records of their files. Raises
+        CheckpointError naming a rank that failed or did not report in time."""
         deadline = time.monotonic() + self._timeout_s
         files: dict[str, FileRecord] = {}
         failures: list[str] = []
@@ -331,7 +332,7 @@ class CheckpointStore:
         return self.folder / f"step_{step}"
 
     def _scan(self) -> tuple[list[Checkpoint], dict[int, str]]:
-        """Complete checkpoints in the order of saving, and by step why the others are not."""
+        """Complete checkpoints in the order of saving, and for damaged ones the reason by step."""
         complete: list[Checkpoint] = []
         damaged: dict[int, str] = {}
         for step, path in self._folders().items():
@@ -339,18 +340,18 @@ class CheckpointStore:
                 complete.append(_read_metadata(step, path))
             except CheckpointError as error:
                 damaged[step] = str(error)
-        return sorted(complete, key=lambda found: found.order), damaged
+        return sorted(complete, key=lambda checkpoint: checkpoint.order), damaged
 
     def _folders(self) -> dict[int, Path]:
-        """Published folders by step. One that was about to be replaced still counts."""
-        found: dict[int, Path] = {}
+        """Published folders by step, including one whose replacement was interrupted."""
+        folders: dict[int, Path] = {}
         for path in sorted(self.folder.iterdir()) if self.folder.exists() else []:
             match = _FOLDER.fullmatch(path.name)
             if match and match[1]:
-                found[int(match[1])] = path
+                folders[int(match[1])] = path
             elif match and match[3] == "retired":
-                found.setdefault(int(match[2]), path)
-        return found
+                folders.setdefault(int(match[2]), path)
+        return folders
 
     def _clean(self) -> None:
         for path in list(self.folder.iterdir()) if self.folder.exists() else []:
@@ -360,12 +361,12 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         complete, _ = self._scan()
-        kept = {found.step for found in complete[-self.keep_last :]}
+        kept = {checkpoint.step for checkpoint in complete[-self.keep_last :]}
         if self.keep_best and (best := _best(complete)):
             kept.add(best.step)
-        for found in complete:
-            if found.step not in kept:
-                discard(found.path)
+        for checkpoint in complete:
+            if checkpoint.step not in kept:
+                discard(checkpoint.path)
 
 
 def _read_metadata(step: int, path: Path) -> Checkpoint:
@@ -395,6 +396,10 @@ def _report_file(folder: Path, rank: int) -> Path:
 
 
 def _best(complete: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The largest metric, the newest of equals."""
-    rated = [(found.metric, found.order, found) for found in complete if found.metric is not None]
+    """The checkpoint with the largest metric; the newest of several."""
+    rated = [
+        (checkpoint.metric, checkpoint.order, checkpoint)
+        for checkpoint in complete
+        if checkpoint.metric is not None
+    ]
     return max(rated)[2] if rated else None

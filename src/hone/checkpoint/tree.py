@@ -1,13 +1,13 @@
-"""State as files: a tree of plain values and tensors becomes JSON beside safetensors.
+"""State as files: a tree of plain values and tensors is written as JSON and safetensors.
 
-A tree is made of dicts with string keys, lists, strings, numbers, booleans, None and tensors; what
-`state_dict()` methods return. `<name>.json` keeps the tree, with `{"$tensor": key}` in place of a
-tensor, so that one found at two places (tied weights) is stored once and comes back as one. Each
-process writes what it holds of the tensors to `<name>.rank<N>.safetensors`, whose metadata say
-which parts of which tensors these are.
+A tree has dicts with string keys, lists, strings, numbers, booleans, None and tensors, as
+`state_dict()` methods return. `<name>.json` has the tree with `{"$tensor": key}` in place of each
+tensor, so a tensor that occurs twice (tied weights) is stored once and restored as one. Each
+process writes its parts of the tensors to `<name>.rank<N>.safetensors`, whose metadata have the
+place of each part in its tensor.
 
-Values come back exactly, infinities and NaN included; tuples come back as lists, and tensors as
-`StoredTensor`s, to be read by region.
+Values are restored exactly, including infinities and NaN; tuples become lists, and tensors become
+`StoredTensor`s, which are read by region.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from hone.checkpoint.atomic import FileRecord, record_file, write_tensors
-from hone.checkpoint.sharded import Piece, Region, StoredTensor, local_part, region_of
+from hone.checkpoint.sharded import Region, StoredPart, StoredTensor, local_part, region_of
 from hone.models.manifest import memory_of
 
 __all__ = ["SplitTree", "Tree", "in_memory", "is_file_of", "read_tree", "split_tree", "write_tree"]
@@ -47,51 +47,52 @@ _TENSOR = "$tensor"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one process has to write of a tensor."""
+class TensorPart:
+    """The part of a tensor that one process writes."""
 
     local: Tensor
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """Offsets of the part in the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitTree:
-    """A tree taken apart: what goes into JSON, and what this process writes of the tensors."""
+    """A tree split into its JSON and the parts of tensors that this process writes."""
 
     plain: object
-    parts: Mapping[str, Part]
+    """The tree for JSON."""
+    parts: Mapping[str, TensorPart]
     num_bytes: int
-    """Of the whole tensors; about what the tree takes on disk."""
+    """Size of the whole tensors, about the size of the tree on disk."""
     is_first: bool
     """Whether this process writes the JSON."""
 
 
 def split_tree(tree: Tree, name: str, *, is_first: bool = True, copy: bool = False) -> SplitTree:
-    """Take the tensors out of a tree. With `copy` what is to be written is a copy in host memory,
-    which training does not change.
+    """Split the tensors from a tree. With `copy` they are copied to host memory, so that training
+    can go on while they are written.
 
-    `is_first` says whether this is the first of the processes that have the tree: it writes what is
-    no DTensor. A tensor on the meta device stands for what others hold and write. Raises
-    ValueError, with the path from `name` on, for a value that no tree may hold.
+    `is_first` marks the first of the processes that have the tree; it writes everything that is not
+    a DTensor. A tensor on the meta device is written by other processes. Raises ValueError, with
+    the path from `name` on, for a value that a tree cannot have.
     """
     tensors: dict[str, Tensor] = {}
     plain = _take_tensors(tree, name, tensors, {})
-    parts: dict[str, Part] = {}
+    parts: dict[str, TensorPart] = {}
     for key, tensor in tensors.items():
         if _is_writer(tensor, key, is_first=is_first):
             local = local_part(tensor.detach())
             local = local.to("cpu", copy=True) if copy else local
-            parts[key] = Part(local, region_of(tensor).offsets, tuple(tensor.shape))
+            parts[key] = TensorPart(local, region_of(tensor).offsets, tuple(tensor.shape))
     num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     return SplitTree(plain, parts, num_bytes, is_first)
 
 
 def write_tree(folder: Path, name: str, tree: SplitTree, rank: int = 0) -> dict[str, FileRecord]:
-    """Write and flush what process `rank` has of a tree; the first one of it writes the JSON too.
-    The files' records, by name. Raises OSError."""
+    """Write and flush the tensor parts of process `rank`; the first process also writes the JSON.
+    Returns the files' records by name. Raises OSError."""
     files: dict[str, FileRecord] = {}
     if tree.is_first:
         path = folder / f"{name}.json"
@@ -109,17 +110,17 @@ def write_tree(folder: Path, name: str, tree: SplitTree, rank: int = 0) -> dict[
 
 
 def read_tree(folder: Path, name: str) -> Tree:
-    """Read what processes have written. Tensors are read when they are asked for."""
-    pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+    """The tree that the processes have written. Tensors are read on demand."""
+    parts: defaultdict[str, list[StoredPart]] = defaultdict(list)
     wholes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for path in sorted(folder.glob(f"{name}.rank*.safetensors")):
         start, header = _read_header(path)
         places: dict[str, Any] = json.loads(header["__metadata__"]["places"])
         for key, (offsets, shape, dtype) in places.items():
             region = Region(tuple(offsets), tuple(header[key]["shape"]))
-            pieces[key].append(Piece(path, start + header[key]["data_offsets"][0], region))
+            parts[key].append(StoredPart(path, start + header[key]["data_offsets"][0], region))
             wholes[key] = torch.Size(shape), getattr(torch, dtype)
-    tensors = {key: StoredTensor(key, *wholes[key], tuple(found)) for key, found in pieces.items()}
+    tensors = {key: StoredTensor(key, *wholes[key], tuple(own)) for key, own in parts.items()}
 
     def put(node: dict[str, Any]) -> Any:
         return tensors[node[_TENSOR]] if _TENSOR in node else node
@@ -128,7 +129,7 @@ def read_tree(folder: Path, name: str) -> Tree:
 
 
 def in_memory(tree: Tree) -> Any:
-    """The same tree with its stored tensors read."""
+    """The tree with its stored tensors read into memory."""
     match tree:
         case StoredTensor():
             return tree.full()
@@ -146,8 +147,8 @@ def is_file_of(name: str, file: str) -> bool:
 
 
 def _is_writer(tensor: Tensor, key: str, *, is_first: bool) -> bool:
-    """Whether this process writes what it holds of a tensor. Processes with equal copies share the
-    tensors out among themselves, by their keys."""
+    """Whether this process writes its part of a tensor. Where several processes have equal copies,
+    a hash of the key chooses one of them, so that they share the work."""
     if tensor.is_meta:
         return False
     if not isinstance(tensor, DTensor):
@@ -165,7 +166,7 @@ def _is_writer(tensor: Tensor, key: str, *, is_first: bool) -> bool:
 
 
 def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Of a safetensors file: where its data begin, and what is in it."""
+    """The offset of the data in a safetensors file, and its header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return 8 + size, json.loads(file.read(size))
@@ -176,9 +177,10 @@ def _take_tensors(
 ) -> object:
     match tree:
         case Tensor():
-            # Parts of different tensors may both be empty: only whole ones are told by memory.
-            is_elsewhere = isinstance(tree, DTensor) or tree.is_meta
-            identity = id(tree) if is_elsewhere else memory_of(tree)
+            # Ties are found by memory only for whole tensors: the parts of two different tensors
+            # may both be empty and have the same address.
+            has_no_memory = isinstance(tree, DTensor) or tree.is_meta
+            identity = id(tree) if has_no_memory else memory_of(tree)
             key = keys.setdefault(identity, path)
             tensors[key] = tree
             return {_TENSOR: key}

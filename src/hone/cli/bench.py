@@ -13,11 +13,12 @@ from rich.console import Console
 from hone.cli.command import load_checked, plan_here, quiet_transformers, say_loading
 from hone.cli.help import print_help
 from hone.config.plan import RunPlan
-from hone.config.rules import Finding, findings
+from hone.config.rules.finding import Finding
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
 from hone.errors import UserError
 from hone.planner.host_memory import host_roles, shortage, trainer_role
+from hone.rules import findings
 
 __all__ = ["run"]
 
@@ -53,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check, measure, write; print the numbers as a table."""
+    """Run a benchmark: check, measure, write the file and print a table."""
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_USAGE)
         return 0
@@ -83,8 +84,8 @@ def _engine(arguments: Sequence[str]) -> int:
 
     cfg = load_checked(BenchEngineConfig, arguments, check)
     say_loading()
-    from hone.bench import report
-    from hone.bench.bench import bench_engine
+    from hone.tools.bench import report
+    from hone.tools.bench.bench import bench_engine
 
     quiet_transformers()
     return _report(bench_engine(cfg), report)
@@ -92,7 +93,7 @@ def _engine(arguments: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str]) -> int:
     def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
-        from hone.bench.train import planned_on_cpu
+        from hone.tools.bench.train import planned_on_cpu
 
         plan = plan_here(cfg, world_size, starts=True)
         found = findings(plan)
@@ -111,15 +112,15 @@ def _train(arguments: Sequence[str]) -> int:
 
     cfg = load_checked(BenchTrainConfig, arguments, check)
     say_loading()
-    from hone.bench import train_report
-    from hone.bench.train import bench_train
+    from hone.tools.bench import train_report
+    from hone.tools.bench.train import bench_train
 
     quiet_transformers()
     return _report(bench_train(cfg), train_report)
 
 
 def _report(result: Any, report: ModuleType) -> int:
-    """The file and the table of a result, by the first process."""
+    """Write the file and print the table of a result, in the first process."""
     if processes().rank == 0:
         report.write_file(result)
         report.print_table(result, Console(highlight=False))
@@ -128,7 +129,7 @@ def _report(result: Any, report: ModuleType) -> int:
 
 
 def _lack_of_host_memory(plan: RunPlan) -> list[Finding]:
-    """The error where this host's memory does not hold the engine's weights on a CPU."""
+    """Error if this host's memory is too small for the engine's weights on a CPU."""
     if plan.shape is None or not plan.is_on_cpu:
         return []
     lack = shortage(

@@ -1,14 +1,13 @@
-"""`hone check [COMMAND] RECIPE [flags]`: everything that can be known before a run."""
+"""`hone check [COMMAND] RECIPE [flags]`: checks a recipe without running it."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,11 +28,10 @@ from hone.cli.command import (
 )
 from hone.cli.help import is_help, print_help
 from hone.config.base import Section
-from hone.config.model import compute_dtype
 from hone.config.plan import RECIPE_TREES, Command, RunPlan
 from hone.config.recipe import read_recipe, to_yaml
-from hone.config.reward import RewardConfig
-from hone.config.rules import Finding
+from hone.config.rules.finding import Finding
+from hone.config.rules.view import Known
 from hone.config.sharing import command_of, key_paths
 from hone.config.tree import RLConfig, SFTConfig
 from hone.data.sources import is_json_array, iter_source
@@ -41,10 +39,12 @@ from hone.errors import UserError
 from hone.families.registry import public_configs
 from hone.families.shape import public_shape
 from hone.hardware import known_gpu
+from hone.models.settings import compute_dtype
 from hone.observe.printable import printable
 from hone.paths import DATA_SUFFIXES, local_path, must_be_local
-from hone.planner.lines import Line, plan_lines
 from hone.rewards.jail import missing_walls
+from hone.rewards.settings import RewardConfig
+from hone.tools.plan.lines import Line, plan_lines
 
 __all__ = ["run"]
 
@@ -66,7 +66,7 @@ Exit code: 2 with errors, else 0.
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check a recipe and print the outcome; 2 where it has errors."""
+    """Check a recipe and print the result. Returns 2 if it has errors."""
     nproc, words = take_nproc(argv)
     name, words = take_word("--gpu", words)
     shape, words = take_word("--model.shape", words)
@@ -87,20 +87,18 @@ def run(argv: Sequence[str]) -> int:
     if not is_named and (fitting := _command_of(words, has_pairs=_has_pairs(cfg))) != command:
         command = fitting
         cfg, notes = load_arguments(RECIPE_TREES[command], words, starts=True)
-    # A run that is for a CPU is for this one.
-    known: dict[str, Any] = (
-        started_here(nproc) if nproc is not None and cfg.run.device == "cpu" else {}
-    )
+    # A run on a CPU is assumed to run on this host.
+    known: Known = started_here(nproc) if nproc is not None and cfg.run.device == "cpu" else {}
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_processes
     assert isinstance(cfg, Command)
     gpu = None if name is None else known_gpu(name)
     if gpu is not None:
-        known["can_install"] = True  # on the host that has such GPUs
+        known["can_install"] = True  # assumed for the host with these GPUs
     plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
     findings = _findings(plan, known)
     if shape is not None:
-        findings = [one for one in findings if one.keys != ("model.path",)]  # which is none
+        findings = [f for f in findings if f.keys != ("model.path",)]  # a shape, not a path
         notes.append(f"Sizes are those of the shape {shape}; a run needs a model in model.path.")
     notes = [*notes, *_unknown_sizes(plan), *_walls(cfg)]
     if as_json:
@@ -111,7 +109,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _require_public(shape: str) -> None:
-    """Raise UserError for a shape that is not known."""
+    """Raise UserError for an unknown shape."""
     if public_shape(shape.lower()) is None:
         question = f"; {near}" if (near := near_name(shape)) else "."
         raise UserError(
@@ -122,7 +120,7 @@ def _require_public(shape: str) -> None:
 
 
 def _command_of(words: Sequence[str], *, has_pairs: bool = False) -> str:
-    """The command that a recipe and flags are for: `rl` where several serve, and its data are no
+    """The command to which a recipe and flags belong: `rl` if several fit and its data are not
     pairs."""
     recipe, flags = split(words)
     values = {} if recipe is None else read_recipe(recipe).values
@@ -132,8 +130,8 @@ def _command_of(words: Sequence[str], *, has_pairs: bool = False) -> str:
 
 
 def _has_pairs(cfg: Section) -> bool:
-    """Whether the first row to train on has the columns of a pair, where that is a file here whose
-    rows are read one by one. What is wrong with the file is told later."""
+    """Whether the first training row has the columns of a pair. Only for a local file whose rows
+    are read one by one. Errors in the file are reported later."""
     sources = cfg.data.train if isinstance(cfg, RLConfig | SFTConfig) else ()
     for source in sources[:1]:
         path = local_path(source.path)
@@ -143,24 +141,26 @@ def _has_pairs(cfg: Section) -> bool:
     return False
 
 
-def _findings(plan: RunPlan, known: Mapping[str, Any]) -> list[Finding]:
-    """What is wrong, by the plan and what else is `known`; that this host's memory or disk is too
-    small is a warning where the run could be elsewhere."""
-    found = check_plan(plan, **known)
+def _findings(plan: RunPlan, known: Known) -> list[Finding]:
+    """Findings on a plan. If the run could take place on another machine, too little memory or disk
+    on this host is only a warning."""
+    results = check_plan(plan, **known)
     if _calls_flash4(plan) and (problem := flash4.import_problem()):
-        found.append(Finding("error", ("model.path",), problem))
+        results.append(Finding("error", ("model.path",), problem))
     if plan.config.run.device != "auto" or not plan.is_on_cpu:
-        return found
+        return results
     here = "without a GPU here, run.device auto is a run on this host's CPU, and "
     on_cpu = {*check_host(plan), *check_run_disk(plan)}
     return [
-        replace(one, level="warning", message=here + one.message) if one in on_cpu else one
-        for one in found
+        replace(finding, level="warning", message=here + finding.message)
+        if finding in on_cpu
+        else finding
+        for finding in results
     ]
 
 
 def _calls_flash4(plan: RunPlan) -> bool:
-    """Whether FlashAttention 4 is installed here, and training on GPUs of this host calls it."""
+    """Whether FlashAttention 4 is installed here and used in training on this host's GPUs."""
     devices, shape = plan.devices, plan.shape
     return (
         plan.trainer is not None
@@ -176,7 +176,7 @@ def _calls_flash4(plan: RunPlan) -> bool:
 
 
 def _unknown_sizes(plan: RunPlan) -> Iterator[str]:
-    """That memory was not checked, where nothing here tells the sizes of the model."""
+    """Note that memory was not checked, if the sizes of the model are unknown here."""
     path, facts = plan.config.model.path, plan.model
     if path is None:
         return
@@ -191,7 +191,7 @@ def _unknown_sizes(plan: RunPlan) -> Iterator[str]:
 
 
 def _walls(cfg: Command) -> Iterator[str]:
-    """Which walls are around the programs that a recipe runs, on this machine."""
+    """Sandbox walls around programs that a recipe runs, on this machine."""
     reward = getattr(cfg, "reward", None)
     if not isinstance(reward, RewardConfig):
         return
@@ -210,7 +210,7 @@ def _walls(cfg: Command) -> Iterator[str]:
 
 
 def _planned_for(plan: RunPlan) -> str:
-    """Which devices the numbers are for."""
+    """The devices for which the numbers hold, as a sentence."""
     number, gpu = plan.devices_of_roles(), plan.devices.gpu
     if plan.is_on_cpu and plan.config.run.device == "cpu":
         return "Planned for this host's CPU (run.device cpu)."
@@ -241,8 +241,8 @@ def _print_json(plan: RunPlan, findings: list[Finding], notes: list[str]) -> Non
 
 
 def _print_tables(plan: RunPlan, findings: list[Finding], notes: list[str]) -> None:
-    """Settings, numbers, notes, warnings, and last the errors, whose keys a line before the numbers
-    names too: a table may be longer than a screen."""
+    """Print settings, numbers, notes, warnings, and last the errors. A line before the numbers
+    names the errors' keys, since a table may be longer than a screen."""
     lines = plan_lines(plan)
     errors = [finding for finding in findings if finding.level == "error"]
     console = Console(highlight=False)
@@ -251,8 +251,8 @@ def _print_tables(plan: RunPlan, findings: list[Finding], notes: list[str]) -> N
     if lines:
         if errors:
             keys = dict.fromkeys(key for error in errors for key in error.keys[:1])
-            told = f"errors: {len(errors)}, of {', '.join(keys)}; they stand below the numbers"
-            console.print(Text(told, style="bold red"))
+            text = f"errors: {len(errors)}, of {', '.join(keys)}; they stand below the numbers"
+            console.print(Text(text, style="bold red"))
         console.print(_table(lines))
     console.print()
     for note in [*notes, _planned_for(plan)]:

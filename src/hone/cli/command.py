@@ -1,4 +1,4 @@
-"""From arguments to a checked configuration: what the commands with a recipe share."""
+"""From arguments to a checked configuration, for all commands with a recipe."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, Unpack
 
 from hone.address import is_address
-from hone.cli.openmp import set_up_openmp
 from hone.cli.recipe_record import record_recipe, require_same_recipe
 from hone.config.base import Section
 from hone.config.fit import fit_to_context
 from hone.config.load import load_noted, resolve_recipe
-from hone.config.model import ModelConfig
-from hone.config.plan import Command, Devices, RunPlan, resolve
-from hone.config.rules import Finding, findings
-from hone.config.rules.rewards import needs_columns
+from hone.config.plan import Command, Devices, RunPlan, known_models, resolve
+from hone.config.roles import MODEL_KEYS
+from hone.config.rules.finding import Finding
+from hone.config.rules.view import Known
 from hone.config.run import RunConfig
 from hone.config.tree import (
     BenchEngineConfig,
@@ -32,11 +32,13 @@ from hone.config.tree import (
     PairsConfig,
     PlanConfig,
     RLConfig,
+    ServeConfig,
     SFTConfig,
 )
 from hone.data.columns import Example, choose_columns, map_rows
 from hone.data.pairs import map_pairs
 from hone.data.sources import is_json_array, read_source, shorten
+from hone.distributed.openmp import set_up_openmp
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
 from hone.errors import UserError
@@ -45,6 +47,7 @@ from hone.families.registry import public_configs
 from hone.families.tokens import is_of_tokenizers, raises_for_unknown
 from hone.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
 from hone.hub import refusal
+from hone.models.settings import ModelConfig
 from hone.observe.disk import free_bytes
 from hone.observe.kept_result import require_same_settings
 from hone.observe.resumed_run import (
@@ -57,6 +60,8 @@ from hone.paths import DATA_SUFFIXES, local_path, must_be_local
 from hone.planner.disk import check_disk
 from hone.planner.fitting import check_gpu_memory, check_host_memory, has_room_for_two_rows
 from hone.rewards.builtin import BUILTINS, build
+from hone.rewards.rules import needs_columns
+from hone.rules import findings
 
 __all__ = [
     "check_here",
@@ -82,22 +87,23 @@ __all__ = [
     "take_word",
 ]
 
-R = TypeVar("R", bound=RLConfig | SFTConfig | EvaluateConfig | GenerateConfig)
+R = TypeVar("R", bound=RLConfig | SFTConfig)
 B = TypeVar("B", bound=Command)
 _log = logging.getLogger(__name__)
 _NUM_CHECKED_ROWS = 64
 _MAX_ARRAY_BYTES = 64 * 2**20
-"""Of JSON arrays that are read for their first rows: more would take seconds and gigabytes."""
+"""Largest JSON array file that is read for its first rows: more would take seconds and
+gigabytes."""
 
 
 def load_arguments(
     tree: type[B], argv: Sequence[str], *, starts: bool = False
 ) -> tuple[B, list[str]]:
-    """Load `[RECIPE] [flags]`; and what is to be told of it. The recipe is the first argument, a
-    path or a built-in's name. Lengths that nobody set are made to fit the model, which what
-    `starts` here may ask the hub about.
+    """Load `[RECIPE] [flags]`. Returns the configuration and notes for the user.
 
-    Raises UserError where a recipe to train by would go on with the run of another of its name.
+    The recipe is the first argument, a path or the name of a built-in. Unset lengths are fitted to
+    the model; with `starts` the hub may be asked for it. Raises UserError if a training recipe
+    would resume the run of another recipe of the same name.
     """
     recipe, flags = split(argv)
     return load_fitted(tree, recipe, flags, starts=starts)
@@ -111,7 +117,7 @@ def load_fitted(
     *,
     starts: bool = False,
 ) -> tuple[B, list[str]]:
-    """As `load_arguments`, of a recipe and flags, with the `values` that `load_noted` takes."""
+    """Load a recipe and flags as `load_arguments`, with the `values` that `load_noted` takes."""
     cfg, notes = load_noted(tree, recipe, flags, values)
     if recipe is not None and _trains(cfg):
         require_same_recipe(cfg.run.dir, recipe)
@@ -121,12 +127,13 @@ def load_fitted(
 
 
 def _trains(cfg: Section) -> TypeGuard[RLConfig | SFTConfig]:
-    """Whether it is of a command that trains; that of `hone plan` has the same sections."""
+    """Whether the configuration belongs to a command that trains. That of `hone plan` has the same
+    sections."""
     return isinstance(cfg, RLConfig | SFTConfig) and not isinstance(cfg, PlanConfig)
 
 
 def split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The recipe, if one is given, and the flags."""
+    """Split arguments into the recipe, if one is given, and the flags."""
     flags = list(argv)
     if flags and not flags[0].startswith("-") and ("=" not in flags[0] or Path(flags[0]).is_file()):
         return resolve_recipe(flags.pop(0)), flags
@@ -134,10 +141,8 @@ def split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def take_nproc(argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """`--nproc N` or `--nproc=N`, None without it, and the other arguments.
-
-    Raises UserError for what is no number above 0, and where it is given twice.
-    """
+    """Take `--nproc N` or `--nproc=N` out of the arguments. Returns N, or None, and the rest.
+    Raises UserError if N is no number above 0 or the flag is given twice."""
     given, words = take_word("--nproc", argv)
     if given is None:
         return None, words
@@ -147,10 +152,8 @@ def take_nproc(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def take_word(flag: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """What follows `flag`, after a space or `=`, None without it, and the other arguments.
-
-    Raises UserError where it is given twice.
-    """
+    """Take `flag` and its value out of the arguments. Returns the value, or None, and the rest.
+    Raises UserError if it is given twice."""
     words = list(argv)
     positions = [n for n, word in enumerate(words) if word.partition("=")[0] == flag]
     if not positions:
@@ -164,30 +167,44 @@ def take_word(flag: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return given, words
 
 
-def load_checked(tree: type[B], argv: Sequence[str], check: Callable[[B, int], list[Finding]]) -> B:
-    """Load `[RECIPE] [flags]` and check it for the processes that run; warnings are logged. Makes
-    OpenMP's settings, so that torch may be loaded.
+def load_checked(
+    tree: type[B],
+    argv: Sequence[str],
+    check: Callable[..., list[Finding]],
+    nproc: int | None = None,
+) -> B:
+    """Load `[RECIPE] [flags]` and check it for the current processes, or for `nproc` that this one
+    starts for its engines. Logs warnings and sets OpenMP's variables, after which torch may be
+    loaded.
 
-    Raises UserError with every error that the checks have found.
+    Raises UserError with every error that the checks find.
     """
     cfg, notes = load_arguments(tree, argv, starts=True)
-    check_loaded(cfg, notes, check, split(argv)[0])
+    check_loaded(cfg, notes, check, split(argv)[0], nproc)
     return cfg
 
 
 def check_loaded(
-    cfg: B, notes: Sequence[str], check: Callable[[B, int], list[Finding]], recipe: Path | None
+    cfg: Command,
+    notes: Sequence[str],
+    check: Callable[..., list[Finding]],
+    recipe: Path | None,
+    nproc: int | None = None,
 ) -> None:
-    """Check a configuration for the processes that run, as `load_checked` does; `recipe` is where
-    it comes from, and `notes` are what is to be told of it."""
-    _set_up_openmp(cfg, processes().local_world_size)
-    found = check(cfg, processes().world_size)
+    """Check a configuration as `load_checked` does. `recipe` is its file, `notes` are lines for the
+    user."""
+    _set_up_openmp(cfg, nproc or processes().local_world_size)
+    if nproc is not None and nproc > 1:
+        _require_no_launcher(nproc)
+        results = check(cfg, nproc, **started_here(nproc))
+    else:
+        results = check(cfg, processes().world_size)
     for note in notes:
         _log.info("note: %s", note)
-    for finding in found:
+    for finding in results:
         if finding.level == "warning":
             _log.warning("warning: %s", finding.message)
-    require_no_error(found)
+    require_no_error(results)
     if recipe is not None and _trains(cfg) and processes().rank == 0:
         record_recipe(cfg.run.dir, recipe)
 
@@ -199,42 +216,46 @@ def run_in_processes(
     check: Callable[..., list[Finding]],
     nproc: int,
     *,
-    asked_by: str = "--nproc",
+    requested_by: str = "--nproc",
 ) -> int:
-    """Check `[RECIPE] [flags]`, then run the command in `nproc` processes, as `asked_by` says; the
-    exit code.
+    """Check `[RECIPE] [flags]`, then run the command in `nproc` processes. Returns the exit code.
+    `requested_by` names the setting that asks for them. Raises UserError as `load_checked` does,
+    before any process is started."""
+    _require_no_launcher(nproc)
+    cfg, _ = load_arguments(tree, argv, starts=True)
+    require_no_error(check(cfg, nproc, **started_here(nproc, requested_by)))
+    if has_nothing_left(cfg):
+        return 0
+    _set_up_openmp(cfg, nproc)
+    _log.info("starting %d processes", nproc)
+    on_death = partial(_record_death, cfg)
+    words = [sys.executable, "-m", "hone", command, *argv]
+    goes_on = cfg.run.resume == "auto"
+    while (code := spawn(words, nproc, on_death)) == RESTART and goes_on:
+        _log.warning("starting %d processes again", nproc)
+    return code
 
-    Raises UserError as `load_checked` does, before any process is started.
-    """
+
+def _require_no_launcher(nproc: int) -> None:
     if processes().world_size > 1:
         raise UserError(
             f"--nproc {nproc} was given to one of {processes().world_size} processes that torchrun "
             "has started. Leave out --nproc, or torchrun."
         )
-    cfg, _ = load_arguments(tree, argv, starts=True)
-    require_no_error(check(cfg, nproc, **started_here(nproc, asked_by)))
-    if isinstance(cfg, RLConfig | SFTConfig) and has_nothing_left(cfg):
-        return 0
-    _set_up_openmp(cfg, nproc)
-    _log.info("starting %d processes", nproc)
-    on_death = partial(_record_death, cfg) if isinstance(cfg, RLConfig | SFTConfig) else None
-    words = [sys.executable, "-m", "hone", command, *argv]
-    goes_on = isinstance(cfg, RLConfig | SFTConfig) and cfg.run.resume == "auto"
-    while (code := spawn(words, nproc, on_death)) == RESTART and goes_on:
-        _log.warning("starting %d processes again", nproc)
-    return code
 
 
 def _record_death(
     cfg: RLConfig | SFTConfig, message: str, step: int, phase: str, pids: Sequence[int]
 ) -> None:
     from hone.loops.ending import record_death
+    from hone.tools.report.pages import PAGES
 
-    record_death(cfg.run.dir, message, pids=pids, step=step, phase=phase)
+    record_death(cfg.run.dir, message, pids=pids, step=step, phase=phase, pages=PAGES)
 
 
 def _set_up_openmp(cfg: Command, num_processes: int) -> None:
-    """For a run of which this host has `num_processes` processes, engines of its own apart."""
+    """Set OpenMP's variables for a run with `num_processes` processes on this host, remote engines
+    not counted."""
     if isinstance(cfg, RLConfig) and cfg.cluster.is_used and cfg.cluster.address is None:
         roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
         num_processes = sum(role.number for role in roles)
@@ -246,11 +267,9 @@ def _set_up_openmp(cfg: Command, num_processes: int) -> None:
 def plan_here(
     cfg: Command, world_size: int | None, *, starts: bool = False, gpu: Peaks | None = None
 ) -> RunPlan:
-    """The plan of `cfg` in so many processes, those of a critic apart among them, on what this host
-    has, or with `gpu` on such GPUs.
-
-    Without a GPU here `run.device` auto is the CPU, as it is for a run that starts here.
-    """
+    """The plan of `cfg` in `world_size` processes, including those of a remote critic, on this
+    host's devices or on GPUs `gpu`. Without a GPU here `run.device` auto is the CPU, as for a run
+    that starts here."""
     num_gpus = _num_gpus()
     on_cpu = chosen_device(cfg.run.device) == "cpu"
     if gpu is not None:
@@ -264,7 +283,6 @@ def plan_here(
             per_node=num_gpus or None,
             host_bytes=available_host_bytes() if num_gpus else None,
         )
-    teacher = cfg.teacher.path if isinstance(cfg, RLConfig) else None
     if world_size is not None and isinstance(cfg, RLConfig) and not isinstance(cfg, PlanConfig):
         world_size = max(world_size - cfg.cluster.num_critics, 0)
     return resolve(
@@ -272,49 +290,49 @@ def plan_here(
         _known_model(cfg, may_fetch=starts),
         devices,
         world_size=world_size,
-        teacher=None if teacher is None else ModelFacts.known(teacher, may_fetch=starts),
+        others=known_models(cfg, may_fetch=starts),
     )
 
 
 def _known_model(cfg: Command, *, may_fetch: bool = False) -> ModelFacts | None:
-    """What is known of the model before it is loaded."""
+    """Facts about the model that are known before it is loaded."""
     path = cfg.model.path or ""
     if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) and cfg.model.shape is not None:
         path = cfg.model.shape
     return ModelFacts.known(path, may_fetch=may_fetch)
 
 
-def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
-    """All that is wrong with a plan, errors first: settings, columns of the data that are here,
-    and memory of GPUs, or where that is enough, of this host. `known` is what rules know beside
-    the plan."""
+def check_plan(plan: RunPlan, **known: Unpack[Known]) -> list[Finding]:
+    """All findings on a plan, errors first: settings, columns of local data, and memory of the GPUs
+    or, if that is enough, of this host. `known` are further facts for the rules."""
     cfg = plan.config
     known["lacks_room_for_two_rows"] = not (plan.world_size is None or has_room_for_two_rows(plan))
     known |= first_rows(cfg) | _reward_problems(cfg) | _hub_problems(cfg)
-    found = findings(plan, **known)
+    results = findings(plan, **known)
     if _trains(cfg):
         try:
             require_resumable(cfg, newest=newest_step(cfg.run.dir))
         except UserError as error:
-            found.append(Finding("error", ("run.dir",), f"{error}"))
-        found += check_run_disk(plan)
+            results.append(Finding("error", ("run.dir",), f"{error}"))
+        results += check_run_disk(plan)
     if isinstance(cfg, EvaluateConfig | GenerateConfig):
         try:
             require_same_settings(cfg)
         except UserError as error:
             key = "run.dir" if isinstance(cfg, EvaluateConfig) else "output"
-            found.append(Finding("error", (key,), f"{error}"))
+            results.append(Finding("error", (key,), f"{error}"))
     memory: list[Finding] = []
     if not plan.is_refused:
-        if plan.world_size is not None or plan.trainer is None:  # else more processes have enough
+        # Otherwise more processes could be enough.
+        if plan.world_size is not None or plan.trainer is None:
             memory = [*check_gpu_memory(plan)]
         memory = memory or check_host(plan)
-    return sorted([*found, *memory], key=lambda finding: finding.level)
+    return sorted([*results, *memory], key=lambda finding: finding.level)
 
 
 def check_run_disk(plan: RunPlan) -> Iterator[Finding]:
-    """Whether the disk of `run.dir` holds what the run writes. Of a run that is for other machines,
-    which may have another disk there, that is a warning alone."""
+    """Findings if the disk of `run.dir` is too small for the files of the run. Only a warning if
+    the run is for other machines, whose disk may differ."""
     if not _trains(plan.config):
         return
     folder = plan.config.run.dir
@@ -326,7 +344,7 @@ def check_run_disk(plan: RunPlan) -> Iterator[Finding]:
 
 
 def check_host(plan: RunPlan) -> list[Finding]:
-    """Whether this host's memory holds a plan."""
+    """Findings if this host's memory is too small for a plan."""
     own, world = processes(), plan.world_size or 1
     if plan.trainer is not None:
         world = plan.policy.axes.world
@@ -336,74 +354,80 @@ def check_host(plan: RunPlan) -> list[Finding]:
     return [*check_host_memory(plan, num_local=num_local)]
 
 
-def started_here(num_processes: int, asked_by: str = "--nproc") -> dict[str, Any]:
-    """What rules know of so many processes that are started on this host, beside the plan."""
-    here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
-    return {"num_started": num_processes, "started_by": asked_by, **here}
+def started_here(num_processes: int, requested_by: str = "--nproc") -> Known:
+    """Facts for the rules about `num_processes` processes that are started on this host."""
+    return {
+        "num_started": num_processes,
+        "started_by": requested_by,
+        "gpus_here": _num_gpus(),
+        "cores_here": os.cpu_count() or 1,
+    }
 
 
-def check_here(cfg: Command, world_size: int | None, **known: Any) -> list[Finding]:
-    """`check_plan` of a command that is about to start here."""
+def check_here(cfg: Command, world_size: int | None, **known: Unpack[Known]) -> list[Finding]:
+    """Findings of `check_plan` for a command that is about to start here."""
     return check_plan(plan_here(cfg, world_size, starts=True), **known)
 
 
 def chosen_device(device: str) -> str:
-    """`run.device` with `auto` replaced by cpu where this host has no GPU."""
+    """`run.device`, with `auto` replaced by cpu if this host has no GPU."""
     return "cpu" if device == "auto" and _num_gpus() == 0 else device
 
 
 def _num_gpus() -> int | None:
-    """The most GPUs that a run on this host can use; None where it is not known."""
+    """Most GPUs that a run on this host can use. None if unknown."""
     return max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _reward_problems(cfg: Command) -> dict[str, Any]:
-    """What is wrong with the arguments of built-in reward functions."""
+def _reward_problems(cfg: Command) -> Known:
+    """Errors in the arguments of built-in reward functions, as a fact for the rules."""
     if not isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
         return {}
     sections = {RLConfig: "rollout", EvaluateConfig: "eval", GenerateConfig: "generation"}
     longest = getattr(cfg, sections[type(cfg)])
-    found: list[dict[str, str]] = []
+    problems: list[dict[str, str]] = []
     for index, function in enumerate(cfg.reward.functions):
         if function.fn in BUILTINS or is_address(function.fn):
             try:
                 build(function.fn, function.args).check_limit(longest.max_completion_tokens)
             except ValueError as error:
                 key = f"reward.functions.{index}"
-                found.append({"key": key, "fn": function.fn, "problem": f"{error}"})
-    return {"reward_problems": found}
+                problems.append({"key": key, "fn": function.fn, "problem": f"{error}"})
+    return {"reward_problems": problems}
 
 
-def _hub_problems(cfg: Command) -> dict[str, Any]:
-    """Models that the hub does not give, each with a public one of nearly that name. Of several
-    processes the first one asks."""
+def _hub_problems(cfg: Command) -> Known:
+    """Models that the hub does not provide, each with a public one of a similar name. Of several
+    processes only the first one asks."""
     if processes().rank > 0:
         return {}
     paths = {"model.path": cfg.model.path}
-    if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
-        paths["reward.model.path"] = cfg.reward.model.path
     if isinstance(cfg, RLConfig):
-        paths |= {"critic.path": cfg.critic.path, "teacher.path": cfg.teacher.path}
-    found: list[dict[str, str]] = []
+        paths |= {key: attrgetter(key)(cfg) for key in MODEL_KEYS.values()}
+    elif isinstance(cfg, EvaluateConfig | GenerateConfig):
+        paths["reward.model.path"] = cfg.reward.model.path
+    problems: list[dict[str, str]] = []
     for key, path in paths.items():
         if path is None or "/" not in path or Path(path).exists() or must_be_local(path):
             continue
         if (problem := refusal(path)) is not None:
-            found.append({"key": key, "path": path, "problem": problem, "near": near_name(path)})
-    return {"hub_problems": found}
+            problems.append({"key": key, "path": path, "problem": problem, "near": near_name(path)})
+    return {"hub_problems": problems}
 
 
 def near_name(path: str) -> str:
-    """The question whether a public model of nearly that name was meant; empty without one."""
+    """Question for a public model of a similar name. Empty if there is none."""
     name = path.rpartition("/")[2].lower()
     near = get_close_matches(name, public_configs(), 1, cutoff=0.8)
     return f"did you mean {near[0]}?" if near and near[0] != name else ""
 
 
-def first_rows(cfg: Command) -> dict[str, Any]:
-    """What rules must know of the first rows of data on this host. Of several processes the first
-    one looks: the others would read the same."""
-    if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) or processes().rank > 0:
+def first_rows(cfg: Command) -> Known:
+    """Facts for the rules about the first rows of local data. Of several processes only the first
+    one reads them."""
+    if isinstance(cfg, ServeConfig | BenchEngineConfig | BenchTrainConfig):
+        return {}
+    if processes().rank > 0:
         return {}
     data, demonstrations = cfg.data, isinstance(cfg, SFTConfig)
     pairs = cfg if isinstance(cfg, PairsConfig) else None
@@ -420,7 +444,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                 continue
             head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
             key = f"data.{section}.{index}.path"
-            # The run reads all rows; whether they can be read at all is known here.
+            # The run itself reads all rows. Unreadable files are reported by another rule.
             with suppress(OSError):
                 num_bytes = path.stat().st_size
                 if path.suffix == ".json" and num_bytes > _MAX_ARRAY_BYTES and is_json_array(path):
@@ -430,13 +454,13 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                 try:
                     read = read_source(source.model_copy(update={"max_rows": head}))
                     if pairs is not None:
-                        items, told = map_pairs(
+                        items, tokenizer_problems = map_pairs(
                             read,
                             source,
                             is_unpaired=pairs.is_unpaired,
                             reads_margin=pairs.for_reward_model,
                         )
-                        weak += [{"key": key, "problem": problem} for problem in told]
+                        weak += [{"key": key, "problem": problem} for problem in tokenizer_problems]
                         examples = [example for item in items for example in item.completions]
                     else:
                         columns = choose_columns(read, source, demonstrations=demonstrations)
@@ -448,15 +472,16 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                             break
                 except UserError as error:
                     problems.append({"key": key, "problem": f"{error}"})
-    return {"data_problems": problems, "weak_pairs": weak} | (
-        {"first_rows": rows, "unread_arrays": unread} if named else {}
-    )
+    found: Known = {"data_problems": problems, "weak_pairs": weak}
+    if named:
+        found |= {"first_rows": rows, "unread_arrays": unread}
+    return found
 
 
 def unwritable_by(model: ModelConfig) -> Callable[[Example], str | None]:
-    """Says of an example that the tokenizer of `model` has no tokens for its texts, for people;
-    None where it has, and where its folder is not here. Tokenizers of bytes write every text and
-    are not looked at."""
+    """Checker that returns the reason why the tokenizer of `model` cannot encode an example's
+    texts, or None. It is always None if the model is not a local folder, and for byte-level
+    tokenizers, which encode every text."""
     file = Path(model.tokenizer or model.path) / "tokenizer.json"
     if not raises_for_unknown(file):
         return lambda example: None
@@ -467,7 +492,7 @@ def unwritable_by(model: ModelConfig) -> Callable[[Example], str | None]:
     except Exception as error:
         if not is_of_tokenizers(error):
             raise
-        return lambda example: None  # the run says that the file is damaged
+        return lambda example: None  # the run reports that the file is damaged
 
     def problem(example: Example) -> str | None:
         for text in _texts(example):
@@ -486,7 +511,7 @@ def unwritable_by(model: ModelConfig) -> Callable[[Example], str | None]:
 
 
 def _texts(example: Example) -> Iterator[str]:
-    """What of an example is put into tokens as it stands."""
+    """The texts of an example that are tokenized unchanged."""
     asked = example.prompt
     messages = [*([] if isinstance(asked, str) else asked), *filter(None, [example.completion])]
     yield from [asked] if isinstance(asked, str) else []
@@ -494,39 +519,41 @@ def _texts(example: Example) -> Iterator[str]:
 
 
 def _held(example: Example) -> tuple[str, Collection[str]]:
-    """Where a row is and what it has, nulls left out; `answer` where some column is its answer."""
-    held = {name for name, value in example.columns.items() if value is not None} - {"answer"}
-    return example.location, held | ({"answer"} if example.answer is not None else set())
+    """Location and column names of a row, without nulls. `answer` is added if some column is its
+    answer."""
+    names = {name for name, value in example.columns.items() if value is not None} - {"answer"}
+    return example.location, names | ({"answer"} if example.answer is not None else set())
 
 
 def local_gpu() -> Peaks | None:
-    """The GPU that a run on this host would use; None without one, and for one that is unknown."""
+    """The GPU type that a run on this host would use. None without a GPU or for an unknown one."""
     return installed_gpu() if _num_gpus() != 0 else None
 
 
-def require_no_error(found: Sequence[Finding]) -> None:
-    """Raise UserError with all errors among what was found."""
-    errors = [finding.message for finding in found if finding.level == "error"]
+def require_no_error(results: Sequence[Finding]) -> None:
+    """Raise UserError with all errors of the findings."""
+    errors = [finding.message for finding in results if finding.level == "error"]
     if errors:
-        raise UserError("\nerror: ".join(errors))  # the command line writes the first one
+        raise UserError("\nerror: ".join(errors))  # the command line adds the first "error: "
 
 
 def say_loading() -> None:
-    """Say what the next seconds are for, where torch is not loaded yet."""
+    """Log that torch is being loaded, if it is not loaded yet: it takes seconds."""
     if "torch" not in sys.modules:
         _log.info("loading torch and transformers")
 
 
 def quiet_transformers() -> None:
-    """Switch off the bars that transformers draws for reading and writing weights: they would cut
-    through ours. Downloads from the hub keep theirs."""
+    """Switch off transformers' progress bars for reading and writing weights, which would break
+    hone's. Downloads from the hub keep theirs."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
 
 
 def has_nothing_left(cfg: RLConfig | SFTConfig) -> bool:
-    """Whether the run has ended with its model written, which is said: nothing need be loaded."""
+    """Whether the run is complete and its model written, so that nothing need be loaded. Logs
+    this."""
     if not is_finished(cfg):
         return False
     _log.info(
@@ -540,9 +567,9 @@ def has_nothing_left(cfg: RLConfig | SFTConfig) -> bool:
 
 
 def conclude(cfg: RunConfig, *, steps: int, stopped_by: int | None, is_saved: bool = True) -> int:
-    """Say where things are and return the exit code: 0 for a finished run, 128 + n for one that
-    signal n, `stopped_by`, ended after `steps` steps. `is_saved` says whether the state of the last
-    one is on disk."""
+    """Log where the results are and return the exit code: 0 for a finished run, 128 + n if signal n
+    (`stopped_by`) ended it after `steps` steps. `is_saved` says whether the state of the last step
+    is on disk."""
     model = cfg.dir / "model"
     if stopped_by is None:
         report = cfg.dir / "report.html"
@@ -567,11 +594,11 @@ def conclude(cfg: RunConfig, *, steps: int, stopped_by: int | None, is_saved: bo
         )
     else:
         _log.warning("stopped before the first step; the same command starts over")
-    # The launcher knows which signal came, and takes any other code for a failure of the process.
+    # The launcher knows the signal, and treats any other code as a failure of the process.
     return INTERRUPTED if has_hone_launcher() else 128 + stopped_by
 
 
 def _from_where(cfg: RunConfig) -> str:
-    """What the command does next time, in words."""
+    """Describe what the same command does next time."""
     newest = newest_step(cfg.dir)
     return "starts over" if newest is None else f"goes on from step {newest}"

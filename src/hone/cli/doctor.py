@@ -14,14 +14,14 @@ from rich.text import Text
 
 from hone.cli.command import take_word
 from hone.cli.help import is_help
-from hone.cli.openmp import set_up_openmp
+from hone.distributed.openmp import set_up_openmp
 from hone.distributed.processes import processes
 from hone.distributed.signals import raising
-from hone.doctor import gpus, host, speed
-from hone.doctor.links import links
-from hone.doctor.machine import Finding, Machine, ReadingError
 from hone.errors import UserError
 from hone.observe.printable import printable
+from hone.tools.doctor import gpus, host, speed
+from hone.tools.doctor.links import links
+from hone.tools.doctor.machine import Finding, Machine, ReadingError
 
 __all__ = ["CHECKS", "run"]
 
@@ -43,8 +43,8 @@ _DRIVER = (
     "NVIDIA_DRIVER_CAPABILITIES=compute,utility."
 )
 _TORCH = (
-    "`python -c 'import torch; torch.cuda.init()'` shows it: install torch anew where it cannot be "
-    "loaded, and where a driver hangs reboot."
+    "`python -c 'import torch; torch.cuda.init()'` shows it: reinstall torch if it cannot be "
+    "loaded, and reboot if a driver hangs."
 )
 _GPU = (
     "`dmesg | grep -i xid` says whether it was lost; a reboot brings it back. Until then leave it "
@@ -69,13 +69,13 @@ CHECKS: dict[str, tuple[Callable[[Machine], Finding | None], str]] = {
     "training": (speed.training, _WORK),
     "sampling": (speed.sampling, _WORK),
 }
-"""Each with the remedy where its reading cannot be taken; it gives None where there is nothing of
-the kind. Those after torch are not tried where that is wrong."""
+"""The checks, each with the remedy if its reading cannot be taken. A check returns None if it does
+not apply. Checks after torch are skipped if that one is wrong."""
 _COLOURS = {"ok": "green", "slow": "yellow", "wrong": "red"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Make the checks, and print each line as it is found."""
+    """Run the checks and print each result."""
     if is_help(argv):
         sys.stdout.write(_USAGE)
         return 0
@@ -88,16 +88,16 @@ def run(argv: Sequence[str]) -> int:
     if processes().world_size > 1:
         raise UserError("`hone doctor` starts its own processes: give it once on each host")
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     with Machine(Path(folder or "runs")) as machine, raising(_ended_by, SIGTERM, SIGHUP):
         console.print(_announcement(machine))
         for name, finding in _examine(machine):
-            found[name] = finding
+            findings[name] = finding
             console.print(_line(name, finding))
     if as_json:
-        rows = [{"check": name, **asdict(finding)} for name, finding in found.items()]
+        rows = [{"check": name, **asdict(finding)} for name, finding in findings.items()]
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
-    levels = [finding.level for finding in found.values()]
+    levels = [finding.level for finding in findings.values()]
     console.print(", ".join(f"{levels.count(level)} {level}" for level in _COLOURS))
     return 1 if "wrong" in levels else 0
 
@@ -126,7 +126,7 @@ def _examine(machine: Machine) -> Iterator[tuple[str, Finding]]:
             yield name, finding
             if name == "torch" and finding.level == "wrong":
                 return
-        # Before a process loads torch, and after the check of what the user has set.
+        # Before a process loads torch, and after the user's settings were checked.
         set_up_openmp("auto", None)
 
 

@@ -12,7 +12,6 @@ from hone.cli.command import (
     check_here,
     load_checked,
     quiet_transformers,
-    run_in_processes,
     say_loading,
     take_nproc,
 )
@@ -24,16 +23,15 @@ __all__ = ["evaluation_rows", "run"]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check, sample, score; print the metrics, their standard errors and the number of rows."""
+    """Check, sample and score; print the metrics, their standard errors and the number of rows."""
     nproc, arguments = take_nproc(argv)
-    if nproc is not None and nproc > 1:
-        return run_in_processes("eval", EvaluateConfig, arguments, check_here, nproc)
-    cfg = load_checked(EvaluateConfig, arguments, check_here)
+    cfg = load_checked(EvaluateConfig, arguments, check_here, nproc)
     say_loading()
-    from hone.loops.inference import run_evaluation
+    from hone.loops.evaluation import run_evaluation
+    from hone.tools.report.pages import PAGES
 
     quiet_transformers()
-    scalars = run_evaluation(cfg)
+    scalars = run_evaluation(cfg, nproc or 1, PAGES)
     if processes().rank > 0:
         return 0
     console = Console(highlight=False, soft_wrap=True)
@@ -43,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _table(cfg: EvaluateConfig, scalars: Mapping[str, float]) -> Table:
-    """Each metric beside its standard error; from which score on samples pass is said once."""
+    """Table of metrics with their standard errors. The score threshold of passing is named once."""
     prompts, samples = scalars["eval/num_prompts"], scalars["eval/num_samples"]
     num_each = cfg.eval.n_samples_per_prompt
     rows = samples / num_each
@@ -64,8 +62,8 @@ def _table(cfg: EvaluateConfig, scalars: Mapping[str, float]) -> Table:
 
 
 def evaluation_rows(scalars: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-    """The metrics of an evaluation as people read them: name, value, standard error. Of pass@k the
-    name has the score from which on samples pass."""
+    """Metrics of an evaluation for display: name, value, standard error. The names of pass@k
+    include the score threshold of passing."""
     for name, value in sorted(scalars.items()):
         if name.endswith(("/stderr", "/pass_threshold")):
             continue

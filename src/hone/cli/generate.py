@@ -9,7 +9,6 @@ from hone.cli.command import (
     check_here,
     load_checked,
     quiet_transformers,
-    run_in_processes,
     say_loading,
     take_nproc,
 )
@@ -21,14 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check, sample, write one row a completion."""
+    """Check, sample, and write one row per completion."""
     nproc, arguments = take_nproc(argv)
-    if nproc is not None and nproc > 1:
-        return run_in_processes("generate", GenerateConfig, arguments, check_here, nproc)
-    cfg = load_checked(GenerateConfig, arguments, check_here)
+    cfg = load_checked(GenerateConfig, arguments, check_here, nproc)
     say_loading()
     from hone.loops.generation import run_generation
 
     quiet_transformers()
-    _log.info("%d completions written to %s", run_generation(cfg), cfg.output)
+    _log.info("%d completions written to %s", run_generation(cfg, nproc or 1), cfg.output)
     return 0

@@ -1,4 +1,4 @@
-"""`hone COMMAND [RECIPE] --help [SECTION or WORDS]`: first what everybody sets, then every key."""
+"""`hone COMMAND [RECIPE] --help [SECTION or WORDS]`: the most used keys first, then every key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hone.config.base import Section
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import read_recipe, recipe_names, resolve_recipe
 from hone.config.schema import Field, fields, is_section, locate
-from hone.config.sharing import key_paths, parts
+from hone.config.sharing import key_paths, split_recipe
 from hone.config.tree import TREES
 from hone.config.unknown import unknown_key
 from hone.errors import UserError
@@ -32,7 +32,7 @@ _ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class _FirstPage:
-    """What the first page of a command shows of its keys."""
+    """Content of the first help page of a command."""
 
     keys: str
     examples: str
@@ -94,6 +94,14 @@ _FIRST_PAGES: Mapping[str, _FirstPage] = {
         "hone generate gsm8k --data.train.0.max_rows 10   # what its run has trained\n"
         "hone generate gsm8k --n_samples_per_prompt 8 --keep best --output best.jsonl",
     ),
+    "serve": _FirstPage(
+        "model.path serve.host serve.port serve.key_file serve.max_model_len"
+        " serve.max_requests serve.max_sessions generation.max_completion_tokens"
+        " generation.temperature engine.gpu_memory_utilization engine.max_num_seqs",
+        "hone serve --model.path Qwen/Qwen3-0.6B   # prints its address and a key\n"
+        "hone serve gsm8k --serve.port 8000      # what its run has trained\n"
+        "hone serve gsm8k --nproc 8              # an engine on each of eight GPUs",
+    ),
     "plan": _FirstPage(
         "plan.gpus plan.gpu plan.lengths.median plan.lengths.path"
         " plan.staleness model.path rollout.prompts_per_step rollout.n_samples_per_prompt"
@@ -111,21 +119,18 @@ _FIRST_PAGES: Mapping[str, _FirstPage] = {
         "hone bench train --model.shape qwen3-0.6b",
     ),
 }
-"""By command: the keys that nearly everybody sets, in the order in which one thinks of them."""
+"""First help pages by command: the most used keys, in the order in which one usually sets them."""
 
 
 def is_help(argv: Iterable[str]) -> bool:
-    """Whether help is asked for."""
+    """Whether the arguments ask for help."""
     return any(word in ("-h", "--help") for word in argv)
 
 
 def print_help(command: str, argv: Sequence[str]) -> int:
-    """Print the first page of a command, or the keys of the sections that `argv` names, or, where
-    it has other words, the keys that have to do with all of them; with the values of a recipe where
-    it names one. Flags in `argv` are not looked at.
-
-    Raises UserError where no key has to do with the words.
-    """
+    """Print help of a command: the first page, or the keys of the sections that `argv` names, or
+    the keys that match all its other words. Values of a recipe are shown if it names one; flags are
+    ignored. Raises UserError if no key matches the words."""
     tree = TREES[command]
     sections, words, recipe = _words(command, tree, argv)
     values = {} if recipe is None else _values(tree, recipe)
@@ -151,7 +156,7 @@ def print_help(command: str, argv: Sequence[str]) -> int:
 def _words(
     command: str, tree: type[Section], argv: Sequence[str]
 ) -> tuple[list[str], list[str], Path | None]:
-    """The sections that are named, other words after `--help`, and the recipe."""
+    """Split `argv` into named sections, other words after `--help`, and the recipe."""
     sections: list[str] = []
     others: list[str] = []
     recipe: Path | None = None
@@ -165,7 +170,7 @@ def _words(
                 recipe = resolve_recipe(word)
             elif follows_help:
                 others.append(word)
-            else:  # the place of a recipe
+            else:  # the position of a recipe
                 raise UserError(_unknown(command, tree, word))
         follows_help |= is_help([word])
         follows_flag = is_flag and "=" not in word and not is_help([word])
@@ -190,17 +195,17 @@ def _unknown(command: str, tree: type[Section], text: str) -> str:
 
 
 def _values(tree: type[Section], recipe: Path) -> dict[tuple[str, ...], Any]:
-    """What a recipe sets of a command's keys."""
-    own = parts(tree, read_recipe(recipe).values).own
-    found: dict[tuple[str, ...], Any] = {}
+    """Values that a recipe sets, by path of the key."""
+    own = split_recipe(tree, read_recipe(recipe).values).own
+    values_by_path: dict[tuple[str, ...], Any] = {}
     for path in key_paths(own):
         value: Any = own
         for part in path:
             value = value[part]
-        found[path] = value
+        values_by_path[path] = value
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            found.update({(*path, "0", *at): x for at, x in _leaves(value[0])})
-    return found
+            values_by_path.update({(*path, "0", *at): x for at, x in _leaves(value[0])})
+    return values_by_path
 
 
 def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -213,16 +218,16 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """The help of a command, with what a recipe sets of its keys."""
+    """Help of a command, with the values of a recipe."""
 
     command: str
     tree: type[Section]
     values: Mapping[tuple[str, ...], Any]
     recipe: str
-    """Its name; empty without one."""
+    """Name of the recipe, or empty."""
 
     def print_first(self, console: Console) -> None:
-        """What the command is, and the keys that nearly everybody sets."""
+        """Print the description of the command and the most used keys."""
         command, recipe, tree = self.command, self.recipe, self.tree
         page = _FIRST_PAGES[command]
         console.print(Text(_joined(tree.__doc__)))
@@ -238,9 +243,9 @@ class _Page:
                 console.print(line)
         shown = {field.path for field in everyday}
         others = [path for path in self.values if path not in shown and not self._is_above(path)]
-        if told := [field for path in others if (field := locate(tree, path))]:
+        if present := [field for path in others if (field := locate(tree, path))]:
             console.print(Text(f"\nand what else {recipe} sets:", "bold"))
-            for field in told:
+            for field in present:
                 for line in self._head(field, is_brief=True):
                     console.print(line)
         console.print(Text("\nall keys, by section:", "bold"))
@@ -260,8 +265,8 @@ class _Page:
         )
 
     def print_found(self, console: Console, text: str, hits: Sequence[Hit], elsewhere: str) -> None:
-        """The keys that were found for some words, the closest first. `elsewhere` says what serves
-        a setting of that name in other frameworks."""
+        """Print the keys that match some words, closest first. `elsewhere` says what serves a
+        setting of that name in other frameworks."""
         console.print(Text(f"{_counted(len(hits))} of `hone {self.command}` for '{text}':", "bold"))
         if elsewhere:
             console.print(Padding(Text(f"{text}: {elsewhere}"), (0, 0, 0, 2)))
@@ -272,14 +277,14 @@ class _Page:
                 console.print(Padding(Text(f"elsewhere: {hit.foreign}", "dim"), (0, 0, 0, 6)))
 
     def section(self, name: str, *, is_first: bool) -> Iterator[Text | Padding]:
-        """A section: its heading, its own keys, then each section in it."""
+        """Lines of a section: heading, own keys, then each subsection."""
         if name == _ALL:
             for number, part in enumerate(self._below(())):
                 yield from self._block(part, is_first=is_first and number == 0)
             return
-        found = locate(self.tree, _path(name))
-        assert found is not None, f"{name=}"
-        yield from self._block(found, is_first=is_first)
+        field = locate(self.tree, _path(name))
+        assert field is not None, f"{name=}"
+        yield from self._block(field, is_first=is_first)
 
     def _block(self, field: Field, *, is_first: bool) -> Iterator[Text | Padding]:
         if is_section(field.annotation):
@@ -293,8 +298,8 @@ class _Page:
             yield from self._block(entry, is_first=False)
 
     def _below(self, above: tuple[str, ...]) -> list[Field]:
-        """What is directly below a path: plain keys first, since a section's keys would run into
-        those that follow it."""
+        """Fields directly below a path. Plain keys come first: after a subsection they would look
+        like its keys."""
         below = [
             field
             for field in fields(self.tree)
@@ -304,41 +309,43 @@ class _Page:
         return sorted(below, key=_has_keys)
 
     def _is_above(self, path: tuple[str, ...]) -> bool:
-        """Whether the recipe sets something in what is at a path."""
+        """Whether the recipe sets a key at or below a path."""
         return any(at[: len(path)] == path and len(at) > len(path) for at in self.values)
 
     def _key(self, field: Field, *, is_brief: bool = False) -> Iterator[Text | Padding]:
-        """One key: `--key  allowed  [default]` over its help."""
+        """Lines of one key: `--key allowed [default]`, then its help."""
         yield from self._head(field, is_brief=is_brief)
         help_text = _sentence(field.help) if is_brief else field.help
         yield Padding(Text(help_text), (0, 0, 0, 6), expand=False)
 
     def _head(self, field: Field, *, is_brief: bool = False) -> Iterator[Text | Padding]:
-        """In one line where it fits 80 columns, else what is allowed stands below the key."""
+        """Head of a key: one line if it fits 80 columns, otherwise the allowed values go below the
+        key."""
         key = Text.assemble("  ", (f"--{field.key}", "bold cyan"))
         parts: list[Any] = [] if is_brief else [field.allowed, "  "]
         if field.path in self.values:
             value = default_text(self.values[field.path])
             parts += [(f"[{self.recipe}: {value}]", "bold green"), "  "]
-        told = Text.assemble(*parts, (f"[{self._state(field)}]", "green"))
-        if key.cell_len + 2 + told.cell_len <= _NARROW:
-            yield Text.assemble(key, "  ", told)
+        rest = Text.assemble(*parts, (f"[{self._state(field)}]", "green"))
+        if key.cell_len + 2 + rest.cell_len <= _NARROW:
+            yield Text.assemble(key, "  ", rest)
         else:
             yield key
-            yield Padding(told, (0, 0, 0, 6), expand=False)
+            yield Padding(rest, (0, 0, 0, 6), expand=False)
 
     def _state(self, field: Field) -> str:
-        """Whether it is required, else its default; of an entry that of the list it is in."""
+        """`required`, or the default. For a key of a list's entry, the default of that list's
+        entry."""
         if "0" in field.path:
             at = field.path.index("0")
             entries = locate(self.tree, field.path[:at])
             assert entries is not None, f"{field.path=}"
             if not entries.required and field.required:
                 first: Any = (entries.default or [None])[0]
-                found = None if first is None else getattr(first, field.path[at + 1])
-                return (
-                    "required in an entry" if found is None else f"default: {default_text(found)}"
-                )
+                entry_default = None if first is None else getattr(first, field.path[at + 1])
+                if entry_default is None:
+                    return "required in an entry"
+                return f"default: {default_text(entry_default)}"
         return "required" if field.required else f"default: {default_text(field.default)}"
 
 
@@ -348,7 +355,7 @@ def _example(tree: type[Section]) -> str:
 
 
 def _has_keys(field: Field) -> bool:
-    """Whether it is a section, or a list of sections."""
+    """Whether the field is a section or a list of sections."""
     return is_section(field.annotation) or (
         get_origin(field.annotation) is tuple and is_section(get_args(field.annotation)[0])
     )
@@ -368,7 +375,7 @@ def _joined(text: str | None) -> str:
 
 
 def default_text(value: Any) -> str:
-    """A value as it would be typed."""
+    """A value as one would type it."""
     match value:
         case None:
             return "unset"

@@ -1,4 +1,4 @@
-"""`hone COMMAND --help WORD`: the keys of a command that have to do with some words."""
+"""`hone COMMAND --help WORD`: search of a command's keys."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A key that was found, and by what."""
+    """A found key."""
 
     field: Field
     foreign: str
-    """The name that it has in another framework, where that alone has the words; else empty."""
+    """Its name in another framework if only that name matches, else empty."""
 
 
 def search_keys(tree: type[Section], text: str) -> list[Hit]:
-    """The keys in which all words of `text` occur, at the beginning of a word: first those with the
-    words in their own name, then in the name that another framework gives them, then in their help
-    text."""
+    """The keys that match all words of `text` at the beginning of a word: first by their own name,
+    then by their name in another framework, then by their help text."""
     wanted = _words(text)
     if not wanted:
         return []
@@ -50,9 +49,9 @@ def search_keys(tree: type[Section], text: str) -> list[Hit]:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text, without the `s` of a plural: what is looked for begins so."""
-    found = _WORD.findall(text.lower())
-    return [word.removesuffix("s") if len(word) > 3 else word for word in found]
+    """Words of a text, without a plural `s`, since only beginnings are compared."""
+    words = _WORD.findall(text.lower())
+    return [word.removesuffix("s") if len(word) > 3 else word for word in words]
 
 
 def _has(wanted: Sequence[str], text: str) -> bool:
@@ -61,19 +60,19 @@ def _has(wanted: Sequence[str], text: str) -> bool:
 
 
 def _foreign_names(tree: type[Section]) -> Mapping[tuple[str, ...], list[str]]:
-    """By key of the tree: what it is called in other frameworks."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    """Names in other frameworks, by key."""
+    names: dict[tuple[str, ...], list[str]] = {}
     for row in aliases():
         for key in row.to:
             target = locate(tree, key.replace("*", "0").split("."))
             if target is not None:
-                found.setdefault(target.path, []).extend(_told(row.names))
-    return found
+                names.setdefault(target.path, []).extend(_with_frameworks(row.names))
+    return names
 
 
-def _told(names: Mapping[str, Iterable[str]]) -> list[str]:
+def _with_frameworks(names: Mapping[str, Iterable[str]]) -> list[str]:
     return [
-        f"{name} ({FRAMEWORKS[who]})" if who in FRAMEWORKS else name
-        for who, each in names.items()
+        f"{name} ({FRAMEWORKS[framework]})" if framework in FRAMEWORKS else name
+        for framework, each in names.items()
         for name in each
     ]

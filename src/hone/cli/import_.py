@@ -1,4 +1,4 @@
-"""`hone import FRAMEWORK SCRIPT`: a recipe of a script of another framework."""
+"""`hone import FRAMEWORK SCRIPT`: converts a script of another framework to a recipe."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from hone.cli.command import take_word
 from hone.config.aliases import FRAMEWORKS
 from hone.errors import UserError
-from hone.importing.convert import convert
-from hone.importing.frameworks import read_command, read_file
-from hone.importing.write import counts, recipe
 from hone.observe.printable import printable
+from hone.tools.imports.convert import convert
+from hone.tools.imports.frameworks import read_command, read_file
+from hone.tools.imports.write import counts, recipe
 
 __all__ = ["run"]
 
@@ -44,10 +44,8 @@ examples:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print a recipe, or write it to a file.
-
-    Raises UserError where nothing can be read, and where the file exists.
-    """
+    """Print a recipe, or write it to a file. Raises UserError if the input cannot be read or the
+    output exists."""
     words = list(argv)
     command = words[words.index("--") + 1 :] if "--" in words else []
     words = words[: words.index("--")] if "--" in words else words
@@ -77,12 +75,13 @@ def run(argv: Sequence[str]) -> int:
         source, origin = read_command(framework, command), "A command"
     else:
         source, origin = read_file(framework, Path(words[0]), os.environ), words[0]
-    found = convert(source)
-    text = recipe(found, origin, str(output or "RECIPE.yaml"))
+    imported = convert(source)
+    text = recipe(imported, origin, str(output or "RECIPE.yaml"))
     if output is None:
         sys.stdout.write(printable(text))
-        sys.stderr.write(f"{counts(found)}\n")
+        sys.stderr.write(f"{counts(imported)}\n")
     else:
         output.write_text(text, encoding="utf-8")
-        sys.stderr.write(f"{counts(found)}\nwritten to {output}; its comments say what to check\n")
+        message = f"written to {output}; its comments say what to check"
+        sys.stderr.write(f"{counts(imported)}\n{message}\n")
     return 0

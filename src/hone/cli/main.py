@@ -27,11 +27,13 @@ COMMANDS = {
     "dpo": "learn from preferences: DPO, KTO, ORPO, SimPO and kin",
     "reward-model": "train a model that scores completions, on pairs",
     "generate": "sample completions for prompts from a file",
+    "serve": "serve a model over HTTP: OpenAI's and Anthropic's APIs",
     "eval": "score a model on a data set",
+    "env": "play an environment turn by turn, or check it; needs no model",
     "report": "draw the report of a run, or of several side by side",
     "watch": "serve the report of a run as a page that keeps up with it",
     "trace": "merge the traces of a step, and list what takes longest",
-    "bench": "measure the engine (beside vLLM where wanted) or training",
+    "bench": "measure the engine (compared with vLLM if wanted) or training",
     "plan": "find what fits GPUs of a type, and what is fastest; needs none",
     "tune": "measure the best of plan on this machine, and write the fastest",
     "doctor": "measure whether this machine is right, with remedies",
@@ -59,13 +61,17 @@ _OTHER_NAMES = {
     "infer": ("generate",),
     "inference": ("generate",),
     "sample": ("generate",),
+    "server": ("serve",),
+    "api": ("serve",),
     "plot": ("report",),
     "profile": ("trace",),
     "compare": ("report",),
     "simulate": ("plan",),
     "validate": ("check",),
+    "environment": ("env",),
+    "play": ("env",),
 }
-"""What others call these commands, or a person might."""
+"""Other names that people may try, with the command they mean."""
 
 
 _USAGE = """\
@@ -97,7 +103,7 @@ _AFTERWARDS = {
     "generate": _SAME,
     "tune": _SAME,
 }
-"""What is left of a command that was interrupted where it could not save, by its name."""
+"""What remains after a command was interrupted where it could not save, by its name."""
 
 _MEMORY_ADVICE = """\
 In this order (benchmarks/memory.md has the numbers): lower engine.gpu_memory_utilization, or switch
@@ -109,23 +115,23 @@ optimizer step has fewer than six micro-batches. `hone check` shows what trainin
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for a user's mistake, 1 for other errors, 128 +
-    n after signal n: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
+    n after signal n (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP).
 
-    Of several processes that end because of one another, the first one to fail says why. With
-    `HONE_TRACEBACK=1` in the environment, mistakes show where they were found.
+    If several processes end because of one another, the first one to fail reports why. With
+    `HONE_TRACEBACK=1` in the environment, a user's mistake also shows a traceback.
     """
     _open_closed_streams()
     code = _run(list(sys.argv[1:] if argv is None else argv))
     if argv is None and code > 128:
-        # At once: an ordinary exit would wait for a checkpoint that is being written.
+        # Exit at once: an ordinary exit would wait for a checkpoint that is being written.
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def _open_closed_streams() -> None:
-    """Give a process that was started without one of its streams (`>&-`) the null device for it:
-    else the next file that is opened has its number, and receives what is printed."""
+    """Open /dev/null for each standard stream that the process was started without (`>&-`).
+    Otherwise the next opened file gets its number and receives the printed text."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open to the end
@@ -141,7 +147,7 @@ def _run(arguments: list[str]) -> int:
     try:
         return _dispatch(arguments)
     except BrokenPipeError:
-        # The reader of our output is gone (`hone rl --help | head`); stay silent at exit as well.
+        # The reader of the output is gone (`hone rl --help | head`): be silent at exit as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -151,7 +157,7 @@ def _run(arguments: list[str]) -> int:
                 reported(INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
-        if type(error).__name__ == "UnreachableError":  # nor can it be asked who reports
+        if type(error).__name__ == "UnreachableError":  # nor can the reporting process be asked for
             if own.local_rank == 0:
                 _say(f"error: {error}")
             return 1
@@ -169,13 +175,13 @@ def _run(arguments: list[str]) -> int:
 
 
 def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None] | None:
-    """The right to say why the run ends, to be called with the exit code when that is said; None
-    where another process does."""
+    """Claim the report of why the run ends. Returns a function to call with the exit code once it
+    is written, or None if another process has the claim."""
     if own.world_size == 1:
         return lambda code: None
     is_early = "hone.distributed.watch" not in sys.modules
     if not loads_torch and is_early:
-        return None  # no process has come far; the launcher reports instead
+        return None  # all processes are still starting; the launcher reports
     from hone.distributed.watch import claim
 
     claimed = claim(own)
@@ -184,15 +190,15 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
 
     def reported(code: int) -> None:
         claimed.reported(code)
-        if is_early or own.has_other_hosts:  # the others may still load their modules
+        if is_early or own.has_other_hosts:  # the others may still be loading modules
             claimed.wait_for_acks(own)
 
     return reported
 
 
 def _explain(error: Exception) -> int | None:
-    """Say what went wrong, and return the exit code; None for an error that is ours."""
-    name = type(error).__name__  # by name: this file must not load torch
+    """Report an error and return the exit code. None for an internal error."""
+    name = type(error).__name__  # compared by name: this file must not load torch
     if name in ("LostPeerError", "WorkersLostError", "StaleWeightsError"):
         _say(f"error: {error}")
         return 1
@@ -231,20 +237,20 @@ def _dispatch(arguments: list[str]) -> int:
             return print_help(command, rest)
     if command in ("dpo", "reward-model"):
         return import_module("hone.cli.sft").run(rest, command)
-    # `import` is a word of Python's own.
+    # `import` is a keyword of Python.
     module = "import_" if command == "import" else command.replace("-", "_")
     return import_module(f"hone.cli.{module}").run(rest)
 
 
 def usage() -> str:
-    """The page that `hone` alone prints."""
+    """The page that `hone` without arguments prints."""
     return _USAGE.format(
         commands="\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
     )
 
 
 def _set_up_logging(rank: int) -> None:
-    """Our own messages from level info on, others' from warning on, as plain lines on stderr. Of
+    """Log hone's messages from level info and others' from warning, as plain lines on stderr. Of
     several processes only the first one logs."""
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableFormatter("%(message)s"))
@@ -256,12 +262,12 @@ def _set_up_logging(rank: int) -> None:
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Messages may quote rows of data."""
+    """Formatter that escapes control characters: messages may quote rows of data."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # whoever read it may be gone; the exit code says the rest
+    with suppress(OSError):  # its reader may be gone; the exit code still tells
         sys.stderr.write(f"{printable(text)}\n")

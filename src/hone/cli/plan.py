@@ -19,12 +19,14 @@ from rich.table import Table
 from hone.cli.command import load_checked, plan_here
 from hone.cli.help import is_help, print_help
 from hone.config.recipe import to_yaml
-from hone.config.rules import findings
 from hone.config.tree import PlanConfig
 from hone.errors import UserError
 from hone.hardware import available_host_bytes, installed_gpu, known_gpu
 from hone.observe.whole_file import write_whole
-from hone.planner.comparison import (
+from hone.planner.fitting import gpu_host_roles
+from hone.planner.run_memory import RunMemory
+from hone.rules import findings
+from hone.tools.plan.comparison import (
     NUM_WHOLE,
     Comparison,
     Outcome,
@@ -34,8 +36,6 @@ from hone.planner.comparison import (
     recipe_of,
     run_flags,
 )
-from hone.planner.fitting import gpu_host_roles
-from hone.planner.run_memory import RunMemory
 from hone.version import __version__
 
 __all__ = ["run"]
@@ -79,14 +79,14 @@ examples:
 
 _MAX_ROWS = NUM_WHOLE
 _NUM_EXPLAINED = 4
-_TELLING_SHARE = 0.01
-"""Of a step: differences below are not told."""
+_MIN_SHARE_SHOWN = 0.01
+"""Smallest share of a step that is reported as a difference."""
 
 _log = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Search, print the ranking; write recipe or numbers where that is asked for."""
+    """Search and print the ranking. Writes the recipe or the numbers on request."""
     if not argv or is_help(argv):
         if any(not word.startswith("-") for word in argv):
             return print_help("plan", argv)
@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _with_own_host(cfg: PlanConfig) -> PlanConfig:
-    """With this host's memory, where it has GPUs of the type that is planned for."""
+    """Set the host memory to this host's if it has GPUs of the planned type."""
     if cfg.plan.host_gib is not None or installed_gpu() != known_gpu(cfg.plan.gpu, key="plan.gpu"):
         return cfg
     available = {"host_gib": round(available_host_bytes() / 2**30, 1)}
@@ -112,7 +112,7 @@ def _with_own_host(cfg: PlanConfig) -> PlanConfig:
 
 
 def _write(result: Comparison, output: Path) -> str:
-    """Write the recipe, or all numbers. Returns what to do with the file, or what it holds."""
+    """Write the recipe or all numbers. Returns a line on what to do with the file."""
     if output.suffix in (".yaml", ".yml"):
         write_whole(output, _recipe(result), "output")
         launch = " ".join(launch_words(result.outcomes[0]))
@@ -126,7 +126,7 @@ def _write(result: Comparison, output: Path) -> str:
 
 
 def _recipe(result: Comparison) -> str:
-    """The first outcome as a recipe, which says what it was made for."""
+    """The first outcome as a recipe, with comments on what it was made for."""
     outcome = result.outcomes[0]
     recipe = recipe_of(planned_config(result.cfg, outcome))
     head = [
@@ -143,7 +143,7 @@ def _recipe(result: Comparison) -> str:
 
 
 def _print(result: Comparison, console: Console) -> None:
-    """The fastest and the plain run, one row each, and what follows from them."""
+    """Print the fastest runs and the plain one, one row each, and conclusions."""
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("mode", no_wrap=True)
     for name in ("split", "s/step", "tok/s", "x plain", "idle", "stale, most"):
@@ -161,8 +161,8 @@ def _print(result: Comparison, console: Console) -> None:
         rest = len(result.outcomes) - len(shown)
         output = result.cfg.output
         has_all = output is not None and output.suffix == ".json"
-        told = f"in {output}" if has_all else "left out; --output FILE.json has all"
-        console.print(f"{rest} slower ones are {told}", markup=False)
+        where = f"in {output}" if has_all else "left out; --output FILE.json has all"
+        console.print(f"{rest} slower ones are {where}", markup=False)
     for outcome in dict.fromkeys([result.outcomes[0], result.plain]):
         console.print(_where_time_goes(outcome), markup=False)
     for better, next_best in pairwise(_distinct(result)):
@@ -198,10 +198,10 @@ def _print(result: Comparison, console: Console) -> None:
 
 
 def _host_lines(result: Comparison) -> list[str]:
-    """What the first way to run asks of the memory of its fullest host."""
+    """Host memory of the first outcome, on its fullest host."""
     roles, limit = gpu_host_roles(result.outcomes[0].plan), result.cfg.plan.host_gib
     needed = sum(role.num_bytes for role in roles) / 2**30
-    if needed < 0.05:  # nothing that shows
+    if needed < 0.05:  # too little to show
         return []
     size = f"{needed:.1f} GiB" + ("" if limit is None else f" of {limit:.0f} GiB")
     parts = "; ".join(role.in_words() for role in roles)
@@ -212,10 +212,10 @@ def _host_lines(result: Comparison) -> list[str]:
 
 
 def _legend(result: Comparison) -> str:
-    """What the columns mean; each line fits a terminal of 80 columns."""
+    """Explanation of the columns; each line fits a terminal of 80 columns."""
     return (
         f"* plain run ({result.plain.mode}); x plain: tok/s over its; idle: trainers, engines\n"
-        "3 + 5: trainers, engines apart; 8 = 8: same GPUs; stale: updates behind, mean"
+        "3 + 5: trainers + engines; 8 = 8: same GPUs for both; stale: updates behind, mean"
     )
 
 
@@ -242,18 +242,18 @@ def _where_time_goes(outcome: Outcome) -> str:
 
 
 def _distinct(result: Comparison) -> list[Outcome]:
-    """The first ones of other placements or modes, whose times differ."""
-    found: list[Outcome] = []
+    """The first outcomes whose placement or mode, and time, differ."""
+    outcomes: list[Outcome] = []
     for outcome in result.outcomes:
-        if len(found) == _NUM_EXPLAINED:
+        if len(outcomes) == _NUM_EXPLAINED:
             break
-        if not found or abs(found[-1].run.step_s / outcome.run.step_s - 1) > _TELLING_SHARE:
-            found.append(outcome)
-    return found
+        if not outcomes or abs(outcomes[-1].run.step_s / outcome.run.step_s - 1) > _MIN_SHARE_SHOWN:
+            outcomes.append(outcome)
+    return outcomes
 
 
 def _why(better: Outcome, other: Outcome) -> str:
-    """Where the time between two goes."""
+    """Difference in time between two outcomes, by phase."""
     ours, theirs = better.phases_s, other.phases_s
     sampling, others_sampling = next(iter(ours)), next(iter(theirs))
     pairs = [(sampling, ours[sampling], theirs[others_sampling])]
@@ -262,12 +262,12 @@ def _why(better: Outcome, other: Outcome) -> str:
     differences = [
         f"{abs(after - before):.2g} s {'less' if after > before else 'more'} {name}"
         for name, before, after in pairs[:2]
-        if abs(after - before) >= _TELLING_SHARE * other.run.step_s
+        if abs(after - before) >= _MIN_SHARE_SHOWN * other.run.step_s
     ]
-    told = f": {', '.join(differences)}" if differences else ""
+    details = f": {', '.join(differences)}" if differences else ""
     return (
         f"{better.name} before {other.name}: {other.run.step_s - better.run.step_s:.2g} s "
-        f"less a step{told}"
+        f"less a step{details}"
     )
 
 
@@ -287,7 +287,7 @@ def _model(result: Comparison) -> str:
 
 
 def _as_json(result: Comparison) -> dict[str, Any]:
-    """All numbers: what was assumed, and every step of every run."""
+    """All numbers: the assumptions, and every step of every run."""
     return {
         "version": __version__,
         "verdict": result.verdict,

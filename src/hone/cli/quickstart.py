@@ -1,7 +1,7 @@
-"""`hone quickstart [--seed N] [--dir DIR]`: watch a tiny model learn on this machine.
+"""`hone quickstart [--seed N] [--dir DIR]`: trains a tiny model on this machine.
 
-Nothing here is special: it writes a model folder and three JSONL files, and then calls `hone sft`
-and `hone rl` with recipes that ship with the package.
+It uses no special code: it writes a model folder and three JSONL files, and then calls `hone sft`
+and `hone rl` with recipes that come with hone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hone.cli.command import quiet_transformers
-from hone.cli.openmp import set_up_openmp
 from hone.config.rules.files import unwritable
+from hone.distributed.openmp import set_up_openmp
 from hone.errors import UserError
 from hone.families.shape import ModelShape
 
@@ -33,13 +33,13 @@ _SHAPE = ModelShape(
     num_kv_heads=2,
     head_dim=32,
     intermediate_size=384,
-    vocab_size=0,  # that of the tokenizer
+    vocab_size=0,  # set from the tokenizer
     tied=True,
 )
 
 
 def run(argv: Sequence[str]) -> int:
-    """Make the inputs, warm up, train, and say what came out."""
+    """Make the inputs, train in two stages, and print the result."""
     parser = ArgumentParser(
         prog="hone quickstart",
         description="A tiny language model learns to add three digits: first from two teachers, "
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="folder to work in")
     arguments = parser.parse_args(argv)
     folder: Path = arguments.dir
-    # Before torch is loaded, which happens where the model is made.
+    # Before torch is loaded, which making the model does.
     set_up_openmp("auto", _SHAPE)
     if _inputs_are_made(folder, arguments.seed):
         _say(f"Resuming the quick start in {folder}; remove the folder to start afresh")
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _inputs_are_made(folder: Path, seed: int) -> bool:
-    """Whether the folder holds the inputs of this seed. Raises UserError where it holds others."""
+    """Whether the folder holds the inputs of this seed. Raises UserError if it holds others."""
     if not os.path.exists(folder):
         if (problem := unwritable(folder)) is not None:
             raise UserError(f"--dir '{folder}' {problem}. Name another folder.")
@@ -83,7 +83,8 @@ def _inputs_are_made(folder: Path, seed: int) -> bool:
 
 
 def make_inputs(folder: Path, seed: int) -> None:
-    """The model folder and the problems: train, held out, and demonstrations of the former."""
+    """Write the model folder and the problems: training, held-out, and demonstrations of the
+    training ones."""
     from hone.data.arithmetic import (
         ALPHABET,
         generate,
@@ -111,7 +112,8 @@ def make_inputs(folder: Path, seed: int) -> None:
     write_jsonl(folder / "eval.jsonl", held_out)
     demonstrations = two_teachers(train, seed, num_copies=4, backwards=0.8)
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
-    (folder / "quickstart.json").write_text(json.dumps({"seed": seed}))  # last: all is there
+    # Written last: marks the folder as complete.
+    (folder / "quickstart.json").write_text(json.dumps({"seed": seed}))
 
 
 def paths(folder: Path, command: str) -> list[str]:
@@ -127,7 +129,7 @@ def paths(folder: Path, command: str) -> list[str]:
 
 
 def _call(command: str, arguments: list[str]) -> int:
-    """Run another command of ours, showing what would be typed."""
+    """Run another hone command, and show how to type it."""
     from hone.cli.main import main
 
     _say(f"\n$ hone {command} {' '.join(arguments)}")
@@ -148,12 +150,12 @@ def _conclude(folder: Path) -> None:
 
 
 def _program() -> str:
-    """How to call this program from here: `make quickstart` activates no environment."""
+    """How to call this program from this folder: `make quickstart` activates no environment."""
     return "hone" if shutil.which("hone") else os.path.relpath(Path(sys.executable).parent / "hone")
 
 
 def _next_steps(folder: Path) -> list[list[str]]:
-    """Commands that work with what the folder holds."""
+    """Suggested next commands for the folder."""
     if folder == DEFAULT_FOLDER:
         flags: dict[str, list[str]] = {"eval": [], "generate": []}
     else:

@@ -1,4 +1,5 @@
-"""Which recipe a run folder of its name belongs to: two of one name must not share it."""
+"""Record of the recipe to which a run folder belongs: two recipes of one name must not share a
+folder."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ from hone.observe.whole_file import write_whole
 __all__ = ["record_recipe", "require_same_recipe"]
 
 _RECORD = "recipe.json"
-"""Beside `model.json`: the recipe's absolute path, or the name of one that comes with hone."""
+"""File next to `model.json` with the recipe's absolute path, or the name of a built-in one."""
 
 
 def require_same_recipe(folder: Path, recipe: Path) -> None:
-    """Raise UserError where the run folder that is named after `recipe` holds a run of another
-    recipe of that name. Folders of other names were chosen, and are not looked at."""
+    """Raise UserError if the run folder that is named after `recipe` holds a run of another recipe.
+    Folders with other names were chosen by the user and are not checked."""
     record = folder / _RECORD
     if not _is_named_after(folder, recipe) or not (folder / CONFIG).is_file():
         return
     try:
         before = json.loads(record.read_text(encoding="utf-8"))["recipe"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # none was kept, or it was damaged: the run can be gone on with
+        return  # no record, or a damaged one: the run can be resumed
     if before != _identity(recipe):
         raise UserError(
             f"run.dir={str(folder)!r}, the folder of recipes named {recipe.stem!r}, holds a run of "
@@ -36,7 +37,7 @@ def require_same_recipe(folder: Path, recipe: Path) -> None:
 
 
 def record_recipe(folder: Path, recipe: Path) -> None:
-    """Write down that the run folder named after `recipe` is its own."""
+    """Record that the run folder named after `recipe` belongs to it."""
     if _is_named_after(folder, recipe):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"recipe": _identity(recipe)}, indent=2)

@@ -21,7 +21,7 @@ __all__ = ["copy_recipe", "run"]
 
 
 def run(argv: Sequence[str]) -> int:
-    """List, show or copy."""
+    """Run `hone recipes`: list, show or copy."""
     parser = ArgumentParser(
         prog="hone recipes",
         description="The recipes that come with hone: `hone COMMAND NAME` runs one as it is, a "
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     copy = actions.add_parser("copy", help="write a recipe, with its comments, to a file")
     copy.add_argument("name", metavar="NAME")
     copy.add_argument("path", metavar="PATH", type=Path, nargs="?", help="NAME.yaml, here")
-    copy.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    copy.add_argument("--overwrite", action="store_true", help="replace an existing file")
     arguments = parser.parse_args(argv)
     if arguments.action is None:
         _list()
@@ -46,11 +46,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def copy_recipe(name: str, path: Path | None, *, overwrite: bool = False) -> Path:
-    """Write a recipe to a file, or into a folder under its name; the command in its comments is
-    that of the copy.
-
-    Raises UserError for a name that there is not, and where the file exists.
-    """
+    """Write a built-in recipe to a file, or into a folder under its name. The command in its
+    comments is adapted to the copy. Raises UserError for an unknown name and if the file exists."""
     text = _file(name).read_text(encoding="utf-8")
     target = Path(f"{name}.yaml") if path is None else path
     if target.is_dir():

@@ -7,12 +7,12 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from hone.observe.report.write import write_report
+from hone.tools.report.write import write_report
 
 __all__ = ["run"]
 
-_DESCRIPTION = """Draw the report of a run, even of one that goes on. Of several runs one page
-overlays their curves and lists what differs between their configurations and environments."""
+_DESCRIPTION = """Draw the report of a run, even of one that is still running. For several runs one
+page overlays their curves and lists differences of their configurations and environments."""
 
 
 def run(argv: Sequence[str]) -> int:

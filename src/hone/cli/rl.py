@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from hone.cli.command import (
     check_here,
@@ -17,7 +17,8 @@ from hone.cli.command import (
     say_loading,
     take_nproc,
 )
-from hone.config.rules import Fact, Finding
+from hone.config.rules.finding import Finding
+from hone.config.rules.view import Fact, Known
 from hone.config.tree import RLConfig
 from hone.distributed.address import unreachable
 from hone.distributed.processes import processes
@@ -33,13 +34,13 @@ __all__ = ["check", "run", "train"]
 def run(argv: Sequence[str]) -> int:
     """Check the recipe, then train. Torch and Ray are loaded only after every check has passed."""
     nproc, arguments = take_nproc(argv)
-    cluster, asked_by = load_arguments(RLConfig, arguments)[0].cluster, "--nproc"
+    cluster, requested_by = load_arguments(RLConfig, arguments)[0].cluster, "--nproc"
     if cluster.is_used and nproc is None and processes().world_size == 1:
         if cluster.num_trainer_nodes > 1:
             return _run_on_nodes(arguments)
-        nproc, asked_by = cluster.num_processes, cluster.processes_by
+        nproc, requested_by = cluster.num_processes, cluster.processes_by
     if nproc is not None and nproc > 1:
-        return run_in_processes("rl", RLConfig, arguments, check, nproc, asked_by=asked_by)
+        return run_in_processes("rl", RLConfig, arguments, check, nproc, requested_by=requested_by)
     cfg = load_checked(RLConfig, arguments, check)
     if has_nothing_left(cfg):
         return 0
@@ -65,20 +66,22 @@ def _run_on_nodes(arguments: Sequence[str]) -> int:
 
 
 def train(cfg: RLConfig) -> Outcome:
-    """Train in this process, by a configuration that has been checked."""
+    """Train in this process with a checked configuration."""
     if cfg.cluster.needs_ray:
         import_extra("ray", needed_by=cfg.cluster.used_by)
     say_loading()
     from hone.loops import reinforce
     from hone.loops.workers import ray_pools, thread_pools
+    from hone.tools.report.pages import PAGES
 
     quiet_transformers()
-    return reinforce.run(cfg, ray_pools if cfg.cluster.needs_ray else thread_pools)
+    pools = ray_pools if cfg.cluster.needs_ray else thread_pools
+    return reinforce.run(cfg, pools, pages=PAGES)
 
 
-def check(cfg: RLConfig, world_size: int, **known: Any) -> list[Finding]:
-    """What `hone check` says, and whether there is a cluster to join: that may be known here alone.
-    The first process joins it."""
+def check(cfg: RLConfig, world_size: int, **known: Unpack[Known]) -> list[Finding]:
+    """Findings of `hone check`, and whether the cluster of `cluster.address` can be joined, which
+    only this host may know. The first process tries it."""
     own, address = processes(), cfg.cluster.address
     if own.local_world_size < own.world_size:
         words = "the number of processes on one node"

@@ -42,9 +42,10 @@ def run(argv: Sequence[str], command: str = "sft") -> int:
 
 
 def train(cfg: SFTConfig) -> Outcome:
-    """Train in this process, by a configuration that has been checked."""
+    """Train in this process with a checked configuration."""
     say_loading()
     from hone.loops import supervised
+    from hone.tools.report.pages import PAGES
 
     quiet_transformers()
-    return supervised.run(cfg)
+    return supervised.run(cfg, pages=PAGES)

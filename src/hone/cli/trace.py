@@ -1,4 +1,5 @@
-"""`hone trace RUN [--step N] [--output FILE]`: the traces of a step as one, and its longest."""
+"""`hone trace RUN [--step N] [--output FILE]`: merges the traces of a step, and lists what takes
+longest."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hone.observe.merged_trace import Longest, read_step
 from hone.observe.run_folder import RunFolder
+from hone.tools.report.merged_trace import Longest, read_step
 
 __all__ = ["run"]
 
@@ -34,8 +35,8 @@ def run(argv: Sequence[str]) -> int:
     trace = read_step(traces, arguments.step)
     output = arguments.output or traces / f"step_{trace.step}.trace.json.gz"
     trace.write(output)
-    for title, found in (("kernels", trace.kernels), ("gaps without a kernel", trace.gaps)):
-        sys.stdout.write(_tables(title, found))
+    for title, longest in (("kernels", trace.kernels), ("gaps without a kernel", trace.gaps)):
+        sys.stdout.write(_tables(title, longest))
     sys.stdout.write(
         f"step {trace.step}, of {len(trace.files)} traces: {output}\n"
         "Open it at https://ui.perfetto.dev.\n"
@@ -43,14 +44,14 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _tables(title: str, found: Mapping[str, Sequence[Longest]]) -> str:
+def _tables(title: str, longest_by_phase: Mapping[str, Sequence[Longest]]) -> str:
     lines: list[str] = []
-    for phase, longest in found.items():
+    for phase, longest in longest_by_phase.items():
         lines.append(f"{phase}: longest {title}")
         lines += [
-            f"  {one.total_us / 1000:10.3f} ms {one.share:6.1%} {one.num_calls:6d} x  "
-            f"{one.name[:_NAME_WIDTH]}"
-            for one in longest
+            f"  {item.total_us / 1000:10.3f} ms {item.share:6.1%} {item.num_calls:6d} x  "
+            f"{item.name[:_NAME_WIDTH]}"
+            for item in longest
         ]
         lines.append("")
     return "\n".join(lines) + "\n" if lines else ""

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hone.cli.command import check_plan, load_arguments, plan_here, take_nproc, take_word
+from hone.cli.command import check_plan, load_arguments, local_gpu, plan_here, take_nproc, take_word
 from hone.cli.help import is_help, print_help
-from hone.cli.short_run import OUT_OF_MEMORY, Candidate, Result, ShortRuns
+from hone.cli.main import main
 from hone.config.plan import RunPlan
 from hone.config.planning import LengthsConfig, PlanningConfig
 from hone.config.recipe import to_yaml
@@ -31,19 +31,21 @@ from hone.distributed.signals import raising
 from hone.errors import UserError
 from hone.hardware import max_gpus
 from hone.observe.whole_file import write_whole
-from hone.planner.calibration import Measured, simulated
-from hone.planner.comparison import (
+from hone.planner.fitting import changed, does_fit, rl_config
+from hone.planner.host_memory import host_roles
+from hone.planner.knobs import LOGITS, Change
+from hone.planner.run_memory import peak_bytes
+from hone.tools.plan.calibration import Measured, simulated
+from hone.tools.plan.comparison import (
     changed_settings,
     compare,
     launch_words,
     planned_config,
     recipe_of,
 )
-from hone.planner.fitting import Change, changed, does_fit, kept_logits, rl_config
-from hone.planner.host_memory import host_roles
-from hone.planner.lengths import draw_lengths
-from hone.planner.run_memory import peak_bytes
-from hone.planner.tuning import LEAST_GAIN, fit, modes, search_budget, variants
+from hone.tools.plan.lengths import draw_lengths
+from hone.tools.plan.short_runs import OUT_OF_MEMORY, Candidate, Result, ShortRuns
+from hone.tools.plan.tuning import LEAST_GAIN, fit, modes, search_budget, variants
 from hone.version import __version__
 
 __all__ = ["Search", "run"]
@@ -89,12 +91,12 @@ _FITTED = (
 _BUDGET = "trainer.max_tokens_per_microbatch"
 _GIB = 2**30
 _HOPELESS = 0.9
-"""Of the tokens a second of the fastest: ways that are predicted to have fewer are not measured."""
+"""Share of the fastest run's tokens/s: candidates predicted to be below are not measured."""
 _log = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, fit, write the fastest."""
+    """Run `hone tune`: measure, fit, and write the fastest candidate."""
     if not argv or is_help(argv):
         if any(not word.startswith("-") for word in argv):
             return print_help("plan", argv)
@@ -109,22 +111,24 @@ def run(argv: Sequence[str]) -> int:
     _require_usable(cfg, output)
     for note in notes:
         _log.info("note: %s", note)
-    # The recipe's own folder may hold a run.
+    # The recipe's own folder may hold a run already.
     elsewhere = cfg.run.model_copy(update={"dir": folder / "run"})
     cfg = cfg.model_copy(update={"run": elsewhere})
     with raising(_ended_by, SIGTERM, SIGHUP):
-        search = Search(cfg, nproc, ShortRuns(folder, num_steps), num_candidates)
+        gpu = local_gpu()
+        runs = ShortRuns(folder, num_steps, main=main, gpu=None if gpu is None else gpu.name)
+        search = Search(cfg, nproc, runs, num_candidates)
         try:
             search.measure_best()
             best = search.raise_budget()
         except KeyboardInterrupt:
             sys.stdout.writelines(f"{line}\n" for line in search.report())
             raise
-    told = search.report()
-    head = [f"{best.name}: the fastest of `hone tune` {__version__}", *told]
+    lines = search.report()
+    head = [f"{best.name}: the fastest of `hone tune` {__version__}", *lines]
     comments = "".join(f"# {line}\n" for line in head)
     write_whole(output, f"{comments}{to_yaml(recipe_of(best.cfg))}", "output")
-    sys.stdout.writelines(f"{line}\n" for line in told)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     processes = f" --nproc {best.nproc}" * (best.nproc > 1)
     _log.info("to run the fastest, %s: hone rl %s%s", best.name, output, processes)
     return 0
@@ -132,7 +136,7 @@ def run(argv: Sequence[str]) -> int:
 
 class _Predicted(NamedTuple):
     seconds: tuple[float, ...]
-    """Of a step, sampling, training, weights."""
+    """Seconds of a step, sampling, training, and weight sync."""
     tokens_per_s: float
 
 
@@ -141,7 +145,7 @@ def _ended_by(number: int) -> SystemExit:
 
 
 class Search:
-    """Over the ways to run one recipe, of which `number` are measured."""
+    """Search over candidates for one recipe, of which `number` are measured."""
 
     def __init__(
         self,
@@ -152,19 +156,20 @@ class Search:
     ) -> None:
         self._cfg, self._measure, self._number = cfg, measure, number
         self.results: dict[str, tuple[Candidate, Result]] = {}
-        """By name, in the order in which they were measured."""
+        """Measured candidates by name, in order of measurement."""
         self._constants: dict[bool, PlanningConfig] = {}
         base = self._candidate(cfg, nproc or 1)
         if base.plan.shape is None:
             raise UserError("model.path: the sizes of this model are not known before it is loaded")
         result = self._take(base, _refusal(base))
         if result.reason not in ("", OUT_OF_MEMORY) and does_fit(base.plan):
-            raise UserError(result.reason)  # no other way would run
+            raise UserError(result.reason)  # no other candidate would run either
         step = result.step
         if step is not None:
             self._cfg = cfg.model_copy(update={"plan": _with_lengths(cfg.plan, step)})
         self._lengths = _drawn_lengths(cfg) if step is None else step.lengths
-        is_known = base.plan.devices.gpu is not None  # else the first run calibrates
+        # Otherwise the first run calibrates the constants.
+        is_known = base.plan.devices.gpu is not None
         self._assumed = self._cfg.plan if is_known else self._fitted(base.plan)
         self.candidates = {base.name: base}
         for way, processes in self._ways(base, nproc):
@@ -172,7 +177,7 @@ class Search:
             self.candidates.setdefault(candidate.name, candidate)
 
     def measure_best(self) -> None:
-        """Measure what is best by the constants fitted so far, until there are enough."""
+        """Measure the best candidates by the constants fitted so far, until there are enough."""
         while len(self.results) < self._number:
             left = [x for x in self._ranked(self._fitted) if x not in self.results]
             served = (x for x in left if not _refusal(self.candidates[x]))
@@ -181,16 +186,14 @@ class Search:
             self._take(self.candidates[name])
 
     def raise_budget(self) -> Candidate:
-        """The fastest, with the budget of micro-batches that is worth its memory.
-
-        Raises UserError where nothing could be measured.
-        """
+        """The fastest candidate, with the token budget of micro-batches that is worth its memory.
+        Raises UserError if nothing could be measured."""
         if not self._measured():
-            told = "; ".join(f"{x.name}: {result.reason}" for x, result in self.results.values())
-            raise UserError(f"no way to run this recipe here could be measured. {told}")
+            reasons = "; ".join(f"{x.name}: {result.reason}" for x, result in self.results.values())
+            raise UserError(f"no way to run this recipe here could be measured. {reasons}")
         first, *_ = measured = self._measured()
         best, step, rate = max(measured, key=lambda found: found[2])
-        if rate < (1 + LEAST_GAIN) * first[2]:  # else noise would change settings
+        if rate < (1 + LEAST_GAIN) * first[2]:  # a smaller gain may be noise
             best, step, rate = first
         axes, batch = best.plan.policy.axes, best.plan.batch
         assert batch is not None
@@ -198,12 +201,12 @@ class Search:
             return best
         found: dict[int, Candidate] = {}
 
-        keeps_logits = not kept_logits(best.plan)
+        keeps_logits = next(LOGITS.time(best.plan), None) is None
 
         def seconds(budget: int) -> float | None:
             larger = _changed(best.cfg, best.nproc, {_BUDGET: budget})
             if keeps_logits:
-                chunk = kept_logits(self._candidate(larger, best.nproc).plan)
+                chunk = next(LOGITS.time(self._candidate(larger, best.nproc).plan), {})
                 larger = _changed(larger, best.nproc, chunk)
             found[budget] = self._candidate(larger, best.nproc)
             larger_step = self._take(found[budget], _refusal(found[budget])).step
@@ -220,11 +223,11 @@ class Search:
         return found.get(budget, best)
 
     def report(self) -> list[str]:
-        """Lines about what has been measured so far."""
+        """Lines on the measurements so far."""
         return [*self.table(), *self.summary()] if self._measured() else []
 
     def table(self) -> Iterator[str]:
-        """Measured, and by the fitted constants predicted; the fastest first."""
+        """Table of measured times and predictions with the fitted constants, fastest first."""
         yield "measured, predicted by the fitted constants:"
         names = ("s/step", "sampling", "training", "weights", "GiB", "tok/s")
         yield "".join(f"{name:>16}" for name in names)
@@ -239,7 +242,7 @@ class Search:
             yield "".join(f"{cell:>16}" for cell in [*cells, f"{result.tokens_per_s:,.0f}"])
 
     def summary(self) -> Iterator[str]:
-        """Errors before and after the fit, what the planner would have picked, the constants."""
+        """Errors before and after the fit, the planner's choice, and the constants."""
         measured = self._measured()
         rates = {x.name: rate for x, _, rate in measured if x.name in self.candidates}
         for when, constants in (("before", lambda _: self._assumed), ("after", self._fitted)):
@@ -261,13 +264,13 @@ class Search:
             yield f"for `hone plan` of such machines: {flags}"
 
     def _measured(self) -> list[tuple[Candidate, Measured, float]]:
-        """With tokens a second."""
+        """Measured candidates with their tokens/s."""
         found = self.results.values()
         return [(x, y.step, y.tokens_per_s) for x, y in found if y.step is not None]
 
     def _fitted(self, plan: RunPlan) -> PlanningConfig:
-        """The constants that explain what was measured, of runs of this kind if there are any:
-        engines that sample while trainers train may take cores from them."""
+        """Constants fitted to the measurements, of runs of this kind if there are any: engines that
+        sample while the trainer trains may take cores from it."""
         if plan.is_apart not in self._constants:
             found = [(x.plan, step) for x, step, _ in self._measured()]
             alike = [x for x in found if x[0].is_apart == plan.is_apart]
@@ -275,7 +278,8 @@ class Search:
         return self._constants[plan.is_apart]
 
     def _is_hopeless(self, name: str) -> bool:
-        """Whether this way and all that rank below it are predicted to be far from the fastest."""
+        """Whether this candidate and all below it are predicted to be far slower than the
+        fastest."""
         fastest = max((rate for *_, rate in self._measured()), default=0.0)
         plan = self.candidates[name].plan
         return self._predict(self._fitted(plan), plan).tokens_per_s < _HOPELESS * fastest
@@ -288,8 +292,8 @@ class Search:
         return Candidate(name, cfg, nproc, _plan(rl_config(cfg), nproc))
 
     def _ways(self, base: Candidate, nproc: int | None) -> Iterator[tuple[PlanConfig, int]]:
-        """The outcomes of `hone plan` for this host, where its table has the GPU, else the modes of
-        one device; and other single settings of each."""
+        """The outcomes of `hone plan` for this host if its table has the GPU, otherwise the modes
+        of one device; and other single settings of each."""
         cfg, gpu = self._cfg, base.plan.devices.gpu
         starts = [(cfg, base.nproc)]
         if gpu is None:
@@ -324,14 +328,14 @@ class Search:
     def _predict(self, constants: PlanningConfig, plan: RunPlan) -> _Predicted:
         try:
             run = simulated(constants, plan, self._lengths, self._cfg.plan.prompt_tokens)
-        except ValueError:  # a cache that, by prediction, one sample does not fit
+        except ValueError:  # predicted: the cache is too small for one sample
             return _Predicted((math.nan,) * 4, 0.0)
         phases = [(x.wait_s, x.train_s, x.halt_s + x.sync_s) for x in run.steady]
         means = (fmean(phase) for phase in zip(*phases, strict=True))
         return _Predicted((run.step_s, *means), run.tokens_per_s)
 
     def _ranked(self, constants: Callable[[RunPlan], PlanningConfig]) -> list[str]:
-        """Names, the fastest first."""
+        """Names of candidates, fastest first."""
         rates = {
             name: self._predict(constants(x.plan), x.plan).tokens_per_s
             for name, x in self.candidates.items()
@@ -350,13 +354,13 @@ def _changed(cfg: PlanConfig, nproc: int, change: Change) -> PlanConfig:
 
 
 def _refusal(candidate: Candidate) -> str:
-    """Why the run would not start."""
+    """Reason why the run would not start, or empty."""
     found = check_plan(candidate.plan)
     return next((finding.message for finding in found if finding.level == "error"), "")
 
 
 def _predicted_gib(candidate: Candidate) -> float:
-    """Of the fullest device, on a CPU of the fullest process."""
+    """Predicted memory of the fullest device, or of the fullest process on a CPU, in GiB."""
     plan = candidate.plan
     if not plan.is_on_cpu:
         return peak_bytes(plan) / _GIB
@@ -380,7 +384,7 @@ def _with_lengths(planning: PlanningConfig, measured: Measured) -> PlanningConfi
 
 
 def _drawn_lengths(cfg: PlanConfig) -> list[list[int]]:
-    """Of the samples of groups, as `plan` assumes them."""
+    """Completion lengths of the groups' samples that `plan` assumes."""
     size = cfg.rollout.n_samples_per_prompt
     drawn = draw_lengths(
         cfg.plan.lengths,

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event
 
 from hone.observe.local_server import ADDRESS
-from hone.observe.report.served import serve
+from hone.tools.report.served import serve
 
 __all__ = ["run"]
 

@@ -1,4 +1,4 @@
-"""What serves the settings of other frameworks: the table `aliases.yaml`, and hints made of it.
+"""Settings of other frameworks: the table `aliases.yaml`, and hints made from it.
 
     alias_hint(RLConfig, ["actor", "ppo_mini_batch_size"])
 
@@ -28,7 +28,7 @@ FRAMEWORKS: Mapping[str, str] = {
     "relax": "Relax",
     "trl": "TRL",
 }
-"""Those that `hone import` reads, as the table and as people write them."""
+"""Frameworks that `hone import` reads: their names in the table, and as people write them."""
 
 _TABLE = Path(__file__).with_name("aliases.yaml")
 _SOURCES = (*FRAMEWORKS, "others")
@@ -41,7 +41,7 @@ class Alias:
     says what each part means."""
 
     names: Mapping[str, tuple[str, ...]]
-    """By framework: ends of dotted paths; `x.*` is all below x."""
+    """Ends of dotted paths by framework; `x.*` stands for all paths below x."""
     to: tuple[str, ...] = ()
     always: str = ""
     missing: str = ""
@@ -54,7 +54,7 @@ class Alias:
 
     @property
     def words(self) -> str:
-        """What a hint says where there is no key of ours."""
+        """Text of a hint where hone has no such key."""
         return (
             f"not served yet: {self.missing}" if self.missing else f"nothing to set: {self.always}"
         )

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
-from hone.config.model import LoraConfig, TrainedModelConfig
+from hone.models.settings import LoraConfig, TrainedModelConfig
 
 __all__ = ["WORKLOADS", "BenchModelConfig", "BenchTrainModelConfig", "DecodeConfig", "RowsConfig"]
 

@@ -31,7 +31,7 @@ class Flag:
     path: tuple[str, ...]
     value: Any
     origin: str
-    """As it was typed, for messages."""
+    """The flag as it was typed, for messages."""
 
 
 def parse_flags(tree: type[Section], flags: Sequence[str]) -> tuple[list[Flag], dict[str, str]]:

@@ -22,15 +22,15 @@ from hone.config.flags import Flag, parse_flags
 from hone.config.recipe import Key, read_recipe, resolve_recipe, to_yaml
 from hone.config.schema import Field, fields, is_section, locate, members
 from hone.config.secret import secret_problem
-from hone.config.sharing import SAME, UNREAD, is_for_rl, parts, training_tree
-from hone.config.tree import TREES, EvaluateConfig, RLConfig, SFTConfig
+from hone.config.sharing import SAME, UNREAD, is_for_rl, split_recipe, training_tree
+from hone.config.tree import TREES, EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.config.unknown import unknown_key
 from hone.errors import UserError
 
 __all__ = ["dump_config", "load_config", "load_noted", "resolve_recipe"]
 
 _MAX_NAME_BYTES = 255
-"""Of a file or folder, on the disks of Linux and macOS."""
+"""Longest name of a file or folder on the disks of Linux and macOS."""
 
 T = TypeVar("T", bound=Section)
 
@@ -123,12 +123,12 @@ class _Draft:
     start: str | None = None
     """`model.path` of such a recipe."""
     recipe_origins: Mapping[Key, str] = field(default_factory=dict[Key, str])
-    """As `origins`, before any flag."""
+    """Origins of the values before any flag, like `origins`."""
 
     def take(self, recipe: dict[str, Any], path: Path) -> None:
         """Take from a recipe what is this command's. Demonstrations by a recipe of `hone rl` get a
         folder in that of its run."""
-        found = parts(self.tree, recipe)
+        found = split_recipe(self.tree, recipe)
         self.values, others = found.own, found.others
         if self.tree is not RLConfig:
             self.hints = training_tree([*others, *found.unknown])
@@ -231,8 +231,8 @@ class _Draft:
         self.recipe_origins = dict(self.origins)
 
     def choose_weights(self) -> None:
-        """Of a recipe that trains, `hone eval` and `generate` take what its run has trained, unless
-        a flag names a model, and write into that run's folder."""
+        """Make `hone eval`, `generate` and `serve` of a recipe that trains load the weights of its
+        run, unless a flag names a model; the first two write into that run's folder."""
         model, run = self.values.get("model"), self.values.setdefault("run", {})
         if self.run_folder is None or not isinstance(model, dict) or not isinstance(run, dict):
             return
@@ -250,7 +250,7 @@ class _Draft:
             model.pop("init", None)  # how the weights of the start model began
         if self.tree is EvaluateConfig:
             run.setdefault("dir", f"{folder}/eval{suffix}")
-        else:
+        elif self.tree is GenerateConfig:
             self.values.setdefault("output", f"{folder}/completions{suffix}.jsonl")
 
     def _is_flagged(self, key: str) -> bool:
@@ -389,7 +389,7 @@ def _written(path: Sequence[str], value: str, at: Key, origin: str) -> str:
 
 
 def _argument(path: Sequence[str]) -> str:
-    """How a key is set in a call from Python: `model={"path": ...}`."""
+    """Text on setting a key in a call from Python: `model={"path": ...}`."""
     value = "..."
     for part in reversed(path[1:]):
         value = f"[{value}]" if part == "0" else f'{{"{part}": {value}}}'
@@ -397,7 +397,7 @@ def _argument(path: Sequence[str]) -> str:
 
 
 def _fresh(target: Field | None) -> Any:
-    """What a container starts from when a flag reaches into it: its default, or nothing."""
+    """The initial value of a container that a flag reaches into: its default, or an empty one."""
     if target is None:
         return None
     if get_origin(target.annotation) is tuple:

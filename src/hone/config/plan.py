@@ -3,25 +3,31 @@
     plan = resolve(config, model, devices, world_size=8)
     plan.roles["policy"].axes, plan.batch.samples_per_optimizer_step
 
-`resolve` is pure and decides once. The rules (`hone.config.rules`) and the memory model
-(`hone.planner.memory`) are functions of a plan; `hone check`, `hone plan`, the builder, the
+`resolve` is pure and decides once. The rules (`hone.rules`) and the memory model
+(`hone.trainer.cost`) are functions of a plan; `hone check`, `hone plan`, the builder, the
 trainer and the report read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal, TypeAlias, cast
 
-from hone.config.cluster import ScorerName
-from hone.config.data import DataConfig
-from hone.config.engine import EngineConfig
-from hone.config.model import Dtype, LoraConfig, compute_dtype
-from hone.config.parallel import AxisSizes
-from hone.config.rollout import SamplingConfig
-from hone.config.trainer import SFTTrainerConfig
+from hone.config.bench import BenchModelConfig
+from hone.config.roles import (
+    MODEL_KEYS,
+    Layers,
+    Role,
+    Settings,
+    critic_model,
+    critic_settings,
+    reward_model,
+    teacher_model,
+    teacher_settings,
+)
 from hone.config.tree import (
     RECIPE_COMMANDS,
     TREES,
@@ -33,13 +39,21 @@ from hone.config.tree import (
     PairsConfig,
     RewardModelingConfig,
     RLConfig,
+    ServeConfig,
     SFTConfig,
 )
+from hone.data.settings import DataConfig
+from hone.distributed.settings import AxisSizes, ClusterConfig, RoleName
+from hone.engine.backends import BACKENDS
+from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
 from hone.families.registry import FUSED_FAMILIES
 from hone.families.shape import ModelShape
 from hone.hardware import Peaks
+from hone.models.settings import Dtype, LoraConfig, ModelConfig, compute_dtype
+from hone.rollout.settings import SamplingConfig
+from hone.trainer.settings import SFTTrainerConfig
 
 __all__ = [
     "RECIPE_TREES",
@@ -50,24 +64,29 @@ __all__ = [
     "Role",
     "RoleName",
     "RunPlan",
+    "known_models",
     "resolve",
 ]
 
 Command: TypeAlias = (
-    RLConfig | SFTConfig | EvaluateConfig | GenerateConfig | BenchEngineConfig | BenchTrainConfig
+    RLConfig
+    | SFTConfig
+    | EvaluateConfig
+    | GenerateConfig
+    | ServeConfig
+    | BenchEngineConfig
+    | BenchTrainConfig
 )
 """Any tree that a run is made of; that of `hone plan` is an `RLConfig`."""
 RECIPE_TREES = cast(
     "Mapping[str, type[Command]]", {command: TREES[command] for command in RECIPE_COMMANDS}
 )
 """The trees of the commands that a recipe may be for."""
-RoleName = Literal["policy", "engine", "reference", "critic", "teacher", "reward_model"]
-Layers = Literal["eager", "compiled", "exact", "fused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """What there is; with `hone check --gpu`, what there shall be."""
+    """The GPU of the run; with `hone check --gpu`, the assumed one."""
 
     kind: Literal["cpu", "cuda"] = "cuda"
     gpu: Peaks | None = None
@@ -77,34 +96,6 @@ class Devices:
     nodes: int = 1
     host_bytes: int | None = None
     """Memory of this host that processes can still take; None: not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """Copies of a model that do the same work, and the devices they have."""
-
-    name: RoleName
-    num_workers: int = 1
-    """Copies of the model, each over `axes.world` devices."""
-    axes: AxisSizes = AxisSizes()
-    """How one copy is divided."""
-    shares_devices_of: RoleName | None = None
-    """Whose devices it is on; None: its own."""
-    where: Literal["here", "thread", "ray"] = "here"
-    """In the process of whose devices it shares, there in a thread of its own, or in processes of
-    its own."""
-    layers: Layers = "eager"
-    """How decoder layers compute: transformers' as they are or compiled, exact, or those made for
-    decoding."""
-    dtype: Dtype
-    """Format of forward and backward."""
-    aliases_weights_of: RoleName | None = None
-    """Whose tensors it computes with; None: it has a copy of its own."""
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that it is on, shared or not."""
-        return self.num_workers * self.axes.world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +135,11 @@ class BatchArithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What `resolve` has decided."""
+    """The result of `resolve`."""
 
     config: Command
     model: ModelFacts | None
     """None: there is no `config.json` here, and the name is not that of a public shape."""
-    teacher: ModelFacts | None
-    """Likewise of `teacher.path`; None also without a teacher."""
     devices: Devices
     world_size: int | None
     """Processes that train, those of a critic apart not among them, or without a trainer sample;
@@ -158,6 +147,8 @@ class RunPlan:
     roles: Mapping[RoleName, Role]
     batch: BatchArithmetic | None
     """None: nothing is trained on a schedule of rows (`hone eval`, `generate`, `bench`)."""
+    others: Mapping[str, ModelFacts] = field(default_factory=dict[str, ModelFacts])
+    """Facts about models other than the policy, by path."""
     problem: str | None = None
     """Why `world_size` processes cannot be laid out along the axes of training; `roles` is then
     laid out for one replica."""
@@ -192,11 +183,13 @@ class RunPlan:
     @property
     def data(self) -> DataConfig | None:
         cfg = self.config
-        return None if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) else cfg.data
+        has_none = isinstance(cfg, ServeConfig | BenchEngineConfig | BenchTrainConfig)
+        return None if has_none else cfg.data
 
     @property
     def sampling(self) -> dict[str, SamplingConfig]:
-        """What is sampled, by the section that says how: `rollout`, `eval`, `generation`."""
+        """Kinds of sampling, by the section that configures them: `rollout`, `eval`,
+        `generation`."""
         match self.config:
             case RLConfig(eval=evaluation) as cfg:
                 found: dict[str, SamplingConfig] = {"rollout": cfg.rollout}
@@ -212,13 +205,18 @@ class RunPlan:
 
     @property
     def policy(self) -> Role:
-        """What is trained. Raises KeyError for commands that only sample."""
+        """The batch plan of training. Raises KeyError for commands that only sample."""
         return self.roles["policy"]
 
     @property
     def gives_values(self) -> bool:
         """Whether what is trained gives a number in place of logits."""
         return isinstance(self.config, RewardModelingConfig)
+
+    @property
+    def scorers(self) -> list[Role]:
+        """The frozen models, which score rows or samples."""
+        return [role for role in self.roles.values() if role.is_scorer]
 
     @property
     def is_on_cpu(self) -> bool:
@@ -237,28 +235,37 @@ class RunPlan:
         return "engine" in self.roles and self.roles["engine"].where != "here"
 
     @property
-    def trainers_hold_reference(self) -> bool:
-        """Whether a frozen model lies beside the policy: the KL term has one, unless that is the
-        base of adapters, or has devices of its own."""
-        return "reference" in self.roles and self.roles["reference"].where == "here"
+    def samples_ahead(self) -> bool:
+        """Whether engines sample while trainers train."""
+        return isinstance(self.config, RLConfig) and self.config.pipeline.samples_ahead
 
     @property
-    def scores_policy(self) -> bool:
-        """Whether trainers score the rows of `hone rl` before the update: where several optimizer
-        steps share them, and where rewards or advantages are made of log-probabilities."""
-        cfg, batch = self.config, self.batch
-        if not isinstance(cfg, RLConfig) or batch is None:
-            return False
-        has_teacher = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
-        is_asked = has_teacher or "policy" in cfg.algorithm.needs.scores
-        return batch.optimizer_steps_per_rollout > 1 or is_asked
+    def passes(self) -> float:
+        """Forward passes' worth of FLOPs of a step on the trainers' devices. Those of a teacher are
+        left out, which may be of any size."""
+        return sum(
+            role.passes
+            for role in self.roles.values()
+            if "policy" in (role.name, role.shares_devices_of) and role.name != "teacher"
+        )
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """Raises TypeError for commands without one."""
+        if isinstance(self.config, RLConfig):
+            return self.config.cluster
+        raise TypeError(f"{type(self.config).__name__} has no cluster")
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a process that waits for other trainers gives up."""
+        return self.policy.trainer.parallel.timeout_s
 
     @property
     def trainers_hold_frozen(self) -> bool:
-        """Whether a model that only scores rows, the reference or a teacher, is divided over the
-        processes that train."""
-        held = (self.roles.get(name) for name in ("reference", "teacher"))
-        return any(role is not None and role.where == "here" for role in held)
+        """Whether a frozen model that scores rows is divided over the processes that train."""
+        held = (role for role in self.roles.values() if role.scores_rows)
+        return any(role.where == "here" and not role.aliases_weights_of for role in held)
 
     @property
     def dtype(self) -> Dtype:
@@ -278,15 +285,17 @@ class RunPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of an element of the weights that compute."""
+        """Bytes of an element of the weights in the format that computes."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def max_sequence_parts(self) -> dict[str, int]:
-        """What adds up to the longest row, of training or of what is sampled, by setting."""
+        """Terms that add up to the longest row, of training or of sampling, by setting."""
         cfg = self.config
         if isinstance(cfg, SFTConfig):
             return {"data.max_tokens": cfg.data.max_tokens}
+        if isinstance(cfg, ServeConfig):
+            return {"serve.max_model_len": self.max_model_len or 0}
         section, sampling = next(iter(self.sampling.items()), (None, None))
         if sampling is None or self.data is None:
             return {}
@@ -346,6 +355,8 @@ class RunPlan:
         """Tokens of the longest sequence that engines are made for; None: the workload of `hone
         bench` says."""
         cfg = self.config
+        if isinstance(cfg, ServeConfig):
+            return cfg.serve.max_model_len or (self.model and self.model.context_length)
         if not isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
             return None
         longest = cfg.data.max_prompt_tokens + cfg.max_completion_tokens
@@ -356,26 +367,40 @@ class RunPlan:
         return sum(x.num_devices for x in self.roles.values() if x.shares_devices_of is None)
 
 
+def known_models(config: Command, *, may_fetch: bool = False) -> dict[str, ModelFacts]:
+    """What is known of the models of a run besides the policy, by path, as `ModelFacts.known`."""
+    paths: set[str | None] = set()
+    if isinstance(config, RLConfig):
+        has_critic = config.algorithm.needs_critic
+        keys = (key for role, key in MODEL_KEYS.items() if role != "critic" or has_critic)
+        paths |= {attrgetter(key)(config) for key in keys}
+    elif isinstance(config, EvaluateConfig | GenerateConfig):
+        paths.add(config.reward.model.path)
+    found = {path: ModelFacts.known(path, may_fetch=may_fetch) for path in paths if path}
+    return {path: facts for path, facts in found.items() if facts is not None}
+
+
 def resolve(
     config: Command,
     model: ModelFacts | None,
     devices: Devices,
     *,
     world_size: int | None = None,
-    teacher: ModelFacts | None = None,
+    others: Mapping[str, ModelFacts] | None = None,
 ) -> RunPlan:
-    """Decide how `config` runs on `devices`, in `world_size` processes where that is known.
+    """Decide how `config` runs on `devices`, in `world_size` processes where that is known. `model`
+    is what is known of the policy, `others` of other models (`known_models`).
 
     Never raises: what cannot be is for the rules to say.
     """
     plan = RunPlan(
         config=config,
         model=model,
-        teacher=teacher,
         devices=devices,
         world_size=world_size,
         roles={},
-        batch=None,
+        batch=_batch(config),
+        others=others or {},
     )
     axes, problem = AxisSizes(), None
     if plan.trainer is not None:
@@ -383,82 +408,164 @@ def resolve(
             axes = AxisSizes.of(plan.trainer.parallel, world_size)
         except UserError as error:
             axes, problem = AxisSizes.of(plan.trainer.parallel), str(error)
-    return replace(plan, roles=_roles(plan, axes), batch=_batch(config), problem=problem)
+    return replace(plan, roles={x.name: x for x in _roles(plan, axes)}, problem=problem)
 
 
-def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
+def _roles(plan: RunPlan, axes: AxisSizes) -> Iterator[Role]:
+    """All parts of the run that have a model. Whatever goes over the roles meets them in this
+    order."""
     cfg, trainer, engine = plan.config, plan.trainer, plan.engine
-    dtype = compute_dtype(cfg.model.dtype, plan.devices.kind)
-    roles: dict[RoleName, Role] = {}
     if trainer is not None:
-        layers = _training_layers(plan, trainer)
-        roles["policy"] = Role(name="policy", axes=axes, layers=layers, dtype=dtype)
+        yield _policy(plan, trainer, axes)
     if engine is not None:
-        roles["engine"] = _engine_role(plan, engine, axes, dtype)
-    if isinstance(cfg, RLConfig) and cfg.algorithm.kl.coef > 0 and not cfg.model.lora.rank:
-        roles["reference"] = _frozen("reference", cfg, axes, dtype)
-    if isinstance(cfg, DPOConfig) and cfg.has_frozen_reference:
-        roles["reference"] = _frozen("reference", cfg, axes, dtype)
-    if isinstance(cfg, RLConfig) and cfg.teacher.path is not None:
-        roles["teacher"] = _frozen("teacher", cfg, axes, dtype)
-    if isinstance(cfg, RLConfig) and cfg.algorithm.needs_critic and trainer is not None:
-        roles["critic"] = _critic_role(cfg, roles["policy"])
-    if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig) and cfg.reward.model.path:
-        # Whole in each process that drives an engine, and in the first where that drives all.
-        beside: RoleName = "engine" if trainer is None else "policy"
-        role = Role(name="reward_model", shares_devices_of=beside, dtype=dtype)
-        roles["reward_model"] = _apart("reward_model", cfg, dtype) or role
-    return roles
+        yield _engine(plan, engine, axes)
+    if isinstance(cfg, RLConfig) and cfg.algorithm.needs_critic:
+        yield _critic(plan, cfg, axes)
+    if isinstance(cfg, RLConfig | DPOConfig):
+        yield from _reference(plan, cfg, axes)
+    if isinstance(cfg, RLConfig) and (model := teacher_model(cfg)) is not None:
+        settings = teacher_settings(cfg)
+        teacher = replace(
+            _role(plan, "teacher", settings, model),
+            layers=_layers(plan, settings),
+            top_k=cfg.teacher.top_k,
+            num_scorings=1,
+        )
+        yield _placed(teacher, cfg, axes)
+    if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
+        yield from _reward_model(plan, cfg)
 
 
-def _critic_role(cfg: RLConfig, policy: Role) -> Role:
+def _role(plan: RunPlan, name: RoleName, settings: Settings, model: ModelConfig) -> Role:
+    """A role on devices of its own."""
+    cfg = plan.config
+    return Role(
+        name=name,
+        settings=settings,
+        model=model,
+        facts=plan.model if model.path == (cfg.model.path or "") else plan.others.get(model.path),
+        dtype=compute_dtype(cfg.model.dtype, plan.devices.kind),
+        temperature=cfg.rollout.temperature
+        if isinstance(cfg, RLConfig) and name != "critic"  # whose values are no logits
+        else 1.0,
+    )
+
+
+def _own_model(cfg: Command) -> ModelConfig:
+    """That of `model`."""
+    if isinstance(cfg.model, BenchModelConfig):
+        fields = cfg.model.model_dump(include={"init", "dtype", "exact"})
+        return ModelConfig(path=cfg.model.path or "", **fields)
+    return cfg.model
+
+
+def _policy(plan: RunPlan, trainer: SFTTrainerConfig, axes: AxisSizes) -> Role:
+    cfg, batch = plan.config, plan.batch
+    # Where several optimizer steps share the rows, and where rewards or advantages are made of
+    # log-probabilities.
+    is_scored = False
+    if isinstance(cfg, RLConfig) and batch is not None:
+        has_teacher = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
+        is_asked = has_teacher or "policy" in cfg.algorithm.needs.scores
+        is_scored = batch.optimizer_steps_per_rollout > 1 or is_asked
+    return replace(
+        _role(plan, "policy", trainer, _own_model(cfg)),
+        axes=axes,
+        layers=_policy_layers(plan, trainer),
+        replays_routes=_replays_routes(cfg),
+        num_scorings=int(is_scored),
+        num_epochs=1 if batch is None else batch.num_epochs,
+    )
+
+
+def _replays_routes(cfg: Command) -> bool:
+    return isinstance(cfg, RLConfig) and cfg.algorithm.routing_replay
+
+
+def _policy_layers(plan: RunPlan, trainer: SFTTrainerConfig) -> Layers:
+    """How layers of the policy and of its reference compute. On rows of files nothing has to be
+    exact."""
+    cfg = plan.config
+    is_exact = not isinstance(cfg, SFTConfig) and cfg.model.exact
+    return "exact" if is_exact else _layers(plan, trainer)
+
+
+def _layers(plan: RunPlan, trainer: SFTTrainerConfig) -> Layers:
+    """Execution of the layers of all other models that are trained or score rows."""
+    return "compiled" if trainer.compiles(plan.devices.kind) else "eager"
+
+
+def _critic(plan: RunPlan, cfg: RLConfig, axes: AxisSizes) -> Role:
     """Beside the policy, or in processes of its own."""
-    layers: Layers = "eager" if policy.layers == "exact" else policy.layers
-    role = replace(policy, name="critic", layers=layers)
+    settings = critic_settings(cfg)
+    role = replace(
+        _role(plan, "critic", settings, critic_model(cfg)),
+        axes=axes,
+        layers=_layers(plan, settings),
+        num_scorings=1,
+        num_epochs=cfg.trainer.num_epochs,
+    )
     if not cfg.cluster.num_critics:
         return replace(role, shares_devices_of="policy")
     # Sizes that do not fit its processes are for the rules to refuse.
     with suppress(UserError):
-        axes = AxisSizes.of(cfg.critic_parallel, cfg.cluster.num_critics)
-        role = replace(role, axes=axes)
+        role = replace(role, axes=AxisSizes.of(settings.parallel, cfg.cluster.num_critics))
     return role
 
 
-def _apart(name: ScorerName, cfg: Command, dtype: Dtype) -> Role | None:
+def _reference(plan: RunPlan, cfg: RLConfig | DPOConfig, axes: AxisSizes) -> Iterator[Role]:
+    """The policy before training: adapters switched off, or a frozen copy."""
+    is_asked = cfg.algorithm.kl.coef > 0 if isinstance(cfg, RLConfig) else _is_scored_anew(cfg)
+    if not is_asked:
+        return
+    role = _role(plan, "reference", cfg.trainer, cfg.model)
+    role = replace(role, layers=_policy_layers(plan, cfg.trainer), num_scorings=1)
+    if cfg.model.lora.rank:
+        yield replace(role, axes=axes, shares_devices_of="policy", aliases_weights_of="policy")
+    else:
+        yield _placed(role, cfg, axes)
+
+
+def _is_scored_anew(cfg: DPOConfig) -> bool:
+    return cfg.has_frozen_reference or (cfg.algorithm.needs_reference and cfg.model.lora.rank > 0)
+
+
+def _reward_model(plan: RunPlan, cfg: RLConfig | EvaluateConfig | GenerateConfig) -> Iterator[Role]:
+    """On devices of its own; else whole in each process that drives an engine, and in the first
+    where that drives all."""
+    if (model := reward_model(cfg)) is None:
+        return
+    role = _role(plan, "reward_model", cfg.reward.model, model)
+    host_role: RoleName = "engine" if plan.trainer is None else "policy"
+    yield _apart(role, cfg) or replace(role, shares_devices_of=host_role)
+
+
+def _apart(role: Role, cfg: Command) -> Role | None:
     """A frozen model on devices of its own, one a copy; None where it has none."""
-    number = cfg.cluster.num_scorers.get(name) if isinstance(cfg, RLConfig) else None
-    if number is None:
-        return None
-    return Role(name=name, num_workers=number, where="ray", dtype=dtype)
+    number = cfg.cluster.num_scorers.get(role.name, 0) if isinstance(cfg, RLConfig) else 0
+    return replace(role, num_workers=number, where="ray") if number else None
 
 
-def _frozen(name: ScorerName, cfg: RLConfig | DPOConfig, axes: AxisSizes, dtype: Dtype) -> Role:
+def _placed(role: Role, cfg: RLConfig | DPOConfig, axes: AxisSizes) -> Role:
     """A model that scores rows: on devices of its own, or beside the policy, over all trainers."""
-    if (apart := _apart(name, cfg, dtype)) is not None:
+    if (apart := _apart(role, cfg)) is not None:
         return apart
     # Sizes of its own that fit no mesh are for the rules to refuse.
     with suppress(UserError):
         axes = AxisSizes.of(cfg.trainer.parallel.for_reference, axes.world)
-    return Role(name=name, axes=axes, shares_devices_of="policy", dtype=dtype)
+    return replace(role, axes=axes, shares_devices_of="policy")
 
 
-def _training_layers(plan: RunPlan, trainer: SFTTrainerConfig) -> Layers:
-    if plan.config.model.exact:
-        return "exact"
-    compiles = not plan.is_on_cpu if trainer.compile is None else trainer.compile
-    return "compiled" if compiles else "eager"
-
-
-def _engine_role(plan: RunPlan, engine: EngineConfig, axes: AxisSizes, dtype: Dtype) -> Role:
+def _engine(plan: RunPlan, engine: EngineConfig, axes: AxisSizes) -> Role:
     cfg, size = plan.config, engine.tensor_parallel_size
-    family, is_embedded = plan.model and plan.model.family, engine.backend == "embedded"
+    family = plan.model and plan.model.family
     is_fused = family is None or family in FUSED_FAMILIES
     layers: Layers = "fused" if is_fused else "eager" if engine.enforce_eager else "compiled"
-    role = Role(
-        name="engine",
+    role = replace(
+        _role(plan, "engine", engine, _own_model(cfg)),
         axes=AxisSizes(tensor=size),
         layers="exact" if cfg.model.exact else layers,
-        dtype=dtype,
+        replays_routes=_replays_routes(cfg),
     )
     if not isinstance(cfg, RLConfig):
         return replace(role, num_workers=max((plan.world_size or size) // size, 1))
@@ -466,8 +573,9 @@ def _engine_role(plan: RunPlan, engine: EngineConfig, axes: AxisSizes, dtype: Dt
         return replace(role, num_workers=cfg.cluster.num_engines, where="ray")
     if cfg.has_engine_thread:
         return replace(role, shares_devices_of="policy", where="thread")
+    has_own_weights = BACKENDS[engine.backend].has_own_weights
     has_own_form = bool(cfg.model.lora.rank) or engine.packs_rows
-    is_alias = is_embedded and axes.world == 1 and not has_own_form
+    is_alias = axes.world == 1 and not (has_own_weights or has_own_form)
     return replace(
         role,
         num_workers=max(axes.world // size, 1),

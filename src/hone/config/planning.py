@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
-from hone.config.model import TrainedModelConfig
+from hone.models.settings import TrainedModelConfig
 
 __all__ = ["GPUS_UNSET", "LengthsConfig", "PlannedModelConfig", "PlanningConfig"]
 
@@ -91,7 +91,7 @@ class PlanningConfig(Section):
     training_share: float = Field(default=0.88, gt=0, le=1)
     """Share of the matrix rate that products of very wide models reach in training. On an H200
     those of 8B reach 0.76, of 0.6B 0.54, and attention 0.24 to 0.36
-    (`hone.planner.compute_time`)."""
+    (`hone.tools.plan.compute_time`)."""
 
     training_scaling: float = Field(default=0.93, gt=0, le=1)
     """The same of several trainers against one."""

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Key = tuple[str | int, ...]
-"""Where a value sits: names of keys and positions in lists."""
+"""Place of a value: names of keys and positions in lists."""
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 _SUFFIXES = (".yaml", ".yml")

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
-from hone.config.rollout import FilteredSamplingConfig, GenerationConfig
+from hone.rollout.settings import FilteredSamplingConfig, GenerationConfig
 
 __all__ = [
     "CheckpointConfig",

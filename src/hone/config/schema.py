@@ -1,4 +1,5 @@
-"""What the tree can hold: its keys, their types in words, and the nearest key to a wrong one."""
+"""Schema of the configuration trees: keys, their types as text, and the nearest key to a wrong
+one."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _WORDS = frozenset(
     )
 )
 _ALWAYS = _WORDS - {"auth", "bearer", "cookie", "key", "sig", "signature", "token"}
-"""Of a setting; others are names of columns and tokens as often."""
+"""Word that marks a setting as secret; other words also appear in names of columns and tokens."""
 _PAIRS = frozenset(
     (
         *(("api", "key"), ("access", "key"), ("private", "key"), ("auth", "key")),
@@ -120,5 +120,5 @@ def _words(name: str) -> list[str]:
 
 
 def _variable(name: str) -> str:
-    """What the variable of a setting may be called."""
+    """Allowed names of the environment variable of a setting."""
     return "_".join(_words(name)).upper() or "API_KEY"

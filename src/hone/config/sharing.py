@@ -1,12 +1,12 @@
-"""One recipe serves several commands: which of its keys are another command's.
+"""Recipes that serve several commands: the keys that belong to another command.
 
-    found = parts(EvaluateConfig, values)
+    split = split_recipe(EvaluateConfig, values)
 
-`hone eval`, `generate`, `plan` and `bench` leave out what only training has, and every command
-leaves out the sections of commands that do not train. A recipe with sections that `hone rl` alone
-has serves `hone sft` too, each without what the other alone has; in one of demonstrations alone a
-key of `hone rl` is a mistake, as is one of `hone sft` where no such section is. `hone dpo` and
-`hone reward-model` have a section `algorithm` of their own, so their recipes are theirs alone.
+`hone eval`, `generate`, `serve`, `plan` and `bench` leave out what only training has, and every
+command leaves out the sections of commands that do not train. A recipe with sections that `hone rl`
+alone has serves `hone sft` too, each without what the other alone has; in one of demonstrations
+alone a key of `hone rl` is a mistake, as is one of `hone sft` where no such section is. `hone dpo`
+and `hone reward-model` have a section `algorithm` of their own, so their recipes are theirs alone.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from hone.config.tree import (
 __all__ = [
     "SAME",
     "UNREAD",
-    "Parts",
+    "RecipeSplit",
     "command_of",
     "is_for_rl",
     "key_paths",
-    "parts",
+    "split_recipe",
     "training_tree",
 ]
 
 _TRAINING = (RLConfig, SFTConfig, DPOConfig, RewardModelingConfig)
 
+_GENERATION = {
+    f"rollout.{key}": f"generation.{key}"
+    for key in ("max_completion_tokens", "temperature", "stop")
+}
 SAME: Mapping[str, Mapping[str, str]] = {
     "eval": {"rollout.stop": "eval.stop"},
-    "generate": {
-        f"rollout.{key}": f"generation.{key}"
-        for key in ("max_completion_tokens", "temperature", "stop")
-    },
+    "generate": _GENERATION,
+    "serve": _GENERATION,
 }
 """By command, keys of `hone rl` and those of the command that say the same: a recipe that lacks the
 latter is sampled as its run samples."""
@@ -54,32 +56,32 @@ UNREAD: Mapping[str, tuple[str, ...]] = {"generate": ("data.eval", "data.eval_fr
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """A recipe as a command reads it."""
+class RecipeSplit:
+    """The keys of a recipe, split by whether one command has them."""
 
     own: dict[str, Any] = field(default_factory=dict[str, Any])
-    """With keys that nobody has, where the section above them is the command's."""
+    """Keys of the command, and unknown keys in its sections."""
     others: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
-    """Values of keys that other commands have, by path."""
+    """Values of keys that only other commands have, by path."""
     unknown: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
-    """Keys that nobody has, in sections of other commands."""
+    """Unknown keys in sections of other commands."""
 
 
-def parts(tree: type[Section], values: Mapping[str, Any]) -> Parts:
-    """What of a recipe is for `tree`."""
-    found = Parts()
+def split_recipe(tree: type[Section], values: Mapping[str, Any]) -> RecipeSplit:
+    """The keys of a recipe that the command of `tree` reads, and the others."""
+    result = RecipeSplit()
     reads_past = [
         other
         for other in TREES.values()
         if other is not tree
         and (other not in _TRAINING or tree not in _TRAINING or is_for_rl(values))
     ]
-    found.own.update(_own(tree, reads_past, values, (), found))
-    return found
+    result.own.update(_own(tree, reads_past, values, (), result))
+    return result
 
 
 def is_for_rl(values: Mapping[str, Any]) -> bool:
-    """Whether a recipe has sections that of the commands which train `hone rl` alone has."""
+    """Whether a recipe has sections that, of all training commands, only `hone rl` has."""
     return bool(values.keys() & (RLConfig.model_fields.keys() - DPOConfig.model_fields.keys()))
 
 
@@ -88,7 +90,7 @@ def _own(
     others: Collection[type[Section]],
     values: Mapping[str, Any],
     above: tuple[str, ...],
-    found: Parts,
+    result: RecipeSplit,
 ) -> dict[str, Any]:
     own: dict[str, Any] = {}
     is_ours = not above or locate(tree, above) is not None
@@ -96,15 +98,15 @@ def _own(
         path = (*above, name)
         target = locate(tree, path) or _in_others(others, path)
         if target is None and not is_ours:
-            found.unknown.append(path)
+            result.unknown.append(path)
         elif target is not None and is_section(target.annotation) and isinstance(value, dict):
-            part = _own(tree, others, value, path, found)
+            part = _own(tree, others, value, path, result)
             if locate(tree, path) is not None:
                 own[name] = part
         elif target is None or locate(tree, path) is not None:
             own[name] = value
         else:
-            found.others[path] = value
+            result.others[path] = value
     return own
 
 
@@ -134,7 +136,7 @@ def training_tree(paths: Collection[tuple[str, ...]]) -> type[Section] | None:
 
 
 def command_of(paths: Collection[tuple[str, ...]], *, has_pairs: bool = False) -> str:
-    """Which of `RECIPE_COMMANDS` a recipe and flags with these keys are for.
+    """The command of `RECIPE_COMMANDS` that a recipe and flags with these keys are for.
 
     The one that knows the most of them; of equals one that trains on pairs, where the data
     `has_pairs`, then one whose required keys are all there; of these the first.

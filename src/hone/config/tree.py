@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from hone.config.algorithm import AlgorithmConfig, CriticConfig, TeacherConfig
+from hone.algorithms.settings import (
+    AlgorithmConfig,
+    BradleyTerryConfig,
+    CriticConfig,
+    PreferenceConfig,
+    TeacherConfig,
+)
 from hone.config.base import Section
 from hone.config.bench import (
     BenchModelConfig,
@@ -16,18 +22,7 @@ from hone.config.bench import (
     DecodeConfig,
     RowsConfig,
 )
-from hone.config.cluster import ClusterConfig
-from hone.config.data import DataConfig, PairSourceBase, PairSourceConfig, SourceConfig
-from hone.config.engine import EngineConfig
-from hone.config.env import EnvConfig
-from hone.config.model import ModelConfig, TrainedModelConfig
-from hone.config.parallel import ParallelConfig
-from hone.config.pipeline import PipelineConfig
 from hone.config.planning import PlannedModelConfig, PlanningConfig
-from hone.config.preference import BradleyTerryConfig, PreferenceConfig
-from hone.config.profile import ProfileConfig, RLProfileConfig
-from hone.config.reward import GenerateRewardConfig, RewardConfig
-from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.run import (
     CheckpointConfig,
     DPORunConfig,
@@ -41,7 +36,15 @@ from hone.config.run import (
     SFTRunConfig,
     StandaloneEvaluationConfig,
 )
-from hone.config.trainer import SFTTrainerConfig, TrainerConfig
+from hone.data.settings import DataConfig, PairSourceBase, PairSourceConfig, SourceConfig
+from hone.distributed.settings import ClusterConfig
+from hone.door.settings import DoorConfig
+from hone.engine.settings import EngineConfig
+from hone.models.settings import ModelConfig, TrainedModelConfig
+from hone.observe.settings import ProfileConfig, RLProfileConfig
+from hone.rewards.settings import GenerateRewardConfig, RewardConfig
+from hone.rollout.settings import EnvConfig, GenerationConfig, PipelineConfig, RolloutConfig
+from hone.trainer.settings import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
     "RECIPE_COMMANDS",
@@ -60,6 +63,7 @@ __all__ = [
     "RewardModelingConfig",
     "SFTConfig",
     "SFTDataConfig",
+    "ServeConfig",
 ]
 
 
@@ -90,54 +94,6 @@ class RLConfig(Section):
         prompt."""
         measured = self.eval.max_completion_tokens if self.eval.is_scheduled else 0
         return max(self.rollout.max_completion_tokens, measured)
-
-    @property
-    def teacher_model(self) -> ModelConfig | None:
-        """The teacher, loaded as the policy is but for what `teacher` says; None without one."""
-        if self.teacher.path is None:
-            return None
-        own = {"path": self.teacher.path, "init": "pretrained", "tokenizer": None, "exact": False}
-        return ModelConfig(**self.model.model_dump(exclude={"lora"}) | own)
-
-    @property
-    def teacher_trainer(self) -> TrainerConfig:
-        """`trainer`, with the budget of the teacher's passes."""
-        own = self.teacher.max_tokens_per_forward
-        update = {} if own is None else {"max_tokens_per_forward": own}
-        return self.trainer.model_copy(update=update)
-
-    @property
-    def critic_model(self) -> ModelConfig | None:
-        """What the critic starts from where that is not the policy's start; else None."""
-        if self.critic.path is None or not self.algorithm.needs_critic:
-            return None
-        own = {"path": self.critic.path, "init": "pretrained", "tokenizer": None}
-        return self.model.model_copy(update=own)
-
-    @property
-    def critic_parallel(self) -> ParallelConfig:
-        """How the critic is divided. Beside the policy it has the processes of that, and so the
-        axes."""
-        of_policy = self.trainer.parallel
-        return self.critic.parallel.over(of_policy) if self.cluster.num_critics else of_policy
-
-    @property
-    def critic_trainer(self) -> TrainerConfig:
-        """How the critic is trained: as the policy, but for what `critic` says."""
-        critic, trainer = self.critic, self.trainer
-        own = {"lr": critic.lr, "name": critic.optimizer or trainer.optimizer.name}
-        optimizer = trainer.optimizer.model_copy(update=own)
-        if self.cluster.num_critics:  # nobody needs room on its devices
-            trainer = trainer.model_copy(update={"enable_sleep": False})
-        update: dict[str, Any] = {"optimizer": optimizer, "parallel": self.critic_parallel}
-        if critic.max_tokens_per_microbatch is not None:
-            update["max_tokens_per_forward"] = None  # twice that
-        for key in ("max_tokens_per_microbatch", "max_tokens_per_forward", "recompute", "offload"):
-            if (value := getattr(critic, key)) is not None:
-                update[key] = value
-        if critic.recompute == "off":
-            update["offload_activations"] = False  # which are of recomputed layers
-        return trainer.model_copy(update=update)
 
     @property
     def has_engine_thread(self) -> bool:
@@ -296,6 +252,17 @@ class GenerateConfig(Section):
         return self.generation.max_completion_tokens
 
 
+class ServeConfig(Section):
+    """`hone serve`: answer requests over HTTP with a model."""
+
+    run: GenerateRunConfig = GenerateRunConfig()
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    generation: GenerationConfig = GenerationConfig()
+    """How answers are drawn where a request does not say otherwise."""
+    serve: DoorConfig = DoorConfig()
+
+
 class BenchEngineConfig(Section):
     """`hone bench engine`: the engine's speed on a workload, with log-probabilities, against what
     the device allows and, where asked for, against vLLM on the same requests."""
@@ -357,14 +324,15 @@ TREES: Mapping[str, type[Section]] = {
     "reward-model": RewardModelingConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
+    "serve": ServeConfig,
     "plan": PlanConfig,
     "bench engine": BenchEngineConfig,
     "bench train": BenchTrainConfig,
 }
-"""By the words after `hone`."""
+"""Configuration trees by command, the words after `hone`."""
 
 SUPERVISED = tuple(name for name, tree in TREES.items() if issubclass(tree, SFTConfig))
 """Commands that train on rows of files; nothing is sampled."""
 
-RECIPE_COMMANDS = ("rl", *SUPERVISED, "eval", "generate")
+RECIPE_COMMANDS = ("rl", *SUPERVISED, "eval", "generate", "serve")
 """Commands that a recipe may be for."""

@@ -1,4 +1,4 @@
-"""What a message says of a key that is not there: the same for flags, recipes and Python."""
+"""Message about an unknown key, the same for flags, recipes and Python."""
 
 from __future__ import annotations
 

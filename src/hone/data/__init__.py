@@ -1,1 +1,1 @@
-"""From rows on disk to prompts and demonstrations, in an order that survives any restart."""
+"""Data loading: rows on disk become prompts and demonstrations, in an order that a resume keeps."""

@@ -22,7 +22,7 @@ from hone.observe.whole_file import whole_file
 __all__ = ["ALPHABET", "generate", "two_teachers", "write_jsonl"]
 
 ALPHABET = "0123456789+-*="
-"""Every character a prompt or completion can hold."""
+"""Every character of prompts and completions."""
 
 
 def generate(
@@ -34,8 +34,8 @@ def generate(
     choice of `+-*`; `*` binds before `+` and `-`. With the defaults a row reads
     `{"prompt": "37+58=", "completion": "95", "answer": "95"}`.
 
-    The rows are a pure function of the arguments, and `generate(n)` is the beginning of
-    `generate(n + m)`. Raises UserError if there are fewer than `num` such problems.
+    The rows depend only on the arguments, and `generate(n)` is the beginning of `generate(n + m)`.
+    Raises UserError if there are fewer than `num` such problems.
     """
     if not ops or set(ops) - set("+-*"):
         raise UserError(f"ops must be one or more of '+-*', got {ops!r}")
@@ -65,10 +65,10 @@ def generate(
 def two_teachers(
     rows: Iterable[Mapping[str, str]], seed: int, *, num_copies: int, backwards: float
 ) -> list[dict[str, str]]:
-    """`num_copies` demonstrations of each problem, a share of which writes the answer backwards.
+    """`num_copies` demonstrations of each problem; the share `backwards` has the answer reversed.
 
-    What a model learns from them is to answer either way; which of the two is wanted, only a
-    reward tells. `answer` stays right in every row.
+    A model trained on them answers either way, and only a reward shows which one is wanted.
+    `answer` is right in every row.
     """
     generator = random.Random(f"two teachers {seed}")
     return [

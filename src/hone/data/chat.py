@@ -1,13 +1,12 @@
-"""From an example to token ids: the one place where text becomes tokens.
+"""Rendering of examples to token ids: the one place where text becomes tokens.
 
-A prompt is rendered once, by the chat template or the prompt template, and the ids that come out
-are the ids that are measured, stored and sent to the engine. Sampled ids never pass through here.
+A prompt is rendered once, by the chat template or the prompt template. The resulting ids are
+measured, stored and sent to the engine. Sampled ids never pass through here.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
-from hone.config.data import DataConfig, fill_template, template_fields
 from hone.data.columns import Example, text_of, without_nulls
-from hone.data.left_out import TemplateCheck, shape_of
+from hone.data.settings import DataConfig, fill_template, template_fields
 from hone.data.sources import shorten
+from hone.data.template_check import TemplateCheck, shape_of
+from hone.data.tool_schemas import TOOLS, ToolSchemas, all_tools, require_written
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers
+from hone.model_input import TEXT, ModelInput
 from hone.types import Message, opened_tag
 
 if TYPE_CHECKING:
@@ -32,11 +33,12 @@ __all__ = ["Demonstration", "Rendered", "Renderer", "template_arguments", "uses_
 _log = logging.getLogger(__name__)
 
 ENCODE_BATCH = 1024
-"""Texts given to the tokenizer at a time: enough to use its threads, little enough memory."""
-TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
-"""Columns that a chat template gets with the messages, as in TRL."""
+"""Texts in one call of the tokenizer: enough for its threads, and little memory."""
+ARGUMENTS = "chat_template_kwargs"
+"""The column of variables that a chat template gets with the messages, as in TRL."""
 CHARS_PER_TOKEN = 16
-"""Of a text with more characters for each token that it may have, the beginning is tried first."""
+"""A text with more characters than this for each allowed token is probably too long: its beginning
+is tokenised first."""
 _NO_TEMPLATE = DataConfig.model_fields["prompt_template"].default
 
 
@@ -47,9 +49,11 @@ class Rendered:
     text: str
     token_ids: tuple[int, ...]
     is_cut: bool = False
-    """The ids are those of the beginning alone, which is too long already."""
+    """Only the beginning was tokenised, which is too long already."""
     messages: tuple[Message, ...] = ()
-    """What the chat template rendered, where they are kept."""
+    """The messages that the chat template rendered, with `keeps_messages`."""
+    model_input: ModelInput = TEXT
+    """Inputs of the model besides these ids."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -63,10 +67,12 @@ class Demonstration:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     is_cut: bool = False
-    """The ids are those of the beginning alone, which is too long already."""
+    """Only the beginning was tokenised, which is too long already."""
     asked_ids: tuple[int, ...] = ()
-    """The prompt's ids where `token_ids` may begin with others: a reward model's template may write
-    a prompt anew once an answer follows."""
+    """The ids of the prompt alone, for a reward model: its template may render a prompt differently
+    when an answer follows, so `token_ids` may begin with other ids."""
+    model_input: ModelInput = TEXT
+    """Inputs of the model besides the ids of the whole row."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -87,16 +93,21 @@ class Renderer:
         *,
         keeps_messages: bool = False,
         end_ids: Collection[int] = (),
+        tools: ToolSchemas = (),
     ) -> None:
-        """`keeps_messages` for environments, which may add to them. `end_ids`, for demonstrations,
-        are those that end a turn of the model (`hone.models.load.load_end_ids`); that of the
-        tokenizer is one in any case."""
+        """`keeps_messages` is for environments, which may append messages. `end_ids`, for
+        demonstrations, end a turn of the model (`hone.models.load.load_end_ids`); the tokenizer's
+        end token is always among them. `tools` are those of the environment, which every prompt
+        shows; raises UserError where the chat template does not write them."""
         self.tokenizer = tokenizer
         self.template = cfg.prompt_template
         self.system_prompt = cfg.system_prompt
         self.uses_chat = uses_chat(tokenizer, cfg)
         self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
+        self.tools = tools
+        if tools:
+            require_written(tokenizer, tools, uses_chat=self.uses_chat)
         self._has_logged = False
         self._template_check = TemplateCheck(UserError)
         end = tokenizer.eos_token_id
@@ -111,19 +122,19 @@ class Renderer:
     def prompts(
         self, examples: Sequence[Example], *, max_tokens: int | None = None
     ) -> list[Rendered]:
-        """Each example's prompt, ready to be sampled from. Of one that has far more than
-        `max_tokens` the beginning alone is tokenised: all of it takes hundreds of times its
+        """Each example's prompt, ready to be sampled from. If a prompt has far more than
+        `max_tokens`, only its beginning is tokenised: the whole would take hundreds of times its
         size in memory."""
         self._log_arguments(examples)
         texts = [self._prompt_text(example) for example in examples]
-        found: list[Rendered] = []
+        prompts: list[Rendered] = []
         encoded = self._encode(texts, examples, max_tokens)
         for example, text, (ids, is_cut) in zip(examples, texts, encoded, strict=True):
             if not (token_ids := self._started(ids)):
                 raise UserError(f"{example.location}: the prompt renders to no tokens at all")
             messages = tuple(self._messages(example)) if self.keeps_messages else ()
-            found.append(Rendered(text, token_ids, is_cut, messages))
-        return found
+            prompts.append(Rendered(text, token_ids, is_cut, messages))
+        return prompts
 
     def demonstrations(
         self,
@@ -132,11 +143,11 @@ class Renderer:
         max_prompt_tokens: int | None = None,
         max_tokens: int | None = None,
     ) -> list[Demonstration]:
-        """Each example's prompt and completion up to and with the token at which sampling would
-        have ended; a truncated completion is followed by nothing.
+        """Each example's prompt and completion, including the end token at which sampling would
+        stop; a truncated completion has no end token.
 
-        The prompt's ids are those that `prompts` gives, and so those a model will be asked with.
-        Rows that have far more tokens than the limits are cut as there.
+        The prompt's ids are those of `prompts`, with which the model is sampled later. Rows that
+        have far more tokens than the limits are cut like those of `prompts`.
         """
         if not self.end:
             raise UserError(
@@ -149,7 +160,7 @@ class Renderer:
             for example, prompt in zip(examples, prompts, strict=True)
         ]
         encoded = self._encode(texts, examples, max_tokens)
-        found: list[Demonstration] = []
+        demonstrations: list[Demonstration] = []
         for example, prompt, text, (ids, is_cut) in zip(
             examples, prompts, texts, encoded, strict=True
         ):
@@ -160,16 +171,16 @@ class Renderer:
                 row = Demonstration(self._started(ids), num_prompt, is_cut=True)
             else:
                 row = self._demonstration(example, prompt, text, self._started(ids))
-            found.append(row)
-        return found
+            demonstrations.append(replace(row, model_input=prompt.model_input))
+        return demonstrations
 
     def transcript(self, example: Example) -> tuple[int, ...]:
-        """A prompt with its completion as a reward model reads them. Under a chat template all that
-        it writes, also behind the end token, since that text is what such models are trained and
-        asked with; without one up to and with the end token. A truncated completion is followed by
-        nothing."""
-        (found,) = self.demonstrations([example])
-        return self._transcript(example, found)
+        """The ids of a prompt with its completion for a reward model. With a chat template they are
+        all that it writes, including text after the end token, since reward models are trained and
+        used on that text. Without one they end with the end token. A truncated completion has no
+        end token."""
+        (demonstration,) = self.demonstrations([example])
+        return self._transcript(example, demonstration)
 
     def transcripts(
         self,
@@ -178,21 +189,20 @@ class Renderer:
         max_prompt_tokens: int | None = None,
         max_tokens: int | None = None,
     ) -> list[Demonstration]:
-        """`demonstrations` whose ids are those of `transcript`: what a reward model is trained
-        with."""
-        found = self.demonstrations(
+        """Training rows of a reward model: `demonstrations` with the ids of `transcript`."""
+        rows = self.demonstrations(
             examples, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
         )
         return [
             row
             if row.is_cut
             else replace(row, token_ids=self._transcript(example, row), asked_ids=row.prompt_ids)
-            for example, row in zip(examples, found, strict=True)
+            for example, row in zip(examples, rows, strict=True)
         ]
 
-    def _transcript(self, example: Example, found: Demonstration) -> tuple[int, ...]:
+    def _transcript(self, example: Example, demonstration: Demonstration) -> tuple[int, ...]:
         if not self.uses_chat or example.is_truncated:
-            return found.token_ids
+            return demonstration.token_ids
         assert example.completion is not None
         messages = [*self._messages(example), example.completion]
         text = self._apply_template(messages, example, add_generation_prompt=False)
@@ -201,7 +211,8 @@ class Renderer:
     def _demonstration(
         self, example: Example, prompt: Rendered, text: str, whole: tuple[int, ...]
     ) -> Demonstration:
-        """Of a prompt with its answer: `text`, of which `whole` are the ids."""
+        """The demonstration of a prompt with its answer, whose text is `text` with the ids
+        `whole`."""
         completion = self._completion(example, prompt, text, whole)
         if not example.is_truncated:
             completion = self._ended(example, completion)
@@ -210,39 +221,39 @@ class Renderer:
     def _completion(
         self, example: Example, prompt: Rendered, text: str, whole: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """The ids behind the prompt, which must stay what it is at sampling time: where a template
-        rewrites it, or a token lies across its border, they are those of the completion alone."""
+        """The ids after the prompt. The prompt must have the same ids as at sampling time; where
+        the template rewrites it, or a token spans its border, the completion is tokenised alone."""
         num_prompt = len(prompt.token_ids)
-        goes_on = whole[:num_prompt] == prompt.token_ids
-        said = text[len(prompt.text) :]
-        if not goes_on and not text.startswith(prompt.text):
-            said = _content_alone(
+        keeps_prompt = whole[:num_prompt] == prompt.token_ids
+        answer = text[len(prompt.text) :]
+        if not keeps_prompt and not text.startswith(prompt.text):
+            answer = _content_alone(
                 example,
                 "the chat template does not keep the prompt as it was once an answer follows",
             )
-        once = _without_opened(said, prompt.text)
-        if goes_on and once == said:
+        without_tag = _without_opened(answer, prompt.text)
+        if keeps_prompt and without_tag == answer:
             return whole[num_prompt:]
-        return self._encode([once], [example])[0][0]
+        return self._encode([without_tag], [example])[0][0]
 
     def _ended(self, example: Example, completion: tuple[int, ...]) -> tuple[int, ...]:
-        """Up to and with the first of the end tokens behind what is said; what a template puts
-        after it, a line break or the end of all text, is never sampled. Where there is none, the
-        tokenizer's is put there."""
+        """The completion up to and including the first end token after its text. What a template
+        writes after that, such as a line break, is never sampled. Without an end token the
+        tokenizer's is appended."""
         assert example.completion is not None
         places = [place for place, token in enumerate(completion) if token in self.end_ids]
         if not places:
             return (*completion, *self.end)
         last = places.pop()
-        behind = self._spelt(completion[last + 1 :])
-        if behind and example.completion["content"].rstrip().endswith(behind):
-            return (*completion, *self.end)  # the text spells an end token, and goes on
-        while places and not self._spelt(completion[places[-1] + 1 : last]):
+        after = self._stripped_text(completion[last + 1 :])
+        if after and example.completion["content"].rstrip().endswith(after):
+            return (*completion, *self.end)  # the end token is part of the text, which continues
+        while places and not self._stripped_text(completion[places[-1] + 1 : last]):
             last = places.pop()
         return completion[: last + 1]
 
-    def _spelt(self, ids: tuple[int, ...]) -> str:
-        """The text of ids but for blanks around it."""
+    def _stripped_text(self, ids: tuple[int, ...]) -> str:
+        """The decoded ids without whitespace at both ends."""
         return cast(str, self.tokenizer.decode([*ids])).strip() if ids else ""
 
     def _prompt_text(self, example: Example) -> str:
@@ -308,7 +319,9 @@ class Renderer:
     def _apply_template(
         self, messages: list[Message], example: Example, *, add_generation_prompt: bool
     ) -> str:
-        arguments = template_arguments(self.tokenizer, example.columns, example.location)
+        arguments = template_arguments(
+            self.tokenizer, example.columns, example.location, tools=self.tools
+        )
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -326,8 +339,8 @@ class Renderer:
     def _require_written(
         self, messages: list[Message], example: Example, *, is_answered: bool = False
     ) -> None:
-        """Raise UserError where the template leaves out one of the messages, or a call of tools
-        among them; where they are answered, of the answer."""
+        """Raise UserError where the template leaves out one of the messages or a tool call. With
+        `is_answered` only the last message, the answer, is checked."""
 
         def render(marked: list[Message]) -> str:
             return self._apply_template(marked, example, add_generation_prompt=not is_answered)
@@ -345,21 +358,21 @@ class Renderer:
             )
 
     def _log_arguments(self, examples: Sequence[Example]) -> None:
-        """Log once which columns the template gets beyond the messages, or that it has no place for
-        them."""
+        """Log once which columns the template gets besides the messages, or warn that it does not
+        use them."""
         names = (TOOLS, ARGUMENTS)
-        found = [name for name in names if any(x.columns.get(name) for x in examples)]
-        if self._has_logged or not found:
+        present = [name for name in names if any(x.columns.get(name) for x in examples)]
+        if self._has_logged or not present:
             return
         self._has_logged = True
         if self.uses_chat:
-            _log.info("the chat template gets the columns %s of each row", " and ".join(found))
-            if TOOLS in found and TOOLS not in str(self.tokenizer.chat_template):
+            _log.info("the chat template gets the columns %s of each row", " and ".join(present))
+            if TOOLS in present and TOOLS not in str(self.tokenizer.chat_template):
                 _log.warning(
                     "warning: the chat template does not write tools, so that the model does not "
                     "see them; name one that does in model.chat_template"
                 )
-        elif unread := [name for name in found if name not in template_fields(self.template)]:
+        elif unread := [name for name in present if name not in template_fields(self.template)]:
             _log.warning(
                 "warning: the model does not see the columns %s: prompts are rendered without a "
                 "chat template. Use a tokenizer that has one with data.chat 'auto', or give one in "
@@ -368,14 +381,14 @@ class Renderer:
             )
 
     def _started(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Ids behind the begin-of-text token, unless the text itself begins with it."""
+        """The ids after the begin-of-text token, which is added unless they begin with it."""
         return ids if ids[: len(self.start_ids)] == self.start_ids else (*self.start_ids, *ids)
 
     def _encode(
         self, texts: Sequence[str], examples: Sequence[Example], max_tokens: int | None = None
     ) -> list[tuple[tuple[int, ...], bool]]:
-        """Ids of each example's text, special tokens only where the text spells them; and whether
-        they are those of its beginning alone, which has more than `max_tokens`."""
+        """Ids of each example's text, and whether only its beginning was tokenised because it has
+        more than `max_tokens`. No special tokens are added; those in the text are recognised."""
         encoded: list[tuple[tuple[int, ...], bool]] = []
         for start in range(0, len(texts), ENCODE_BATCH):
             part = slice(start, start + ENCODE_BATCH)
@@ -393,9 +406,9 @@ class Renderer:
     def _encode_beginning(
         self, text: str, example: Example, max_tokens: int | None
     ) -> tuple[int, ...]:
-        """Ids of a beginning of a text that has far more than `max_tokens`, else none.
+        """Ids of the beginning of a text that has far more than `max_tokens`, else no ids.
 
-        Where a text is cut it has a few tokens more than there would be, hence the factor of 2.
+        At the cut there may be a few tokens more than in the whole text, hence the factor of 2.
         """
         if max_tokens is None:
             return ()
@@ -426,7 +439,7 @@ class Renderer:
     def _unencodable(
         self, texts: Sequence[str], examples: Sequence[Example], error: Exception
     ) -> Exception:
-        """A UserError naming the first row at fault, found by going through the batch again."""
+        """A UserError naming the first row at fault, found by encoding the rows one by one."""
         if len(texts) > 1:
             for text, example in zip(texts, examples, strict=True):
                 self._encode_whole([text], [example])
@@ -438,13 +451,17 @@ class Renderer:
 
 
 def template_arguments(
-    tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any], location: str
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Mapping[str, Any],
+    location: str,
+    *,
+    tools: ToolSchemas = (),
 ) -> dict[str, Any]:
-    """What a row gives the chat template with its messages: its `tools`, a list of objects or that
-    as JSON text, and the variables in its `chat_template_kwargs`.
+    """Arguments of a row for the chat template besides its messages: the environment's `tools` and
+    those of the row (`all_tools`), and the variables in its `chat_template_kwargs`.
 
-    Raises UserError, which names `location`, where they are something else, or where a variable is
-    an argument by which hone renders.
+    Raises UserError, naming `location`, for other values, and for variables that are arguments of
+    the rendering itself.
     """
     arguments: Any = without_nulls(columns.get(ARGUMENTS) or {})
     if not isinstance(arguments, dict):
@@ -459,30 +476,14 @@ def template_arguments(
             f"are made, and not what a template reads; remove it (tools have the column "
             f"{TOOLS!r}, a template the key model.chat_template)"
         )
-    tools = _tools(columns.get(TOOLS), location)
-    return arguments | ({"tools": tools} if tools else {})
+    shown = all_tools(tools, columns, location)
+    return arguments | ({"tools": shown} if shown else {})
 
 
 @cache
 def _own_arguments(kind: type[PreTrainedTokenizerBase]) -> frozenset[str]:
-    """The arguments of `apply_chat_template` that are no variables of a template."""
+    """The arguments of `apply_chat_template` that are not variables of a template."""
     return frozenset(inspect.signature(kind.apply_chat_template).parameters) - {"documents"}
-
-
-def _tools(value: Any, location: str) -> list[Any]:
-    tools: Any = without_nulls(value)
-    if isinstance(value, str) and value.strip():
-        try:
-            tools = json.loads(value)
-        except (ValueError, RecursionError):
-            tools = value
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UserError(
-            f"{location}: column {TOOLS!r} goes into the chat template, and must hold a list of "
-            "JSON schemas, as [{'type': 'function', 'function': {'name': ...}}], or that as JSON "
-            f"text, got {shorten(repr(value))}; mend it, or rename a column that is something else"
-        )
-    return tools or []
 
 
 def uses_chat(tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> bool:
@@ -504,8 +505,8 @@ def uses_chat(tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> bool:
 
 
 def _content_alone(example: Example, since: str) -> str:
-    """The text of a demonstration that no template renders. Raises UserError, which says `since`
-    when it cannot be rendered, where it has more than its text."""
+    """The content of a demonstration, for when no template renders its message. Raises UserError,
+    with the reason `since`, where the message has more than its content, such as tool calls."""
     assert example.completion is not None
     others = example.completion.keys() - {"role", "content"}
     if others:
@@ -516,21 +517,21 @@ def _content_alone(example: Example, since: str) -> str:
     return cast(str, example.completion["content"])
 
 
-def _without_opened(said: str, prompt: str) -> str:
-    """What is said behind a prompt, without a tag that the prompt has opened already, as templates
-    of reasoning models do with `<think>`. A tag that is closed more often than it is opened is one
-    of its own, inside of that of the prompt."""
+def _without_opened(answer: str, prompt: str) -> str:
+    """The answer without a tag at its start that the prompt has already opened, such as `<think>`
+    of reasoning models. An answer that closes the tag more often than it opens it has a tag of its
+    own, inside the prompt's, and stays unchanged."""
     opened = opened_tag(prompt)
     tag = opened.rstrip()
-    if not tag or not said.lstrip().startswith(tag):
-        return said
-    if said.count(tag.replace("<", "</")) > said.count(tag):
-        return said
-    return said.lstrip().removeprefix(tag).removeprefix(opened[len(tag) :])
+    if not tag or not answer.lstrip().startswith(tag):
+        return answer
+    if answer.count(tag.replace("<", "</")) > answer.count(tag):
+        return answer
+    return answer.lstrip().removeprefix(tag).removeprefix(opened[len(tag) :])
 
 
 def _start_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The begin-of-text token where the tokenizer puts one; an end token it adds is left out."""
+    """The begin-of-text token, where the tokenizer adds one to a text; else no ids."""
     start = tokenizer.bos_token_id
     probe: Any = tokenizer("")
     if isinstance(start, int) and probe["input_ids"][:1] == [start]:

@@ -1,4 +1,4 @@
-"""From the columns of a row to a prompt, its answer, its demonstration and its task."""
+"""Reads the prompt, the answer, the demonstration and the task from the columns of a row."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.config.data import SourceBase
-from hone.data.sources import Row, short_name, shorten
+from hone.data.settings import SourceBase
+from hone.data.sources import SourceRow, short_name, shorten
 from hone.errors import UserError
 from hone.observe.column_values import as_text
 from hone.paths import DATA_SUFFIXES
@@ -51,9 +51,9 @@ USUAL_NAMES = {
     "label": (("label",),),
     "margin": (("margin",),),
 }
-"""Where a role is looked for: the first of these tiers that a source has. Two names of one tier are
-ambiguous. verl's `reward_model.ground_truth` is nothing else, and so comes first; where rows have
-an `answer` and a `solution`, the latter is the way to the former."""
+"""Usual column names of each role, in tiers: the first tier with a column in the source is taken,
+and two columns of one tier are ambiguous. verl's `reward_model.ground_truth` has no other meaning,
+so it comes first. Where rows have an `answer` and a `solution`, the solution is the derivation."""
 
 
 _UNFINISHED = frozenset(StopReason) - {StopReason.EOS, StopReason.STOP_STRING}
@@ -66,17 +66,17 @@ _NOUNS = {"chosen": "chosen completion", "rejected": "rejected completion"}
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The column of each role; None: there is none, or it is not needed."""
+    """The column of each role; None where there is none or it is not needed."""
 
     prompt: str
     answer: str | None
     completion: str | None
-    """Of demonstrations alone."""
+    """Only for demonstrations."""
     task: str | None
     demonstrations: bool
 
     def __str__(self) -> str:
-        """For the log, with the layout that shows in it."""
+        """A text for the log, with the layout that the columns show."""
         roles = ("prompt", "answer", "completion", "task")
         named = {role: getattr(self, role) for role in roles}
         text = ", ".join(f"{role} from '{name}'" for role, name in named.items() if name)
@@ -89,39 +89,39 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A row whose columns have found their meaning, not yet rendered."""
+    """A row with the values of its roles, before it is rendered."""
 
     id: str
     location: str
     prompt: str | list[Message]
     answer: str | None
     completion: Message | None
-    """The demonstration as an assistant turn; None unless one was asked for."""
+    """The demonstration as an assistant message; None where demonstrations are not read."""
     task: str
     metadata: dict[str, Any]
-    """What rewards get: the row, with the column of the answer as `answer_pattern` leaves it, and
-    messages as the chat template gets them."""
+    """Columns for reward functions: the row, with what `answer_pattern` extracted in the answer's
+    column, and with messages as the chat template gets them."""
     columns: Mapping[str, Any]
-    """The whole row, for prompt templates."""
+    """All columns of the row, for prompt templates."""
     raw_answer: Any
-    """The answer before it is made a text, or what `answer_pattern` took out of it."""
+    """The answer before it is converted to text, or what `answer_pattern` extracted."""
     is_truncated: bool = False
-    """The completion was cut as it was sampled, so that it does not end (`is_truncated`)."""
+    """The completion was truncated when it was sampled, so it has no end (`is_truncated`)."""
 
 
 def choose_columns(
-    rows: Sequence[Row], source: SourceBase, *, demonstrations: bool = False
+    rows: Sequence[SourceRow], source: SourceBase, *, demonstrations: bool = False
 ) -> Columns:
-    """Which column of a source has which role, as `source.columns` says or its names show.
+    """The column of each role, from `source.columns` or from the usual names.
 
-    With `demonstrations` the completion is required and the answer left alone; without, the
-    completion column, if any, is one like others. Raises UserError where a role has no column, or
-    its name fits several.
+    With `demonstrations` the completion is required and the answer is not read; without, a
+    completion column has no role. Raises UserError where a role has no column, or several columns
+    fit it.
     """
     prompt, completion, answer = choose_column(rows, source, "prompt"), None, None
     if demonstrations:
         completion = choose_column(rows, source, "completion", required=False)
-        # A dialogue may bring its demonstration along, as its last turn.
+        # The last message of a dialogue may be the demonstration.
         if completion is None and not _is_dialogue(rows, prompt):
             prompt = "messages" if source.columns.prompt is None else prompt
             if not _is_dialogue(rows, prompt):
@@ -135,7 +135,7 @@ def choose_columns(
 
 
 def map_rows(
-    rows: Sequence[Row], source: SourceBase, columns: Columns, *, name: str
+    rows: Sequence[SourceRow], source: SourceBase, columns: Columns, *, name: str
 ) -> list[Example]:
     """Examples of a source, with ids `<name>:<row>` counted from 1.
 
@@ -151,9 +151,9 @@ def map_rows(
 
 
 def read_examples(
-    rows: Sequence[Row], source: SourceBase, name: str, *, demonstrations: bool = False
+    rows: Sequence[SourceRow], source: SourceBase, name: str, *, demonstrations: bool = False
 ) -> list[Example]:
-    """`map_rows` by the columns of `choose_columns`, which are logged."""
+    """Choose columns with `choose_columns`, log them, and read all rows with `map_rows`."""
     columns = choose_columns(rows, source, demonstrations=demonstrations)
     logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
     examples = map_rows(rows, source, columns, name=name)
@@ -162,7 +162,7 @@ def read_examples(
 
 
 def text_of(value: Any, column: str, location: str) -> str:
-    """The value of a column as text. Raises UserError where it is none, such as null or NaN."""
+    """The value of a column as text. Raises UserError for values such as null or NaN."""
     try:
         return as_text(value)
     except ValueError as error:
@@ -173,7 +173,7 @@ def text_of(value: Any, column: str, location: str) -> str:
 
 
 class _RowReader:
-    """Reads single rows once the columns of a source are chosen."""
+    """Reads single rows of a source with chosen columns."""
 
     def __init__(self, source: SourceBase, columns: Columns) -> None:
         self.chosen: dict[str, str | None] = {
@@ -186,7 +186,7 @@ class _RowReader:
         self.default_task = source.task or short_name(source)
         self.pattern = _compile(source.answer_pattern)
 
-    def read(self, row: Row, row_id: str) -> Example:
+    def read(self, row: SourceRow, row_id: str) -> Example:
         prompt = prompt_in(row, self.chosen["prompt"])
         completion = None
         if self.demonstrations:
@@ -221,7 +221,7 @@ class _RowReader:
             is_truncated=self.demonstrations and is_truncated(row, "stop_reason"),
         )
 
-    def check_kinds(self, row: Row, kinds: dict[str, tuple[str, str]]) -> None:
+    def check_kinds(self, row: SourceRow, kinds: dict[str, tuple[str, str]]) -> None:
         """Refuse a column that holds text in one row and a list in another."""
         for role, column in self.chosen.items():
             if column is None:
@@ -234,7 +234,7 @@ class _RowReader:
                     f"{first[1]}; all rows of a source must be of one kind"
                 )
 
-    def _answer(self, row: Row) -> str | None:
+    def _answer(self, row: SourceRow) -> str | None:
         column = self.chosen["answer"]
         if column is None:
             return None
@@ -242,16 +242,16 @@ class _RowReader:
         if self.pattern is None:
             return answer
         match = self.pattern.search(answer)
-        found = match and (match[1] if self.pattern.groups else match[0])
-        if not found:
+        extracted = match and (match[1] if self.pattern.groups else match[0])
+        if not extracted:
             raise UserError(
                 f"{row.location}: answer_pattern {self.pattern.pattern!r} finds nothing in "
                 f"column {column!r}: {shorten(answer)}"
             )
-        return found.strip()
+        return extracted.strip()
 
     def _demonstration(
-        self, row: Row, prompt: str | list[Message]
+        self, row: SourceRow, prompt: str | list[Message]
     ) -> tuple[str | list[Message], Message]:
         if self.chosen["completion"] is not None:
             value: Any = required(row, self.chosen["completion"], "completion")
@@ -270,45 +270,45 @@ class _RowReader:
 
 
 def choose_column(
-    rows: Sequence[Row], source: SourceBase, role: str, *, required: bool = True
+    rows: Sequence[SourceRow], source: SourceBase, role: str, *, required: bool = True
 ) -> str | None:
-    """The column of a role, as `source.columns` says or its usual names show; None: there is none.
+    """The column of a role, from `source.columns` or from the usual names, or None.
 
-    Raises UserError where a required role has no column, or its name fits several.
+    Raises UserError where a required role has no column, or several columns fit it.
     """
     key = "answer" if role == "completion" else role
     named: str | None = getattr(source.columns, key)
     tiers = USUAL_NAMES[role] if named is None else ((named,),)
     for tier in tiers:
-        held = [n for n in tier if any(value_of(row.columns, n) is not None for row in rows)]
-        if len(held) > 1:
-            both = _ALPACA if {"instruction", "input"} <= set(held) else ""
+        present = [n for n in tier if any(value_of(row.columns, n) is not None for row in rows)]
+        if len(present) > 1:
+            both = _ALPACA if {"instruction", "input"} <= set(present) else ""
             raise UserError(
-                f"{source.path}: the {role} may be in any of the columns {', '.join(held)}. Name "
-                f"the right one in `columns.{key}` of this source.{both}"
+                f"{source.path}: the {role} may be in any of the columns {', '.join(present)}. "
+                f"Name the right one in `columns.{key}` of this source.{both}"
             )
-        if held:
-            _refuse_sharegpt(rows, source, held)
-            return held[0]
+        if present:
+            _refuse_sharegpt(rows, source, present)
+            return present[0]
     if named is None and not required:
         return None
     if named is None and role in {"prompt", "completion"}:
         _refuse_sharegpt(rows, source, rows[0].columns)
     candidates = ", ".join(name for tier in tiers for name in tier)
-    found = dict.fromkeys(
+    columns = dict.fromkeys(
         f"{name} (null in all rows looked at)" if any(name in tier for tier in tiers) else name
         for row in rows
         for name in row.columns
     )
     raise UserError(
         f"{source.path}: no column for the {_NOUNS.get(role, role)}: looked for {candidates}; "
-        f"found {_listed(found)}. Name the right one in `columns.{key}` of this source."
+        f"found {_listed(columns)}. Name the right one in `columns.{key}` of this source."
     )
 
 
-def _refuse_sharegpt(rows: Sequence[Row], source: SourceBase, names: Iterable[str]) -> None:
-    """Raise UserError, with a program that converts them, where a column of `names` holds turns as
-    ShareGPT has them."""
+def _refuse_sharegpt(rows: Sequence[SourceRow], source: SourceBase, names: Iterable[str]) -> None:
+    """Raise UserError, with a program that converts them, where a column of `names` has ShareGPT's
+    turns."""
     for name in names:
         turns = next((v for row in rows if (v := value_of(row.columns, name)) is not None), None)
         turn = turns[0] if isinstance(turns, list) and turns else None
@@ -342,8 +342,8 @@ def _converter(source: SourceBase, column: str) -> str:
     )
 
 
-def required(row: Row, column: str | None, role: str) -> Any:
-    """The value of a column that was to give `role`. Raises UserError where the row has none."""
+def required(row: SourceRow, column: str | None, role: str) -> Any:
+    """The value of the column of `role`. Raises UserError where the row has none."""
     value = value_of(row.columns, column)
     if value is None:
         raise UserError(
@@ -353,7 +353,7 @@ def required(row: Row, column: str | None, role: str) -> Any:
     return value
 
 
-def prompt_in(row: Row, column: str | None) -> str | list[Message]:
+def prompt_in(row: SourceRow, column: str | None) -> str | list[Message]:
     """The prompt in a column. Raises UserError where it is neither text nor messages."""
     value = required(row, column, "prompt")
     if isinstance(value, str) and value.strip():
@@ -366,10 +366,12 @@ def prompt_in(row: Row, column: str | None) -> str | list[Message]:
     )
 
 
-def assistant_message(value: Any, row: Row, *, must: str, may_be_empty: bool = False) -> Message:
-    """A completion, text or a list of one message, as the assistant's message. Raises UserError,
-    with what it `must` be, where it is neither or, unless that may be, says nothing and calls no
-    tool."""
+def assistant_message(
+    value: Any, row: SourceRow, *, must: str, may_be_empty: bool = False
+) -> Message:
+    """A completion, text or a list of one message, as an assistant message. Raises UserError, with
+    the text `must`, for anything else and, unless it `may_be_empty`, for a message without content
+    and tool calls."""
     turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
     is_turn = isinstance(turns, list) and len(turns) == 1
     message = as_message(turns[0], row) if is_turn else {"role": "", "content": ""}
@@ -384,12 +386,12 @@ def assistant_message(value: Any, row: Row, *, must: str, may_be_empty: bool = F
     return message
 
 
-def _is_dialogue(rows: Sequence[Row], column: str | None) -> bool:
+def _is_dialogue(rows: Sequence[SourceRow], column: str | None) -> bool:
     return isinstance(value_of(rows[0].columns, column), list)
 
 
 def value_of(columns: Mapping[str, Any], name: str | None) -> Any:
-    """The value of a column, or of `outer.inner` where a column holds an object."""
+    """The value of a column, or of the field `outer.inner` of a column with objects; else None."""
     if name is None or name in columns:
         return columns.get(name) if name else None
     value: Any = columns
@@ -400,8 +402,8 @@ def value_of(columns: Mapping[str, Any], name: str | None) -> Any:
     return value
 
 
-def as_message(turn: Any, row: Row) -> Message:
-    """A turn of a dialogue. Raises UserError where it is none."""
+def as_message(turn: Any, row: SourceRow) -> Message:
+    """A message of a dialogue in a row. Raises UserError for what is not a message."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         shown = shorten(json.dumps(turn, default=str))
         raise UserError(f"{row.location}: a chat message needs a role and content, got {shown}")
@@ -411,9 +413,9 @@ def as_message(turn: Any, row: Row) -> Message:
     return {**message, "content": _text_of(message.get("content", ""), row)}
 
 
-def _text_of(content: Any, row: Row) -> str:
-    """The content of a message; where it is a list of parts, as APIs have it, their text. Raises
-    UserError where it is no text: a template would write Python's spelling of it."""
+def _text_of(content: Any, row: SourceRow) -> str:
+    """The content of a message as text; for a list of parts, as in APIs, their joined text. Raises
+    UserError for other content, of which a template would write the Python repr."""
     parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
     texts: list[str] = []
     for part in parts:
@@ -429,15 +431,15 @@ def _text_of(content: Any, row: Row) -> str:
     return "".join(texts)
 
 
-def is_truncated(row: Row, column: str) -> bool:
-    """Whether a column says, as the `stop_reason` that `hone generate` writes, that a completion
-    was cut before the model had ended it, at the length limit for example."""
+def is_truncated(row: SourceRow, column: str) -> bool:
+    """Whether a column, with a `stop_reason` as `hone generate` writes it, says that a completion
+    was truncated, for example at the length limit."""
     value = row.columns.get(column)
     return isinstance(value, str) and value in _UNFINISHED
 
 
 def log_truncated(source: SourceBase, examples: Sequence[Example]) -> None:
-    """Say how many completions of a source do not end, if any."""
+    """Log how many completions of a source are truncated, if any."""
     if cut := sum(example.is_truncated for example in examples):
         logger.info(
             "%s: %s of %s completions were cut as they were sampled, by their stop_reason: no end "
@@ -449,19 +451,18 @@ def log_truncated(source: SourceBase, examples: Sequence[Example]) -> None:
 
 
 def without_nulls(value: Any, *, keep: Collection[str] = ()) -> Any:
-    """A value without the fields of objects that are null, however deep they lie, but for those in
-    fields of the names `keep`.
+    """A value without null fields of objects at any depth, except inside of fields named in `keep`.
 
-    Arrow, and so Parquet and `datasets`, gives every object of a column the fields that any of them
-    has, and chat templates would take them for present.
+    Arrow, and so Parquet and `datasets`, gives every object of a column the fields of all others,
+    and chat templates would take these nulls for values.
     """
     if isinstance(value, Mapping):
         return {
-            key: held if key in keep else without_nulls(held, keep=keep)
-            for key, held in value.items()
-            if held is not None
+            key: item if key in keep else without_nulls(item, keep=keep)
+            for key, item in value.items()
+            if item is not None
         }
-    return [without_nulls(held, keep=keep) for held in value] if isinstance(value, list) else value
+    return [without_nulls(item, keep=keep) for item in value] if isinstance(value, list) else value
 
 
 def _kind(value: Any) -> str:

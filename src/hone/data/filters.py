@@ -1,4 +1,4 @@
-"""The length filter, which says what it dropped."""
+"""The length filter, with a report of dropped rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from hone.errors import UserError
+from hone.model_input import ModelInput
 
 __all__ = ["DroppedRow", "FilterReport", "LengthLimit", "Located", "filter_length"]
 
@@ -19,19 +20,24 @@ class Located(Protocol):
 
     @property
     def location(self) -> str:
-        """Where it stands, for messages."""
+        """File and line, for messages."""
         ...
 
 
 class RenderedRow(Protocol):
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """Ids of what the model is asked, by which rows that repeat a prompt are known."""
+        """Ids of the prompt, by which rows that repeat a prompt are recognised."""
+        ...
+
+    @property
+    def model_input(self) -> ModelInput:
+        """Inputs besides these ids; rows that differ in them are different prompts."""
         ...
 
     @property
     def is_cut(self) -> bool:
-        """Only its beginning was tokenised, which breaks a limit."""
+        """Whether only its beginning was tokenised, which exceeds a limit."""
         ...
 
 
@@ -44,10 +50,10 @@ class LengthLimit(Generic[T]):
     """The most tokens a row may have."""
 
     name: str
-    """The setting it comes from, for messages."""
+    """The configuration key, for messages."""
     max_tokens: int
     length: Callable[[T], int]
-    """What is measured of a rendered row."""
+    """The length of a rendered row that is limited, in tokens."""
 
     def __str__(self) -> str:
         return f"{self.name} = {self.max_tokens}"
@@ -61,19 +67,19 @@ class DroppedRow:
     location: str
     num_tokens: int
     limit: str
-    """The limit it broke, for people."""
+    """The limit that it exceeds, for messages."""
     is_cut: bool
-    """It was not tokenised whole: it has so many tokens or more."""
+    """Only its beginning was tokenised, so it has at least `num_tokens`."""
 
     @property
     def length(self) -> str:
-        """Its tokens, for people."""
+        """The number of its tokens, for messages."""
         return f"at least {self.num_tokens}" if self.is_cut else str(self.num_tokens)
 
 
 @dataclass(slots=True)
 class FilterReport:
-    """What the length filter saw and dropped, over all sources."""
+    """The rows that the length filter has read and dropped, over all sources."""
 
     num_rows: int = 0
     longest_tokens: int = 0
@@ -85,8 +91,8 @@ class FilterReport:
         return self.num_rows - len(self.dropped)
 
     def summary(self, num_held_out: int, num_listed: int = 5) -> str:
-        """One line for people, naming the first dropped rows. `num_held_out` of the others are
-        evaluated on."""
+        """One line for the log, with the first dropped rows. `num_held_out` of the kept rows are
+        for evaluation."""
         text = f"{self.num_kept:,} of {self.num_rows:,} rows kept"
         if num_held_out:
             text += f" ({self.num_kept - num_held_out:,} to train on, {num_held_out:,} held out)"
@@ -107,10 +113,10 @@ def filter_length(
     overlong: Literal["drop", "error"],
     report: FilterReport,
 ) -> list[tuple[E, T]]:
-    """The rows of one source that keep all limits, of which the last is on the whole row; the
-    others are listed in the report.
+    """The rows of one source that are within all limits; others are added to the report. The last
+    limit must be that of the whole row.
 
-    Raises UserError if a longer row is an error, or if no row is left.
+    Raises UserError where longer rows are errors, or no row is left.
     """
     kept: list[tuple[E, T]] = []
     dropped: list[DroppedRow] = []

@@ -1,7 +1,7 @@
-"""Rows that a program gives as they are, and how they come into a run: as a JSONL file.
+"""Rows that a program passes as objects; a run reads them from a JSONL file.
 
-A run then finds them again when it goes on, whatever has become of the program. Other rows get
-another folder, so that those of earlier runs stay, and settings that name it are seen to differ.
+So a resumed run finds them again, even without the program. Other rows get another folder: rows of
+earlier runs are kept, and a changed path in the settings shows that the rows have changed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _KINDS = (
 
 
 def is_source(data: Any) -> bool:
-    """Whether this names a data set, and is none."""
+    """Whether the argument is the path or name of a data set, rather than rows."""
     return isinstance(data, str | Path)
 
 
 def given_rows(data: Any, name: str) -> list[dict[str, Any]]:
-    """Rows of a list of dicts or texts, a pandas DataFrame or a `datasets.Dataset`, ready for JSON.
+    """JSON rows of a list of dicts or texts, a pandas DataFrame or a `datasets.Dataset`.
 
-    Raises UserError, which calls the argument `name`, for what is no such thing.
+    Raises UserError for other arguments; `name` is the argument's name in the message.
     """
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
         names = [*map(str, data.columns)]
@@ -67,11 +67,11 @@ class GivenRows:
         return cls(split, "".join(lines))
 
     def file(self, folder: Path) -> Path:
-        """Where they belong in `folder`: `<digest of the rows>/<split>.jsonl`."""
+        """The file of the rows in `folder`: `<digest of the rows>/<split>.jsonl`."""
         return folder / sha256(self.text.encode()).hexdigest()[:12] / f"{self.split}.jsonl"
 
     def write(self, folder: Path) -> Path:
-        """Write that file, whole or not at all, unless it is there. Raises DiskError."""
+        """Write the file atomically, unless it exists. Raises DiskError."""
         file = self.file(folder)
         if not file.is_file():
             write_whole(file, self.text, "run.dir")
@@ -87,33 +87,32 @@ def _row(row: Any, where: str) -> dict[str, Any]:
             "columns, as {'prompt': ..., 'answer': ...}, or a prompt as text"
         )
     try:
-        return {str(name): _plain(held, f"{where}, column {name!r}") for name, held in row.items()}
+        return {str(name): _plain(item, f"{where}, column {name!r}") for name, item in row.items()}
     except RecursionError:
-        raise UserError(f"{where} holds itself; leave that column out") from None
+        raise UserError(f"{where} contains itself; leave that column out") from None
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A value for JSON. What pandas has for a missing value becomes null."""
+    """A JSON value. NaN, pandas' missing value, becomes null."""
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, float) and math.isinf(value):
         raise UserError(
-            f"{where} holds {value}, which JSON has no room for; give a number that is finite, or "
-            "None"
+            f"{where} holds {value}, which JSON cannot represent; give a finite number, or None"
         )
     if isinstance(value, str) and not value.isascii():
         _require_encodable(value, where)
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(held, where) for key, held in value.items()}
+        return {str(key): _plain(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(held, where) for held in value]
+        return [_plain(item, where) for item in value]
     to_list = getattr(value, "tolist", None)
-    if callable(to_list):  # of numpy
+    if callable(to_list):  # numpy arrays and scalars
         return _plain(to_list(), where)
     raise UserError(
-        f"{where} holds {type(value).__name__}, which JSON has no room for: {shorten(repr(value))}"
+        f"{where} holds {type(value).__name__}, which JSON cannot represent: {shorten(repr(value))}"
         "; give texts, numbers, lists and dicts, or leave the column out"
     )
 

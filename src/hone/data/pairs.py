@@ -4,9 +4,9 @@
     {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}
     {"prompt": "2+2=", "completion": "4", "label": true}
 
-These are the columns of TRL, plain and conversational, unless a source names others; without
-`prompt` it is what `chosen` and `rejected` have in common at their start. Where all of them repeat
-it, it is taken off. An empty completion is one that ends at once: its end token alone is trained.
+These are the columns of TRL, plain and conversational; a source may name others. Without `prompt`,
+the prompt is the common start of `chosen` and `rejected`. Where all completions repeat the prompt,
+it is removed from them. An empty completion ends at once: only its end token is trained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hone.config.data import SourceBase
 from hone.config.tree import PairsDataConfig
 from hone.data.chat import Demonstration, Renderer
 from hone.data.columns import (
@@ -37,10 +36,11 @@ from hone.data.columns import (
 )
 from hone.data.filters import LengthLimit
 from hone.data.prompts import is_put_into_template, show_template
-from hone.data.sources import Row as SourceRow
-from hone.data.sources import short_name, shorten
+from hone.data.settings import SourceBase
+from hone.data.sources import SourceRow, short_name, shorten
 from hone.data.split import Data, load_data
 from hone.errors import UserError
+from hone.model_input import ModelInput
 from hone.types import Message, Preference, Row
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A row of a file: completions of one prompt, the chosen one first, or one with its label."""
+    """A row of a file: a pair of completions of one prompt, the chosen one first, or a single
+    completion with its label."""
 
     id: str
     location: str
@@ -61,7 +62,7 @@ class Compared:
     labels: tuple[bool, ...]
     margin: float = 0.0
     is_split: bool = False
-    """The prompt is what two texts have in common at their start."""
+    """Whether the texts were split into the prompt, their common start, and the completions."""
 
 
 _NAMES = ("chosen", "rejected")
@@ -79,6 +80,10 @@ class _Rendered:
         return self.completions[0].prompt_ids
 
     @property
+    def model_input(self) -> ModelInput:
+        return self.completions[0].model_input
+
+    @property
     def is_cut(self) -> bool:
         return any(each.is_cut for each in self.completions)
 
@@ -93,9 +98,9 @@ def load_pairs(
     end_ids: Collection[int] = (),
 ) -> PairsData:
     """Read, render, filter and split the preferences of all sources. With `is_unpaired` each
-    completion is an item of its own. Of a pair both rows keep the limits. `for_reward_model` they
-    are rendered as such a model reads them, and a source may have a column of margins. `end_ids` as
-    in `Renderer`.
+    completion is a preference of its own. A pair is kept only if both of its rows are within the
+    limits. With `for_reward_model` rows are rendered as transcripts, and a source may have a column
+    of margins. `end_ids` are passed to `Renderer`.
 
     Raises UserError for anything wrong with the data.
     """
@@ -145,7 +150,7 @@ def load_pairs(
             LengthLimit("data.max_tokens", cfg.max_tokens, longest(lambda row: len(row.token_ids))),
         ],
         make=make,
-        content=lambda item: (item.id, item.token_ids, item.labels, item.margin),
+        content=_content,
         seed=seed,
     )
 
@@ -158,18 +163,18 @@ def read_pairs(
     is_unpaired: bool = False,
     reads_margin: bool = False,
 ) -> list[Compared]:
-    """The preferences of a source, with ids `<name>:<row>` counted from 1; which columns they are
-    from, and rows that teach little, are said. With `is_unpaired` a pair is read as two labelled
-    completions. `source.columns` are a `PairColumnsConfig`.
+    """The preferences of a source, with ids `<name>:<row>` counted from 1. Logs their columns, and
+    warns of rows from which little can be learned. With `is_unpaired` a pair is read as two
+    labelled completions. `source.columns` are a `PairColumnsConfig`.
 
     Raises UserError naming row and remedy.
     """
     columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
-    told = ", ".join(f"{role} from '{column}'" for role, column in columns.items() if column)
-    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
+    roles = ", ".join(f"{role} from '{column}'" for role, column in columns.items() if column)
+    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", roles)
     rows, repeated = _without_prompt(rows, columns)
     items = _map_rows(rows, source, columns, name)
-    for problem in repeated + _teaching_little(items):
+    for problem in repeated + _degenerate_rows(items):
         logger.warning("%s: %s", source.path, problem)
     log_truncated(source, [example for item in items for example in item.completions])
     has_pairs = "chosen" in columns
@@ -183,22 +188,22 @@ def map_pairs(
     is_unpaired: bool = False,
     reads_margin: bool = False,
 ) -> tuple[list[Compared], list[str]]:
-    """The first rows of a source, and what `read_pairs` would warn of; nothing is logged. Raises
-    UserError as it does."""
+    """The preferences of `rows`, the first of a source, and the warnings that `read_pairs` would
+    log; nothing is logged. Raises the errors of `read_pairs`."""
     columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
     rows, repeated = _without_prompt(rows, columns, "first ")
     items = _map_rows(rows, source, columns, source.path)
-    return items, repeated + _teaching_little(items, "first ")
+    return items, repeated + _degenerate_rows(items, "first ")
 
 
 def _choose_columns(
     rows: Sequence[SourceRow], source: SourceBase, *, is_unpaired: bool, reads_margin: bool
 ) -> dict[str, str | None]:
-    """The column of each role: those of pairs, or of completions with labels."""
+    """The column of each role: the roles of pairs, or those of completions with labels."""
     choose = partial(choose_column, rows, source)
     prompt = choose("prompt", required=False)
     if prompt == "messages" and source.columns.prompt is None:
-        prompt = None  # of many data sets it is the prompt with the chosen completion
+        prompt = None  # in many data sets `messages` is the prompt and the chosen completion
     columns = {"prompt": prompt}
     columns |= {role: choose(role, required=not is_unpaired) for role in _NAMES}
     has_pairs = None not in (columns["chosen"], columns["rejected"])
@@ -213,21 +218,22 @@ def _choose_columns(
 def _without_prompt(
     rows: Sequence[SourceRow], columns: Mapping[str, str | None], which: str = ""
 ) -> tuple[Sequence[SourceRow], list[str]]:
-    """Rows whose completions do not repeat the prompt, which would be asked and then trained; and
-    where they did, a line on it. They are taken to repeat it where all texts of a source begin with
-    it: in a few rows an answer to `Hi` may begin so by chance."""
+    """The rows without a repetition of the prompt in their completions, and a warning if there was
+    one: a repeated prompt would also be trained as a completion. The prompt counts as repeated only
+    if all completions of the source begin with it, since a single answer to `Hi` may do so by
+    chance."""
     names = [column for role in (*_NAMES, "completion") if (column := columns.get(role))]
-    found: list[SourceRow] = []
+    shortened: list[SourceRow] = []
     for row in rows:
-        asked, *said = (value_of(row.columns, name) for name in (columns["prompt"], *names))
-        if not isinstance(asked, str) or not asked.strip():
+        prompt, *texts = (value_of(row.columns, name) for name in (columns["prompt"], *names))
+        if not isinstance(prompt, str) or not prompt.strip():
             return rows, []
-        if not all(isinstance(text, str) and text.startswith(asked) for text in said):
+        if not all(isinstance(text, str) and text.startswith(prompt) for text in texts):
             return rows, []
-        rest = {name: text[len(asked) :] for name, text in zip(names, said, strict=True)}
-        found.append(replace(row, columns={**row.columns, **rest}))
+        rest = {name: text[len(prompt) :] for name, text in zip(names, texts, strict=True)}
+        shortened.append(replace(row, columns={**row.columns, **rest}))
     what = f"{' and '.join(names)} of all {which}{len(rows):,} rows begin with the prompt"
-    return found, [f"{what}, which is taken off them"]
+    return shortened, [f"{what}, which is taken off them"]
 
 
 def _map_rows(
@@ -239,8 +245,9 @@ def _map_rows(
     ]
 
 
-def _teaching_little(items: Sequence[Compared], which: str = "") -> list[str]:
-    """How many of so many rows teach nothing, or only to end at once, and where the first is."""
+def _degenerate_rows(items: Sequence[Compared], which: str = "") -> list[str]:
+    """Warnings of rows whose two completions are equal, and of rows whose chosen completion is
+    empty: the number of such rows and the location of the first."""
     pairs = [x for x in items if len(x.completions) > 1]
     same = [x for x in pairs if x.completions[0].completion == x.completions[1].completion]
     empty = [x for x in items if x.labels[0] and x.completions[0].completion == _NOTHING]
@@ -299,7 +306,7 @@ def _pair(
         asked = prompt_in(row, prompt)
     elif isinstance(value_of(row.columns, prompt), list):
         own = prompt_in(row, prompt)
-        # The turns that both share may be the end of a prompt that begins before them.
+        # The common turns may be only the end of the prompt in its own column.
         asked = own if own[-start:] == asked else asked
     said = [
         _assistant(value[start:], row, name) for value, name in zip(values, _NAMES, strict=True)
@@ -334,14 +341,14 @@ def _margin(row: SourceRow, column: str | None) -> float:
 
 
 def _shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """Turns that both dialogues begin with; the last turn of each is its completion."""
+    """The number of common first turns; the last turn of each dialogue is its completion."""
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], pairs))
 
 
 def _common_start(chosen: str, rejected: str) -> int:
-    """Characters that both begin with, but for what belongs to the difference: the beginning of a
-    word or number that goes on in one of them, and the space before it."""
+    """The length of the common start of two texts, in characters. It ends before a word or number
+    that continues differently, and before the space in front of it."""
     pairs = zip(chosen, rejected, strict=False)
     length = sum(1 for _ in takewhile(lambda both: both[0] == both[1], pairs))
     if any(text[length : length + 1].isalnum() for text in (chosen, rejected)):
@@ -383,6 +390,11 @@ def _example(
     )
 
 
+def _content(item: Preference) -> object:
+    contents = (key for row in item.rows for key in row.model_input.key)
+    return item.id, item.token_ids, item.labels, item.margin, *contents
+
+
 def _preference(item: Compared, rendered: _Rendered) -> Preference:
     names = _NAMES if len(item.labels) > 1 else ("",)
     rows = tuple(
@@ -390,6 +402,7 @@ def _preference(item: Compared, rendered: _Rendered) -> Preference:
             id=f"{item.id}:{name}" if name else item.id,
             token_ids=list(said.token_ids),
             loss_mask=[i >= said.num_prompt_tokens for i in range(len(said.token_ids))],
+            model_input=said.model_input,
         )
         for said, name in zip(rendered.completions, names, strict=True)
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeAlias
 
-from hone.config.data import DataConfig
 from hone.data.chat import Rendered, Renderer
 from hone.data.columns import Example, read_examples
 from hone.data.filters import LengthLimit
+from hone.data.settings import DataConfig
 from hone.data.sources import shorten
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
+from hone.data.tool_schemas import ToolSchemas
 from hone.types import Prompt
 
 if TYPE_CHECKING:
@@ -40,15 +41,16 @@ def load_prompts(
     seed: int = 0,
     max_prompt_tokens: int | None = None,
     keeps_messages: bool = False,
+    tools: ToolSchemas = (),
 ) -> PromptData:
-    """Read, render, filter and split the prompts of all sources: `train`, a stream without end
-    whose order `seed` draws, and `eval`, a list.
+    """Read, render, filter and split the prompts of all sources. `train` is an endless stream in an
+    order drawn from `seed`, `eval` a list.
 
-    `max_prompt_tokens` is what the model's context leaves for a prompt; the lower of it and
-    `data.max_prompt_tokens` counts. `keeps_messages` as in `Renderer`. Raises UserError for
-    anything wrong with the data.
+    `max_prompt_tokens` is the room for a prompt in the model's context; the smaller of it and
+    `data.max_prompt_tokens` is the limit. `keeps_messages` and `tools` are those of `Renderer`.
+    Raises UserError for anything wrong with the data.
     """
-    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages)
+    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools)
     limit = LengthLimit("data.max_prompt_tokens", cfg.max_prompt_tokens, _num_tokens)
     if max_prompt_tokens is not None and max_prompt_tokens < cfg.max_prompt_tokens:
         limit = LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
@@ -58,7 +60,7 @@ def load_prompts(
         render=lambda examples: renderer.prompts(examples, max_tokens=limit.max_tokens),
         limits=[limit],
         make=make_prompt,
-        content=lambda prompt: (prompt.id, prompt.token_ids, prompt.answer, prompt.task),
+        content=_content,
         seed=seed,
     )
     show_first(data.all_rows()[0], renderer, cfg)
@@ -66,19 +68,19 @@ def load_prompts(
 
 
 def show_first(first: Prompt, renderer: Renderer, cfg: DataConfig) -> None:
-    """Log a prompt whose template nobody has asked for."""
+    """Log the first prompt, where it is put into a chat template without being configured so."""
     if is_put_into_template(first.unrendered, renderer, cfg):
         show_template("prompts", first.text)
 
 
 def is_put_into_template(prompt: object, renderer: Renderer, cfg: DataConfig) -> bool:
-    """Whether a text gets a chat template that nobody has asked for: models that were never trained
-    on it, such as base models, fail with it."""
+    """Whether a text prompt gets a chat template by default (`data.chat` auto). That is worth a log
+    line, since models that were not trained on the template, such as base models, fail with it."""
     return renderer.uses_chat and cfg.chat == "auto" and isinstance(prompt, str)
 
 
 def show_template(what: str, first: str) -> None:
-    """Log the first of the texts that were put into one."""
+    """Log that texts are put into the chat template, with the first one."""
     _log.info(
         "%s are put into the tokenizer's chat template (data.chat never leaves them as they are); "
         "the first one: %s",
@@ -87,12 +89,16 @@ def show_template(what: str, first: str) -> None:
     )
 
 
+def _content(prompt: Prompt) -> object:
+    return prompt.id, prompt.token_ids, prompt.answer, prompt.task, *prompt.model_input.key
+
+
 def _num_tokens(rendered: Rendered) -> int:
     return len(rendered.token_ids)
 
 
 def make_prompt(example: Example, rendered: Rendered) -> Prompt:
-    """A prompt of a row and how it is rendered."""
+    """The prompt of a row and its rendering."""
     return Prompt(
         id=example.id,
         token_ids=rendered.token_ids,
@@ -103,4 +109,5 @@ def make_prompt(example: Example, rendered: Rendered) -> Prompt:
         unrendered=example.prompt,
         raw_answer=example.raw_answer,
         messages=rendered.messages,
+        model_input=rendered.model_input,
     )

@@ -1,4 +1,4 @@
-"""Prompts of `hone generate`, read and rendered as they are needed: a block of rows at a time."""
+"""Prompts of `hone generate`, read and rendered on demand, a block of rows at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from hone.config.data import DataConfig, SourceBase
 from hone.data.chat import Renderer
 from hone.data.columns import Columns, choose_columns, map_rows
 from hone.data.prompts import make_prompt, show_first
-from hone.data.sources import Row, count_rows, iter_source, source_names
+from hone.data.settings import DataConfig, SourceBase
+from hone.data.sources import SourceRow, count_rows, iter_source, source_names
 from hone.data.split import HeldOut
+from hone.data.tool_schemas import ToolSchemas
 from hone.errors import UserError
 from hone.types import Prompt
 
@@ -34,14 +35,16 @@ def read_prompts(
     seed: int,
     max_prompt_tokens: int,
     keeps_messages: bool = False,
+    tools: ToolSchemas = (),
 ) -> Iterator[Prompt]:
     """The prompts of `data.train` in the order of its files, without those that `eval_fraction`
-    holds out, that are longer than `max_prompt_tokens` or than `data.max_prompt_tokens`.
+    holds out and those longer than `max_prompt_tokens` or `data.max_prompt_tokens`.
 
-    The columns of a source are chosen by its first block of rows. `keeps_messages` is that of
-    `Renderer`. Raises UserError for anything wrong with the data, when it is reached.
+    The columns of a source are chosen from its first block of rows. `keeps_messages` and
+    `tools` are those of `Renderer`. Raises UserError for anything wrong with the data when it reads
+    that row.
     """
-    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages)
+    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools)
     limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
     held_out = HeldOut(seed=seed, fraction=0.0 if cfg.eval else cfg.eval_fraction)
     is_shown = False
@@ -58,7 +61,7 @@ def read_prompts(
             for example, rendered in zip(
                 examples, renderer.prompts(examples, max_tokens=limit), strict=True
             ):
-                if held_out(example.id, rendered.prompt_ids):
+                if held_out(example.id, rendered):
                     continue
                 if len(rendered.token_ids) <= limit:
                     num_kept += 1
@@ -75,25 +78,27 @@ def read_prompts(
                     )
                 else:
                     num_long += 1
-        told = f"{source.path}: {num_kept:,} of {num_read:,} rows kept"
+        summary = f"{source.path}: {num_kept:,} of {num_read:,} rows kept"
         if num_long:
-            told += f"; {num_long:,} dropped as too long, of more than {limit} tokens"
+            summary += f"; {num_long:,} dropped as too long, of more than {limit} tokens"
         if not num_kept:
-            raise UserError(f"{told}. Raise data.max_prompt_tokens, or lower data.eval_fraction.")
-        _log.log(logging.WARNING if num_long else logging.INFO, "%s", told)
+            raise UserError(
+                f"{summary}. Raise data.max_prompt_tokens, or lower data.eval_fraction."
+            )
+        _log.log(logging.WARNING if num_long else logging.INFO, "%s", summary)
 
 
 def num_rows(cfg: DataConfig) -> int:
-    """The rows of `data.train`, kept or not."""
+    """The number of rows of `data.train`, including those that are not kept."""
     return sum(map(count_rows, cfg.train))
 
 
-def _blocks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def _blocks(rows: Iterator[SourceRow]) -> Iterator[list[SourceRow]]:
     while block := list(islice(rows, BLOCK_ROWS)):
         yield block
 
 
-def _columns(rows: Sequence[Row], source: SourceBase) -> Columns:
+def _columns(rows: Sequence[SourceRow], source: SourceBase) -> Columns:
     columns = choose_columns(rows, source)
     _log.info("%s: %s", source.path, columns)
     return columns

@@ -33,9 +33,9 @@ def load_sft(
 ) -> SFTData:
     """Read, render, filter and split the demonstrations of all sources.
 
-    Rows carry `token_ids` and `loss_mask`: true on the completion with its end token, and on the
-    prompt (but for its first token) with `train_on_prompt`. `end_ids` as in `Renderer`. Raises
-    UserError for anything wrong with the data.
+    Rows have `token_ids` and `loss_mask`, which is true on the completion and its end token and,
+    with `train_on_prompt`, on the prompt except its first token. `end_ids` are those of `Renderer`.
+    Raises UserError for anything wrong with the data.
     """
     renderer = Renderer(tokenizer, cfg, end_ids=end_ids)
     shown: list[str] = []
@@ -50,6 +50,7 @@ def load_sft(
             id=example.id,
             token_ids=list(row.token_ids),
             loss_mask=[position >= first_trained for position in range(len(row.token_ids))],
+            model_input=row.model_input,
         )
 
     return load_data(
@@ -63,7 +64,7 @@ def load_sft(
             LengthLimit("data.max_tokens", cfg.max_tokens, _num_tokens),
         ],
         make=make,
-        content=lambda row: (row.id, row.token_ids, row.loss_mask),
+        content=lambda row: (row.id, row.token_ids, row.loss_mask, *row.model_input.key),
         seed=seed,
     )
 

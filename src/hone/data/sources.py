@@ -1,7 +1,7 @@
-"""Reading rows from files, folders, saved data sets and the hub.
+"""Reads rows from files, folders, saved data sets and the hub.
 
-A row is a dict of columns plus the place it came from, so that whatever is wrong with it can be
-reported as `train.jsonl, line 17`.
+A row is a dict of columns with its location, so that a problem can be reported with
+`train.jsonl, line 17`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hone.config.data import SourceBase
+from hone.data.settings import SourceBase
 from hone.errors import UserError
 from hone.extras import import_extra
 from hone.hub import cache_alone, unreachable
 from hone.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 
 __all__ = [
-    "Row",
+    "SourceRow",
     "count_rows",
     "is_json_array",
     "iter_source",
@@ -41,27 +41,27 @@ SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One row as it was read."""
+class SourceRow:
+    """One row of a source, as it was read."""
 
     columns: dict[str, Any]
     location: str
-    """Where it stands, for messages: `data/train.jsonl, line 17`."""
+    """File and line, for messages: `data/train.jsonl, line 17`."""
     is_padded: bool = False
-    """Whether objects have a null for each field that they lack and another row's have, as Arrow
-    gives them. A null of JSON is its author's."""
+    """Whether objects have nulls for fields that only other rows have, as in Arrow. In JSON a null
+    was written on purpose."""
 
 
-def read_source(source: SourceBase) -> list[Row]:
-    """All rows of a source, at most `max_rows`. Raises UserError as `iter_source`."""
+def read_source(source: SourceBase) -> list[SourceRow]:
+    """All rows of a source, at most `max_rows`. Raises the errors of `iter_source`."""
     return list(iter_source(source))
 
 
-def iter_source(source: SourceBase) -> Iterator[Row]:
-    """The rows of a source as they are read, at most `max_rows`.
+def iter_source(source: SourceBase) -> Iterator[SourceRow]:
+    """The rows of a source, read one by one, at most `max_rows`.
 
-    Of a JSON array, and of what `datasets` loads from the hub, more than the row is in memory.
-    Raises UserError for a source that is missing, unreadable or empty, and for a bad row.
+    JSON arrays, and data sets from the hub, are loaded as a whole. Raises UserError for a source
+    that is missing, unreadable or empty, and for a bad row.
     """
     path = local_path(source.path)
     if path.is_file():
@@ -84,7 +84,7 @@ def iter_source(source: SourceBase) -> Iterator[Row]:
 
 
 def count_rows(source: SourceBase) -> int:
-    """The rows that `iter_source` yields; lines of JSON are counted and not parsed."""
+    """The number of rows that `iter_source` yields; JSON lines are counted without parsing."""
     path = Path(source.path).expanduser()
     if path.suffix == ".jsonl" and path.is_file():
         with path.open("rb") as lines:
@@ -94,8 +94,8 @@ def count_rows(source: SourceBase) -> int:
 
 
 def is_json_array(path: Path) -> bool:
-    """Whether a file is one JSON array, which is parsed whole or not at all, rather than JSON
-    lines, as many `.json` data sets are."""
+    """Whether a file is one JSON array, which can only be parsed as a whole. Many `.json` data sets
+    are JSON lines instead."""
     with path.open("rb") as file:
         while head := file.read(4096):
             if text := head.removeprefix(b"\xef\xbb\xbf").lstrip():
@@ -104,7 +104,7 @@ def is_json_array(path: Path) -> bool:
 
 
 def source_names(sources: Sequence[SourceBase]) -> list[str]:
-    """A short, unique name for each source: the first half of its row ids."""
+    """A short, unique name for each source, with which its row ids begin."""
     counts: Counter[str] = Counter()
     names: list[str] = []
     for name in map(short_name, sources):
@@ -130,7 +130,7 @@ def shorten(text: str, num_chars: int = 80) -> str:
     return text if len(text) <= num_chars else text[: num_chars - 3] + "..."
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _read_file(path: Path) -> Iterator[SourceRow]:
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
     if path.suffix == ".json":
@@ -140,7 +140,7 @@ def _read_file(path: Path) -> Iterator[Row]:
     raise UserError(f"cannot read {path}: its suffix must be one of {', '.join(DATA_SUFFIXES)}")
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path) -> Iterator[SourceRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             location = f"{path}, line {number}"
@@ -150,7 +150,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 yield _row(_parse_json(text, location), location)
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[SourceRow]:
     if not is_json_array(path):
         yield from _read_jsonl(path)
         return
@@ -160,7 +160,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield _row(value, location)
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[SourceRow]:
     pyarrow = _import_pyarrow()
     try:
         file = pyarrow.parquet.ParquetFile(path)
@@ -168,7 +168,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         for batch in file.iter_batches():
             for columns in batch.to_pylist():
                 number += 1
-                yield Row(columns, f"{path}, row {number}", is_padded=True)
+                yield SourceRow(columns, f"{path}, row {number}", is_padded=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"cannot read {path} as Parquet: {shorten(str(error), 200)}") from error
 
@@ -199,24 +199,24 @@ def _parse_json(text: str, location: str) -> Any:
             f"{location}: not valid JSON ({error.msg} at {place}column {error.colno}), "
             f"near: {shorten(text[begin:])}{hint}"
         ) from error
-    except (ValueError, RecursionError) as error:  # digits by the thousand, lists in lists in lists
+    except (ValueError, RecursionError) as error:  # thousands of digits, or deep nesting
         problem = shorten(str(error).partition(";")[0])
         raise UserError(f"{location}: JSON that Python cannot read: {problem}") from error
 
 
-def _row(value: Any, location: str) -> Row:
+def _row(value: Any, location: str) -> SourceRow:
     if not isinstance(value, dict):
         raise UserError(
             f"{location}: a row must be a JSON object with named columns, "
             f"got {type(value).__name__}: {shorten(json.dumps(value))}"
         )
-    return Row(value, location)
+    return SourceRow(value, location)
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """The data files of a folder; where file names name splits, those of `split` alone."""
-    found = sorted(file for file in folder.iterdir() if file.suffix in DATA_SUFFIXES)
-    files = [file for file in found if file.is_file()]
+    """The data files of a folder; where file names name splits, only those of `split`."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix in DATA_SUFFIXES)
+    files = [path for path in paths if path.is_file()]
     if not files:
         raise UserError(
             f"{folder} holds no {', '.join(DATA_SUFFIXES)} files and is no data set saved by "
@@ -235,7 +235,7 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 
 def _import_pyarrow() -> Any:
-    """pyarrow with its Parquet reader; JSON files do without it."""
+    """pyarrow with its Parquet reader; JSON files do not need it."""
     import_extra("pyarrow", module="pyarrow.parquet", needed_by="this source")
     import pyarrow
 
@@ -247,7 +247,7 @@ def _import_datasets() -> Any:
     return import_extra("datasets", needed_by="this source")
 
 
-def _read_saved(path: Path, split: str) -> Iterator[Row]:
+def _read_saved(path: Path, split: str) -> Iterator[SourceRow]:
     datasets, pyarrow = _import_datasets(), _import_pyarrow()
     try:
         data = datasets.load_from_disk(str(path))
@@ -260,7 +260,7 @@ def _read_saved(path: Path, split: str) -> Iterator[Row]:
     return _dataset_rows(data, str(path))
 
 
-def _read_hub(source: SourceBase) -> Iterator[Row]:
+def _read_hub(source: SourceBase) -> Iterator[SourceRow]:
     try:
         datasets, pyarrow = _import_datasets(), _import_pyarrow()
     except UserError as error:
@@ -284,6 +284,6 @@ def _read_hub(source: SourceBase) -> Iterator[Row]:
     return _dataset_rows(data, source.path)
 
 
-def _dataset_rows(data: Any, name: str) -> Iterator[Row]:
+def _dataset_rows(data: Any, name: str) -> Iterator[SourceRow]:
     for number, columns in enumerate(data, start=1):
-        yield Row(columns, f"{name}, row {number}", is_padded=True)
+        yield SourceRow(columns, f"{name}, row {number}", is_padded=True)

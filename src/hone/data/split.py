@@ -1,19 +1,18 @@
-"""The rows of a run: read, rendered, filtered by length, parted into training and evaluation."""
+"""The rows of a run: read, rendered, filtered by length, split into training and evaluation."""
 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Generic, TypeVar
 
-from hone.config.data import DataConfig, SourceBase
 from hone.data.filters import FilterReport, LengthLimit, Located, RenderedRow, filter_length
-from hone.data.sources import Row, read_source, source_names
+from hone.data.settings import DataConfig, SourceBase
+from hone.data.sources import SourceRow, read_source, source_names
 from hone.data.stream import Item, Stream, keyed_hash
 from hone.errors import UserError
+from hone.model_input import prompt_digest
 
 __all__ = ["Data", "HeldOut", "is_held_out", "load_data"]
 
@@ -33,59 +32,61 @@ class Data(Generic[T]):
     report: FilterReport
 
     def all_rows(self) -> list[T]:
-        """All of them, those to train on first."""
+        """All rows, training rows first."""
         return [*(row for source in self.train.sources for row in source), *self.eval]
 
 
 def is_held_out(row_id: str, *, seed: int, fraction: float) -> bool:
-    """Whether a row is for evaluation: a pure function of (seed, id), whatever else is loaded."""
+    """Whether a row is for evaluation. It depends only on seed and id, not on other rows."""
     return keyed_hash("held out", seed, row_id) < fraction * 2**64
 
 
 class HeldOut:
-    """Which rows are for evaluation: all rows of a prompt or none, in whatever source they are.
+    """Decides which rows are for evaluation: all rows of a prompt or none, over all sources.
 
-    The first row of a prompt decides for all of them. So a prompt that is there once goes where
-    `is_held_out` puts it, and only rows that repeat one depend on other rows.
+    `is_held_out` decides for the first row of a prompt, and its other rows follow. So only rows
+    that repeat a prompt depend on other rows.
     """
 
     def __init__(self, *, seed: int, fraction: float) -> None:
         """`fraction` is the share of the prompts, from 0 to 1."""
         self._seed, self._fraction = seed, fraction
         self._known: dict[bytes, bool] = {}
-        """By the digest of a prompt's ids: some hundred bytes for each prompt."""
+        """Decisions by digest of the prompt, some hundred bytes each."""
 
-    def __call__(self, row_id: str, prompt_ids: Sequence[int]) -> bool:
-        """Whether a row is; rows are given in the order of the data."""
+    def __call__(self, row_id: str, prompt: RenderedRow) -> bool:
+        """Whether a row is for evaluation. Rows must come in the order of the data."""
         if self._fraction == 0:
             return False
-        digest = blake2b(array("q", prompt_ids), digest_size=16).digest()
+        digest = prompt_digest(prompt.prompt_ids, prompt.model_input)
         if digest not in self._known:
             self._known[digest] = is_held_out(row_id, seed=self._seed, fraction=self._fraction)
         return self._known[digest]
 
     @property
     def num_prompts(self) -> int:
-        """Different prompts among the rows given so far."""
+        """Number of different prompts so far."""
         return len(self._known)
 
 
 def load_data(
     cfg: DataConfig,
     *,
-    read: Callable[[Sequence[Row], SourceBase, str], Sequence[E]],
+    read: Callable[[Sequence[SourceRow], SourceBase, str], Sequence[E]],
     render: Callable[[Sequence[E]], Sequence[R]],
     limits: Sequence[LengthLimit[R]],
     make: Callable[[E, R], T],
     content: Callable[[T], object],
     seed: int,
 ) -> Data[T]:
-    """Every source is `read`, given its rows and the first half of their ids; `render` its
-    examples, drop those beyond the `limits`, `make` rows of the others, and part training from
-    evaluation rows. `content` is what of a row identifies the data.
+    """Load all sources, and split their rows into training and evaluation.
 
-    Raises UserError for anything wrong with the data, also if a source keeps no training row, or
-    `eval_fraction` holds none out.
+    For each source `read(rows, source, name)` makes examples whose ids begin with the name,
+    `render` renders them, rows beyond the `limits` are dropped, and `make` builds the items.
+    `content` is the part of an item by which `Stream` recognises the data.
+
+    Raises UserError for anything wrong with the data, and where a source has no training row left
+    or `eval_fraction` holds out no row.
     """
     if not cfg.train and not cfg.eval:
         raise UserError("no data: name at least one source in data.train")
@@ -96,9 +97,9 @@ def load_data(
     def load(source: SourceBase, name: str) -> list[T]:
         examples = read(read_source(source), source, name)
         rendered = render(examples)
-        # Of all rows that were read: which ones are too long must not change where a prompt goes.
+        # Before the length filter: a changed limit must not move a prompt to the other split.
         for example, row in zip(examples, rendered, strict=True):
-            if held_out(example.id, row.prompt_ids):
+            if held_out(example.id, row):
                 evaluated.add(example.id)
         kept = filter_length(
             examples, rendered, limits, overlong=cfg.overlong_prompts, report=report
@@ -121,7 +122,7 @@ def load_data(
 def _hold_out(
     cfg: DataConfig, sources: Sequence[Sequence[T]], held_out: Collection[str], num_prompts: int
 ) -> tuple[list[list[T]], list[T]]:
-    """The rows of each source to train on, and those whose ids are held out."""
+    """The training rows of each source, and all rows whose ids are held out."""
     evaluation = [row for rows in sources for row in rows if row.id in held_out]
     kept = [[row for row in rows if row.id not in held_out] for rows in sources]
     num_rows, together = sum(map(len, sources)), ""

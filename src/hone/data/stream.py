@@ -1,13 +1,13 @@
 """An endless, ordered stream of rows that can be stopped and resumed anywhere.
 
-The order is a pure function of (seed, epoch, index): each epoch of each source sorts the row ids
-by a keyed hash. So the whole position is one counter a source.
+The order depends only on (seed, epoch, row ids): each epoch of each source sorts the row ids by a
+keyed hash. So the position is one counter for each source.
 
 Several sources are interleaved by weight. The j-th row of a source with share w may come no
-earlier than draw floor(j / w) and no later than draw ceil((j + 1) / w) - 1; taking the earliest
-deadline among the rows allowed so far always meets these windows on a single stream (Baruah et
-al., Proportionate Progress, Algorithmica 1996). After k draws every source has then given more
-than k w - 1 and fewer than k w + 1 rows.
+earlier than draw floor(j / w) and no later than draw ceil((j + 1) / w) - 1. Taking the row with the
+earliest deadline among those allowed so far always meets these windows (Baruah et al.,
+Proportionate Progress, Algorithmica 1996). So after k draws each source has given more than
+k w - 1 and fewer than k w + 1 rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Item", "Stream", "epoch_order", "keyed_hash"]
 
 
 class Item(Protocol):
-    """What a stream needs to know of a row."""
+    """The fields of a row that a stream needs."""
 
     @property
     def id(self) -> str: ...
@@ -38,12 +38,12 @@ T = TypeVar("T", bound=Item)
 
 
 def keyed_hash(*parts: int | str) -> int:
-    """64-bit hash of the parts; the same on every machine, platform and Python version."""
+    """64-bit hash of the parts, equal on every machine, platform and Python version."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest())
 
 
 def epoch_order(ids: Sequence[str], *, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
-    """Indices into `ids` in the order in which epoch number `epoch` serves them."""
+    """Indices into `ids` in the order of epoch number `epoch`."""
     if not shuffle:
         return list(range(len(ids)))
     return sorted(range(len(ids)), key=lambda index: keyed_hash("order", seed, epoch, ids[index]))
@@ -56,8 +56,8 @@ def _content(item: Item) -> object:
 class Stream(Generic[T]):
     """Rows of one or several sources, epoch after epoch, without end.
 
-    `weights` are the relative shares of the sources (default: equal). `content` picks what of a
-    row enters the fingerprint by which `load_state_dict` recognises the data.
+    `weights` are the relative shares of the sources (default: equal). `content` returns the part of
+    a row that enters the fingerprint, by which `load_state_dict` recognises the data.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class Stream(Generic[T]):
         return [self._draw() for _ in range(num)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, small and JSON-able, with what is needed to recognise the data."""
+        """The position, with the fingerprint of the data, as small JSON values."""
         return {**self._identity, "drawn": list(self._drawn)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position. Raises UserError if it belongs to other data."""
-        for key, own in self._identity.items():
-            if state[key] != own:
+        """Continue from a saved position. Raises UserError if it belongs to other data."""
+        for key, value in self._identity.items():
+            if state[key] != value:
                 raise UserError(
                     f"the saved data position belongs to other data: {key} was {state[key]!r} "
-                    f"and is now {own!r}. Restore the data settings of that run, or start anew "
+                    f"and is now {value!r}. Restore the data settings of that run, or start anew "
                     "in another `run.dir`."
                 )
         self._drawn = [int(drawn) for drawn in state["drawn"]]

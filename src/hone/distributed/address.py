@@ -1,25 +1,23 @@
-"""Whether a Ray cluster can be where `cluster.address` says, before anything is loaded or waited
-for: Ray itself tries for half a minute to several."""
+"""Quick check that a Ray cluster can be at `cluster.address`, before anything is loaded. Ray itself
+tries for half a minute to several."""
 
 from __future__ import annotations
 
 import os
 import socket
 
-from hone.config.cluster import host_and_port
+from hone.distributed.settings import host_and_port
 
 __all__ = ["no_cluster", "unreachable"]
 
 _CONNECT_S = 5.0
-"""For each address that the host's name has; resolving it is not limited. Enough for two packets
-that are lost on the way."""
+"""Timeout of a connection to each address of the host's name; name resolution is not limited.
+Enough for two lost packets."""
 
 
 def unreachable(address: str) -> str | None:
-    """Why no run can join a Ray at `address`, for people; None where one may be.
-
-    Takes what `cluster.address` may be; of `auto` only `RAY_ADDRESS` is looked at.
-    """
+    """Reason why no run can join a Ray cluster at `address`, or None if one may be there. `address`
+    is a value of `cluster.address`; for `auto` only `RAY_ADDRESS` is checked."""
     meant, source = address, ""
     if address == "auto":
         meant = os.environ.get("RAY_ADDRESS", "")
@@ -37,7 +35,7 @@ def unreachable(address: str) -> str | None:
 
 
 def no_cluster(address: str, reason: str) -> str:
-    """The message that there is none, and why."""
+    """Error message for a cluster that cannot be reached."""
     return (
         f"there is no Ray cluster at cluster.address={address!r}: {reason.strip().rstrip('.')}. "
         "Name host and port as `ray start --head` prints them (6379 where nothing else was asked "

@@ -1,13 +1,13 @@
-"""Calls of an object in another process, over a socket of its own.
+"""Calls of an object in another process, over one socket for each process.
 
     hub = Hub("127.0.0.1")                      # in the process that calls
-    line = hub.line("engine 0")                 # calls wait until the other process is there
+line = hub.line("engine 0")                 # calls wait until the other process connects
     pending = line.call("poll", 10.0)
     serve(hub.address, line.key, target)        # in the other process, until the line is closed
 
-Whoever starts processes (Ray) also says when one is gone: `Line.end`. A call over a line costs
-either end a few system calls and a pickle, a tenth of what a call of a Ray actor does, so that one
-process can have a thousand engines.
+The code that starts processes also reports when one is gone (`Line.end`). A call costs either end a
+few system calls and a pickle, a tenth of a call of a Ray actor, so that one process can drive a
+thousand engines.
 """
 
 from __future__ import annotations
@@ -39,40 +39,41 @@ __all__ = ["Frames", "Hub", "Line", "frame", "serve"]
 _log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
-"""What a process sends first. It is secret: who does not know it is not listened to."""
+"""Length of the key that a process sends first. The key is secret: connections without it are
+refused."""
 _SEND_S = 30.0
-"""Longest that a process may leave what is sent to it unread, once the buffers of the socket are
-full."""
+"""Longest time that a process may leave messages unread once the socket's buffers are full."""
 _CONNECT_S = 60.0
 _LINGER_S = 1e-4
-"""How long answers wait to be read, for each line: those of many wake the thread together."""
+"""Delay before answers are read, per line, so that the thread wakes once for the answers of many
+lines."""
 _MIN_LINGER_S, _MAX_LINGER_S = 2e-3, 0.05
 _OTHER_FILES = 256
-"""What a process may open later, lines not counted."""
+"""Files that a process may open later, in addition to its lines."""
 _MAX_STRANGERS = 64
-"""Connections that may be open without a key, above those that are waited for: fewer than
-`_OTHER_FILES`, so that whoever only connects takes no file that the process needs."""
+"""Open connections without a key that are allowed in addition to the expected ones. Fewer than
+`_OTHER_FILES`, so that strangers cannot use up the files that the process needs."""
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 _FULL_S = 10.0
-"""How long nobody is let in once no file can be opened."""
+"""Pause in accepting connections once no file can be opened."""
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
 
 
 def frame(value: Any) -> bytes:
-    """A picklable value as it travels: the number of bytes, then these."""
+    """Encode a picklable value: the number of bytes, then the pickle."""
     message = pickle.dumps(value, protocol=5)
     return _HEADER.pack(len(message)) + message
 
 
 class Frames:
-    """Values out of the bytes of a stream."""
+    """Decoder of values from a byte stream."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[Any]:
-        """The values that `data` makes complete."""
+        """Iterate over the values that `data` completes."""
         self._buffer += data
         start, num_bytes = 0, len(self._buffer)
         with memoryview(self._buffer) as view:
@@ -86,25 +87,23 @@ class Frames:
 
 
 class Line:
-    """The way to one process. Any thread may call."""
+    """Calls to one other process. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.key = secrets.token_bytes(KEY_BYTES)
         self._numbers = count()
-        # These are guarded by `_lock`.
+        # `_lock` guards the fields below.
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._unsent: list[bytes] = []
-        """Calls that were made before the process was there."""
+        """Calls made before the process connected."""
         self._open: dict[int, Future[Any]] = {}
         self._cause = ""
 
     def call(self, method: str, /, *args: Any) -> Future[Any]:
-        """Call a method of what the process serves, without waiting for it.
-
-        The future raises what the method raises, and EngineLostError once the line has ended.
-        """
+        """Call a method of the object that the process serves, without waiting for it. The future
+        raises the method's exception, and EngineLostError once the line has ended."""
         future, number, broken = Future[Any](), next(self._numbers), ""
         message = frame((number, method, args))
         with self._lock:
@@ -122,8 +121,8 @@ class Line:
         return future
 
     def end(self, cause: str) -> None:
-        """Calls that are open, and all later ones, raise EngineLostError with `cause`. The first
-        cause counts."""
+        """End the line: open and later calls raise EngineLostError with `cause`. The first cause
+        counts."""
         with self._lock:
             if self._cause:
                 return
@@ -131,13 +130,13 @@ class Line:
             unanswered, self._open = list(self._open.values()), {}
             self._unsent.clear()
             if self._socket is not None:
-                with contextlib.suppress(OSError):  # it may have gone
+                with contextlib.suppress(OSError):  # it may be closed already
                     self._socket.shutdown(socket.SHUT_RDWR)
         for future in unanswered:
             future.set_exception(EngineLostError(self.name, cause))
 
     def connect(self, sock: socket.socket) -> None:
-        """The process is there; what was called before is sent."""
+        """Attach the socket of the process, and send the calls made so far."""
         with self._lock:
             self._socket = sock
             unsent, self._unsent = self._unsent, []
@@ -146,7 +145,8 @@ class Line:
             self.end(broken)
 
     def take(self, answer: tuple[int, bool, Any]) -> None:
-        """An answer has come: of a number, whether the method has returned, and what."""
+        """Resolve a call. `answer` is its number, whether the method returned, and the value or
+        exception."""
         number, has_returned, value = answer
         with self._lock:
             future = self._open.pop(number, None)
@@ -159,40 +159,40 @@ class Line:
 
 
 def _try_to_send(sock: socket.socket, message: bytes) -> str:
-    """Why it could not be sent; empty: it was."""
+    """Send a message. Returns the reason if it could not be sent, or an empty string."""
     try:
         sock.sendall(message)
     except BlockingIOError:  # the timeout of the socket's option
         return f"it has not read what was sent to it for {_SEND_S:g} s"
-    except OSError:  # broken: whoever reads sees it as well, and waits for the cause
+    except OSError:  # the reading thread sees the broken connection too, and waits for the cause
         return ""
     return ""
 
 
 class Hub:
-    """All lines of a process, and the thread that reads them."""
+    """Server of all lines of a process, with one reading thread."""
 
     def __init__(self, host: str, *, num_lines: int = 1, lost_after_s: float = 5.0) -> None:
-        """Other processes reach this one as `host`, the only address at which it listens, as many
-        as `num_lines` at a time. One whose connection ends is taken for lost `lost_after_s` later:
-        who started it may say by then why it is gone.
+        """Listen at `host` only, the address by which other processes reach this one, for
+        `num_lines` lines at a time. A line whose connection ends is ended `lost_after_s` later;
+        until then the process that started the other side may give a better reason.
 
-        Each line is an open file: this process may have as many from now on. Raises UserError where
-        the system does not let it.
+        Each line is an open file, so the limit of this process is raised if needed. Raises
+        UserError if the system refuses.
         """
         wanted = psutil.Process().num_fds() + num_lines + _OTHER_FILES
         _allow_files(wanted, f"{num_lines:,} engines and frozen models")
         self._lost_after_s = lost_after_s
         self._lines: dict[bytes, Line] = {}
-        """By key, until their process is there."""
+        """Lines whose process has not connected yet, by key."""
         self._num_connected = 0
         self._strangers: dict[socket.socket, None] = {}
-        """Those who have not shown a key yet, oldest first."""
+        """Connections that have not sent a key yet, oldest first."""
         self._received = memoryview(bytearray(_READ_BYTES))
         self._has_more = False
-        """A socket had more to read than was read at once."""
+        """Whether a socket had more data than one read returned."""
         self._is_full_until: float | None = None
-        """No file could be opened: nobody is let in before."""
+        """Time until which no connection is accepted, because no file could be opened."""
         self._listener = listen(host)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
@@ -204,13 +204,13 @@ class Hub:
         self._thread.start()
 
     def line(self, name: str) -> Line:
-        """The line to a process that will `serve` its key."""
+        """Create the line to a process that will `serve` its key."""
         line = Line(name)
         self._lines[line.key] = line
         return line
 
     def close(self) -> None:
-        """End all connections; what is open gets no answer."""
+        """Close all connections. Open calls get no answer."""
         self._waker.close()
         self._thread.join()
 
@@ -232,7 +232,7 @@ class Hub:
                         self._take(key.fileobj, key.data)
 
     def _wait_s(self) -> float | None:
-        """How long to wait for something to read; None: until it comes."""
+        """Timeout of the next wait for data. None waits without limit."""
         if self._is_full_until is None:
             return None
         if (left_s := self._is_full_until - monotonic()) > 0.0:
@@ -242,16 +242,16 @@ class Hub:
         return None
 
     def _accept(self) -> None:
-        """Let all in who have come."""
+        """Accept all waiting connections."""
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except BlockingIOError:  # nobody is left
+            except BlockingIOError:  # no connection is waiting
                 return
             except OSError as error:
                 if error.errno not in _NO_ROOM:
-                    continue  # it is gone again
-                # It would be told of the same connection at once, and again.
+                    continue  # the connection was closed again
+                # The selector would report the same connection again at once, in an endless loop.
                 _log.warning("no further process can connect for now: %s", error)
                 self._selector.unregister(self._listener)
                 self._is_full_until = monotonic() + _FULL_S
@@ -259,7 +259,7 @@ class Hub:
             self._let_in(sock)
 
     def _let_in(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it may be gone again
+        with contextlib.suppress(OSError):  # it may be closed already
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             timeout = struct.pack("ll", int(_SEND_S), 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -319,7 +319,8 @@ class Hub:
 
 
 def _allow_files(wanted: int, why: str) -> None:
-    """Let this process have `wanted` files open, if it may not yet."""
+    """Raise the limit of open files of this process to `wanted`. Raises UserError if the host's
+    limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -334,12 +335,12 @@ def _allow_files(wanted: int, why: str) -> None:
 
 
 class _Connection:
-    """What has come over a socket so far."""
+    """State of one accepted connection."""
 
     def __init__(self) -> None:
         self.key = b""
         self.line: Line | None = None
-        """Known once the key has come."""
+        """Set once the key has arrived."""
         self.frames = Frames()
 
 
@@ -350,8 +351,8 @@ def serve(
     *,
     num_threads: int,
 ) -> None:
-    """Answer the calls of a line with `call(method, args)` until it is closed, as many side by side
-    as there are threads. Raises OSError where nobody listens at `address`."""
+    """Answer the calls of a line with `call(method, args)` until it is closed, in `num_threads`
+    threads. Raises OSError if nobody listens at `address`."""
     sending = threading.Lock()
     with (
         socket.create_connection(address, _CONNECT_S) as sock,
@@ -363,13 +364,13 @@ def serve(
 
         def answer(number: int, method: str, args: Sequence[Any]) -> None:
             message = frame_of_answer(number, method, args)
-            with sending, contextlib.suppress(OSError):  # nobody waits for it any more
+            with sending, contextlib.suppress(OSError):  # the caller may be gone
                 sock.sendall(message)
 
         def frame_of_answer(number: int, method: str, args: Sequence[Any]) -> bytes:
             try:
                 return frame((number, True, call(method, args)))
-            except Exception as error:  # noqa: BLE001  whoever has called is told
+            except Exception as error:  # noqa: BLE001  the caller gets it
                 return frame((number, False, _portable(error)))
 
         frames = Frames()

@@ -1,4 +1,4 @@
-"""Ports that other processes of a run connect to, at one address and no other."""
+"""Ports for other processes of a run, each open at one address only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["LOOPBACK", "host_store", "interface_of", "listen", "on_loopback"]
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 4096
-"""Connections that may wait to be accepted: a thousand engines connect at the same moment."""
+"""Length of the queue of new connections: a thousand engines connect at the same moment."""
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Listen at `port` of the address that `host` names, and at no other interface; 0: a free one.
+    """Listen at `port` of the address of `host`, and at no other interface. Port 0 takes a free
+    one. `host` is the name or address by which the run's other processes reach this machine.
 
-    `host` is the name or address by which the run's other processes reach this machine. Raises
-    OSError, with what to change, where it is not an address of this machine, or the port is taken.
+    Raises OSError, with a remedy, if `host` is not an address of this machine or the port is taken.
     """
     try:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -39,10 +39,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def host_store(host: str, port: int = 0, *, timeout_s: float) -> dist.TCPStore:
-    """A store that this process serves at `port` of the address `host`; 0: at a free one.
-
-    By itself torch would listen at all interfaces. Raises OSError as `listen`.
-    """
+    """A store that this process serves at `port` of the address `host`; port 0 takes a free one.
+    torch's own server would listen at all interfaces. Raises OSError as `listen`."""
     with listen(host, port) as listener:
         return dist.TCPStore(
             host,
@@ -55,7 +53,7 @@ def host_store(host: str, port: int = 0, *, timeout_s: float) -> dist.TCPStore:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an address; None where none has."""
+    """The network interface of this machine with the given address, or None."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(own.address == address for own in addresses):
             return name
@@ -64,10 +62,11 @@ def interface_of(address: str) -> str | None:
 
 @contextmanager
 def on_loopback() -> Generator[None]:
-    """Let groups of torch.distributed that are made inside listen at loopback alone.
+    """Context manager in which new process groups of torch.distributed listen at loopback only.
 
-    By themselves gloo takes the address of this host's name and NCCL an interface that other hosts
-    reach. What the environment names stands. Processes that are started inside inherit it.
+    By default gloo listens at the address of the host's name, and NCCL at an interface that other
+    hosts reach. Interfaces that the environment names are kept. Child processes inherit the
+    setting.
     """
     name = interface_of(LOOPBACK)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -1,8 +1,8 @@
-"""A pool of workers: deals tasks, watches progress, replaces workers that are lost.
+"""A pool of workers: distributes tasks, watches progress, replaces lost workers.
 
-A worker is a thread, a local process or a Ray actor, reached through one handle. A task goes to the
-worker with the least to do. A worker that is gone, or shows no progress while it has tasks, is
-killed and replaced, and its tasks wait for another worker, which starts them from their beginning.
+A worker is a thread, a local process or a Ray actor, all called in the same way. A task goes to the
+worker with the smallest load. A worker that is gone, or makes no progress while it has tasks, is
+killed and replaced. Its tasks wait for another worker, which starts them from the beginning.
 
                  waits for                          is unblocked by
     task ──► _waiting ── a ready worker with room ◄── a result, a start, weights delivered
@@ -10,8 +10,8 @@ killed and replaced, and its tasks wait for another worker, which starts them fr
                 ▼
              a member ── its worker's progress ◄───── loss: back to _waiting
 
-Engines (`hone.rollout.engine_pool`) and scorers (`hone.rollout.scorer_pool`) are such pools: they
-say how a task is sent and how results come back.
+Engines (`hone.rollout.engine_pool`) and scorers (`hone.rollout.scorer_pool`) are subclasses, which
+define how a task is sent and how results come back.
 """
 
 from __future__ import annotations
@@ -40,61 +40,56 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Longest silence that one look counts: a worker is not silent while nobody asks it."""
+"""Longest silence that one check adds: a worker that is not asked is not silent."""
 
 Task = TypeVar("Task")
 M = TypeVar("M", bound="Member[Any]")
 
 RecordEvent = Callable[..., None]
-"""Takes the kind of an event, and its fields by name."""
+"""Called with the kind of an event and its fields by name."""
 
 
 class WorkersLostError(ConnectionError):
-    """Workers were lost that cannot be replaced: the restarts are used up, they were threads of
-    this process, or what they ran on is gone too."""
+    """Raised when lost workers cannot be replaced: the restarts are used up, they were threads of
+    this process, or the Ray node under them is gone too."""
 
 
 class Pending(Protocol):
-    """The result of a call that has been made."""
+    """The future result of a call."""
 
     def result(self, timeout_s: float, /) -> Any:
-        """The result, or what was raised instead.
-
-        Raises TimeoutError while there is none (it can be asked for again), EngineLostError where
-        there will be none.
-        """
+        """Return the result, or raise the call's exception. Raises TimeoutError if there is no
+        result yet (ask again), and EngineLostError if there will be none."""
         ...
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """Call `fn` once, in any thread, when `result` has something to say."""
+        """Call `fn` once, in any thread, when the result or an error is available."""
         ...
 
 
 class Worker(Protocol):
-    """A thread, a local process or a Ray actor; of several ranks, the first takes the calls."""
+    """A thread, a local process or a Ray actor. Of several ranks the first one takes the calls."""
 
     @property
     def name(self) -> str: ...
     @property
     def num_ranks(self) -> int:
-        """Processes that make up this worker."""
+        """Number of processes of this worker."""
         ...
 
     def call(self, method: str, /, *args: Any) -> Pending:
-        """Call a method without waiting for it. Calls may overtake each other.
-
-        Raises EngineLostError where the worker is known to be gone.
-        """
+        """Call a method without waiting for it. Calls may overtake each other. Raises
+        EngineLostError if the worker is known to be gone."""
         ...
 
     def kill(self) -> None:
-        """End the worker at once, in whatever state it is."""
+        """Kill the worker at once, in any state."""
         ...
 
 
 class ThreadWorker:
-    """An object whose methods run one after the other in a thread of this process. One that hangs
-    cannot be ended, only left behind."""
+    """A worker whose methods run one after the other in a thread of this process. A thread that
+    hangs cannot be ended and is abandoned."""
 
     num_ranks = 1
 
@@ -112,20 +107,20 @@ class ThreadWorker:
 
 @dataclass(slots=True, eq=False)
 class Member(Generic[Task]):
-    """One worker from its start to its end; the one that replaces it is another member."""
+    """One worker from its start to its end. Its replacement is another member."""
 
     index: int
     worker: Worker
     starting: Pending | None
-    """The answer to its first call; None once that has come."""
+    """Result of its first call, or None once that has arrived."""
     is_ready: bool = False
-    """It may get tasks."""
+    """Whether it may get tasks."""
     tasks: dict[str, Task] = field(default_factory=dict[str, Task])
-    """Sent to it and not finished."""
+    """Tasks that were sent to it and are not finished."""
     load: int = 0
-    """The cost of these."""
+    """Total cost of `tasks`."""
     silent_s: float = 0.0
-    """Time without progress, as far as anybody looked."""
+    """Observed time without progress."""
     looked_at: float = field(default_factory=lambda: monotonic())
 
     def note_progress(self) -> None:
@@ -138,17 +133,18 @@ class Member(Generic[Task]):
 
 
 class Pool(ABC, Generic[Task, M]):
-    """Tasks by id, and the members that have them. One thread at a time may call.
+    """A pool of workers, its tasks by id, and the members that have them. Not thread-safe.
 
     A worker that is lost, or does not answer within `timeout_s`, is replaced by `restart(index)`,
-    which need not wait for it. With `restart` None (threads, whose memory cannot be freed), or
-    after `max_restarts` restarts in all, WorkersLostError names the worker and what it died of.
+    which may return before the worker is ready. With `restart` None (threads, whose memory cannot
+    be freed), or after `max_restarts` restarts in all, WorkersLostError names the worker and the
+    cause.
     """
 
     role: str
-    """As in the events `<role>_lost`."""
+    """Role name in the events `<role>_lost`."""
     task_words: str
-    """What tasks are called in messages: `requests`."""
+    """Noun for tasks in messages, as `requests`."""
     first_call: tuple[Any, ...]
     """Method and arguments of the call that a worker answers once it has started."""
 
@@ -161,7 +157,7 @@ class Pool(ABC, Generic[Task, M]):
         max_restarts: int,
         start_timeout_s: float | None = None,
     ) -> None:
-        """For its start a worker has `start_timeout_s` (unset: `timeout_s`)."""
+        """`start_timeout_s` limits the start of a worker (default: `timeout_s`)."""
         self._restart = restart
         self._timeout_s = timeout_s
         self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
@@ -169,34 +165,34 @@ class Pool(ABC, Generic[Task, M]):
         self._num_restarts = 0
         self._event: RecordEvent | None = None
         self._owners: dict[str, M] = {}
-        """Of every task that a worker has."""
+        """The member that has a task, by task id."""
         self._waiting: dict[str, dict[str, Task]] = {}
-        """Tasks that no worker has, by affinity and id."""
+        """Tasks that no worker has, by affinity and task id."""
         self._members = [
             self._new_member(index, worker, worker.call(*self.first_call))
             for index, worker in enumerate(workers)
         ]
 
     def report_to(self, event: RecordEvent) -> None:
-        """From now on call `event("<role>_lost", name=..., restart=..., cause=...)` for each loss;
-        `restart` is the number of the one that follows, None where none does."""
+        """Call `event("<role>_lost", name=..., restart=..., cause=...)` for each loss from now on.
+        `restart` is the number of the restart that follows, or None."""
         self._event = event
 
-    # -- what the pools differ in ----------------------------------------------------------------
+    # -- methods of subclasses -------------------------------------------------------------------
 
     @abstractmethod
     def _new_member(self, index: int, worker: Worker, starting: Pending | None) -> M: ...
 
     @abstractmethod
     def _cost(self, task: Task) -> int:
-        """Work that a task is, in any unit."""
+        """The amount of work of a task, in any unit."""
 
     @abstractmethod
     def _send(self, member: M, tasks: Mapping[str, Task]) -> None:
-        """Call the worker for these, which are in `member.tasks` already."""
+        """Send tasks to the worker. They are already in `member.tasks`."""
 
     def _affinity(self, task_id: str) -> str:
-        """Tasks of one value go to one worker together."""
+        """Affinity key: waiting tasks with the same key go to one worker together."""
         return task_id
 
     def _has_room(self, member: M) -> bool:
@@ -205,26 +201,26 @@ class Pool(ABC, Generic[Task, M]):
         return True
 
     def _retryable(self, tasks: Mapping[str, Task], cause: str) -> Iterator[tuple[str, Task]]:
-        """The tasks of a lost worker that another one may try."""
+        """Tasks of a lost worker that another worker may try."""
         del cause
         yield from tasks.items()
 
     def _on_start(self, member: M) -> None:
-        """A worker has answered its first call."""
+        """Called when a worker has answered its first call."""
 
     def _on_loss(self, member: M) -> None:
-        """A worker has been killed; its tasks are taken back."""
+        """Called when a worker has been killed and its tasks are taken back."""
 
     # -- tasks -----------------------------------------------------------------------------------
 
     def _add(self, tasks: Iterable[tuple[str, Task]]) -> None:
-        """Let tasks wait for a worker, behind those that wait already."""
+        """Append tasks to the waiting ones."""
         for task_id, task in tasks:
             self._waiting.setdefault(self._affinity(task_id), {})[task_id] = task
 
     def _assign(self) -> None:
-        """Give waiting tasks to the ready worker with the least to do, as long as it has room; each
-        worker gets its share in one message."""
+        """Assign waiting tasks to the ready workers with the smallest load, as long as they have
+        room. Each worker gets its tasks in one message."""
         while self._waiting:
             ready = [m for m in self._members if m.is_ready]
             least = [(member.load, member.index) for member in ready]
@@ -249,12 +245,12 @@ class Pool(ABC, Generic[Task, M]):
                 return
 
     def _finish(self, member: M, task_id: str) -> None:
-        """A task is no longer with a worker."""
+        """Remove a task from its worker."""
         member.load -= self._cost(member.tasks.pop(task_id))
         del self._owners[task_id]
 
     def _drop_waiting(self, task_id: str) -> Task | None:
-        """Take a task that no worker has out of the pool; None where there is no such task."""
+        """Remove a waiting task and return it. None if there is no such waiting task."""
         tasks = self._waiting.get(self._affinity(task_id), {})
         task = tasks.pop(task_id, None)
         if task is not None and not tasks:
@@ -264,7 +260,7 @@ class Pool(ABC, Generic[Task, M]):
     # -- calls -----------------------------------------------------------------------------------
 
     def _call(self, member: M, method: str, *args: Any) -> Pending | None:
-        """None where the worker is lost."""
+        """Call a worker's method. None if the worker is lost."""
         if not self._is_live(member):
             return None
         try:
@@ -274,7 +270,7 @@ class Pool(ABC, Generic[Task, M]):
             return None
 
     def _answer(self, member: M, method: str, call: Pending | None, *, default: Any = None) -> Any:
-        """What a call returns, or `default` where its worker is lost."""
+        """The result of a call, or `default` if its worker is lost."""
         if call is None or not self._is_live(member):
             return default
         try:
@@ -294,8 +290,8 @@ class Pool(ABC, Generic[Task, M]):
         return self._members[member.index] is member
 
     def _poll_start(self, member: M, wait_s: float) -> bool:
-        """Whether a worker that is starting has started within `wait_s`. One that could not be made
-        is lost."""
+        """Whether a worker has started within `wait_s`. A worker that could not be built is treated
+        as lost."""
         assert member.starting is not None
         try:
             member.starting.result(wait_s)
@@ -313,13 +309,23 @@ class Pool(ABC, Generic[Task, M]):
         self._on_start(member)
         return True
 
+    def _check_starts(self) -> None:
+        """Check which workers have started, without waiting."""
+        for index in range(len(self._members)):
+            member = self._members[index]
+            if member.starting is None or self._poll_start(member, 0.0):
+                continue
+            if self._is_live(member):
+                member.note_silence()
+                self._lose_silent(member, self._start_timeout_s, "it has not started")
+
     def _lose_silent(self, member: M, timeout_s: float, state: str) -> None:
-        """Take a member that has shown no progress for `timeout_s` for lost."""
+        """Treat a member without progress for `timeout_s` as lost."""
         if member.silent_s > timeout_s:
             self._lose(member, f"no progress for {member.silent_s:.1f} s: {state}")
 
     def _lose(self, member: M, cause: str) -> None:
-        """Kill a worker, take its tasks back, and start another in its place."""
+        """Kill a worker, take its tasks back, and start a replacement."""
         if not self._is_live(member):
             return
         name, tasks = member.worker.name, member.tasks

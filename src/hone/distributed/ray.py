@@ -1,7 +1,5 @@
-"""Workers as Ray actors: a Ray that has room for them, their processes, and how they are reached.
-
-With `ray_trainers` the only module that imports Ray.
-"""
+"""Workers as Ray actors: joining or starting a Ray cluster, placing the workers, calling them.
+Only this module and `ray_trainers` import Ray."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import mkdtemp
 from time import monotonic
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import ray
-import torch
 from ray._private import ray_constants
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -33,18 +30,24 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from hone.config.algorithm import TeacherConfig
-from hone.config.cluster import ClusterConfig, ScorerName
-from hone.config.model import ModelConfig
-from hone.config.reward import RewardModelConfig
-from hone.config.tree import RLConfig
+from hone.config.plan import RunPlan
 from hone.distributed.address import no_cluster, unreachable
-from hone.distributed.calls import Hub, serve
+from hone.distributed.calls import Hub
 from hone.distributed.listening import LOOPBACK, host_store, interface_of
 from hone.distributed.pool import WorkersLostError
-from hone.distributed.processes import DEVICES_HELD, HONE_KEY, environment, processes
+from hone.distributed.processes import DEVICES_HELD, environment, processes
+from hone.distributed.settings import ClusterConfig, RoleDevices, RoleName
 from hone.distributed.signals import handling
+from hone.distributed.worker_rank import (
+    STARTING_S,
+    WorkerRank,
+    WorkerSpec,
+    rank_environment,
+    runs_on_gpus,
+    visible_gpus,
+)
 from hone.errors import UserError
+from hone.models.settings import ModelConfig
 from hone.types import EngineLostError
 
 __all__ = [
@@ -66,161 +69,159 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-Role = Literal["engine"] | ScorerName
-
-_Located = TypeVar("_Located", ModelConfig, TeacherConfig, RewardModelConfig)
-
 PLACING_S = 60.0
-"""How long devices that others hold are waited for."""
-_STARTING_S = 900.0
-"""How long an engine may take to read its model's configuration and to record its graphs, and a
-model that scores to load its weights."""
+"""Longest wait for devices that other programs use."""
 _RAY_GONE_S = 10
-"""How long processes of a Ray of this host look for its head, which never comes again."""
+"""Time after which processes of a local Ray give up their head node, which never comes back."""
 _PER_CORE = 4
-"""Processes of a run on CPUs that may share a core: with many more none gets on."""
-_CALLS = 8
-"""Calls of one engine that run side by side: the longest waits for weights."""
+"""Most processes per core of a run on CPUs. Far more would make no progress."""
 _METHODS = 4
-"""Methods of an actor that run side by side: one lasts as long as the worker."""
+"""Methods of an actor that may run at the same time. One of them runs as long as the worker
+lives."""
 _IDS = re.compile(r"(class_name|actor_id|namespace|pid|ip|name|node_id|job_id):")
 _GUESSES = "Some common causes include"
 _SETTLE_S = 1.0
-"""How long the first rank has to notice that another one is gone."""
+"""Time that the first rank has to notice that another one is gone."""
 _LOOK_S = 5.0
-"""How often those who wait ask whether Ray is still there."""
+"""Interval in which waiting calls check whether Ray is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayWorkers:
-    """The engines and frozen models of `cluster`, as actors, and how others are started in place of
-    those that are lost."""
+    """The engines and frozen models of `cluster` as actors. Starts them, and later their
+    replacements."""
 
-    cfg: RLConfig
+    plan: RunPlan
     placed: PlacementGroup
     uses_gpus: bool
     build: str
-    """`module:function` that makes, of role, configuration and name, what a worker's calls are for:
-    in its process, once that sees its GPUs."""
+    """See `WorkerSpec.build`."""
     host: str
-    """How workers reach this process."""
+    """The address at which workers reach this process."""
     hub: Hub
-    """The lines to them."""
+    """The lines to the workers."""
 
-    def start(self, role: Role, index: int) -> RayWorker:
-        """Begin to make a worker on its devices."""
+    def start(self, role: RoleName, index: int) -> RayWorker:
+        """Begin to start a worker on its devices."""
         check_own_node()
-        cfg, is_engine = self.cfg, role == "engine"
-        name, size = f"{role} {index}", cfg.engine.tensor_parallel_size if is_engine else 1
+        plan = self.plan
+        size = plan.roles[role].axes.world
+        spec = WorkerSpec(f"{role} {index}", role, size, self.build, plan)
         actor = ray.remote(_RANKS[role]).options(
             num_cpus=1,
             num_gpus=1 if self.uses_gpus else 0,
             max_concurrency=_METHODS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self.placed,
-                placement_group_bundle_index=_workers(cfg.cluster).index((role, index)),
+                placement_group_bundle_index=_workers(plan).index((role, index)),
             ),
         )
-        # Ray makes these methods where no checker sees them.
-        ranks: list[Any] = [
-            actor.remote(cfg, self.build, role, name=name, rank=rank, size=size)
-            for rank in range(size)
-        ]
-        return RayWorker(name, ranks, self.hub)
+        # Ray creates these methods at run time, unseen by type checkers.
+        ranks: list[Any] = [actor.remote(spec, rank) for rank in range(size)]
+        return RayWorker(spec.name, ranks, self.hub)
 
     @property
     def starting_s(self) -> float:
-        """How long a worker may take to start: less than the other trainers wait for this one,
-        which knows what is slow."""
-        return min(_STARTING_S, 0.9 * self.cfg.trainer.parallel.timeout_s)
+        """Longest start of a worker. Shorter than the other trainers' wait for this process, which
+        can name the slow worker."""
+        return min(STARTING_S, 0.9 * self.plan.timeout_s)
 
-    def start_all(self) -> dict[Role, list[RayWorker]]:
-        """All of them, by role. Those that are gone as they start are started anew later, as any
-        that are lost. Raises UserError for what was refused, with its own words, and TimeoutError.
+    def start_all(self) -> dict[RoleName, list[RayWorker]]:
+        """Start all workers, by role. Workers that are lost during their start are restarted later
+        like any other.
+
+        Raises the UserError of a worker that could not be built, and TimeoutError.
         """
-        cluster, start_s = self.cfg.cluster, monotonic()
-        roles = cluster.devices(self.cfg.engine.tensor_parallel_size)
-        apart = [role.words for role in roles if not role.trains]
-        _log.info("starting on Ray: %s", ", ".join(apart))
-        started: dict[Role, list[RayWorker]] = {}
-        for role, index in _workers(cluster):
+        plan, start_s = self.plan, monotonic()
+        words = ", ".join(role.words for role in _devices(plan) if not role.trains)
+        _log.info("starting on Ray: %s", words)
+        started: dict[RoleName, list[RayWorker]] = {}
+        for role, index in _workers(plan):
             started.setdefault(role, []).append(self.start(role, index))
         deadline = start_s + self.starting_s
         for worker in chain(*started.values()):
             with suppress(EngineLostError):
                 worker.wait_until_made(max(deadline - monotonic(), 0.0))
-        _log.info("they are there after %.1f s", monotonic() - start_s)
+        _log.info("%s ready after %.1f s", words, monotonic() - start_s)
         return started
 
 
-def _workers(cluster: ClusterConfig) -> list[tuple[Role, int]]:
-    """Role and index of all, in the order of their places."""
-    numbers: dict[Role, int] = {"engine": cluster.num_engines, **cluster.num_scorers}
-    return [(role, index) for role, number in numbers.items() for index in range(number)]
+def _workers(plan: RunPlan) -> list[tuple[RoleName, int]]:
+    """Role and index of all workers, in the order of their placement bundles."""
+    roles = [role for role in plan.roles.values() if role.where == "ray"]
+    return [(role.name, index) for role in roles for index in range(role.num_workers)]
+
+
+def _devices(plan: RunPlan) -> list[RoleDevices]:
+    """The devices of each role, worded as in the configuration."""
+    return plan.cluster.devices(plan.roles["engine"].axes.tensor)
 
 
 @contextmanager
-def reserve_gpus(cfg: RLConfig) -> Generator[None]:
-    """Keep the GPUs of the trainers of this host, which is not that of the first one, from all that
-    Ray starts. Raises as `ray_workers`."""
-    with _joined(cfg, uses_gpus=cfg.run.device != "cpu" and torch.cuda.is_available()):
+def reserve_gpus(plan: RunPlan) -> Generator[None]:
+    """Reserve the GPUs of this host's trainers in Ray. For hosts other than that of the first
+    process. Raises as `ray_workers`."""
+    with _joined(plan, uses_gpus=runs_on_gpus(plan.config.run)):
         yield
 
 
 @contextmanager
-def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
-    """Join or start a Ray that has devices for the engines and frozen models of `cluster`; whatever
-    is started there ends with the context.
+def ray_workers(plan: RunPlan, build: str) -> Generator[RayWorkers]:
+    """Join or start a Ray cluster with devices for the engines and frozen models of `cluster`. All
+    that is started there ends with the context.
 
-    Raises UserError where there is no such cluster, or it has too few devices.
+    Raises UserError if there is no such cluster or it has too few devices.
     """
-    uses_gpus, address = cfg.run.device != "cpu" and torch.cuda.is_available(), cfg.cluster.address
+    uses_gpus, address = runs_on_gpus(plan.config.run), plan.cluster.address
     with (
-        _joined(cfg, uses_gpus=uses_gpus),
+        _joined(plan, uses_gpus=uses_gpus),
         environment({} if address is None else network_environment()),
     ):
-        placed = _place(cfg, uses_gpus=uses_gpus)
+        placed = _place(plan, uses_gpus=uses_gpus)
         try:
             host = LOOPBACK if address is None else ray.util.get_node_ip_address()
-            num_lines = cfg.cluster.num_engines + sum(cfg.cluster.num_scorers.values())
+            num_lines = len(_workers(plan))
             with closing(Hub(host, num_lines=num_lines, lost_after_s=_LOOK_S)) as hub:
-                yield RayWorkers(_anywhere(cfg), placed, uses_gpus, build, host, hub)
+                yield RayWorkers(_with_absolute_paths(plan), placed, uses_gpus, build, host, hub)
         finally:
             remove_placement_group(placed)
 
 
-def _anywhere(cfg: RLConfig) -> RLConfig:
-    """The same in processes that run in other folders."""
-    reward = cfg.reward.model_copy(update={"model": _placed(cfg.reward.model)})
-    moved = {"model": _placed(cfg.model), "teacher": _placed(cfg.teacher), "reward": reward}
-    return cfg.model_copy(update=moved)
+def _with_absolute_paths(plan: RunPlan) -> RunPlan:
+    """The plan with absolute paths, for processes with other working directories."""
+    moved = {
+        name: replace(role, model=_with_absolute_path(role.model))
+        for name, role in plan.roles.items()
+    }
+    return replace(plan, roles=moved)
 
 
-def _placed(section: _Located) -> _Located:
-    """The same from any folder: its path, where that is one of this host, is whole."""
-    if section.path is None or not Path(section.path).exists():
-        return section
-    return section.model_copy(update={"path": str(Path(section.path).resolve())})
+def _with_absolute_path(model: ModelConfig) -> ModelConfig:
+    """The model with an absolute path if it is a local one."""
+    if not Path(model.path).exists():
+        return model
+    return model.model_copy(update={"path": str(Path(model.path).resolve())})
 
 
 @contextmanager
-def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
-    """Be the driver of a Ray: of `cluster.address`, or of one of this host alone."""
-    address = cfg.cluster.address
-    try:  # an interrupt may find it half started
+def _joined(plan: RunPlan, *, uses_gpus: bool) -> Generator[None]:
+    """Become a driver of the Ray cluster at `cluster.address`, or of a new cluster of this host
+    alone."""
+    address = plan.cluster.address
+    try:  # an interrupt may come when Ray is half started
         if address is None:
-            num_cpus, num_gpus, inherited = _own_devices(cfg, uses_gpus=uses_gpus)
+            num_cpus, num_gpus, inherited = _own_devices(plan, uses_gpus=uses_gpus)
             with environment(inherited), _private():
                 _start(num_cpus, num_gpus)
         else:
             join(address)
-            check_nodes(cfg.cluster, "GPU" if uses_gpus else "CPU")
-        # Ray takes back what nobody refers to any more.
+            check_nodes(plan.cluster, "GPU" if uses_gpus else "CPU")
+        # The reservation lasts as long as the handle is referenced.
         holder = _reserve_own() if address is not None and uses_gpus else None
         yield
         del holder
     finally:
-        # Where the node is dead Ray ends this process in there, before anybody has said why.
+        # On a dead node `shutdown` would end this process before the cause is reported.
         if not ray.is_initialized() or own_node()["Alive"]:
             with _undisturbed():
                 ray.shutdown()
@@ -228,13 +229,13 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
 
 
 def _start(num_cpus: int, num_gpus: int) -> None:
-    """Start a Ray of this host alone. Raises UserError where it does not come up."""
-    # Not TMPDIR: names of sockets have 107 bytes at most (103 on macOS), and Ray adds some 65.
+    """Start Ray on this host only. Raises UserError if it does not start."""
+    # Not TMPDIR: socket names are limited to 107 bytes (103 on macOS), and Ray adds some 65.
     place = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
     try:
         place.mkdir(parents=True, exist_ok=True)
-        # Ray lets all users write into its folder. Who exchanges a socket there takes the place of
-        # a process of Ray, so it lies in a folder that no other user enters.
+        # Ray's folder is writable for all users, and a user who replaces a socket in it can pose as
+        # a process of Ray. So it lies in a folder that no other user can enter.
         private = mkdtemp(prefix="ray-", dir=place)
         ray.init(
             address="local",
@@ -246,12 +247,12 @@ def _start(num_cpus: int, num_gpus: int) -> None:
             logging_level=logging.ERROR,
         )
     except Exception as error:
-        # What Ray raises after half a minute has no class of its own.
+        # Ray's error after half a minute has no class of its own.
         is_of_ray = type(error) is Exception or isinstance(error, RuntimeError | OSError | RayError)
         if not is_of_ray:
             raise
         raise UserError(
-            f"Ray, which starts engines and models with devices of their own, did not start on "
+            f"Ray, which starts remote engines and models, did not start on "
             f"this host: {f'{error}'.strip().rstrip('.')}. Usual causes are a host that is busy, "
             "few processes that may be started (ulimit -u), and a full disk: free it, or name a "
             "folder of another one in RAY_TMPDIR. Then give the same command again. Its logs are "
@@ -260,14 +261,14 @@ def _start(num_cpus: int, num_gpus: int) -> None:
 
 
 def _undisturbed() -> AbstractContextManager[None]:
-    """Ctrl-C does nothing inside: after half a shutdown Ray ends this process, with a code of its
-    own."""
+    """Context manager that ignores Ctrl-C: an interrupted shutdown of Ray ends this process with
+    Ray's own exit code."""
     is_main = threading.current_thread() is threading.main_thread()
     return handling(signal.SIG_IGN, signal.SIGINT) if is_main else nullcontext()
 
 
 def join(address: str, *, log_to_driver: bool = False) -> None:
-    """Be a driver of the Ray at `address`. Raises UserError where there is none."""
+    """Become a driver of the Ray cluster at `address`. Raises UserError if there is none."""
     if (reason := unreachable(address)) is not None:
         raise UserError(reason)
     try:
@@ -276,13 +277,13 @@ def join(address: str, *, log_to_driver: bool = False) -> None:
         raise UserError(no_cluster(address, f"{error}")) from error
 
 
-def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str, str]]:
-    """The CPUs and GPUs that a Ray of this host may give away, all but the trainers' devices, and
-    the environment that it must be started in: its processes inherit that."""
-    roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
+def _own_devices(plan: RunPlan, *, uses_gpus: bool) -> tuple[int, int, dict[str, str]]:
+    """The CPUs and GPUs that a local Ray may assign (all but the trainers'), and the environment to
+    start it in, which its processes inherit."""
+    roles = _devices(plan)
     total = sum(role.number for role in roles)
     words = " + ".join(role.words for role in roles)
-    needed, num_cores = total - cfg.cluster.num_processes, os.cpu_count() or 1
+    needed, num_cores = total - plan.cluster.num_processes, os.cpu_count() or 1
     num_cpus = max(num_cores, needed)
     environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{_RAY_GONE_S}"}
     if not uses_gpus:
@@ -293,7 +294,7 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
                 "cluster.address."
             )
         return num_cpus, 0, environment
-    visible = _visible_gpus()
+    visible = visible_gpus()
     left = visible[processes().local_world_size :]
     if needed > len(left):
         raise UserError(
@@ -305,13 +306,12 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
 
 @contextmanager
 def _private() -> Generator[None]:
-    """A Ray that is started inside listens at loopback, and to nobody without its token: whoever
-    reaches the ports of a Ray otherwise has programs run by it.
+    """Context manager in which a new Ray listens at loopback only and requires a token. Anyone who
+    reaches an unprotected Ray port can run programs.
 
-    Ray takes an address for its ports from what other hosts reach, whatever it is given, but where
-    it may not have other nodes. The token is drawn here, for this Ray alone, and is nowhere but in
-    the environment of its processes. Ray has read its settings when it was imported, so it is made
-    to read them again.
+    Ray binds its ports to an address that other hosts reach, whatever address it is given, unless
+    it may not have other nodes. The token is drawn here for this Ray only, and exists only in the
+    environment of its processes. Ray has read its settings at import, so they are read again.
     """
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     may_have_nodes = ray_constants.ENABLE_RAY_CLUSTER
@@ -325,25 +325,18 @@ def _private() -> Generator[None]:
 
 
 def _read_settings() -> None:
-    """Let Ray read its environment anew."""
-    raylet: Any = resolve_name("ray._raylet")  # native: no checker sees what is in it
+    """Make Ray read its environment again."""
+    raylet: Any = resolve_name("ray._raylet")  # a native module, opaque to type checkers
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _visible_gpus() -> list[str]:
-    """The GPUs of this process as CUDA names them, in the order of their indices."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named:
-        return named.split(",")
-    return [str(index) for index in range(torch.cuda.device_count())]
-
-
 def check_nodes(cluster: ClusterConfig, kind: str) -> None:
-    """Whether the Ray that was joined is the cluster that the configuration speaks of."""
+    """Check that the joined Ray cluster has the nodes and devices of the configuration. Raises
+    UserError."""
     devices = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
     expected = cluster.devices_per_node or 0
-    # A node without any may be there for the trainers, whose devices Ray need not know.
+    # A node without devices may be there for the trainers, whose devices need not be known to Ray.
     if len(devices) < cluster.num_nodes or any(0 < number < expected for number in devices):
         raise UserError(
             f"the Ray cluster has {len(devices)} nodes with {devices} {kind}s; asked for are "
@@ -353,19 +346,19 @@ def check_nodes(cluster: ClusterConfig, kind: str) -> None:
 
 
 class _Holder:
-    """Keeps GPUs of a host from others, and says which."""
+    """Actor that reserves GPUs of a host and lists them."""
 
     def gpus(self) -> list[str]:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def _reserve_own() -> Any:
-    """Take the trainers' GPUs of this host out of what Ray gives away, where it has them, as long
-    as the returned handle lives."""
+    """Reserve the trainers' GPUs of this host in Ray, if it manages them, as long as the returned
+    handle lives."""
     own, node = processes(), own_node()
     if not node["Resources"].get("GPU") or os.environ.get(DEVICES_HELD):
         return None
-    mine = set(_visible_gpus()[: own.local_world_size])
+    mine = set(visible_gpus()[: own.local_world_size])
     holder: Any = (
         ray.remote(num_cpus=0)(_Holder)
         .options(
@@ -375,32 +368,31 @@ def _reserve_own() -> Any:
         .remote()
     )
     try:
-        held = set(ray.get(holder.gpus.remote(), timeout=PLACING_S))
+        reserved = set(ray.get(holder.gpus.remote(), timeout=PLACING_S))
     except RayError as error:
         raise UserError(
             f"this host is part of the Ray cluster, which has not given its {own.local_world_size} "
             f"GPUs for training within {PLACING_S:.0f} s. End what holds them: {error}"
         ) from error
-    if held != mine:
+    if reserved != mine:
         raise UserError(
             f"the trainers of this host use GPUs {sorted(mine)}, and its Ray gives them "
-            f"{sorted(held)}: it holds others of them. End what does, or start Ray here with the "
-            "engines' GPUs alone (CUDA_VISIBLE_DEVICES)."
+            f"{sorted(reserved)}: other programs use the rest. End them, or start Ray here with "
+            "the engines' GPUs alone (CUDA_VISIBLE_DEVICES)."
         )
     return holder
 
 
-def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
-    """Devices for every engine, the ranks of one on one host, and then for what scores."""
-    cluster, size = cfg.cluster, cfg.engine.tensor_parallel_size
+def _place(plan: RunPlan, *, uses_gpus: bool) -> PlacementGroup:
+    """Reserve devices for every engine, the ranks of each on one host, and for the scorers."""
     kind = "GPU" if uses_gpus else "CPU"
-    sizes = [size if role == "engine" else 1 for role, _ in _workers(cluster)]
+    sizes = [plan.roles[role].axes.world for role, _ in _workers(plan)]
     placed = placement_group([{"CPU": n} | {kind: n} for n in map(float, sizes)], strategy="PACK")
     if not placed.wait(PLACING_S):
         remove_placement_group(placed)
         total = int(ray.cluster_resources().get(kind, 0))
         free = int(ray.available_resources().get(kind, 0))
-        words = [role.words for role in cluster.devices(size) if not role.trains]
+        words = [role.words for role in _devices(plan) if not role.trains]
         raise UserError(
             f"{' + '.join(words)} need {sum(sizes)} {kind}s, an engine's on one host; the cluster "
             f"has {total}, of which {free} are free. Use fewer, or end what holds them."
@@ -409,10 +401,10 @@ def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
 
 
 def network_environment() -> dict[str, str]:
-    """What makes gloo meet other hosts of a Ray cluster where Ray does.
+    """Environment that makes gloo use the interface that Ray uses.
 
-    Left to itself it takes the address of this host's name, which is that of loopback where
-    `/etc/hosts` says so, as that of many systems does. NCCL looks for an interface by itself.
+    By default gloo takes the address of this host's name, which is loopback if `/etc/hosts` says
+    so, as on many systems. NCCL finds an interface itself.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
@@ -421,13 +413,13 @@ def network_environment() -> dict[str, str]:
 
 
 def own_node() -> dict[str, Any]:
-    """What Ray knows of the node of this process."""
+    """Ray's record of the node of this process."""
     own = ray.get_runtime_context().get_node_id()
     return next(node for node in ray.nodes() if node["NodeID"] == own)
 
 
 def check_own_node() -> None:
-    """Raise WorkersLostError where the Ray node of this process is dead: Ray ends all that this
+    """Raise WorkersLostError if the Ray node of this process is dead. Ray then ends all that this
     process has started, and starts nothing more for it."""
     node = own_node()
     if node["Alive"]:
@@ -436,112 +428,67 @@ def check_own_node() -> None:
     reason = node["DeathReasonMessage"].rstrip(".") or "it has left in order"
     raise WorkersLostError(
         f"the Ray node of this host, {node['NodeManagerAddress']}, has ended, and all engines and "
-        f"frozen models with it: {reason}. Why is in raylet.out and dashboard_agent.log of "
-        f"'{logs}', or nowhere where something killed it (`dmesg` tells of memory). The same "
-        "command goes on from the last checkpoint."
+        f"frozen models with it: {reason}. The cause is in raylet.out or dashboard_agent.log of "
+        f"'{logs}'. If another program killed the node, no log of Ray names it: `dmesg` shows "
+        "whether memory ran out. The same command goes on from the last checkpoint."
     )
 
 
-class WorkerRank:
-    """One process of a worker. The methods of an engine run in threads, side by side, those of what
-    scores one after the other."""
+class RayRank(WorkerRank):
+    """One process of a worker on Ray."""
 
-    def __init__(
-        self, cfg: RLConfig, build: str, role: Role, *, name: str, rank: int, size: int
-    ) -> None:
-        self._cfg = cfg
-        self._build = build
-        self._role = role
-        self._name = name
-        self._rank = rank
-        self._size = size
+    def __init__(self, spec: WorkerSpec, rank: int) -> None:
+        super().__init__(spec, rank)
         self._store: Any = None
-        """Where the ranks of this engine meet, of several in the first."""
-        self._target: Any = None
-        self._failure: BaseException | None = None
-        self._started = threading.Event()
+        """Rendezvous store of the worker's ranks, which the first rank serves. None in the other
+        ranks, and where there is only one."""
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks of this engine meet: a store that the first one serves, at the address by
-        which Ray knows its host. One rank meets nobody."""
+        """Address of the rendezvous store of the engine's ranks, which the first rank serves at the
+        address by which Ray knows its host. One rank needs no store."""
         host = ray.util.get_node_ip_address()
-        if self._size == 1:
+        if self.spec.size == 1:
             return host, 0
-        self._store = host_store(host, timeout_s=_STARTING_S)
+        self._store = host_store(host, timeout_s=STARTING_S)
         return host, self._store.port
 
     def gpus(self) -> list[str]:
-        """The GPU that Ray has given this rank, as CUDA names it; none on a CPU."""
+        """CUDA name of the GPU that Ray has assigned to this rank. Empty on a CPU."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def start(self, address: tuple[str, int], key: str, *gpus: list[str]) -> None:
-        """Make what the calls are for. `gpus` are those of each rank, which sign what they send
-        each other with `key`."""
-        if named := list(chain(*gpus)):
-            # Each rank sees all of them, as ranks that read each other's memory must.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)
-        os.environ |= {  # as torchrun would have it
-            "RANK": str(self._rank),
-            "WORLD_SIZE": str(self._size),
-            "LOCAL_RANK": str(self._rank),
-            "LOCAL_WORLD_SIZE": str(self._size),
-            "MASTER_ADDR": address[0],
-            "MASTER_PORT": str(address[1]),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            # A Ray of this host alone has inherited the trainers' environment.
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            HONE_KEY: key,
-        }
-        if self._cfg.cluster.address is not None:
-            os.environ |= network_environment()
+        """Build the worker's object. `gpus` are those of each rank. The ranks sign their messages
+        with `key`."""
+        os.environ |= rank_environment(self.rank, self.spec.size, address, key, [*chain(*gpus)])
+        if self.spec.plan.cluster.address is None:
+            self.make()
+            return
+        os.environ |= network_environment()
         try:
-            self._target = resolve_name(self._build)(self._role, self._cfg, self._name)
-        except BaseException as error:
-            self._failure = error
-            if self._cfg.cluster.address is not None and isinstance(error, ValueError | OSError):
-                # Who reads it is on another host, where files may be there that lack here.
-                where = f"{self._name} on {socket.gethostname()}"
-                raise UserError(f"{where}: {error}") from error
-            raise
-        finally:
-            self._started.set()
-
-    def serve(self, address: tuple[str, int], key: bytes) -> None:
-        """Answer the calls of a line: each waits until what they are for is made."""
-        num_threads = _CALLS if self._role == "engine" else 1
-        serve(address, key, self._call, num_threads=num_threads)
-
-    def _call(self, method: str, args: Sequence[Any]) -> Any:
-        return getattr(self._made(), method)(*args)
-
-    def follow(self) -> None:
-        """Do what the first rank does, until it is closed or gone."""
-        self._made().follow()
-
-    def _made(self) -> Any:
-        self._started.wait()
-        if self._target is None:
-            raise RuntimeError(f"{self._name} could not be made: {self._failure}")
-        return self._target
+            self.make()
+        except (ValueError, OSError) as error:
+            # The reader is on another host, whose files may differ.
+            where = f"{self.spec.name} on {socket.gethostname()}"
+            raise UserError(f"{where}: {error}") from error
 
 
-class EngineRank(WorkerRank):
-    """Of an engine; the system lists Ray's processes under the names of their classes."""
+class EngineRank(RayRank):
+    """Rank of an engine. The system lists Ray's processes under their class names."""
 
 
-class ReferenceRank(WorkerRank):
-    """Of a reference model."""
+class ReferenceRank(RayRank):
+    """Rank of a reference model."""
 
 
-class TeacherRank(WorkerRank):
-    """Of a teacher."""
+class TeacherRank(RayRank):
+    """Rank of a teacher."""
 
 
-class RewardModelRank(WorkerRank):
-    """Of a reward model."""
+class RewardModelRank(RayRank):
+    """Rank of a reward model."""
 
 
-_RANKS: Mapping[Role, type[WorkerRank]] = {
+_RANKS: Mapping[RoleName, type[RayRank]] = {
     "engine": EngineRank,
     "reference": ReferenceRank,
     "teacher": TeacherRank,
@@ -551,18 +498,18 @@ _RANKS: Mapping[Role, type[WorkerRank]] = {
 
 @dataclass(frozen=True, slots=True)
 class RayPending:
-    """What a call will have returned."""
+    """The future result of a call to a worker on Ray."""
 
     engine: str
     future: Future[Any]
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """As of a future."""
+        """See `Pending.add_done_callback`."""
         self.future.add_done_callback(fn)
 
     def result(self, timeout_s: float) -> Any:
-        """Wait for it. Raises what the call has raised, TimeoutError, and EngineLostError where a
-        process of the engine is gone; WorkersLostError where Ray itself is."""
+        """Wait for the result. Raises the call's exception, TimeoutError, EngineLostError if a
+        process of the engine is gone, and WorkersLostError if Ray itself is gone."""
         deadline = monotonic() + timeout_s
         left_s = timeout_s
         while not self.future.done() and left_s > 0.0:
@@ -576,11 +523,11 @@ class RayPending:
 
 
 class RayWorker:
-    """A `Worker`: the actors of its ranks, of which the first takes the calls, over a line of its
-    own. Ray says when one is gone."""
+    """A `Worker` whose ranks are Ray actors. The first one takes the calls over its own line. Ray
+    reports when an actor is gone."""
 
     def __init__(self, name: str, ranks: Sequence[Any], hub: Hub) -> None:
-        """`ranks` are actors of `WorkerRank`."""
+        """`ranks` are handles of `WorkerRank` actors."""
         self.name = name
         self._ranks = list(ranks)
         self._line = hub.line(name)
@@ -599,9 +546,10 @@ class RayWorker:
         self._line.end(cause)
 
     def _on_other_ended(self, followed: Future[None]) -> None:
-        """Without it the engine hangs. What the first rank knows of it says more."""
+        """End the line when another rank is gone, since the worker would hang. The line ends after
+        `_SETTLE_S`, within which the first rank may end it with its own error, which says more."""
         error = followed.exception()
-        if isinstance(error, RayError):  # else it was closed in order
+        if isinstance(error, RayError):  # otherwise it was closed in an orderly way
             cause = f"of another rank: {why_lost(error)}"
             end = threading.Timer(_SETTLE_S, self._line.end, (cause,))
             end.daemon = True
@@ -612,8 +560,9 @@ class RayWorker:
         return len(self._ranks)
 
     def wait_until_made(self, timeout_s: float) -> None:
-        """Wait for all ranks. Raises what one has refused, TimeoutError, and EngineLostError where
-        one is gone: the others may wait for it long."""
+        """Wait until all ranks are built. Raises the error of a rank that could not be built,
+        TimeoutError, and EngineLostError as soon as a rank is gone: the other ranks would wait for
+        it until their own timeout."""
         waiting, deadline = list(self._starting), monotonic() + timeout_s
         while waiting:
             ended, waiting = ray.wait(waiting, timeout=max(deadline - monotonic(), 0.0))
@@ -631,18 +580,18 @@ class RayWorker:
                     raise EngineLostError(self.name, why_lost(error)) from error
 
     def call(self, method: str, /, *args: Any) -> RayPending:
-        """Begin a call of a method of what the first rank has made."""
+        """Begin a call of a method of the first rank's object."""
         return RayPending(self.name, self._line.call(method, *args))
 
     def kill(self) -> None:
-        """End its processes at once."""
+        """Kill its processes at once."""
         for rank in self._ranks:
             ray.kill(rank, no_restart=True)
         self._line.end("it was killed")
 
 
 def why_lost(error: RayError) -> str:
-    """What became of the process, without the numbers by which Ray knows it."""
+    """The cause of a lost process, without Ray's ids."""
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(line for line in lines if line and not _IDS.match(line))
     return text.partition(_GUESSES)[0].rstrip()

@@ -1,7 +1,7 @@
-"""Training processes on several nodes of a Ray cluster: on each an actor that runs torchrun there.
+"""Training processes on several nodes of a Ray cluster: an actor on each node runs torchrun.
 
-The actors hold the devices, so that Ray gives them to nobody else; torchrun, its rendezvous and the
-watch between processes are those of a run that is started by hand.
+The actors reserve the devices in Ray. torchrun, its rendezvous and the watch between processes are
+those of a run that is started by hand.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hone.config.cluster import ClusterConfig
 from hone.config.tree import RLConfig
 from hone.distributed.listening import listen
 from hone.distributed.processes import DEVICES_HELD, HONE_KEY
 from hone.distributed.ray import PLACING_S, check_nodes, join, network_environment, why_lost
+from hone.distributed.settings import ClusterConfig
 from hone.distributed.signals import handling
 from hone.errors import UserError
 
@@ -37,23 +37,24 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _GRACE_S = 45.0
-"""What the other nodes have to end after one of them has failed: torchrun waits for 30 s."""
+"""Time that the other nodes have to end after one has failed: torchrun waits for 30 s."""
 
 
 class TrainerNode:
-    """A node's share of the training processes."""
+    """Actor that runs the training processes of one node."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where all processes meet, if this is the first node: its address and a free port."""
+        """Address and free port of the rendezvous, if this is the first node."""
         host = ray.util.get_node_ip_address()
         with listen(host) as server:
             return host, server.getsockname()[1]
 
     def run(self, words: Sequence[str], folder: str, key: str) -> int:
-        """Run torchrun with `words` in `folder`, and the `key` of the run; its exit code."""
+        """Run torchrun with arguments `words` in `folder`, with the `key` of the run. Returns its
+        exit code."""
         if not os.path.isdir(folder):
             raise FileNotFoundError(
                 f"{socket.gethostname()} has no folder {folder!r}, in which the run was started. "
@@ -75,13 +76,12 @@ class TrainerNode:
 def run_on_nodes(
     cfg: RLConfig, arguments: Sequence[str], newest_step: Callable[[], int | None]
 ) -> int:
-    """Run `hone rl` with `arguments` in `cluster.num_trainers` processes, as many on each node as
-    `cluster.devices_per_node` says; the exit code.
+    """Run `hone rl` with `arguments` in `cluster.num_trainers` processes,
+    `cluster.devices_per_node` on each node. Returns the exit code.
 
-    A node that is lost is named. Where others are left in its place the run goes on there, from the
-    last checkpoint, whose step `newest_step` gives, if it has not gone on from that before; else
-    the code is 1. Raises UserError where the cluster has not so many nodes with so many free
-    devices.
+    A lost node is named. If other nodes can replace it, the run is resumed there from the last
+    checkpoint, whose step `newest_step` returns, but only once from the same step; otherwise the
+    exit code is 1. Raises UserError if the cluster has not enough nodes with enough free devices.
     """
     cluster = cfg.cluster
     assert cluster.address is not None
@@ -90,7 +90,7 @@ def run_on_nodes(
         has_gpus = "GPU" in ray.cluster_resources()
         uses_gpus = cfg.run.device == "cuda" or (cfg.run.device == "auto" and has_gpus)
         kind = "GPU" if uses_gpus else "CPU"
-        placed, gone_on_from = _reserve(cluster, kind), None
+        placed, resumed_from = _reserve(cluster, kind), None
         while True:
             try:
                 nodes = _Nodes(cfg, placed, uses_gpus=uses_gpus)
@@ -98,7 +98,7 @@ def run_on_nodes(
             finally:
                 remove_placement_group(placed)
             step = newest_step()
-            has_more = step is not None and step != gone_on_from and cfg.run.resume == "auto"
+            has_more = step is not None and step != resumed_from and cfg.run.resume == "auto"
             if not nodes.may_go_on or not has_more:
                 return code
             try:
@@ -106,20 +106,20 @@ def run_on_nodes(
             except UserError as error:
                 _log.error("error: the run cannot go on without the node that is lost: %s", error)
                 return code
-            gone_on_from = step
-            _log.warning("warning: the run goes on from step %d, on nodes that are there", step)
+            resumed_from = step
+            _log.warning("warning: the run goes on from step %d, on the available nodes", step)
     finally:
         ray.shutdown()
 
 
 def _reserve(cluster: ClusterConfig, kind: str) -> PlacementGroup:
-    """The trainers' nodes."""
+    """Reserve the trainers' nodes."""
     check_nodes(cluster, kind)
     return _place(cluster.num_trainer_nodes, cluster.devices_per_node or 1, kind)
 
 
 def _place(num_nodes: int, each: int, kind: str) -> PlacementGroup:
-    """`each` devices on each of so many nodes."""
+    """Reserve `each` devices on each of `num_nodes` nodes. Raises UserError."""
     bundle = {"CPU": float(each), kind: float(each)}
     placed = placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
     if not placed.wait(PLACING_S):
@@ -133,13 +133,13 @@ def _place(num_nodes: int, each: int, kind: str) -> PlacementGroup:
 
 
 class _Nodes:
-    """The nodes of the trainers, from their start to their end."""
+    """The running trainer nodes."""
 
     def __init__(self, cfg: RLConfig, placed: PlacementGroup, *, uses_gpus: bool) -> None:
         self._num_nodes = cfg.cluster.num_trainer_nodes
         self._each = each = cfg.cluster.devices_per_node or 1
         self.may_go_on = False
-        """Whether a node has been lost, and nobody has asked for the end."""
+        """Whether a node was lost and no signal has asked the run to end."""
         actor = ray.remote(TrainerNode)
         self._actors: list[Any] = [
             actor.options(
@@ -154,12 +154,12 @@ class _Nodes:
         ]
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run torchrun on all; signals that come here go on to them."""
+        """Run torchrun on all nodes. Signals are forwarded to them."""
         try:
             addresses = ray.get([actor.address.remote() for actor in self._actors])
         except RayError as error:
-            told = "error: a node is lost before its trainers have started: %s"
-            _log.error(told, why_lost(error))
+            message = "error: a node is lost before its trainers have started: %s"
+            _log.error(message, why_lost(error))
             return 1
         hosts, (host, port) = [name for name, _ in addresses], addresses[0]
         _log.info("starting %d trainers each on %s", self._each, ", ".join(hosts))
@@ -192,7 +192,8 @@ class _Nodes:
         ]
 
     def _wait(self, runs: Sequence[Any], hosts: Sequence[str], came: Sequence[int]) -> int:
-        """Until all nodes have ended, or one has failed; the first exit code that is not 0."""
+        """Wait until all nodes have ended or one has failed. Returns the first exit code that is
+        not 0."""
         waiting = {run: node for node, run in enumerate(runs)}
         code, num_sent, until = 0, 0, float("inf")
         while waiting and time.monotonic() < until:
@@ -214,8 +215,8 @@ class _Nodes:
             self.may_go_on = True
             first = node * self._each
             _log.error(
-                "error: node %s, with ranks %d to %d, is lost: %s. From the last checkpoint the "
-                "run goes on where other nodes are there, else with the same command.",
+                "error: node %s, with ranks %d to %d, is lost: %s. The run is resumed from the "
+                "last checkpoint if other nodes are available, else by the same command.",
                 hosts[node],
                 first,
                 first + self._each - 1,

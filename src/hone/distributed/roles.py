@@ -1,12 +1,12 @@
-"""Who of a run's processes trains the policy, and who a critic with devices of its own.
+"""Which processes of a run train the policy, and which a remote critic.
 
     ranks  0 ... num_trainers - 1      the policy     a world of torch.distributed, with a mesh
            num_trainers ...            the critic     another one, with a mesh of its own
            all                         `everyone`     what a run decides, writes and saves once
-           0, num_trainers ...         `lead`         what the first process tells the critic's
+           0, num_trainers ...         `lead`         messages of the first process to the critic
 
-Within a role everything is as in a run that trains one model. What roles tell each other goes over
-channels beside their worlds.
+Within a role everything is as in a run that trains one model. Messages between roles use channels
+outside of their worlds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.channel import Channel
-from hone.distributed.mesh import Axis, Mesh, patience
+from hone.distributed.joined import JoinedMesh, backend_timeout
+from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.processes import Processes
-from hone.distributed.watch import connect
+from hone.distributed.settings import AxisSizes, ParallelConfig
+from hone.distributed.store import connect
 
 __all__ = ["CriticProcesses", "Everyone", "LearningRole", "Roles"]
 
@@ -31,20 +32,20 @@ LearningRole = Literal["policy", "critic"]
 
 
 class CriticProcesses(NamedTuple):
-    """Those that a critic has for itself."""
+    """The processes of a remote critic."""
 
     number: int
     parallel: ParallelConfig
-    """How they divide it."""
+    """Parallelism of the critic."""
 
 
 @dataclass(frozen=True, slots=True)
-class Everyone(Mesh):
-    """All processes of a run whose roles have worlds of their own; for messages alone."""
+class Everyone(JoinedMesh):
+    """All processes of a run whose roles have separate worlds. For messages only."""
 
     channel: Channel | None = None
     firsts: tuple[int, ...] = (0,)
-    """The first process of every role."""
+    """Ranks of the first process of every role."""
 
     @property
     def _channel(self) -> Channel:
@@ -62,32 +63,32 @@ class Everyone(Mesh):
 
     def share(self, own: Mapping[str, T]) -> dict[str, T]:
         shared: dict[str, T] = {}
-        for first in reversed(self.firsts):  # what several have is the policy's
+        for first in reversed(self.firsts):  # on equal names the policy's value wins
             shared |= self._channel.broadcast(own, first)
         return shared
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """This process's place."""
+    """The role of this process and its meshes."""
 
     own: LearningRole
     mesh: Mesh
-    """The processes that train what this one trains."""
+    """The process mesh of this process's role."""
     everyone: Mesh
-    """All processes: `mesh`, where all train the same."""
+    """All processes of the run. The same as `mesh` if there is only one role."""
     lead: Channel | None = None
-    """The first process and those of the critic, in these alone."""
+    """Channel of the first process and the critic's processes. None in others."""
 
     @property
     def channels(self) -> list[Channel]:
-        """Those that this process has calls in."""
+        """Channels in which this process has calls."""
         joint = [self.everyone.channel] if isinstance(self.everyone, Everyone) else []
         return [channel for channel in (*joint, self.lead) if channel is not None]
 
     @property
     def num_trainers(self) -> int:
-        """Processes that train the policy."""
+        """Number of processes that train the policy."""
         return self.everyone.sizes.world
 
     @classmethod
@@ -99,13 +100,13 @@ class Roles:
         *,
         critic: CriticProcesses | None = None,
     ) -> Self:
-        """Meet the other processes, of which the last train the critic, where that has some; the
-        others train the policy, divided as `cfg` says. Collective.
+        """Join the other processes. With `critic`, the last ones train it; the others train the
+        policy, with the parallelism of `cfg`. Collective.
 
-        Raises UserError as `Mesh.join`, before any process waits for another.
+        Raises UserError as `JoinedMesh.join`, before any process waits for another.
         """
         if critic is None:
-            mesh = Mesh.join(cfg, own, device)
+            mesh = JoinedMesh.join(cfg, own, device)
             return cls("policy", mesh, mesh)
         num_trainers = own.world_size - critic.number
         sizes = AxisSizes.of(cfg, num_trainers), AxisSizes.of(critic.parallel, critic.number)
@@ -117,14 +118,14 @@ class Roles:
         )
         role: LearningRole = "critic" if is_critic else "policy"
         store = dist.PrefixStore("roles", connect(own))
-        mesh = Mesh.join(
+        mesh = JoinedMesh.join(
             critic.parallel if is_critic else cfg,
             within,
             device,
             store=dist.PrefixStore(role, store),
         )
         critics = range(num_trainers, own.world_size)
-        channel = Channel("everyone", store, range(own.world_size), own.rank, patience(cfg))
+        channel = Channel("everyone", store, range(own.world_size), own.rank, backend_timeout(cfg))
         everyone = Everyone(
             device,
             sizes[0],
@@ -137,5 +138,5 @@ class Roles:
         )
         lead = None
         if is_critic or own.rank == 0:
-            lead = Channel("lead", store, [0, *critics], own.rank, patience(cfg))
+            lead = Channel("lead", store, [0, *critics], own.rank, backend_timeout(cfg))
         return cls(role, mesh, everyone, lead)

@@ -1,4 +1,4 @@
-"""Handlers of signals for a block of code."""
+"""Signal handlers for a block of code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-__all__ = ["Came", "handling", "raising"]
+__all__ = ["PendingSignal", "handling", "raising"]
 
 
 @contextmanager
 def handling(
     handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
 ) -> Generator[None]:
-    """Inside, `handler` gets these signals. A SIGHUP that this process was started to ignore
-    (`nohup`) stays ignored."""
+    """Context manager in which `handler` handles these signals. A SIGHUP that this process was
+    started to ignore (`nohup`) stays ignored."""
     taken = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in taken}
     try:
@@ -27,26 +27,28 @@ def handling(
 
 
 @dataclass(slots=True)
-class Came:
-    """A signal that has come, until somebody takes it."""
+class PendingSignal:
+    """A received signal that is not handled yet."""
 
     number: int | None = None
 
     def take(self) -> int | None:
-        """Its number; from now on it is the caller's matter."""
+        """Return the signal's number and clear it. The caller handles it."""
         number, self.number = self.number, None
         return number
 
 
 @contextmanager
-def raising(make: Callable[[int], BaseException], *numbers: signal.Signals) -> Generator[Came]:
-    """Inside, each of these signals raises what `make` gives for its number.
+def raising(
+    make: Callable[[int], BaseException], *numbers: signal.Signals
+) -> Generator[PendingSignal]:
+    """Context manager in which each of these signals raises `make(number)`.
 
-    Python swallows what is raised in a `__del__`, in callbacks of weak references, and in code that
-    catches all. So the signal is kept, too: for whoever asks before work that should not begin, and
-    it is raised once more where the block ends as if nothing had come.
+    Python swallows exceptions raised in a `__del__`, in callbacks of weak references, and in code
+    that catches all. So the signal is also kept: callers can check it before they begin work, and
+    it is raised once more if the block ends without an exception.
     """
-    came = Came()
+    came = PendingSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:
         came.number = number

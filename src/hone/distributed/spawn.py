@@ -1,8 +1,8 @@
-"""Start the processes of a run on this host, and end them together.
+"""Starts the processes of a run on this host, and ends them together.
 
-They get the environment that torchrun gives, so that they see no difference. What differs
-is how a run ends: Ctrl-C reaches each process once and is theirs to obey, a second one ends them
-within seconds, and so does a failure, stopped ones too.
+They get the same environment as from torchrun. The difference is how a run ends: Ctrl-C reaches
+each process once, and the process decides what to do. After a second Ctrl-C or a failure all
+processes end within seconds, even stopped ones.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ from hone.distributed.signals import handling
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["INTERRUPTED", "RESTART", "spawn"]
+__all__ = ["INTERRUPTED", "RESTART", "process_defaults", "spawn"]
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C; here also of a process that saved and ended after any signal."""
+"""Exit code after Ctrl-C; in `spawn` also that of a process that saved and ended after any
+signal."""
 RESTART = 75
-"""Exit code of a run that has given up memory and goes on when it is started again."""
+"""Exit code of a run that has lowered its memory use and asks to be started again."""
 _GRACE_S = 4.0
-"""What processes have, after a failure or a second Ctrl-C, to learn of it and end by themselves."""
+"""Time that processes have, after a failure or a second Ctrl-C, to learn of it and end by
+themselves."""
 _REPORT_S = 60.0
-"""What the one has that is to report why the run ends, on a machine that all of them burden."""
+"""Time for the process that reports why the run ends, on a machine that all of them load."""
 _POLL_S = 0.05
 
 
 Death = Callable[[str, int, str, Sequence[int]], None]
-"""Called with how a process has ended, the step, the phase, and the ids of all processes."""
+"""Called when a process died without a report: how it ended, the step, the phase, and the ids of
+all processes."""
 
 
 def spawn(command: Sequence[str], nproc: int, on_death: Death | None = None) -> int:
-    """Run `command` in `nproc` processes; the exit code of the run.
+    """Run `command` in `nproc` processes. Returns the exit code of the run.
 
-    That is 0, 130 where Ctrl-C ended it, 143 where SIGTERM did, 129 where SIGHUP did, else the code
-    of the process that reported why the run ends. Where one was killed, this reports it, `on_death`
-    is called when all processes have ended, and the code is 1.
-
-    Raises KeyboardInterrupt where Ctrl-C ended the run and no process was left to say so.
+    The exit code is 0 after success, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and
+    otherwise that of the process that reported why the run ends. If a process was killed, this
+    function reports it, calls `on_death` once all processes have ended, and returns 1. Raises
+    KeyboardInterrupt if Ctrl-C ended the run and no process was left to report it.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         run, key = _Run(), secrets.token_hex(32)
@@ -60,10 +62,10 @@ def spawn(command: Sequence[str], nproc: int, on_death: Death | None = None) -> 
                     process = subprocess.Popen(
                         command,
                         env=_environment(rank, nproc, server.getsockname()[1], key),
-                        start_new_session=True,  # the terminal's Ctrl-C comes through us, and once
+                        start_new_session=True,  # processes get Ctrl-C once, from this process
                     )
                     run.processes.append(process)
-                # Imported while the processes do the same: it takes seconds.
+                # Imported only now, in parallel with the processes: it takes seconds.
                 from torch.distributed import TCPStore
 
                 store = TCPStore(
@@ -94,33 +96,38 @@ def _environment(rank: int, nproc: int, port: int, key: str) -> dict[str, str]:
         HONE_LAUNCHER: 1,
         HONE_KEY: key,
     }
-    defaults = {
-        "OMP_NUM_THREADS": max((os.cpu_count() or 1) // nproc, 1),
-        # A broken connection is explained by us; torch adds a page of C++ frames in each process.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
     return {
-        **{name: str(value) for name, value in defaults.items()},
+        **process_defaults(nproc),
         **os.environ,
         **{name: str(value) for name, value in own.items()},
     }
 
 
+def process_defaults(num_processes: int) -> dict[str, str]:
+    """Default variables of processes that share this host, where the user has not set them."""
+    return {
+        "OMP_NUM_THREADS": f"{max((os.cpu_count() or 1) // num_processes, 1)}",
+        # hone explains broken connections; torch would add a page of C++ frames in each process.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
 @dataclass(slots=True)
 class _Run:
-    """The processes, by rank, and what the launcher was asked."""
+    """The running processes, by rank, and the signals that the launcher got."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
     ended_by: int = 0
-    """SIGTERM or SIGHUP, where it has come."""
+    """SIGTERM or SIGHUP if one came, else 0."""
     death: tuple[str, int, str] | None = None
-    """Of a process that could not report it itself: how it ended, step, phase."""
+    """How a process ended that could not report it, with step and phase."""
     interrupts: list[float] = field(default_factory=list[float])
-    """When Ctrl-C came."""
+    """Times of Ctrl-C."""
 
     @contextmanager
     def forwarding(self) -> Generator[None]:
-        """Ctrl-C, SIGTERM and SIGHUP go on to every process, which decides when to stop."""
+        """Context manager that forwards Ctrl-C, SIGTERM and SIGHUP to every process, which decides
+        when to stop."""
 
         def forward(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT:
@@ -135,8 +142,10 @@ class _Run:
             yield
 
     def watch_over(self, store: Store) -> int:
-        """Wait until all have ended; after a failure, or a second Ctrl-C, not for long."""
-        from hone.distributed.watch import claim_for, prefixed, read_progress
+        """Wait until all processes have ended; after a failure or a second Ctrl-C only for a short
+        time."""
+        from hone.distributed.store import prefixed
+        from hone.distributed.watch import claim_for, read_progress
 
         store = prefixed(store)
         while True:
@@ -159,16 +168,16 @@ class _Run:
             time.sleep(_POLL_S)
 
     def _after_failure(self, rank: int, store: Store) -> int:
-        """Let the others end and one report why; the exit code of the run.
+        """Let the other processes end and one of them report why. Returns the exit code of the run.
 
-        `rank` was seen first, one that was killed before others.
+        `rank` is the process that was seen to end first; killed ones come before others.
         """
         from hone.distributed.watch import claim_for, read_report
 
         code = self.processes[rank].returncode
         passed_on = {signal.SIGINT} if self.interrupts else set[int]()
         passed_on |= {self.ended_by} if self.ended_by else set[int]()
-        # One with an error has claimed to report it before it ended; others end silently.
+        # A process with an error has claimed the report before it ended; others end silently.
         is_sudden = -code not in passed_on if code < 0 else not passed_on
         if is_sudden and claim_for(None, store):
             self._report_death(rank, store)
@@ -188,7 +197,7 @@ class _Run:
         return max(code, 1)
 
     def _report_death(self, rank: int, store: Store) -> None:
-        """Write how a process ended that has not reported it itself."""
+        """Report how a process ended that could not do so itself."""
         from hone.distributed.watch import advice, read_progress
 
         process = self.processes[rank]

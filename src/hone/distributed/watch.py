@@ -1,18 +1,17 @@
-"""Which process keeps the others waiting, and what it did last.
+"""Watchdog: finds the process that keeps the others waiting, and what it did last.
 
-Each process publishes in the rendezvous store what it does: phase and step when they change, and
-every few moments that it is alive, where its main thread is, and how many collectives it has
-started in each group. A thread reads the same of the others. Where this process has not moved for
-`trainer.parallel.timeout_s` and another one
+Each process publishes its progress in the rendezvous store: phase and step when they change, and at
+short intervals a sign of life, the position of its main thread, and the number of collectives that
+it has started in each group. A thread reads the progress of the others. If this process has not
+moved for `trainer.parallel.timeout_s` and another one
 
 * has started fewer collectives in a group that both are in, or
 * has fallen silent (stopped, or its machine is gone),
 
-this process names it on one screen and ends. Where the store, on another host, has not answered for
-as long, this host is cut off, and the process ends as well. A process that fails says so in the
-store before its connections break, and those that learn of it end silently: what a person reads is
-the first error alone. A process that was killed is reported by the launcher or, without hone's, by
-another.
+this process prints which one it is, and ends. If a store on another host has not answered for as
+long, this host is cut off, and the process ends as well. A process that fails records it in the
+store before its connections break, and the others end silently, so that only the first error is
+printed. A killed process is reported by hone's launcher or, without it, by another process.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -39,159 +36,89 @@ import torch
 import torch.distributed as dist
 
 from hone.distributed.channel import Channel
-from hone.distributed.listening import host_store
-from hone.distributed.processes import Processes, Rendezvous, has_hone_launcher, rendezvous
-from hone.distributed.signals import Came
+from hone.distributed.processes import Processes, has_hone_launcher, rendezvous
+from hone.distributed.signals import PendingSignal
+from hone.distributed.store import CONNECT_S, LostPeerError, connect
 from hone.errors import UserError
 
 __all__ = [
-    "BACKSTOP_S",
     "Claim",
-    "LostPeerError",
     "Progress",
-    "UnreachableError",
     "Watch",
     "advice",
     "claim",
     "claim_for",
-    "connect",
-    "prefixed",
     "read_progress",
     "read_report",
 ]
 
-BACKSTOP_S = 15.0
-"""How much later than the watch the backend's own timeout comes, which cannot name anybody."""
-
-_CONNECT_S = 60.0
-_REFUSED_S = 5.0
-"""How long a store that a launcher serves may refuse connections: it is there before any
-process."""
 _ACKS_S = 10.0
-"""How long one that ends for another's sake serves the store to those who do not know of it yet:
-more than the longest interval in which they look."""
+"""Time for which a process that ends because another one failed goes on serving the store to
+processes that do not know of it yet. Longer than the longest interval in which they look."""
 _ERROR_REPORT_TIMEOUT_S = 3.0
-"""How long a process whose connection broke waits for another one to say why."""
+"""Time that a process whose connection broke waits for another one to report the cause."""
 _TOKEN = uuid.uuid4().hex
 """Marks this process's claims, to distinguish them from those of others."""
 _LAUNCHER = -1
-"""In place of a rank: the launcher reports why the run ends."""
+"""Stands for a rank if the launcher reports why the run ends."""
 _SPANS = Path(__file__).parents[1] / "observe" / "spans.py"
-_NOT_THE_PLACE = (str(Path(torch.__file__).parent), str(_SPANS), contextlib.__file__, __file__, "<")
-"""Files whose frames say nothing about where a process is: every phase begins in these."""
-
-
-class LostPeerError(ConnectionError):
-    """Another process is gone, or did not come."""
-
-
-class UnreachableError(LostPeerError):
-    """The store in which all meet is gone, or was never there."""
+_UNINFORMATIVE_FILES = (
+    str(Path(torch.__file__).parent),
+    str(_SPANS),
+    contextlib.__file__,
+    __file__,
+    "<",
+)
+"""Files whose frames do not show the position of a process: every phase begins in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a process publishes of itself."""
+    """The progress that a process publishes."""
 
     rank: int
     pid: int
     host: str
     role: str = ""
-    """What it trains, where not all train the same."""
+    """Role of the process if the run trains several models."""
     phase: str = "start"
     step: int = 0
     since: float = 0.0
     """Wall clock time at which the phase began."""
     where: str = ""
-    """Where its main thread is."""
+    """Position of its main thread."""
     collectives: Mapping[str, int] = field(default_factory=dict[str, int])
     """Collectives started in each group."""
     updates: int = 0
-    """How often it has published."""
+    """Number of publications."""
     is_done: bool = False
 
     def describe(self, now: float) -> str:
-        """For example `rank 1 (pid 71): train of step 2 for 9.3 s, at learner.py:80 in train`."""
+        """Describe process and activity, as `rank 1 (pid 71): train of step 2 for 9.3 s, at
+        learner.py:80 in train`."""
         return f"{self.name} (pid {self.pid}): {self.doing(now)}"
 
     @property
     def name(self) -> str:
-        """For example `rank 1`; where not all train the same, `rank 1 (of the critic)`."""
+        """`rank 1`, or `rank 1 (of the critic)` if the run trains several models."""
         return f"rank {self.rank} (of the {self.role})" if self.role else f"rank {self.rank}"
 
     def doing(self, now: float) -> str:
-        """The same without who it is."""
+        """Describe the activity only, as `train of step 2 for 9.3 s, at learner.py:80 in train`."""
         step = f" of step {self.step}" if self.step else ""
         where = f", at {self.where}" if self.where else ""
         return f"{self.phase}{step} for {max(now - self.since, 0.0):.1f} s{where}"
 
 
-def connect(own: Processes) -> dist.Store:
-    """A connection to the store of the launcher, to the part of it that is ours. Where there is no
-    launcher the first process serves it, until it ends.
-
-    Raises UnreachableError where nobody answers, and UserError where nothing names its address, or
-    one that is not the first process's.
-    """
-    place = rendezvous()
-    if own.rank == 0 and not place.has_server:
-        _serve(place.host, place.port)
-    _await_server(place)
-    try:
-        store = dist.TCPStore(place.host, place.port, timeout=timedelta(seconds=_CONNECT_S))
-    except dist.DistError as error:
-        raise UnreachableError(_unanswered(place, error)) from error
-    return prefixed(store, place.attempt)
-
-
-@cache
-def _serve(host: str, port: int) -> dist.TCPStore:
-    """The store of the first process, at an address of its machine."""
-    try:
-        return host_store(host, port, timeout_s=_CONNECT_S)
-    except OSError as error:
-        raise UserError(
-            f"the first process cannot serve a store at MASTER_ADDR and MASTER_PORT: {error}"
-        ) from error
-
-
-def _await_server(place: Rendezvous) -> None:
-    """Return once something listens there. torch tries for twice as long, and tells of each
-    failure in fifty lines."""
-    began_s = time.monotonic()
-    while True:
-        try:
-            socket.create_connection((place.host, place.port), _CONNECT_S).close()
-            return
-        except OSError as error:
-            is_refused = place.has_server and isinstance(error, ConnectionRefusedError)
-            if time.monotonic() - began_s > (_REFUSED_S if is_refused else _CONNECT_S):
-                raise UnreachableError(_unanswered(place, error)) from error
-        time.sleep(0.2)
-
-
-def _unanswered(place: Rendezvous, error: Exception) -> str:
-    return (
-        f"{socket.gethostname()} gets no answer at {place.host}:{place.port}, where the processes "
-        f"of this run meet: {error}. Has the run ended on that host, and why? Otherwise see that "
-        "hosts reach each other (MASTER_ADDR, which no host may take for loopback, firewalls)."
-    )
-
-
-def prefixed(store: dist.Store, attempt: int = 0) -> dist.Store:
-    """The part of the launcher's store that belongs to this module."""
-    return dist.PrefixStore(f"hone/{attempt}", store)
-
-
 def read_progress(store: dist.Store, rank: int) -> Progress | None:
-    """What `rank` published last; None where it has published nothing yet."""
+    """The latest published progress of `rank`, or None."""
     key = f"progress/{rank}"
     return Progress(**json.loads(store.get(key))) if store.check([key]) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right, of one among all processes and the launcher, to report why the run ends."""
+    """The right to report why the run ends. One process, or the launcher, gets it."""
 
     _store: dist.Store | None
 
@@ -202,18 +129,17 @@ class Claim:
                 self._store.set("code", str(code))
 
     def wait_for_acks(self, own: Processes) -> None:
-        """Stay until all other processes know that the run ends, where their store ends with this
-        one: those that come later could not ask, and would wait for it. For as long as one of
-        them tries at most."""
+        """Wait until all other processes know that the run ends, if their store ends with this
+        process: later requests would hang. Waits no longer than one of them tries."""
         if self._store is not None:
-            _wait_for_acks(self._store, own, _CONNECT_S)
+            _wait_for_acks(self._store, own, CONNECT_S)
 
 
 def _wait_for_acks(store: dist.Store, own: Processes, timeout_s: float) -> None:
-    """As `Claim.wait_for_acks`. A launcher that serves the store ends with the processes of its
-    host, and is there for those."""
+    """Wait as `Claim.wait_for_acks`. A launcher that serves the store outlives the processes of its
+    host, so these need not be waited for."""
     has_server = rendezvous().has_server
-    if not own.is_beside_first or (own.rank > 0 and not has_server):
+    if not own.is_on_first_host or (own.rank > 0 and not has_server):
         return
     first = own.local_world_size if has_server else 1
     keys = [f"ack/{rank}" for rank in range(first, own.world_size)]
@@ -224,10 +150,10 @@ def _wait_for_acks(store: dist.Store, own: Processes, timeout_s: float) -> None:
 
 
 def claim(own: Processes) -> Claim | None:
-    """Claim to be the one that reports why the run ends; None where another process does.
+    """Claim the report of why the run ends. None if another process has it.
 
-    SIGTERM is ignored from then on: a launcher that has seen another process die sends it, and
-    would cut the report short, or have it written twice.
+    From then on SIGTERM is ignored: a launcher that has seen another process die sends it, and the
+    report would be cut short or written twice.
     """
     if own.world_size == 1:
         return Claim(None)
@@ -238,7 +164,7 @@ def claim(own: Processes) -> Claim | None:
         if granted is None:
             _point_to_reporter(own, store)
             _wait_for_acks(store, own, _ACKS_S)
-    except (LostPeerError, UserError, dist.DistError):  # nobody can be asked
+    except (LostPeerError, UserError, dist.DistError):  # no store can be asked
         granted = Claim(None) if own.local_rank == 0 else None
     if granted is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -246,15 +172,17 @@ def claim(own: Processes) -> Claim | None:
 
 
 def claim_for(rank: int | None, store: dist.Store) -> Claim | None:
-    """As `claim`, with a store at hand; the launcher has no rank, and its claim is granted once."""
+    """Claim the report in the given store. `rank` is None for the launcher, whose claim is granted
+    once."""
     by = f"{_LAUNCHER} {uuid.uuid4().hex}" if rank is None else f"{rank} {_TOKEN}"
     token = f"{by} {socket.gethostname()}"
-    held = store.compare_set("reporter", "", token).decode()
-    return Claim(store) if held == token else None
+    winner = store.compare_set("reporter", "", token).decode()
+    return Claim(store) if winner == token else None
 
 
 def _point_to_reporter(own: Processes, store: dist.Store) -> None:
-    """Once on each host where nobody says why the run ends: who does, on which other one."""
+    """Print once, on each host without the report, which process reports why the run ends, and on
+    which host."""
     rank, _, host = store.get("reporter").decode().split()
     if own.local_rank == 0 and own.has_other_hosts and host != socket.gethostname():
         sys.stderr.write(
@@ -264,20 +192,16 @@ def _point_to_reporter(own: Processes, store: dist.Store) -> None:
 
 
 def read_report(store: dist.Store) -> tuple[int | None, int | None]:
-    """Who has claimed to report why the run ends, and the exit code once it has.
-
-    Each None as long as there is none; the rank also where it is the launcher.
-    """
+    """The rank that has claimed the report of why the run ends, and the exit code once it is
+    written. Each is None until then; the rank is also None if the launcher reports."""
     reporter = int(store.get("reporter").split()[0]) if store.check(["reporter"]) else _LAUNCHER
     code = int(store.get("code")) if store.check(["code"]) else None
     return (None if reporter == _LAUNCHER else reporter), code
 
 
 def advice(number: int | None) -> str:
-    """The likely reason why a process is gone without an error, and what to do about it.
-
-    `number` is the signal that ended it; None where that is not known.
-    """
+    """The likely reason why a process died without an error, and a remedy. `number` is the signal
+    that ended it, or None if unknown."""
     match number:
         case None | signal.SIGKILL:
             reason = (
@@ -304,20 +228,21 @@ def advice(number: int | None) -> str:
 
 
 class Watch:
-    """Publishes what this process does, and watches the others, while it is entered.
+    """Context manager that publishes this process's progress and watches the others. With one
+    process it does nothing.
 
-    With one process it does nothing. Raises LostPeerError, when it is left with the error of a
-    broken connection, in its place.
+    If the block ends with the error of a broken connection, LostPeerError is raised instead once
+    the dead process is known.
     """
 
     def __init__(self, own: Processes, timeout_s: float) -> None:
         self._own, self._rank, self._size = own, own.rank, own.world_size
         self._timeout_s = timeout_s
-        self._starter = os.getppid()  # once it is gone, another process is the parent
+        self._starter = os.getppid()  # once it is gone, the parent id changes
         self._interval_s = min(max(timeout_s / 20, 0.1), 5.0)
         self._store = connect(own) if own.world_size > 1 else None
         self._launcher_reports = has_hone_launcher()
-        self._lock = threading.RLock()  # a signal may find the main thread inside
+        self._lock = threading.RLock()  # a signal handler may run while the main thread has it
         self._ending = threading.RLock()
         self._has_reported = False
         self._main = threading.get_ident()
@@ -326,7 +251,7 @@ class Watch:
         self._guard = threading.Thread(target=self._run_guard, name="hone-guard", daemon=True)
         self._has_joined_thread = threading.Event()
         self._num_rounds = 0
-        """In which the store has answered."""
+        """Number of rounds in which the store has answered."""
         self._groups: list[dist.ProcessGroup] = []
         self._channels: list[Channel] = []
         self._has_joined = 0
@@ -334,30 +259,30 @@ class Watch:
         self._progress = Progress(own.rank, os.getpid(), socket.gethostname(), since=time.time())
         self._others: dict[int, Progress] = {}
         self._previous: Any = None
-        """What SIGTERM did before."""
-        self.terminated = Came()
-        """SIGTERM, where what its handler raised may have been swallowed (`raising`)."""
+        """Previous handler of SIGTERM."""
+        self.terminated = PendingSignal()
+        """A SIGTERM whose exception may have been swallowed (see `raising`)."""
         self.on_end: Callable[[str], None] | None = None
-        """Called with the reason where this process ends the run for another one's sake."""
+        """Called with the reason if this process ends the run because of another one."""
         self._updated_s: dict[int, float] = {}
-        """When each of the others was seen to publish, by this process's monotonic clock."""
+        """When each of the others last published, by this process's monotonic clock."""
 
     @property
     def phase(self) -> str:
-        """What this process does."""
+        """The current phase."""
         return self._progress.phase
 
     @property
     def step(self) -> int:
-        """The step it does that for; 0 before the first."""
+        """The current step, 0 before the first one."""
         return self._progress.step
 
     def begin_step(self, step: int) -> None:
-        """From now on phases belong to this step."""
+        """Set the current step."""
         self._step = step
 
     def enter(self, phase: str) -> None:
-        """Say that this process begins something. Costs a few microseconds."""
+        """Set the current phase and publish it. Costs a few microseconds."""
         with self._lock:
             self._progress = replace(
                 self._progress, phase=phase, step=self._step, since=time.time()
@@ -366,19 +291,19 @@ class Watch:
             self._publish()
 
     def join(self) -> None:
-        """Say that this process now waits for all others to come."""
+        """Announce that this process waits for all others to join."""
         self._has_joined = 1
         self.enter("meeting the others")
 
     def take_role(self, role: str) -> None:
-        """Say what this process trains, where not all train the same: groups of other roles are
-        others, whatever their names."""
+        """Set the role of this process if the run trains several models. Groups of different roles
+        are different even if their names are equal."""
         with self._lock:
             self._progress = replace(self._progress, role=role)
 
     def follow(self, groups: Iterable[dist.ProcessGroup], channels: Iterable[Channel] = ()) -> None:
-        """From now on compare with other processes how many collectives they have started in
-        these, and in no others."""
+        """From now on compare the number of collectives in these groups and channels, and in no
+        others, with other processes."""
         self._groups, self._channels = list(groups), list(channels)
 
     def __enter__(self) -> Self:
@@ -400,7 +325,7 @@ class Watch:
     ) -> None:
         if self._store is None:
             return
-        # Meanwhile the thread goes on: where another process reports an error, it ends this one.
+        # Meanwhile the thread runs on: if another process reports an error, it ends this process.
         lost = self._lost() if isinstance(error, RuntimeError | ConnectionError) else None
         self._stopped.set()
         self._thread.join()
@@ -415,9 +340,10 @@ class Watch:
                 raise SystemExit(128 + number)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """A launcher that has seen a process die ends the others so: say first who it was.
+        """Handle SIGTERM, with which a launcher ends the others once one process has died. Names
+        the dead process first.
 
-        After an error this stays in place until that is reported.
+        After an error this handler stays until the error is reported.
         """
         if (gone := self._gone()) is not None and not self._launcher_reports:
             self._end(_lost_message(gone))
@@ -427,7 +353,7 @@ class Watch:
         raise SystemExit(128 + number)
 
     def _mark_done(self) -> None:
-        """Say that this process needs nobody any more, nor is needed."""
+        """Publish that this process is done: it waits for nobody, and nobody waits for it."""
         with self._lock:
             self._progress = replace(self._progress, is_done=True)
         self._publish()
@@ -469,7 +395,7 @@ class Watch:
             except dist.DistError:
                 self._end(f"error: the process that started this run is gone (pid {self._starter})")
             if has_failed:
-                self._has_joined_thread.set()  # from here on the store is asked for nothing new
+                self._has_joined_thread.set()  # stops `_run_guard`: the store is no longer polled
                 with contextlib.suppress(dist.DistError):
                     self._store.set(f"ack/{self._rank}", "1")
                     _point_to_reporter(self._own, self._store)
@@ -486,17 +412,18 @@ class Watch:
                 self._end_without(missing, waited_s)
 
     def _run_guard(self) -> None:
-        """End this process where the store does not answer: whoever asks it then, the watching
-        thread as well, waits until the system gives the connection up, a quarter of an hour."""
+        """End this process if the store does not answer. The main and the watching thread would
+        wait for it until the system gives up the connection, a quarter of an hour."""
         seen = num_waited = 0
         while not self._has_joined_thread.wait(self._interval_s):
-            # Counted, not timed: a process that was stopped has asked for nothing meanwhile.
+            # Rounds are counted, not seconds: a process that was stopped has sent no request
+            # meanwhile.
             seen, num_waited = self._num_rounds, 0 if self._num_rounds > seen else num_waited + 1
             if num_waited * self._interval_s > self._timeout_s:
                 self._end_cut_off()
 
     def _end_cut_off(self) -> NoReturn:
-        if self._own.local_rank == 0:  # all of this host find the same
+        if self._own.local_rank == 0:  # all processes of this host find the same
             place, now = rendezvous(), time.time()
             sys.stderr.write(
                 f"error: {socket.gethostname()}, with rank {self._rank}, is cut off: {place.host}:"
@@ -530,7 +457,8 @@ class Watch:
         return self._silent_s(rank) > max(5 * self._interval_s, 2.0)
 
     def _missing(self) -> list[int]:
-        """Ranks that this one waits for: the silent ones, or else those that are behind."""
+        """Ranks that this one waits for: the silent ones, or, if none is silent, those that are
+        behind."""
         waiting = [r for r in self._peers if r not in self._others or not self._others[r].is_done]
         silent = [rank for rank in waiting if rank in self._others and self._is_silent(rank)]
         return silent or [rank for rank in waiting if self._is_behind(rank)]
@@ -542,7 +470,7 @@ class Watch:
         return any(theirs.get(name, 0) < own[name] for name in shared)
 
     def _end_without(self, missing: Sequence[int], waited_s: float) -> NoReturn:
-        """Name who did not come, unless somebody else has done so, and end this process."""
+        """Name the missing ranks, unless another process has done so, and end this process."""
         first, *others = missing
         also = f" (and {len(others)} others)" if others else ""
         screen = "\n".join(
@@ -581,9 +509,10 @@ class Watch:
         ]
 
     def _end(self, message: str) -> NoReturn:
-        """Leave at once: the main thread may be in a collective that never ends."""
+        """End the process at once, without cleanup: the main thread may be in a collective that
+        never ends."""
         try:
-            # A signal may bring the main thread here while the watching one reports.
+            # A signal handler of the main thread may call this while the watching thread reports.
             with self._ending:
                 if message and not self._has_reported and self._may_report():
                     self._has_reported = True
@@ -607,25 +536,27 @@ class Watch:
     # -- broken connections --------------------------------------------------------------------
 
     def _lost(self) -> str | None:
-        """Who is dead, if anybody: its end broke our connection. Waits a little for it to show."""
+        """Message that names the dead process whose end broke a connection, or None. Waits a short
+        time for it to show."""
         deadline = time.monotonic() + _ERROR_REPORT_TIMEOUT_S
         while time.monotonic() < deadline:
             if (gone := self._gone()) is not None:
                 if self._launcher_reports:
-                    time.sleep(_ERROR_REPORT_TIMEOUT_S / 3)  # it knows more: how that process ended
+                    # The launcher knows how that process ended.
+                    time.sleep(_ERROR_REPORT_TIMEOUT_S / 3)
                 return _lost_message(gone).removeprefix("error: ")
             time.sleep(0.05)
         return None
 
     def _gone(self) -> Progress | None:
-        """Of a process of this host that is dead and was not done, what it published last."""
+        """The last progress of a process of this host that died before it was done, or None."""
         assert self._store is not None
         for rank in self._peers:
             try:
                 last = self._others.get(rank) or read_progress(self._store, rank)
                 if last is None or last.host != self._progress.host or _is_alive(last.pid):
                     continue
-                last = read_progress(self._store, rank)  # it may have been done since
+                last = read_progress(self._store, rank)  # it may have become done in between
             except dist.DistError:
                 continue
             if last is not None and not last.is_done:
@@ -652,8 +583,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def _where(thread: int) -> str:
-    """`file:line in function` of a thread's innermost frame outside of `_NOT_THE_PLACE`. Where a
-    phase begins or ends, that is the frame of the phase, and not of who is called at its border."""
+    """Position of a thread as `file:line in function`: its innermost frame outside of
+    `_UNINFORMATIVE_FILES`. At the border of a phase it is the frame of the phase, not of a function
+    called there."""
     frame: FrameType | None = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     frames: list[FrameType] = []
     while frame is not None:
@@ -662,6 +594,6 @@ def _where(thread: int) -> str:
     borders = [n for n, each in enumerate(frames) if each.f_code.co_filename == str(_SPANS)]
     for each in frames[max(borders, default=-1) + 1 :]:
         code = each.f_code
-        if not code.co_filename.startswith(_NOT_THE_PLACE):
+        if not code.co_filename.startswith(_UNINFORMATIVE_FILES):
             return f"{Path(code.co_filename).name}:{each.f_lineno} in {code.co_name}"
     return ""

@@ -1,8 +1,8 @@
 """Device memory at a fixed address that can be given back to the driver and taken again.
 
-CUDA's virtual memory calls keep an address range apart from the memory behind it
+CUDA's virtual memory calls separate an address range from the memory that is mapped to it
 (https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/virtual-memory-management.html).
-A range that is unmapped and mapped again lies where it lay, so tensors over it and CUDA graphs that
+A range that is unmapped and mapped again keeps its address, so tensors over it and CUDA graphs that
 were recorded with them stay valid.
 """
 
@@ -24,7 +24,7 @@ from hone.hardware import GIB
 __all__ = ["Arena", "CudaDriver", "HostArena"]
 
 _CHUNK_BYTES = GIB
-"""Memory is taken in pieces of this size; few, as each costs a handful of driver calls."""
+"""Bytes of one allocation from the driver; large, since each one takes several driver calls."""
 
 
 class Arena:
@@ -33,10 +33,12 @@ class Arena:
     The memory does not come from torch's allocator: `torch.cuda.memory_allocated` and
     `memory_reserved` never count it, `torch.cuda.mem_get_info` does while it is mapped. Tensors
     made by `tensor` keep the arena alive and must not be touched while it is unmapped; a kernel
-    that does poisons the CUDA context. An arena that nobody holds gives everything back.
+    that does poisons the CUDA context. When an arena is garbage-collected, its memory and address
+    are freed.
 
     `map` and the constructor raise torch.OutOfMemoryError with both sizes where memory is lacking,
-    and RuntimeError naming the call where the driver refuses otherwise; then they hold nothing.
+    and RuntimeError naming the call for other failures of the driver; then no memory stays
+    allocated.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class Arena:
             self, self._driver.free_address, self.address, self.num_bytes
         )
         self._mapping: weakref.finalize[..., Arena] | None = None
-        # When the process ends, the driver takes back everything, and may be gone before us.
+        # When the process ends, the driver frees everything, and may be unloaded before this
+        # object.
         self._reservation.atexit = False
         try:
             self.map()
@@ -62,7 +65,7 @@ class Arena:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether memory lies behind the address."""
+        """Whether memory is mapped to the address range."""
         return self._mapping is not None and self._mapping.alive
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Tensor:
@@ -75,7 +78,7 @@ class Arena:
         return view.view(dtype).view(shape)
 
     def map(self) -> None:
-        """Take memory again, all zeros, and wait until it is there."""
+        """Allocate and map memory again, filled with zeros, and wait until that is done."""
         assert self._reservation.alive
         assert not self.is_mapped
         driver = self._driver
@@ -88,7 +91,8 @@ class Arena:
                         driver.map(self.address + start, size, handle)
                         rollback.callback(driver.unmap, self.address + start, size)
                     finally:
-                        driver.release(handle)  # from here on the mapping alone holds the memory
+                        # From here on only the mapping keeps the memory alive.
+                        driver.release(handle)
                 driver.allow_access(self.address, self.num_bytes)
                 driver.zero(self.address, self.num_bytes)
                 rollback.pop_all()
@@ -103,21 +107,23 @@ class Arena:
         self._mapping.atexit = False
 
     def unmap(self) -> None:
-        """Wait for the device, then give all memory back to the driver; the address stays ours."""
+        """Wait for the device, then return all memory to the driver; the address range stays
+        reserved."""
         assert self._mapping is not None
         self._mapping()
 
     def close(self) -> None:
-        """Give back memory and address; no tensor over it may be used again. Legal twice."""
+        """Free memory and address range; no tensor over it may be used again. May be called
+        twice."""
         if self._mapping is not None:
             self._mapping()
         self._reservation()
 
 
 class HostArena:
-    """The same in host memory: pages that are given back, behind an address that stays.
+    """The counterpart of `Arena` in host memory: pages that can be freed, at an address that stays.
 
-    While it is unmapped, its tensors may be read, and what is there is undefined.
+    While it is unmapped, its tensors may be read, but their values are undefined.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -130,10 +136,10 @@ class HostArena:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
 
     def map(self) -> None:
-        """Nothing to do: the system gives pages where they are touched."""
+        """Do nothing, since the system allocates a page at its first use."""
 
     def unmap(self) -> None:
-        """Give all pages back."""
+        """Free all pages."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
 
@@ -159,30 +165,30 @@ class CudaDriver:
             location.id = self._device.index
 
     def granularity(self) -> int:
-        """What sizes and addresses are multiples of, in bytes."""
+        """Unit of sizes and addresses, in bytes."""
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         return int(self._call("cuMemGetAllocationGranularity", self._properties, flag))
 
     def reserve(self, num_bytes: int) -> int:
-        """An address range with nothing behind it; returns where it begins."""
+        """Reserve an address range without memory; returns its start."""
         return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
 
     def free_address(self, address: int, num_bytes: int) -> None:
         self._call("cuMemAddressFree", address, num_bytes)
 
     def create(self, num_bytes: int) -> Any:
-        """A handle of fresh memory, which lives as long as the handle or a mapping of it."""
+        """Allocate memory, which lives as long as the returned handle or a mapping of it."""
         return self._call("cuMemCreate", num_bytes, self._properties, 0)
 
     def release(self, handle: Any) -> None:
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, num_bytes: int, handle: Any) -> None:
-        """Put memory behind an address; nobody may touch it before `allow_access`."""
+        """Map memory to an address; it must not be used before `allow_access`."""
         self._call("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Take the memory from a range that whole mappings fill. Does not wait for kernels."""
+        """Unmap a range that consists of whole mappings. Does not wait for kernels."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def allow_access(self, address: int, num_bytes: int) -> None:
@@ -195,7 +201,8 @@ class CudaDriver:
         self.synchronize()
 
     def view(self, address: int, num_bytes: int, *, keep_alive: object = None) -> Tensor:
-        """The bytes at an address as a tensor, uint8 [num_bytes], that holds on to `keep_alive`."""
+        """The bytes at an address as a tensor, uint8 [num_bytes], which keeps a reference to
+        `keep_alive`."""
         span = _Span(address, num_bytes, keep_alive)
         with torch.cuda.device(self._device):
             tensor = torch.as_tensor(span, device=self._device)
@@ -206,7 +213,7 @@ class CudaDriver:
         torch.cuda.synchronize(self._device)
 
     def free_bytes(self) -> int:
-        """What the driver could still give, to this or any other process."""
+        """Bytes that are free for this and all other processes."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def _call(self, name: str, *arguments: object) -> Any:

@@ -1,43 +1,47 @@
-"""What all engines in this process share: requests, states, counters and the proof of weights."""
+"""Base class of all engines: requests, states, counters and the proof of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from enum import StrEnum
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hone.config.engine import EngineConfig
-from hone.engine.detokenizer import StopStringWatcher
 from hone.engine.requests import check_request
 from hone.engine.sequence import Sequence
+from hone.engine.settings import EngineConfig
+from hone.model_input import TEXT_ONLY, InputSpec
 from hone.models.manifest import build_manifest, compare
+from hone.models.ranks import ModelRanks
 from hone.models.support import context_length
-from hone.models.tensor_parallel import TensorParallel
 from hone.types import Request, WeightManifest
 
 if TYPE_CHECKING:
+    from hone.engine.detokenizer import StopStringWatcher
     from hone.observe.tracing import EngineTracer
 
-__all__ = ["EngineBase", "EngineState", "check_context"]
+__all__ = ["EngineBase", "EngineState", "check_context", "deliver"]
 
 
 class EngineState(StrEnum):
-    """What an engine may do: sampling needs `awake`."""
+    """State of an engine; it samples only when `awake`."""
 
     AWAKE = "awake"
     SYNCING = "syncing"
-    """Between `begin_sync` and `finish_sync`, where the weights may be half old, half new; and
-    after a sleep in which they were given up."""
+    """Between `begin_sync` and `finish_sync`, when weights may be half old, half new; and after a
+    sleep that freed the weights."""
     ASLEEP = "asleep"
-    """The KV cache is freed, and weights that are the engine's own."""
+    """The KV cache is freed, and so are weights that the engine owns."""
 
 
 class EngineBase:
-    """The part of an `Engine` that does not depend on what computes."""
+    """The part of an `Engine` that does not depend on the backend."""
 
     state: EngineState
 
@@ -49,8 +53,10 @@ class EngineBase:
         eos_token_ids: Collection[int],
         tokenizer: PreTrainedTokenizerBase | None,
         max_model_len: int | None,
-        tensor_parallel: TensorParallel,
+        tensor_parallel: ModelRanks,
+        inputs: InputSpec = TEXT_ONLY,
     ) -> None:
+        """`inputs` are the inputs other than token ids that requests may have, by default none."""
         if tensor_parallel.size != cfg.tensor_parallel_size:
             raise ValueError(
                 f"engine.tensor_parallel_size={cfg.tensor_parallel_size}, but the engine was given "
@@ -60,13 +66,19 @@ class EngineBase:
         self.max_model_len = max_model_len or context_length(config)
         check_context(config, self.max_model_len)
         self.weight_version = 0
-        """Version of the weights that sample now; 0 before the first sync."""
+        """Version of the weights that the engine samples with; 0 before the first sync."""
         self.tracer: EngineTracer | None = None
-        """Told of each forward pass."""
+        """Records each forward pass."""
         self._tensor_parallel = tensor_parallel
         self._vocab_size = int(config.vocab_size)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._tokenizer = tokenizer
+        self._watch: Callable[[tuple[str, ...]], StopStringWatcher] | None = None
+        """Creates the watcher for a request's stop strings."""
+        if tokenizer is not None:
+            from hone.engine.detokenizer import StopStringWatcher
+
+            self._watch = partial(StopStringWatcher, tokenizer)
+        self._inputs = inputs
         self._arrivals = count()
         self._sequences: dict[str, Sequence] = {}
         self._num_generated_tokens = self._num_first_tokens = self._num_steps = 0
@@ -74,12 +86,26 @@ class EngineBase:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether it can sample only once a sync has delivered weights."""
+        """Whether the engine needs a sync before it can sample."""
         return self.state is EngineState.SYNCING
+
+    def tokens_since(self, request_id: str, start: int) -> tuple[list[int], list[float]]:
+        """The tokens of an unfinished request from completion token `start` on, as known so far,
+        with their log-probabilities; empty for a request that the engine does not have."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return [], []
+        num_prompt = len(sequence.request.prompt_ids)
+        return sequence.token_ids[num_prompt + start :], sequence.logprobs[start:]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that this rank samples with, tied ones under each of their names."""
         raise NotImplementedError
+
+    def write(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> int:
+        """Copy parts of weights, each (target, source), into tensors of `named_weights`; return the
+        bytes written."""
+        return deliver(list(parts.values()))
 
     def _new_sequences(
         self, requests: Iterable[Request], in_use: Collection[str]
@@ -99,19 +125,20 @@ class EngineBase:
                 vocab_size=self._vocab_size,
                 max_model_len=self.max_model_len,
                 stop_ids=stop_ids,
-                has_tokenizer=self._tokenizer is not None,
+                has_tokenizer=self._watch is not None,
+                inputs=self._inputs,
             )
             watcher = None
-            if params.stop and not params.ignore_eos and self._tokenizer is not None:
-                watcher = StopStringWatcher(self._tokenizer, params.stop)
+            if params.stop and not params.ignore_eos and self._watch is not None:
+                watcher = self._watch(params.stop)
             made[request.id] = Sequence(
                 request=request, arrival=next(self._arrivals), stop_ids=stop_ids, watcher=watcher
             )
         return made
 
     def _require_delivered(self, manifest: WeightManifest) -> None:
-        """Compare the tensors that sample with a manifest, on every rank. Raises RuntimeError
-        naming missing, unexpected and different ones."""
+        """Compare the engine's tensors with a manifest, on every rank. Raises RuntimeError naming
+        missing, unexpected and different tensors."""
         found = build_manifest(self.named_weights(), manifest.version, are_held=True)
         diff = compare(manifest, found)
         if not self._tensor_parallel.smallest(not diff):
@@ -135,3 +162,12 @@ def check_context(config: PreTrainedConfig, max_model_len: int) -> None:
             f"max_model_len={max_model_len} exceeds the model's context length of "
             f"{context_length(config)} tokens"
         )
+
+
+def deliver(pairs: Seq[tuple[Tensor, Tensor]]) -> int:
+    """Copy each source into its target (target, source), casting; return the bytes written."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        # The public `copy_` makes one launch per tensor; this one fuses all copies, casts included.
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+    return sum(target.nbytes for target, _ in pairs)

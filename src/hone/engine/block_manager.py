@@ -1,22 +1,25 @@
-"""Who owns which KV block, and which blocks hold a prefix that others can reuse.
+"""Allocation of KV blocks, and the prefix cache, through which sequences reuse blocks.
 
-A *full* block is published under the key (chain id of the block before it, its token ids). Every
-published block gets a chain id that is never used again, so a chain id stands for exactly one
-token prefix under one set of weights: the lookup is a walk down a trie and cannot collide. The root
-of the trie is replaced at every change of weights, so that a key of older weights can never match.
+A *full* block is published under a key, which `_key` makes: the chain id of the block before it,
+its token ids, and start and hash of the contents that have a token in it. Every published block
+gets a chain id that is never used again, so a chain id stands for exactly one prefix of ids and
+contents under one set of weights: the lookup is a walk down a trie and cannot collide. The root of
+the trie is replaced at every change of weights, so that a key of older weights can never match.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
 from itertools import count
 
 from hone.engine.sequence import Sequence
+from hone.model_input import ContentKey
 
 __all__ = ["BlockManager"]
 
-Key = tuple[int, tuple[int, ...]]
+Key = tuple[int, tuple[int, ...], tuple[ContentKey, ...]] | tuple[int, tuple[int, ...]]
+"""Key of a block; a block without contents, as every block of a text, has only the first two
+parts."""
 
 
 class BlockManager:
@@ -34,7 +37,7 @@ class BlockManager:
         self.clear()
 
     def clear(self) -> None:
-        """All blocks are free and hold nothing, whatever was known of them."""
+        """Free all blocks and forget their contents."""
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._refs = [0] * self.num_blocks
@@ -44,18 +47,20 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now, idle ones included."""
+        """Number of blocks that can be allocated now, idle ones included."""
         return len(self._free) + len(self._idle)
 
     @property
     def usage(self) -> float:
-        """Share of blocks that sequences hold, 0 to 1."""
+        """Share of blocks in the tables of sequences, 0 to 1."""
         return 1.0 - self.num_available / self.num_blocks
 
     def invalidate_prefixes(self) -> None:
-        """No block published until now can be found any more: its weights or its memory are gone.
+        """Remove all published blocks from the prefix cache, since their weights or their memory
+        are gone.
 
-        Running sequences keep their blocks; what they publish later hangs below the old root.
+        Running sequences keep their blocks; blocks that they publish later are below the old root
+        and can never match.
         """
         self._root = next(self._chain_ids)
 
@@ -66,7 +71,7 @@ class BlockManager:
         `reserve` blocks would remain.
         """
         assert not sequence.block_table, f"{sequence.block_table=}"
-        blocks, chain = self._match(sequence.token_ids)
+        blocks, chain = self._match(sequence)
         num_new = -(-len(sequence.token_ids) // self.block_size) - len(blocks)
         num_idle = sum(self._refs[block] == 0 for block in blocks)
         if self.num_available - num_idle - num_new < reserve:
@@ -81,7 +86,7 @@ class BlockManager:
         return True
 
     def grow(self, sequence: Sequence) -> bool:
-        """Make room for all tokens of a sequence; False when no block is left."""
+        """Allocate blocks for all tokens of a sequence; returns False when none is left."""
         while sequence.num_tokens > len(sequence.block_table) * self.block_size:
             if not self.num_available:
                 return False
@@ -89,7 +94,7 @@ class BlockManager:
         return True
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Offer the blocks that lie within the first `num_tokens` tokens to later sequences.
+        """Publish the full blocks within the first `num_tokens` tokens for later sequences.
 
         The caller warrants that these are written before any sequence admitted from now on reads
         them: in an earlier step, or by the same forward, which writes before it attends.
@@ -98,7 +103,7 @@ class BlockManager:
             return
         size = self.block_size
         while (end := (sequence.num_published + 1) * size) <= num_tokens:
-            key = sequence.chain, tuple(sequence.token_ids[end - size : end])
+            key = self._key(sequence, sequence.chain, end - size)
             found = self._published.get(key)
             if found is None:
                 block = sequence.block_table[sequence.num_published]
@@ -108,8 +113,8 @@ class BlockManager:
             sequence.num_published += 1
 
     def release(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks back; published ones stay findable until evicted."""
-        for block in reversed(sequence.block_table):  # so that chains are evicted from their end
+        """Release the sequence's blocks; published ones can be reused until they are evicted."""
+        for block in reversed(sequence.block_table):  # so that eviction begins at the end of chains
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if self._keys[block] is None:
@@ -119,15 +124,23 @@ class BlockManager:
         sequence.block_table = []
         sequence.num_computed = sequence.num_published = 0
 
-    def _match(self, token_ids: Seq[int]) -> tuple[list[int], int]:
-        """The longest published prefix that leaves a token over: its blocks and chain id."""
+    def _key(self, sequence: Sequence, chain: int, start: int) -> Key:
+        """The key of the block of a sequence that begins at token `start`, below `chain`."""
+        end = start + self.block_size
+        ids = tuple(sequence.token_ids[start:end])
+        if sequence.request.model_input.contents:
+            contents = sequence.request.model_input.key_of(start, end)
+            return (chain, ids, contents) if contents else (chain, ids)
+        return chain, ids
+
+    def _match(self, sequence: Sequence) -> tuple[list[int], int]:
+        """The longest published prefix that leaves at least one token to compute: its blocks and
+        chain id."""
         blocks: list[int] = []
         chain = self._root
         if self.enable_prefix_caching:
-            for start in range(0, len(token_ids) - self.block_size, self.block_size):
-                found = self._published.get(
-                    (chain, tuple(token_ids[start : start + self.block_size]))
-                )
+            for start in range(0, len(sequence.token_ids) - self.block_size, self.block_size):
+                found = self._published.get(self._key(sequence, chain, start))
                 if found is None:
                     break
                 blocks.append(found[0])
@@ -135,7 +148,8 @@ class BlockManager:
         return blocks, chain
 
     def _take(self) -> int:
-        """A block with one reference, evicting the idle block unused for longest if need be."""
+        """Allocate a block with one reference; evicts the least recently used idle block if none is
+        free."""
         if self._free:
             block = self._free.pop()
         else:

@@ -1,4 +1,4 @@
-"""One token for every running sequence: the part that graphs replay.
+"""The decode step, which CUDA graphs replay: one token for every running sequence.
 
 Letters: B sequences, N blocks of a table.
 """
@@ -6,6 +6,7 @@ Letters: B sequences, N blocks of a table.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,28 +14,31 @@ from torch import Tensor
 
 from hone.attention import PagedContext
 from hone.attention.context import SharedPrefix
-from hone.config.engine import SHARED_PREFIX_MEMBERS
-from hone.engine.decode_graphs import DecodeGraphs, bucket_of
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import sample
 from hone.engine.sampling_table import SamplingTable
 from hone.engine.sequence import Sequence
+from hone.engine.settings import SHARED_PREFIX_MEMBERS
 from hone.engine.shared_prefix import find_prefix_groups, max_groups
 from hone.engine.slots import Slots, upload
 from hone.models.generation import GenerationModel
+
+if TYPE_CHECKING:
+    from hone.engine.decode_graphs import DecodeGraphs
 
 __all__ = ["DecodeStep", "pack"]
 
 
 def pack(tokens_B: Tensor, logprobs_B: Tensor) -> Tensor:
-    """Token ids and the bits of their float32 log-probabilities: [2, B] int32, one copy."""
+    """Token ids and the bits of their float32 log-probabilities in one tensor [2, B] int32, so that
+    one copy takes both to the host."""
     return torch.stack((tokens_B.int(), logprobs_B.view(torch.int32)))
 
 
 class DecodeStep:
     """Reads the slots, runs the model, samples, and advances the slots, all on the device.
 
-    The host says which slots take part, only when they change.
+    The host sends the slots that take part only when they change.
     """
 
     def __init__(
@@ -65,20 +69,20 @@ class DecodeStep:
             starts=integers((rows,)),
         )
         self._borders = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
-        # What is known of the batch while it stays the same.
+        # Data of the current batch, kept while the batch stays the same.
         self._batch: list[Sequence] = []
         self._is_filtered = self._is_sharing = False
 
     def forget_batch(self) -> None:
-        """To be called when sequences got slots: one of the batch may be back in another."""
+        """Drop the data of the current batch. Call it when sequences got slots, since one of the
+        batch may have returned in another slot."""
         self._batch = []
 
     def run(self, sequences: list[Sequence]) -> Tensor:
-        """Launch a step; returns what it samples, [2, B] as `pack` makes it, on its way to the
-        host."""
+        """Launch a step; returns its samples, [2, B] as of `pack`, in transfer to the host."""
         num_rows = len(sequences)
         if self._graphs is not None:
-            num_rows = bucket_of(num_rows, self.max_rows)
+            num_rows = self._graphs.bucket_of(num_rows, self.max_rows)
         if sequences != self._batch:
             self._set_batch(sequences, num_rows)
         compute = partial(
@@ -90,7 +94,7 @@ class DecodeStep:
         else:
             key = num_rows, self._is_filtered, self._is_sharing
             if key not in self._graphs:
-                self._rows.fill_(self.slots.padding)  # nothing is advanced while recording
+                self._rows.fill_(self.slots.padding)  # recording advances no sequence
                 self._graphs.record(key, partial(compute, max_context_len=self.max_model_len))
                 self._set_batch(sequences, num_rows)
             output = self._graphs.replay(key)
@@ -109,16 +113,17 @@ class DecodeStep:
         rows_B = self._rows[:num_rows]
         is_real_B = rows_B != slots.padding
         num_tokens_B = slots.num_tokens[rows_B]
-        positions_B = (num_tokens_B - 1).long()
+        indices_B = (num_tokens_B - 1).long()
         context = self._context(
             rows_B,
-            positions_B,
+            indices_B,
             is_real_B,
             context_lens=torch.where(is_real_B, num_tokens_B, 0),
             max_context_len=max_context_len,
             shared=shared,
         )
-        hidden = self.model.hidden_states(slots.last_token[rows_B], positions_B, context)
+        positions = slots.positions(rows_B, indices_B)
+        hidden = self.model.hidden_states(slots.last_token[rows_B], positions, context)
         sampling = self.sampling.rows(rows_B, filtered=filtered)
         logits = self.model.logits(hidden)
         tokens_B, logprobs_B = sample(logits, sampling, slots.num_sampled[rows_B])
@@ -131,7 +136,7 @@ class DecodeStep:
     def _context(
         self,
         rows_B: Tensor,
-        positions_B: Tensor,
+        indices_B: Tensor,
         is_real_B: Tensor,
         *,
         context_lens: Tensor,
@@ -140,8 +145,8 @@ class DecodeStep:
     ) -> PagedContext:
         num_rows, block_size = len(rows_B), self.cache.block_size
         tables_BN = self.slots.block_tables[rows_B, : blocks_for(max_context_len, block_size)]
-        pages_B = tables_BN.gather(1, (positions_B // block_size).unsqueeze(1)).squeeze(1).long()
-        kv_slots_B = pages_B * block_size + positions_B % block_size
+        pages_B = tables_BN.gather(1, (indices_B // block_size).unsqueeze(1)).squeeze(1).long()
+        kv_slots_B = pages_B * block_size + indices_B % block_size
         return PagedContext(
             kv_caches=self.cache.layers,
             kv_scales=self.cache.scales,
@@ -162,13 +167,13 @@ class DecodeStep:
         )
 
     def _set_batch(self, sequences: list[Sequence], num_rows: int) -> None:
-        """Bring a new batch to the device: its slots, and who shares a prefix."""
+        """Copy a new batch to the device: its slots, and the groups that share a prefix."""
         slots = np.full(num_rows, self.slots.padding)
         slots[: len(sequences)] = real = np.array([sequence.slot for sequence in sequences])
         self._rows[:num_rows].copy_(upload(slots, self.device), non_blocking=True)
         self._batch = sequences
         self._is_filtered = self.sampling.is_filtered(real)
-        if self.device.type == "cpu":  # where reading keys once is not faster
+        if self.device.type == "cpu":  # there, reading shared keys once is not faster
             return
         groups = find_prefix_groups(
             self.slots.host_tables[real],

@@ -14,13 +14,13 @@ from collections.abc import Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.config.engine import BLOCK_SIZE, EngineConfig
 from hone.engine.base import EngineBase, EngineState, check_context
 from hone.engine.block_manager import BlockManager
 from hone.engine.kv_cache import (
@@ -33,14 +33,18 @@ from hone.engine.kv_cache import (
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
-from hone.engine.sleeping_weights import SleepingWeights
+from hone.engine.settings import BLOCK_SIZE, EngineConfig
 from hone.errors import UserError
+from hone.families.registry import spec_of
 from hone.models.failed_pass import free_failed_pass
 from hone.models.generation import generation_model
 from hone.models.int8_rows import is_packed, pack_rows
 from hone.models.manifest import export_weights
-from hone.models.tensor_parallel import TensorParallel, shard_of
+from hone.models.ranks import ModelRanks
 from hone.types import Completion, EngineStats, Request, StopReason, WeightManifest
+
+if TYPE_CHECKING:
+    from hone.engine.sleeping_weights import SleepingWeights
 
 __all__ = ["EmbeddedEngine", "EngineState", "make_cache"]
 
@@ -50,27 +54,27 @@ _log = logging.getLogger(__name__)
 class EmbeddedEngine(EngineBase):
     """Samples from a model in this process, with continuous batching over a paged KV cache.
 
-    `model` comes from `load_model`; the public name of this class is `hone.Engine`. Nothing runs
-    behind the caller's back: `submit` queues requests, and each `step` computes one token of every
-    running sequence.
+    `model` comes from `load_model`; the public name of this class is `hone.Engine`. There is no
+    background thread: `submit` queues requests, and each `step` computes one token of every running
+    sequence.
 
-    The model's parameters may be aliases of a trainer's, who then owns them:
+    The model's parameters may be aliases of a trainer's, which then owns them:
     `EngineConfig.gpu_memory_utilization` is a share of the *total* device memory that holds the KV
-    cache and the activations of one step, and the weights only with `owns_weights`. Then `sleep`
-    gives them up too, where `EngineConfig.enable_sleep` is set.
+    cache and the activations of one step, and the weights only with `owns_weights`. In that case
+    `sleep` also frees the weights, where `EngineConfig.enable_sleep` is set.
 
-    `eos_token_ids` end every request that does not ignore them. `tokenizer` serves stop strings
-    alone. `max_model_len`, in tokens, is the model's context length where it is not given. Raises
+    `eos_token_ids` end every request that does not ignore them. `tokenizer` is used only for stop
+    strings. `max_model_len`, in tokens, is the model's context length where it is not given. Raises
     ValueError where the cache cannot hold one sequence of that length.
 
     With `tensor_parallel`, `model` is this rank's, from `shard_model`. All ranks of the group make
-    an engine and then the same calls in the same order; what they return is the same, too.
+    an engine and then the same calls in the same order, and get the same results.
 
-    With `exact`, the log-probability of a token is the same bits in every batch, and those of a
-    trainer in exact mode. Raises UserError where the model is not served, ValueError with an FP8
-    cache or tensor parallelism.
+    With `exact`, the log-probability of a token has the same bits in every batch and in a trainer
+    in exact mode. Raises UserError where the model is not served, ValueError with an FP8 cache or
+    tensor parallelism.
 
-    With `records_routes` completions tell which experts each token passed.
+    With `records_routes` completions include the experts that each token passed.
     """
 
     def __init__(
@@ -83,11 +87,11 @@ class EmbeddedEngine(EngineBase):
         max_model_len: int | None = None,
         block_size: int = BLOCK_SIZE,
         owns_weights: bool = False,
-        tensor_parallel: TensorParallel | None = None,
+        tensor_parallel: ModelRanks | None = None,
         exact: bool = False,
         records_routes: bool = False,
     ) -> None:
-        tp = tensor_parallel or TensorParallel(rank=0, size=1, device=model.device)
+        tp = tensor_parallel or ModelRanks(model.device)
         super().__init__(
             model.config,
             cfg,
@@ -95,6 +99,7 @@ class EmbeddedEngine(EngineBase):
             tokenizer=tokenizer,
             max_model_len=max_model_len,
             tensor_parallel=tp,
+            inputs=spec_of(model.config.model_type).inputs,
         )
         if exact and (cfg.kv_cache_dtype == "fp8" or tp.size > 1):
             raise ValueError(
@@ -106,7 +111,11 @@ class EmbeddedEngine(EngineBase):
         self._packed = {name for name, weight in export_weights(model) if is_packed(weight)}
         self.state = EngineState.AWAKE
         self._weight_bytes = sum(p.nbytes for p in model.parameters()) if owns_weights else 0
-        self._weights = SleepingWeights(model) if owns_weights and cfg.enable_sleep else None
+        self._weights: SleepingWeights | None = None
+        if owns_weights and cfg.enable_sleep:
+            from hone.engine.sleeping_weights import SleepingWeights
+
+            self._weights = SleepingWeights(model)
         self._cache = make_cache(
             model.config,
             cfg,
@@ -128,6 +137,7 @@ class EmbeddedEngine(EngineBase):
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             cuda_graphs=not cfg.enforce_eager,
+            rule=self._inputs.positions,
         )
         activations = 0
         if model.device.type == "cuda" and cfg.kv_cache_gib is None:
@@ -141,7 +151,7 @@ class EmbeddedEngine(EngineBase):
             reserved_bytes=activations,
             resident_bytes=self._weight_bytes + self._runner.state_bytes,
         )
-        num_blocks = tp.smallest(num_blocks)  # what each finds free may differ
+        num_blocks = tp.smallest(num_blocks)  # ranks may have different amounts of free memory
         self._cache.allocate(num_blocks)
         self._blocks = BlockManager(
             num_blocks=num_blocks,
@@ -155,7 +165,7 @@ class EmbeddedEngine(EngineBase):
             on_vacate=self._take_routes if records_routes else None,
         )
         self._in_flight: deque[LaunchedStep] = deque()
-        # A CPU has computed a step when its launch returns.
+        # On a CPU a step is complete when its launch returns.
         self._max_in_flight = 1 if model.device.type == "cuda" else 0
         self._finished: list[Completion] = []
         self._num_planned = 0
@@ -178,13 +188,14 @@ class EmbeddedEngine(EngineBase):
             self._scheduler.add(new)
 
     def step(self) -> list[Completion]:
-        """Launch the next token of every running sequence; return what has finished since.
+        """Launch the next token of every running sequence; return newly finished completions.
 
         On CUDA one step is in flight: tokens become known, and completions are returned, one call
         after their launch. A prompt longer than `max_num_batched_tokens` takes several steps to its
-        first token. When the model raises, everything returns to the queue with what is known.
-        Where it runs out of memory, that is all: the steps that follow are smaller, until some have
-        succeeded. Raises torch.OutOfMemoryError where none can be, and of several ranks.
+        first token. When the model raises, all requests return to the queue with their known
+        tokens. After an out-of-memory error the call does not raise: later steps are smaller, until
+        some have succeeded. Raises torch.OutOfMemoryError where no smaller step is possible, and
+        with several ranks.
         """
         self._require(EngineState.AWAKE, call="step")
         try:
@@ -196,9 +207,9 @@ class EmbeddedEngine(EngineBase):
         return finished
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
-        """Withdraw requests and return what they had, with stop reason `abort`.
+        """Withdraw requests and return their completions so far, with stop reason `abort`.
 
-        Ids that are not queued or running are passed over: they may just have finished. A token in
+        Ids that are not queued or running are skipped: they may just have finished. A token in
         flight is dropped; resumed with the same seed, the request samples it again.
         """
         aborted = {name: self._sequences[name] for name in request_ids if name in self._sequences}
@@ -208,8 +219,7 @@ class EmbeddedEngine(EngineBase):
         return [sequence.completion(StopReason.ABORT) for sequence in aborted.values()]
 
     def sleep(self) -> None:
-        """Give the KV cache back, and the weights where the engine owns them; what they held is
-        lost.
+        """Free the KV cache, and the weights where the engine owns them; their contents are lost.
 
         Raises RuntimeError while sequences run or the engine is not awake.
         """
@@ -228,10 +238,10 @@ class EmbeddedEngine(EngineBase):
         self.state = EngineState.ASLEEP
 
     def wake(self) -> None:
-        """Take the memory again, at its old addresses. Weights that were given up must be delivered
-        before anything is sampled.
+        """Allocate the memory again, at its old addresses. Freed weights must be delivered by a
+        sync before sampling.
 
-        Raises UserError with both sizes, and stays asleep, where the memory is not there.
+        Raises UserError with both sizes, and stays asleep, where memory is lacking.
         """
         self._require(EngineState.ASLEEP, call="wake")
         with ExitStack() as taken:
@@ -246,7 +256,7 @@ class EmbeddedEngine(EngineBase):
             finally:
                 is_everywhere = self._tensor_parallel.smallest(is_there)
             if not is_everywhere:
-                raise UserError("another rank lacks the memory to wake and says how much")
+                raise UserError("another rank lacks the memory to wake; its error has the sizes")
             taken.pop_all()
         self.state = EngineState.AWAKE if self._weights is None else EngineState.SYNCING
 
@@ -264,27 +274,29 @@ class EmbeddedEngine(EngineBase):
         return export_weights(self.model)
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a full weight that this engine's rank holds: a view, or the tensor itself,
-        or its packed rows where it samples with these."""
-        part = shard_of(name, tensor, self.model.config.model_type, self._tensor_parallel)
+        """This engine rank's part of a full weight: a view, or the tensor itself, or its int8 rows
+        where the engine samples with these."""
+        part = self._tensor_parallel.shard_of(name, tensor, self.model.config.model_type)
         return pack_rows(part) if name in self._packed else part
 
     def finish_sync(self, manifest: WeightManifest) -> None:
         """Compare the engine's own tensors with the manifest and adopt its version.
 
         From then on no cached prefix of older weights is used. Running sequences go on with the
-        keys and values they have; `weight_versions` tells their tokens apart. One whose prefill is
-        not through has no token that would tell, so its prefill starts again. With an FP8 cache,
-        whose scales are chosen anew, all are computed again. Raises RuntimeError naming missing,
-        unexpected and different tensors, and where tensors are not what is sampled with any more,
-        and stays in sync: the weights can be delivered again.
+        keys and values they have; `weight_versions` records the version of each of their tokens. A
+        sequence in prefill has no token yet to record the old version, so its prefill starts again.
+        With an FP8 cache, whose scales are chosen anew, all keys and values are computed again.
+        Raises RuntimeError naming missing, unexpected and different tensors, and also where
+        sampling no longer uses the named tensors; the engine then stays in sync, and the weights
+        can be delivered again.
         """
         self._require(EngineState.SYNCING, call="finish_sync")
         self._require_delivered(manifest)
-        self._runner.model.require_in_place()  # or other memory samples than was described
+        # Otherwise sampling would use memory that the manifest does not cover.
+        self._runner.model.require_in_place()
         self.weight_version = manifest.version
         if self._runner.recalibrate():
-            if self._cache.routes is not None:  # computing them again may find others
+            if self._cache.routes is not None:  # a new computation may choose other experts
                 for sequence in self._scheduler.running:
                     self._take_routes(sequence)
             self._requeue()
@@ -312,7 +324,7 @@ class EmbeddedEngine(EngineBase):
         )
 
     def _advance(self) -> None:
-        """Launch a step and take the tokens of an earlier one."""
+        """Launch a step and process the tokens of an earlier one."""
         started_s = perf_counter()
         plan = self._scheduler.schedule()
         if plan:
@@ -329,7 +341,8 @@ class EmbeddedEngine(EngineBase):
         self._busy_s += perf_counter() - started_s
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
-        """Go on with smaller steps after one that ran out of memory; raise where that cannot be."""
+        """Continue with smaller steps after an out-of-memory error; raise where no smaller step is
+        possible."""
         limit, num_tokens = self._scheduler.limit, self._num_planned
         if self._tensor_parallel.size > 1 or not limit.fail(num_tokens):
             raise error
@@ -346,13 +359,14 @@ class EmbeddedEngine(EngineBase):
         )
 
     def _drain(self) -> None:
-        """Take the tokens of all steps in flight."""
+        """Process the tokens of all steps in flight."""
         with self._requeue_on_error():
             self._collect(0)
 
     @contextmanager
     def _requeue_on_error(self) -> Generator[None]:
-        """Where the model or the tokenizer raises inside, every request waits with its tokens."""
+        """Context that sends every request back to the queue, with its tokens, when the model or
+        the tokenizer raises."""
         try:
             yield
         except Exception:
@@ -360,21 +374,21 @@ class EmbeddedEngine(EngineBase):
             raise
 
     def _requeue(self) -> None:
-        """Send all requests back to the queue with the tokens that are known."""
+        """Send all requests back to the queue with their known tokens."""
         self._in_flight.clear()
         self._scheduler.restart(self._sequences.values())
 
     def _take_routes(self, sequence: Sequence) -> None:
-        """Keep the routes of the tokens that a sequence has gone on from, before it gives up their
-        blocks. Waits for the device.
+        """Keep the routes of a sequence's processed tokens before it loses their blocks. Waits for
+        the device.
 
-        Those of a prefill that is not through are of no token yet: it starts again, perhaps with
-        other weights.
+        Routes of an unfinished prefill belong to no sampled token yet and are dropped: the prefill
+        starts again, perhaps with other weights.
         """
         had = sequence.routes
         start = 0 if had is None else len(had)
         end = sequence.num_computed
-        if sequence.has_ended:  # what its last token would pass is of no use
+        if sequence.has_ended:  # routes of the last token are never used
             end = min(end, len(sequence.token_ids) - 1)
         if not sequence.is_decoding or end <= start:
             return
@@ -385,7 +399,8 @@ class EmbeddedEngine(EngineBase):
         sequence.routes = found if had is None else np.concatenate([had, found])
 
     def _collect(self, max_in_flight: int) -> None:
-        """Take the tokens of the oldest steps until at most `max_in_flight` are on their way."""
+        """Process the tokens of the oldest steps until at most `max_in_flight` steps are in
+        flight."""
         while len(self._in_flight) > max_in_flight:
             step = self._in_flight.popleft()
             ended: dict[Sequence, StopReason] = {}
@@ -393,20 +408,21 @@ class EmbeddedEngine(EngineBase):
                 for sampled in step.results():
                     if not sampled.sequence.has_ended:
                         self._append(sampled, step.weight_version, ended)
-            finally:  # a tokenizer that raises must not send those back that have ended
+            finally:  # ended requests must not return to the queue if the tokenizer raises
                 self._finish(ended)
 
     def _finish(self, ended: dict[Sequence, StopReason]) -> None:
         if ended:
             self._scheduler.remove(ended)
-        for sequence, reason in ended.items():  # in this order: one that is in both has finished
+        # In this order, since a sequence that is in both has finished.
+        for sequence, reason in ended.items():
             self._finished.append(sequence.completion(reason))
             del self._sequences[sequence.request.id]
 
     def _append(
         self, sampled: Sampled, weight_version: int, ended: dict[Sequence, StopReason]
     ) -> None:
-        """Give a sequence its sampled token."""
+        """Append the sampled token to its sequence."""
         sequence = sampled.sequence
         sequence.num_in_flight -= 1
         self._num_first_tokens += not sequence.logprobs
@@ -427,12 +443,12 @@ def make_cache(
     block_size: int = BLOCK_SIZE,
     records_routes: bool = False,
 ) -> KVCache:
-    """The KV cache, not allocated yet, of an engine that `cfg` asks for.
+    """The KV cache, not allocated yet, of an engine with settings `cfg`.
 
-    For a model of `config` (of one rank) that computes in `dtype` and holds `resident_bytes` of the
-    engine's share, loaded already or not. Raises ValueError with the numbers where sequences of
-    `max_model_len` tokens fit neither the model's context nor memory, UserError for an FP8 cache on
-    a GPU without.
+    The model of `config` (one rank's) computes in `dtype` and takes `resident_bytes` of the
+    engine's share, whether it is loaded or not. Raises ValueError with the numbers where sequences
+    of `max_model_len` tokens fit neither the model's context nor memory, UserError for an FP8 cache
+    on a GPU without.
     """
     check_context(config, max_model_len)
     if cfg.kv_cache_dtype == "fp8" and device.type == "cuda":
@@ -457,7 +473,7 @@ def make_cache(
         bytes_per_sequence=4 * int(config.vocab_size) + 4 * (max_model_len // block_size + 1),
         resident_bytes=resident_bytes,
     )
-    # Raises here what `choose_num_blocks` would later, as far as that is certain.
+    # Raises here the errors of `choose_num_blocks` that are already certain.
     most_blocks(
         cache, cfg, max_model_len=max_model_len, reserved_bytes=0, resident_bytes=resident_bytes
     )

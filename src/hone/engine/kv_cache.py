@@ -1,9 +1,10 @@
-"""The memory that holds keys and values: its size, allocation, release and return."""
+"""The KV cache: its size, allocation, sleep and wake."""
 
 from __future__ import annotations
 
 import logging
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -12,13 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.attention.context import FP8_DTYPE
-from hone.config.engine import CPU_CACHE_GIB, EngineConfig
-from hone.engine.arena import Arena
+from hone.engine.settings import CPU_CACHE_GIB, EngineConfig
 from hone.errors import UserError
-from hone.families.shape import ModelShape
 from hone.hardware import GIB
-from hone.models.routes import route_dtype, route_size
 from hone.models.support import head_dim_of
+
+if TYPE_CHECKING:
+    from hone.engine.arena import Arena
 
 __all__ = [
     "KVCache",
@@ -33,8 +34,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MARGIN_BYTES = GIB // 2
-"""Device memory left to what no profiling run has seen: CUDA graphs, kernels that are loaded later,
-fragmentation of torch's allocator."""
+"""Margin of device memory for everything that the profiling run does not measure: CUDA graphs,
+kernels that are loaded later, fragmentation of torch's allocator."""
 _ALIGNMENT = 512
 """Every layer begins at a multiple of this many bytes, as torch's own tensors do."""
 
@@ -80,6 +81,9 @@ class KVCache:
         self.routes: Tensor | None = None
         self._route_size, self._route_dtype = (0, 0), torch.uint8
         if records_routes:
+            from hone.families.shape import ModelShape
+            from hone.models.routes import route_dtype, route_size
+
             shape = ModelShape.from_config(config.to_dict())
             self._route_size = route_size(shape)
             self._route_dtype = route_dtype(shape.num_experts)
@@ -115,6 +119,8 @@ class KVCache:
         if self.device.type == "cpu":
             self._take_host()
             return
+        from hone.engine.arena import Arena
+
         try:
             arena = Arena(self.num_bytes, self.device)
         except torch.OutOfMemoryError as error:
@@ -130,9 +136,9 @@ class KVCache:
         self.layers, self.routes = self._arena_layers, self._arena_routes
 
     def free(self) -> None:
-        """Give up tensors and addresses, in any state; the cache can be allocated anew.
+        """Free tensors and addresses, in any state; the cache can be allocated again.
 
-        What still refers to them, graphs above all, must not be used again.
+        CUDA graphs and other references to them must not be used again.
         """
         self.layers, self._arena_layers, self.is_asleep = [], [], False
         self.routes = self._arena_routes = None
@@ -141,7 +147,7 @@ class KVCache:
             self._arena = None
 
     def sleep(self) -> None:
-        """Give the memory back, on CUDA to the driver; what was stored is lost.
+        """Free the memory, on CUDA to the driver; the contents are lost.
 
         Waits for the device.
         """
@@ -152,7 +158,8 @@ class KVCache:
             self._arena.unmap()
 
     def wake(self) -> None:
-        """Take the memory again, filled with zeros; on CUDA `layers` are the very same tensors.
+        """Allocate the memory again, filled with zeros; on CUDA `layers` are the same tensors as
+        before.
 
         Where the driver has too little, torch first returns the cached blocks that it does not
         use. Raises UserError with both sizes where that is not enough: the cache then still sleeps,
@@ -172,7 +179,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks, whether it sleeps or not."""
+        """Bytes of all blocks, awake or asleep."""
         routes = math.prod(self._routes_shape) * self._route_dtype.itemsize
         return self.num_layers * self._layer_stride + routes
 
@@ -231,7 +238,8 @@ def cache_dtype(cfg: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can be taken now; on CUDA the driver's, without what torch has cached."""
+    """Bytes that can be allocated now; on CUDA the driver's number, without torch's cached
+    blocks."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     return torch.cuda.mem_get_info(device)[0]
@@ -250,7 +258,8 @@ def check_max_num_seqs(
     bytes_per_sequence: int,
     resident_bytes: int = 0,
 ) -> None:
-    """Raise ValueError where `max_num_seqs` sequences can never run beside the smallest cache.
+    """Raise ValueError where `max_num_seqs` sequences can never fit together with the smallest
+    cache.
 
     `bytes_per_sequence` of memory go to one running sequence besides keys and values: its state and
     its row of logits. The smallest cache holds one sequence of `max_model_len` tokens. To be called
@@ -291,8 +300,8 @@ def choose_num_blocks(
     """Blocks in the cache: `most_blocks`, but no more than `max_num_seqs` sequences of
     `max_model_len` tokens use.
 
-    To be called after a profiling run, when all that the engine holds for good is there. Logs the
-    choice and what decided it. That fewer sequences of full length fit than may run is normal: the
+    Call it after a profiling run, when all permanent memory of the engine is allocated. Logs the
+    choice and its reason. That fewer sequences of full length fit than may run is normal: the
     scheduler preempts.
     """
     per_sequence = blocks_for(max_model_len, cache.block_size)
@@ -328,7 +337,8 @@ def most_blocks(
     reserved_bytes: int,
     resident_bytes: int,
 ) -> tuple[int, str]:
-    """Blocks that `kv_cache_gib` or memory allows, and what decides, in words. On CUDA the smaller
+    """Number of blocks that `kv_cache_gib` or memory allows, and the reason as text. On CUDA it is
+    the smaller
 
     * of its share: `gpu_memory_utilization` of the total memory, less the `resident_bytes` that the
       engine holds (weights it owns, loaded already or not, state of its sequences) and the

@@ -1,4 +1,4 @@
-"""A planned step on the device: inputs, forward, sampling, and the one copy back.
+"""Execution of a planned step on the device: inputs, forward, sampling, and one copy to the host.
 
 A step is at most two launches: all decoding sequences, in a CUDA graph where there is one, then
 the chunks of prompts. Letters: T tokens, B sequences.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.attention import PagedContext
-from hone.engine.decode_graphs import DecodeGraphs
 from hone.engine.decode_step import DecodeStep, pack
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import sample
@@ -25,13 +24,18 @@ from hone.engine.sampling_table import SamplingTable
 from hone.engine.scheduler import Chunk, Plan
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, upload
+from hone.model_input import TEXT, ModelInput
 from hone.models.generation import GenerationModel
+from hone.positions import PositionRule, packed_positions
+
+if TYPE_CHECKING:
+    from hone.engine.decode_graphs import DecodeGraphs
 
 __all__ = ["LaunchedStep", "ModelRunner", "Sampled"]
 
 
 Part = tuple[list[Sequence], Tensor]
-"""Sequences, and what one launch samples for them: [2, B] as `pack` makes it, on the host."""
+"""Sequences, and the samples of one launch for them: [2, B] as of `pack`, on the host."""
 
 
 class Sampled(NamedTuple):
@@ -44,7 +48,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step on its way; `results` waits for it."""
+    """A step in flight; `results` waits for it."""
 
     weight_version: int
     parts: list[Part]
@@ -62,7 +66,7 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Launches the scheduler's plans. Holds everything that lies on the device."""
+    """Launches the scheduler's plans. Owns all state on the device."""
 
     def __init__(
         self,
@@ -74,8 +78,10 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         cuda_graphs: bool = True,
+        rule: PositionRule | None = None,
     ) -> None:
-        """`cuda_graphs` replays decode steps from graphs where the device is CUDA."""
+        """`cuda_graphs` replays decode steps from graphs where the device is CUDA. `rule` numbers
+        tokens for the rotary embedding; None: by their index."""
         self.model = model
         self.cache = cache
         self.device = cache.device
@@ -87,10 +93,16 @@ class ModelRunner:
             max_model_len=max_model_len,
             block_size=cache.block_size,
             device=self.device,
+            rule=rule,
         )
+        self._rule = rule
         self._sampling = SamplingTable(self.max_num_seqs, vocab_size=vocab_size, device=self.device)
         use_graphs = cuda_graphs and self.device.type == "cuda"
-        self._graphs = DecodeGraphs() if use_graphs else None
+        self._graphs: DecodeGraphs | None = None
+        if use_graphs:
+            from hone.engine.decode_graphs import DecodeGraphs
+
+            self._graphs = DecodeGraphs()
         self._decode = DecodeStep(
             model,
             cache,
@@ -104,12 +116,12 @@ class ModelRunner:
 
     @property
     def state_bytes(self) -> int:
-        """Device memory that the state of sequences takes, most of it block tables."""
+        """Bytes of device memory for the state of sequences, mostly block tables."""
         return self._slots.block_tables.nbytes
 
     def recalibrate(self) -> bool:
-        """Let the next prefill choose the scales of an FP8 cache, which makes all that is in it
-        void. Returns whether it is one."""
+        """Let the next prefill choose new scales for an FP8 cache, which invalidates its contents.
+        Returns whether the cache is FP8."""
         self._calibrates_next = self.cache.scales is not None
         return self._calibrates_next
 
@@ -120,11 +132,12 @@ class ModelRunner:
             for sequence in plan.admitted:
                 self._sampling.write(sequence.slot, sequence.request.sampling)
             self._sampling.flush()
+            self._slots.admit(plan.admitted)
             self._decode.forget_batch()
         chunked = (chunk.sequence for chunk in plan.chunks)
         self._slots.bring_up_to_date(chain(plan.decodes, chunked), plan.admitted)
         parts: list[Part] = []
-        # Chunks may read blocks that a decoding sequence completes in this very step.
+        # Chunks may read blocks that a decoding sequence completes in the same step.
         if plan.decodes:
             parts.append((plan.decodes, self._decode.run(plan.decodes)))
         if plan.chunks:
@@ -137,9 +150,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_activations(self) -> int:
-        """Bytes that steps of the largest size take on CUDA besides weights and KV cache.
+        """Bytes that steps of the largest size take on CUDA in addition to weights and KV cache.
 
-        Decode and prefill count both where graphs keep the memory of decode to themselves.
+        Where graphs reserve the memory of decode, decode and prefill are added up.
         """
         count = self.max_num_seqs
         decode = self._peak_of(
@@ -161,7 +174,12 @@ class ModelRunner:
         sizes = np.full(count, size)
         # The padding slot writes nothing, and without a prefix nothing is read from the cache.
         hidden = self._forward(
-            np.zeros(count * size, np.int64), slots, sizes - size, sizes, calibrate=False
+            np.zeros(count * size, np.int64),
+            slots,
+            sizes - size,
+            sizes,
+            [TEXT] * count,
+            calibrate=False,
         )
         positions = torch.zeros(count, dtype=torch.int64, device=self.device)
         batch = self._sampling.rows(upload(slots, self.device), filtered=False)
@@ -174,7 +192,10 @@ class ModelRunner:
         sizes = np.array([chunk.size for chunk in chunks])
         pending = (seq.token_ids[start : start + size] for seq, start, size, _ in chunks)
         input_ids = np.fromiter(chain.from_iterable(pending), np.int64, sizes.sum())
-        hidden = self._forward(input_ids, slots, starts, sizes, calibrate=self._calibrates_next)
+        inputs = [chunk.sequence.request.model_input for chunk in chunks]
+        hidden = self._forward(
+            input_ids, slots, starts, sizes, inputs, calibrate=self._calibrates_next
+        )
         self._calibrates_next = False
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sampling:
@@ -199,6 +220,7 @@ class ModelRunner:
         slots_B: NDArray[np.int64],
         starts_B: NDArray[np.int64],
         sizes_B: NDArray[np.int64],
+        inputs_B: list[ModelInput],
         *,
         calibrate: bool,
     ) -> Tensor:
@@ -208,15 +230,14 @@ class ModelRunner:
         borders = np.zeros(len(sizes_B) + 1, np.int32)
         np.cumsum(sizes_B, out=borders[1:])
         rows = np.repeat(np.arange(len(sizes_B)), sizes_B)  # [T] chunk of each token
-        positions = np.arange(borders[-1]) + (starts_B - borders[:-1])[rows]
-        pages = self._slots.host_tables[slots_B[rows], positions // block_size].astype(np.int64)
-        kv_slots = pages * block_size + positions % block_size
+        indices, positions = packed_positions(sizes_B, starts_B, inputs=inputs_B, rule=self._rule)
+        pages = self._slots.host_tables[slots_B[rows], indices // block_size].astype(np.int64)
+        kv_slots = pages * block_size + indices % block_size
         kv_slots[slots_B[rows] == self._slots.padding] = -1
         max_context_len = int(ends.max())
         tables = self._slots.host_tables[slots_B, : blocks_for(max_context_len, block_size)]
-        ids, positions_T, slot_mapping = upload(
-            np.stack((input_ids_T, positions, kv_slots)), self.device
-        )
+        numbers = upload(np.vstack((input_ids_T, kv_slots, positions)), self.device)
+        ids, slot_mapping = numbers[:2]
         context = PagedContext(
             kv_caches=self.cache.layers,
             kv_scales=self.cache.scales,
@@ -231,4 +252,6 @@ class ModelRunner:
             key_lens=tuple(ends.tolist()),
             routes=self.cache.routes,
         )
-        return self.model.hidden_states(ids, positions_T, context)
+        return self.model.hidden_states(
+            ids, numbers[2] if self._rule is None else numbers[2:], context
+        )

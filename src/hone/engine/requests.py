@@ -1,9 +1,10 @@
-"""Which requests an engine takes."""
+"""Validation of requests."""
 
 from __future__ import annotations
 
 import math
 
+from hone.model_input import TEXT_ONLY, InputSpec
 from hone.types import Request
 
 __all__ = ["check_request"]
@@ -16,10 +17,12 @@ def check_request(
     max_model_len: int,
     stop_ids: frozenset[int],
     has_tokenizer: bool,
+    inputs: InputSpec = TEXT_ONLY,
 ) -> None:
-    """Raise ValueError, naming the request, where it cannot be served as it stands.
+    """Raise ValueError, naming the request, where it cannot be served.
 
-    `stop_ids` are those that would end this request.
+    `stop_ids` are the ids that would end this request, `inputs` the inputs other than token ids
+    that the engine computes.
     """
     params, num_prompt = request.sampling, len(request.prompt_ids)
     known = request.prompt_ids
@@ -27,6 +30,7 @@ def check_request(
         known = (*known, *resumed.token_ids)
     foreign = next((token_id for token_id in known if not 0 <= token_id < vocab_size), None)
     is_tempered = params.temperature >= 1e-6 and math.isfinite(params.temperature)
+    refusal = inputs.refusal(request.model_input, num_prompt)
     needs = [
         (num_prompt > 0, "has an empty prompt; it needs at least one token"),
         (params.max_tokens >= 1, f"has max_tokens={params.max_tokens}, needed: at least 1"),
@@ -52,6 +56,7 @@ def check_request(
             has_tokenizer or not params.stop,
             f"has stop strings {params.stop}: the engine needs a tokenizer",
         ),
+        (not refusal, refusal),
     ]
     if resumed is not None:
         num_tokens, num_logprobs = len(resumed.token_ids), len(resumed.logprobs)

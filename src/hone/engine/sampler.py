@@ -1,4 +1,5 @@
-"""From logits to tokens, with the log-probability of each under the distribution it was drawn from.
+"""Sampling: tokens from logits, each with its log-probability under the distribution it was drawn
+from.
 
 The token of a request depends on its own logits, its seed and the number of tokens it has sampled,
 never on the batch: one uniform number is hashed from (seed, position) and put through the inverse
@@ -8,7 +9,7 @@ Filters are applied in the order temperature, min-p, top-k, top-p, each on what 
 left, as vLLM does. Greedy requests (temperature 0) report the log-probability without temperature
 or filters.
 
-What is here in torch serves CPUs and is the yardstick of the fused kernels that serve CUDA
+This torch code serves CPUs and is the reference for the fused kernels that serve CUDA
 (`sampling_kernels.py`).
 """
 
@@ -35,7 +36,8 @@ def _shift_right(bits: Tensor, by: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al., OOPSLA 2014) on int64 tensors that wrap."""
+    """The finaliser of splitmix64 (Steele et al., OOPSLA 2014) on int64 tensors, whose arithmetic
+    wraps."""
     bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
     bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
     return bits ^ _shift_right(bits, 31)
@@ -101,7 +103,7 @@ def _invert(probs_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     masses_BK = probs_BKC.sum(-1).double()
     ends_BK = masses_BK.cumsum(-1)
     levels_B1 = uniforms_B1 * ends_BK[:, -1:]
-    # Probabilities that are not numbers give no crossing; the log-probability then tells.
+    # NaN probabilities never reach the level; the log-probability is then NaN, too.
     blocks_B1 = torch.searchsorted(ends_BK, levels_B1, right=True).clamp_(max=ends_BK.shape[-1] - 1)
     inside_BC = probs_BKC.take_along_dim(blocks_B1.unsqueeze(-1), 1).squeeze(1).double().cumsum(-1)
     left_B1 = ends_BK.gather(-1, blocks_B1) - levels_B1

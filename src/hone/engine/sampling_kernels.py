@@ -50,7 +50,7 @@ __all__ = ["sample"]
 SEARCH_TILE_BLOCKS = 32
 SEARCH_WARPS = 16
 CANDIDATES = 4096
-"""Tokens among which a border is found in registers."""
+"""Number of tokens that fit into registers for the exact last step of the search."""
 
 FLOOR_BITS = tl.constexpr(64.0)
 """A token this many bits less probable than the best has no mass."""
@@ -384,7 +384,7 @@ def _search(
             high = tl.where(is_reached, high, middle)
             above = tl.where(is_reached, above, above + upper)
 
-    found, ties = low, count  # more tokens than fit are left only where they share one logit
+    found, ties = low, count  # more tokens than fit remain only if all have the same logit
     if count <= CANDIDATES:
         tl.debug_barrier()  # the candidates were stored by other threads
         index = tl.arange(0, CANDIDATES)

@@ -1,4 +1,4 @@
-"""Which sequences compute how many tokens in the next step."""
+"""Scheduler: chooses the sequences and tokens of each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Chunk(NamedTuple):
     start: int
     size: int
     samples: bool
-    """It ends with the sequence's last token, so that the next one is sampled."""
+    """Whether it ends with the sequence's last token, so that the next one is sampled."""
 
 
 @dataclass(slots=True)
@@ -35,22 +35,23 @@ class Plan:
     decodes: list[Sequence] = field(default_factory=list[Sequence])
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     admitted: list[Sequence] = field(default_factory=list[Sequence])
-    """Those among the chunks that have just got a slot."""
+    """Sequences among the chunks that have just got a slot."""
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        """That the step computes."""
+        """Number of tokens that the step computes."""
         return len(self.decodes) + sum(chunk.size for chunk in self.chunks)
 
 
 class Scheduler:
-    """Continuous batching: a step decodes all that can decode and prefills in what budget is left.
+    """Continuous batching: a step decodes every sequence that can decode, and uses the remaining
+    token budget for prefill.
 
     Sequences are served by priority, then arrival. When blocks run out, the running sequence that
-    would be served last gives up its blocks and waits to be recomputed, keeping all it sampled.
+    would be served last loses its blocks and waits to be recomputed; it keeps its sampled tokens.
 
     Planned work counts as done: `schedule` advances `num_computed` and `num_in_flight`, so that the
     next step can be planned while this one runs.
@@ -64,7 +65,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         on_vacate: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """`on_vacate` is called before a sequence gives up its blocks, but not by `restart`."""
+        """`on_vacate` is called before a sequence loses its blocks, except in `restart`."""
         self.blocks = blocks
         self._on_vacate = on_vacate
         self.limit = StepLimit(max_num_batched_tokens)
@@ -87,11 +88,12 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def remove(self, sequences: Collection[Sequence]) -> None:
-        """Forget finished or aborted sequences and take their blocks and slots back.
+        """Remove finished or aborted sequences and free their blocks and slots.
 
-        Steps in flight may still write to these blocks: whoever gets them writes later.
+        Steps in flight may still write to these blocks; a new owner's writes come later.
         """
-        # In their order, not a set's: with tensor parallelism all ranks must free blocks alike.
+        # In a fixed order, unlike that of a set: with tensor parallelism all ranks must free blocks
+        # in the same order.
         gone = dict.fromkeys(sequences)
         for sequence in gone:
             sequence.has_ended = True
@@ -108,16 +110,17 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         self._grow_running()
         budget = self._schedule_running(plan)
-        # Blocks that were just taken back must not be handed out to the sequence that lost them.
+        # Blocks of a sequence preempted just now must not be given back to it.
         if num_preemptions == self.num_preemptions:
             self._admit(plan, budget)
         return plan
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Back to waiting with `sequences`, which are all there are.
+        """Send all `sequences` of the engine back to waiting, and reset the scheduler and the block
+        manager.
 
-        Whatever else is known is made anew: a step may have failed anywhere, between two lines of
-        `schedule` too, and blocks that it was to write are published already.
+        A step may have failed at any point, even within `schedule`, after blocks were published
+        that it has never written.
         """
         waiting = list(sequences)
         self.num_preemptions += len(self.running)
@@ -130,9 +133,10 @@ class Scheduler:
         heapq.heapify(self._waiting)
 
     def restart_prefills(self) -> None:
-        """Back to waiting with the sequences that have keys and values of a part of their tokens.
+        """Send sequences in prefill, which have keys and values of a part of their tokens, back to
+        waiting.
 
-        Nothing may be in flight.
+        No step may be in flight.
         """
         partial = [sequence for sequence in self.running if not sequence.is_decoding]
         for sequence in partial:
@@ -141,26 +145,27 @@ class Scheduler:
         self.running = [sequence for sequence in self.running if sequence not in partial]
 
     def _grow_running(self) -> None:
-        """Room for one token in every running sequence, by preempting the last served if need be.
+        """Make room for one token in every running sequence; preempts the lowest in priority if
+        necessary.
 
         Done before anything is scheduled or published, so that no block can be taken away from a
         sequence that others in the same step read from.
         """
         for sequence in self.running.copy():
-            if sequence.num_left == 0:  # its last token is in flight and needs no keys
+            if sequence.num_left == 0:  # its last token is in flight and needs no block
                 continue
             while sequence.slot >= 0 and not self.blocks.grow(sequence):
                 self._preempt(max(self.running, key=lambda running: running.order))
 
     def _schedule_running(self, plan: Plan) -> int:
-        """Decodes first, then prefills under way. Returns the token budget that is left."""
+        """Schedule decodes, then unfinished prefills. Returns the remaining token budget."""
         block_size = self.blocks.block_size
         prefilling: list[Sequence] = []
         for sequence in self.running:
             if not sequence.is_decoding:
                 prefilling.append(sequence)
             elif sequence.num_left > 0:
-                # Only tokens that the host knows can be published; they are computed.
+                # Only tokens that the host knows can be published, and these are computed.
                 num_known = min(sequence.num_computed, len(sequence.token_ids))
                 if num_known - sequence.num_published * block_size >= block_size:
                     self.blocks.publish(sequence, num_known)
@@ -188,8 +193,8 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting sequences while slots, blocks and budget last.
 
-        Each may reuse blocks that an earlier one writes in this very step. One block for every
-        running sequence stays free, lest an admission cause a preemption right away.
+        Each may reuse blocks that an earlier one writes in the same step. One block for every
+        running sequence stays free, so that an admission does not cause a preemption immediately.
         """
         if self.running and len(self._free_slots) < min(self._enough_slots, len(self._waiting)):
             return

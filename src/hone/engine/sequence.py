@@ -1,11 +1,14 @@
-"""One request while the engine works on it."""
+"""A request in progress in the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from hone.engine.detokenizer import StopStringWatcher
 from hone.types import Completion, Request, Routes, StopReason
+
+if TYPE_CHECKING:
+    from hone.engine.detokenizer import StopStringWatcher
 
 __all__ = ["Sequence"]
 
@@ -14,9 +17,9 @@ __all__ = ["Sequence"]
 class Sequence:
     """Tokens, sampled values and KV blocks of one request.
 
-    Of the first `num_computed` tokens keys and values are in the cache, or will be once the steps
-    that were launched are through; the rest are pending. A running sequence whose pending part is
-    processed gets one more sampled token, which is then pending itself. The host learns its id a
+    Keys and values of the first `num_computed` tokens are in the cache, or will be once the
+    launched steps are complete; the other tokens are pending. A running sequence whose pending part
+    is processed gets one more sampled token, which is then pending itself. The host learns its id a
     step later: until then it is *in flight*, counted but not in `token_ids`.
     """
 
@@ -31,14 +34,14 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
     routes: Routes | None = None
-    """Of the first tokens, as far as they have been taken from the device: those that sampled what
-    follows, not what computing it again has found."""
+    """Routes of the first tokens, as far as they were copied from the device: those of the passes
+    that sampled the following tokens, not those of a recomputation."""
 
     num_computed: int = 0
     num_in_flight: int = 0
     """Tokens that are being sampled."""
     is_decoding: bool = False
-    """The prefill is through: the only pending token is the one sampled last."""
+    """Whether the prefill is complete: the only pending token is the one sampled last."""
     block_table: list[int] = field(default_factory=list[int])
     num_published: int = 0
     """Leading blocks that have been offered to the prefix cache."""
@@ -65,7 +68,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: who is served first."""
+        """Sort key of scheduling: priority, then arrival."""
         return self.request.priority, self.arrival
 
     @property
@@ -79,13 +82,13 @@ class Sequence:
         return self.request.sampling.max_tokens - len(self.logprobs) - self.num_in_flight
 
     def leave(self) -> None:
-        """Forget slot, blocks and what is in flight: back to waiting, to be computed again."""
+        """Drop slot, blocks and tokens in flight; the sequence waits again, to be recomputed."""
         self.slot, self.is_decoding = -1, False
         self.block_table = []
         self.num_computed = self.num_published = self.num_in_flight = 0
 
     def append(self, token_id: int, logprob: float, weight_version: int) -> StopReason | None:
-        """Take a sampled token; returns why the sequence ends with it, if it does."""
+        """Append a sampled token; returns the stop reason if the sequence ends with it."""
         if self.watcher is not None and token_id not in self.stop_ids:
             self.watcher.push(token_id)  # first: a tokenizer may raise
         self.logprobs.append(logprob)
@@ -104,7 +107,7 @@ class Sequence:
         return StopReason.LENGTH if is_full else None
 
     def completion(self, stop_reason: StopReason) -> Completion:
-        """What was sampled so far, the resumed part included."""
+        """The completion with all tokens sampled so far, including the resumed part."""
         return Completion(
             request_id=self.request.id,
             token_ids=self.token_ids[len(self.request.prompt_ids) :],

@@ -1,4 +1,4 @@
-"""Which running sequences share leading KV blocks, and whether reading those once pays.
+"""Groups of running sequences that share leading KV blocks, where reading these once saves time.
 
 Members of a group hold the very same blocks for their prompt, by the prefix cache. Decode attention
 can read such blocks once for up to `SHARED_PREFIX_MEMBERS` of them instead of once for each.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.config.engine import MIN_SAVED, SHARED_PREFIX_MEMBERS
+from hone.engine.settings import MIN_SAVED, SHARED_PREFIX_MEMBERS
 
 __all__ = ["PrefixGroups", "find_prefix_groups", "max_groups"]
 
@@ -37,15 +37,15 @@ def find_prefix_groups(
     block_size: int,
     num_rows: int,
 ) -> PrefixGroups | None:
-    """Groups among B running sequences; None where sharing would not pay.
+    """Groups among B running sequences; None where sharing would save too little.
 
     `tables_BN` are their block tables, `context_lens_B` their lengths with the token that the step
     writes; `num_rows >= B` is the padded size of the batch. Two tables share a block only where
     both hold it at the same place.
     """
-    num_full_B = (context_lens_B - 1) // block_size  # blocks before the one that is written
-    # Families come by their first row: block ids differ from run to run, and must not show in the
-    # order in which attention adds up.
+    num_full_B = (context_lens_B - 1) // block_size  # blocks before the one that this step writes
+    # Families are ordered by their first row: block ids differ from run to run, and must not
+    # influence the order in which attention adds up.
     _, first_B, inverse_B = np.unique(tables_BN[:, 0], return_index=True, return_inverse=True)
     family_B = first_B[inverse_B]
     order = np.argsort(family_B, kind="stable")

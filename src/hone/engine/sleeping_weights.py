@@ -1,4 +1,5 @@
-"""Weights of an engine that are given up while others need the memory, at addresses that stay."""
+"""Engine weights whose memory is freed while the engine sleeps and whose addresses stay the
+same."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ _ALIGNMENT = 512
 
 
 class SleepingWeights:
-    """The parameters of a model, moved into memory of their own that can be given back.
+    """The parameters of a model, moved into an arena whose memory can be freed.
 
-    They keep their values, and who is tied to whom. Parameters that fused layers merge are merged
-    before, so that a `generation_model` made afterwards computes with them where they are, as do
-    CUDA graphs. After `wake` their values are undefined, until a sync delivers all of them.
+    Their values and ties stay. Parameters that fused layers merge are merged before, so that a
+    `generation_model` made afterwards, and its CUDA graphs, use them at these addresses. After
+    `wake` the values are undefined until a sync delivers all of them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -55,12 +56,13 @@ class SleepingWeights:
                 )
 
     def sleep(self) -> None:
-        """Give the memory back. Waits for the device."""
+        """Free the memory. Waits for the device."""
         self._arena.unmap()
 
     def wake(self) -> None:
-        """Take it again. Raises UserError with both sizes where it is not there, after torch has
-        returned the cached blocks that it does not use; `wake` can be called again."""
+        """Allocate the memory again, if necessary after torch has returned its unused cached
+        blocks. Raises UserError with both sizes where memory is lacking; `wake` can then be called
+        again."""
         try:
             self._arena.map()
         except torch.OutOfMemoryError:

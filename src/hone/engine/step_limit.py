@@ -1,4 +1,5 @@
-"""How much a step of the engine computes, less where memory has ended, and more again."""
+"""Limit on the tokens of an engine step, reduced after an out-of-memory error and raised again
+later."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ _PATIENCE = 64
 
 
 class StepLimit:
-    """Tokens of one step, and so sequences that run at once.
+    """Limit on the tokens of one step, and so on the sequences that run at once.
 
-    A failure halves what the step had. The limit is doubled, up to the configured one, after so
-    many steps without a failure; each failure makes that twice as many, so that a limit which is
-    tried in vain is tried ever more rarely.
+    A failure sets the limit to half of the failed step's tokens. After a number of steps without a
+    failure the limit is doubled, up to the configured one. Each failure doubles that number, so a
+    limit that fails is tried more and more rarely.
     """
 
     def __init__(self, most: int) -> None:
@@ -22,7 +23,8 @@ class StepLimit:
         self._num_good = 0
 
     def fail(self, num_tokens: int) -> bool:
-        """A step of so many tokens ran out of memory; False where none can be smaller."""
+        """Record that a step of `num_tokens` ran out of memory; returns False where no smaller step
+        is possible."""
         if num_tokens <= 1:
             return False
         self.now = num_tokens // 2
@@ -31,7 +33,7 @@ class StepLimit:
         return True
 
     def succeed(self) -> bool:
-        """A step was launched; whether the limit has been raised."""
+        """Record a successful launch; returns whether the limit has been raised."""
         if self.now == self.most:
             return False
         self._num_good += 1

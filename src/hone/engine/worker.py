@@ -1,12 +1,12 @@
-"""An engine in a thread of its own, which makes its steps; other threads send it commands.
+"""A thread that drives an engine; other threads send it commands.
 
     worker = EngineWorker(engine, receive, name="engine 0")
     worker.submit(requests)
     polled = worker.poll(timeout_s=0.05)
 
-All calls of the engine are made in that one thread. Commands are queued and run between two steps,
-each returns its result, or raises, where it was given. The ranks of one tensor-parallel engine run
-in lock-step: before each step the first sends the others the commands that come now.
+All calls of the engine are made in that one thread. Commands are queued and run between two steps;
+each returns its result, or raises, in the calling thread. The ranks of one tensor-parallel engine
+run in lock-step: before each step the first sends the others the commands that run next.
 """
 
 from __future__ import annotations
@@ -15,39 +15,44 @@ import contextlib
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from hone.distributed.channel import broadcast, gather
+from hone.distributed.channel import GroupChannel
 from hone.distributed.pool import Pending
+from hone.distributed.team import Team
 from hone.types import Completion, Engine, EngineLostError, EngineStats, Request, StopReason
 
-__all__ = ["EngineWorker", "LockStep", "Polled", "Receive"]
+__all__ = ["EngineWorker", "Polled", "Receive"]
 
-T = TypeVar("T")
 _Call = tuple[str, tuple[Any, ...]]
 """A method and its arguments."""
+IDLE_S = 10.0
+"""Interval in seconds of heartbeats from the first of several ranks while it has no work. It is
+less than the timeout of their channel: ranks wait for work without limit, but not for a machine
+that is gone."""
 
 Receive = Callable[[Any, int], Any]
-"""(spec, rank): take one delivery of weights into the engine; the result goes to the caller.
+"""Function (spec, rank) that receives one delivery of weights into the engine; its result goes to
+the caller.
 
-`spec` says where the weights come from; `rank` is the place of this process among all that receive.
+`spec` describes the source of the weights; `rank` is the place of this process among all receivers.
 """
 
 
 class Polled(NamedTuple):
-    """What has become of an engine since it was last asked."""
+    """News of an engine since the previous poll."""
 
     completions: list[Completion]
     """Finished since then."""
     stats: EngineStats
     beat: int
-    """Counts what the engine has done: while it has work and may step, one that stands is hung."""
+    """Progress counter: an engine that has work and may step, but whose counter stands still, is
+    hung."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +64,7 @@ class _Command:
 
 @dataclass(frozen=True, slots=True)
 class _Poll:
-    """Polls when its result is asked for: nothing has to wait for it before."""
+    """A future that polls when its result is requested."""
 
     worker: EngineWorker
     wait_s: float
@@ -71,51 +76,16 @@ class _Poll:
         self.worker.on_finished(lambda: fn(self))
 
 
-class LockStep:
-    """How the ranks of one engine do the same between the same steps, over a gloo group of theirs.
-
-    The timeout of `group` is how long one rank waits for another at a step, so it must exceed what
-    their steps, and their start, can differ by. An idle first rank reports every `interval_s`, less
-    than that timeout: ranks wait for work without end, but not for a machine that is gone.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, interval_s: float = 10.0) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.interval_s = interval_s
-        self._group = group
-
-    def broadcast(self, commands: list[_Call] | None = None) -> list[_Call]:
-        """The commands that run before the next step, from the first rank to all.
-
-        Like `gather`, raises ConnectionError where another rank is gone.
-        """
-        with _naming_others():
-            return broadcast(self._group, commands)
-
-    def gather(self, value: T) -> list[T]:
-        """The picklable value of every rank."""
-        with _naming_others():
-            return gather(self._group, value)
-
-
-@contextlib.contextmanager
-def _naming_others() -> Generator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise ConnectionError(f"another rank is gone or does not answer: {error}") from error
-
-
 class EngineWorker:
-    """Drives an engine in a thread of its own and is commanded from any other.
+    """Drives an engine in a thread of its own; any other thread may send commands.
 
     Commands wait for the end of the step under way. A failure of the engine ends the worker: from
-    then on every call raises EngineLostError with its traceback, but for `poll`, which first
-    returns what had finished. After a delivery that failed the worker waits for another.
+    then on every call raises EngineLostError with its traceback, except that `poll` first returns
+    completions that had finished. After a failed delivery of weights the worker waits for another.
 
-    With `group` the engine is one rank of several. The first is commanded; the others do nothing
-    but `follow`.
+    With `ranks` the engine is one rank of several, which run the same commands between the same
+    steps. The first takes commands; the others only `follow`. The timeout of that channel must
+    exceed the largest difference in time between their steps, and between their starts.
     """
 
     def __init__(
@@ -124,16 +94,18 @@ class EngineWorker:
         receive: Receive,
         *,
         name: str = "engine",
-        group: LockStep | None = None,
+        ranks: GroupChannel | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """With `decode` completions have their texts when they are asked for."""
+        """With `decode`, completions have their texts when `poll` returns them."""
         self.name = name
         self._decode = decode
-        self.num_ranks = group.size if group is not None else 1
+        self.num_ranks = ranks.size if ranks is not None else 1
         self._engine = engine
         self._receive_weights = receive
-        self._group = group
+        self._ranks = ranks
+        is_first = ranks is None or ranks.rank == 0
+        self._team = Team(ranks, is_first=is_first, calls={"turn": self._follow_turn})
         self._commands: dict[str, Callable[..., Any]] = {
             "submit": self._submit,
             "abort": engine.abort,
@@ -141,31 +113,31 @@ class EngineWorker:
             "weight_version": lambda: engine.weight_version,
             "close": self._close,
         }
-        # The driving thread alone looks at these.
+        # Only the driving thread reads these.
         self._lacks_weights = False
-        """A delivery has failed, or is under way."""
+        """Whether a delivery of weights has failed or is under way."""
         self._is_closed = False
         # These are guarded by `_changed`.
         self._changed = threading.Condition()
         self._queue: deque[_Command] = deque()
         self._taken: list[_Command] = []
-        """Commands that are being run."""
+        """Commands that are running now."""
         self._finished: list[Completion] = []
         self._on_finished: Callable[[], object] = _ignore
         self._stats = engine.stats()
         self._beat = 0
         self._cause = ""
-        """Why the worker has ended."""
+        """The error that ended the worker; None while it runs."""
         # A new thread begins with the first device, whatever this one uses.
         self._cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(target=self._drive, name=name, daemon=True)
-        if group is None or group.rank == 0:
+        if is_first:
             self._thread.start()
 
     # -- commands, from any thread -------------------------------------------------------------
 
     def call(self, method: str, /, *args: Any) -> Pending:
-        """Call a method of these, without waiting for it."""
+        """Queue a call of one of the engine's methods, without waiting for it."""
         return _Poll(self, *args) if method == "poll" else self._queue_command(method, *args)
 
     def _queue_command(self, name: str, *args: Any) -> Future[Any]:
@@ -184,7 +156,8 @@ class EngineWorker:
         self._queue_command("submit", requests).result()
 
     def poll(self, timeout_s: float = 0.0) -> Polled:
-        """What has finished; waits at most `timeout_s` for the first. Does not wait for a step."""
+        """Finished completions and progress; waits at most `timeout_s` for the first completion,
+        and never for the end of a step."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished or self._cause, timeout_s)
             if self._cause and not self._finished:
@@ -203,46 +176,45 @@ class EngineWorker:
             self._tell_finished()
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
-        """Withdraw requests and return what they had. Those that have just finished are passed
-        over: `poll` returns them."""
+        """Withdraw requests and return their unfinished completions. Requests that have just
+        finished are skipped: `poll` returns them."""
         return self._queue_command("abort", list(request_ids)).result()
 
     def receive(self, spec: Any, first_rank: int = 0) -> Any:
-        """Take one delivery of weights between two steps.
+        """Receive one delivery of weights between two steps.
 
-        `first_rank` is the place of this engine's first rank among all that receive. After a
-        failure no step is made until a delivery has succeeded.
+        `first_rank` is the place of this engine's first rank among all receivers. After a failure
+        no step is made until a delivery has succeeded.
         """
         return self._queue_command("receive", spec, first_rank).result()
 
     def weight_version(self) -> int:
-        """Version of the weights that sample now."""
+        """Version of the weights that the engine samples with now."""
         return self._queue_command("weight_version").result()
 
     def close(self) -> None:
-        """End after the step under way; unfinished requests are gone. May be called again."""
+        """End after the current step; unfinished requests are dropped. May be called again."""
         with contextlib.suppress(EngineLostError):
             self._queue_command("close").result()
         self._thread.join()
 
     def kill(self) -> None:
-        """As `close`, but do not wait for an engine that may be hung."""
+        """Close without waiting, for an engine that may be hung."""
         self._end("it was killed")
 
     def follow(self) -> None:
-        """Be one of the other ranks: do what the first announces until it closes.
+        """Run as one of the other ranks: execute the commands of the first until it closes.
 
-        Raises EngineLostError when the first is gone, and what the engine raises.
+        Raises EngineLostError when the first is gone, and the errors of the engine.
         """
-        assert self._group is not None
-        assert self._group.rank > 0
-        while not self._is_closed:
-            try:
-                announced = self._group.broadcast()
-            except ConnectionError as error:
-                raise EngineLostError(self.name, f"its first rank is gone: {error}") from error
-            self._turn([_Command(name, args) for name, args in announced])
-            self._finished.clear()  # the first rank returns them
+        try:
+            self._team.follow()
+        except ConnectionError as error:
+            raise EngineLostError(self.name, f"a rank of it is gone: {error}") from error
+
+    def _follow_turn(self, announced: Sequence[_Call]) -> None:
+        self._turn([_Command(name, args) for name, args in announced])
+        self._finished.clear()  # the first rank returns them
 
     # -- the driving thread --------------------------------------------------------------------
 
@@ -253,21 +225,20 @@ class EngineWorker:
             while not self._cause and not self._is_closed:
                 self._turn(self._next_commands())
             self._end("it was closed")
-        except Exception as error:  # noqa: BLE001  whoever calls from now on is told
+        except Exception as error:  # noqa: BLE001  later calls raise it
             self._end(_describe(error))
-        if self._group is not None and not self._is_closed:
-            with contextlib.suppress(ConnectionError):  # they may have gone first
-                self._group.broadcast([("close", ())])
+        with contextlib.suppress(ConnectionError):  # the others may have ended first
+            self._team.finish(None)
 
     def _next_commands(self) -> list[_Command]:
-        """Wait until there is something to do; take the commands that have come."""
-        interval_s = self._group.interval_s if self._group is not None else None
+        """Wait for commands or work; take the queued commands."""
+        wait_s = None if self._ranks is None else IDLE_S
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._cause or self._can_step, interval_s)
+            self._changed.wait_for(lambda: self._queue or self._cause or self._can_step, wait_s)
             self._taken = list(self._queue)
             self._queue.clear()
-        if self._group is not None:
-            self._group.broadcast([(command.name, command.args) for command in self._taken])
+        if self._ranks is not None:
+            self._team.announce("turn", [(command.name, command.args) for command in self._taken])
         return self._taken
 
     @property
@@ -275,7 +246,7 @@ class EngineWorker:
         return not (self._lacks_weights or self._is_closed) and self._engine.has_unfinished
 
     def _turn(self, commands: Sequence[_Command]) -> None:
-        """Run commands, then make a step."""
+        """Run commands, then one step."""
         self._run(commands)
         finished: list[Completion] = []
         if self._can_step and not self._cause:
@@ -283,7 +254,7 @@ class EngineWorker:
         self._publish(finished)
 
     def _run(self, commands: Sequence[_Command]) -> None:
-        """Run commands. One has failed where it has failed on any rank."""
+        """Run commands. A command fails if it failed on any rank."""
         if not commands:
             return
         values: list[Any] = []
@@ -298,15 +269,15 @@ class EngineWorker:
                 error = raised
             values.append(value)
             errors.append(error)
-        if self._group is not None:
-            everywhere = self._group.gather([_describe(error) if error else "" for error in errors])
+        if self._ranks is not None:
+            everywhere = self._ranks.gather([_describe(error) if error else "" for error in errors])
             for rank, theirs in enumerate(everywhere):
                 for number, text in enumerate(theirs):
                     if text and errors[number] is None:
                         errors[number] = RuntimeError(f"on rank {rank} of {self.name}: {text}")
         with self._changed:
             for command, value, error in zip(commands, values, errors, strict=True):
-                # On every rank, or they would part ways.
+                # Every rank must see the failure, or the ranks would diverge.
                 self._lacks_weights |= command.name == "receive" and error is not None
                 if command.future.done():  # abandoned
                     continue
@@ -327,13 +298,14 @@ class EngineWorker:
                 self._tell_finished()
 
     def _tell_finished(self) -> None:
-        """Where `poll` need not wait, say so. `_changed` is held."""
+        """Call the callback of `on_finished` if `poll` need not wait. The caller has locked
+        `_changed`."""
         if self._finished or self._cause:
             callback, self._on_finished = self._on_finished, _ignore
             callback()
 
     def _end(self, cause: str) -> None:
-        """From now on every call raises; the driving thread leaves at its next step."""
+        """Let every later call raise; the driving thread ends at its next step."""
         with self._changed:
             if self._cause:
                 return
@@ -346,12 +318,12 @@ class EngineWorker:
             self._changed.notify_all()
             self._tell_finished()
 
-    # -- what commands do ----------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------
 
     def _submit(self, requests: Sequence[Request]) -> None:
         try:
             self._engine.submit(requests)
-        except ValueError:  # one that cannot be served must not keep the others out
+        except ValueError:  # an invalid request must not block the others
             for request in requests:
                 self._submit_alone(request)
 
@@ -364,7 +336,7 @@ class EngineWorker:
                 self._finished.append(failed)
 
     def _receive(self, spec: Any, first_rank: int) -> Any:
-        rank = first_rank + (self._group.rank if self._group is not None else 0)
+        rank = first_rank + (self._ranks.rank if self._ranks is not None else 0)
         self._lacks_weights = True
         received = self._receive_weights(spec, rank)
         self._lacks_weights = False
@@ -375,10 +347,10 @@ class EngineWorker:
 
 
 def _ignore() -> None:
-    """Nobody is to be told."""
+    """Default callback, which does nothing."""
 
 
 def _describe(error: Exception) -> str:
-    """In one line, and where it was raised."""
+    """The error in one line, with the place where it was raised."""
     where = "".join(traceback.format_exception(error)).rstrip()
     return f"{type(error).__name__}: {error}\n{where}"

@@ -1,5 +1,5 @@
-"""EXAONE 4: head norms, norms behind attention and MLP, and a window in three of four layers, the
-others of which do not rotate queries and keys."""
+"""EXAONE 4: head norms, norms after attention and MLP, and a window in three of four layers. The
+other layers do not rotate queries and keys."""
 
 from hone.families.spec import DENSE_TENSOR_PLAN, HEAD_NORMS_TENSOR_PLAN, ModelSpec, listed_or
 

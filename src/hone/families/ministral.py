@@ -1,4 +1,4 @@
-"""Ministral: Mistral, of whose layers the config says which have a window."""
+"""Ministral: Mistral with a window in the layers that the config lists."""
 
 from hone.families.spec import DENSE_TENSOR_PLAN, DecodeLayout, ModelSpec, listed_or
 

@@ -1,14 +1,14 @@
-"""What is known of a model before it is loaded, from its `config.json` or its public name."""
+"""Facts about a model before it is loaded, from its `config.json` or its public name."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from hone.families.config_values import impossible_values
 from hone.families.registry import (
     DENSE_FUSED_FAMILIES,
     DIVIDED_FAMILIES,
@@ -26,50 +26,47 @@ __all__ = [
     "FP8_ALIGNMENT",
     "NF4_BLOCK",
     "ModelFacts",
-    "impossible_values",
 ]
 
 EXACT_HEAD_DIMS = (32, 64, 128)
-"""Head sizes that the attention of exact mode computes."""
+"""Head sizes that exact mode's attention supports."""
 EXACT_ALIGNMENT = 8
-"""16-bit numbers in the 16 bytes that a row of a matrix must start at a multiple of."""
+"""Number of 16-bit values in 16 bytes, to which rows of matrices must be aligned."""
 FP8_ALIGNMENT = 16
-"""The same of products in float8; projections of other widths stay as they are."""
+"""Alignment of float8 products, in values. Projections of other widths stay unquantised."""
 NF4_BLOCK = 64
-"""Values that share a scale in four bits."""
-_DTYPE = re.compile(r"b?float16|float(32|64|8_\w+)?|half|double")
-"""Number formats of weights that torch has under this name."""
+"""Number of 4-bit values that share a scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Limits and sizes of a decoder; None where its `config.json` does not say."""
+    """Limits and sizes of a decoder. None where its `config.json` does not give them."""
 
     family: str | None = None
     """`model_type`."""
     context_length: int | None = None
-    """Positions the model was made for."""
+    """Number of positions that the model was made for."""
     vocab_size: int | None = None
     kv_values_per_token: int | None = None
-    """Numbers that one token adds to the KV cache, over all layers."""
+    """Number of values that one token adds to the KV cache, over all layers."""
     divided: Mapping[str, int] = field(default_factory=dict[str, int])
-    """What tensor parallelism divides among devices, by key."""
+    """Sizes that tensor parallelism divides among devices, by key."""
     hidden_act: str | None = None
-    """The MLP's activation; None is the family's, silu where layers are fused."""
+    """The MLP's activation. None is the family's: silu if layers are fused."""
     unserved: tuple[str, ...] = ()
-    """What nobody here computes, as `field=value`."""
+    """Unsupported settings, as `field=value`."""
     classifies: bool | None = None
-    """Whether it tells classes apart, or scores, in place of predicting tokens."""
+    """Whether it classifies or scores instead of predicting tokens."""
     num_labels: int | None = None
-    """Of one that does; two where the file has none."""
+    """Number of labels of a classifier; two if the file has none."""
     shape: ModelShape | None = None
-    """All sizes; None where the file lacks some."""
+    """All sizes. None if the file lacks some."""
     lacks: str | None = None
-    """Which, as a sentence."""
+    """The missing sizes, as a sentence."""
 
     @classmethod
     def read(cls, model_path: str | Path) -> Self | None:
-        """The facts of a local model folder; None for a hub name or an unreadable file."""
+        """Facts of a local model folder. None for a hub name or an unreadable file."""
         try:
             config: Any = json.loads((Path(model_path) / "config.json").read_text())
         except (OSError, ValueError):
@@ -80,7 +77,7 @@ class ModelFacts:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The facts of a parsed `config.json`."""
+        """Facts of a parsed `config.json`."""
         text = config.get("text_config", config)
         kinds = config.get("architectures")
         shape = lacks = None
@@ -104,8 +101,8 @@ class ModelFacts:
 
     @classmethod
     def known(cls, model_path: str, *, may_fetch: bool = False) -> Self | None:
-        """As `read`; of a hub name what its `config.json` in the local cache says, or that of the
-        hub where it `may_fetch`, else the public shape of that name."""
+        """Facts as `read`. For a hub name those of its `config.json` in the local cache, or on the
+        hub with `may_fetch`, else of the public shape of that name."""
         if Path(model_path).exists() or must_be_local(model_path):
             return cls.read(model_path)
         if "/" in model_path and (file := config_of(model_path, may_fetch=may_fetch)) is not None:
@@ -115,7 +112,7 @@ class ModelFacts:
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> Self:
-        """What a shape says; the context length is not part of it."""
+        """Facts of a shape, without the context length."""
         sizes = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
         return cls(
             family=shape.family,
@@ -127,22 +124,23 @@ class ModelFacts:
 
     @property
     def has_dense_fused_layers(self) -> bool:
-        """Whether decoding computes its layers with ours and none has experts, as exact mode needs;
-        unknown families count."""
+        """Whether decoding uses hone's fused layers and none has experts, as exact mode needs.
+        Unknown families count as true."""
         return self.family in (None, *DENSE_FUSED_FAMILIES) and self.hidden_act in (None, "silu")
 
     @property
     def has_fused_layers(self) -> bool:
-        """Whether decoding computes its layers with ours; unknown families count."""
+        """Whether decoding uses hone's fused layers. Unknown families count as true."""
         return self.family in (None, *FUSED_FAMILIES) and self.hidden_act in (None, "silu")
 
     @property
     def is_divided(self) -> bool:
-        """Whether several ranks of an engine can share its layers; unknown families count."""
+        """Whether several ranks of an engine can share its layers. Unknown families count as
+        true."""
         return self.family in (None, *DIVIDED_FAMILIES) and self.hidden_act in (None, "silu")
 
     def undivided(self, size: int) -> list[str]:
-        """Numbers that so many ranks do not share evenly, as `key = number`."""
+        """Sizes that are no multiple of `size` ranks, as `key = number`."""
         numbers = dict(self.divided)
         if self.shape is not None and self.shape.num_experts:
             numbers["the number of experts"] = self.shape.num_experts
@@ -151,7 +149,7 @@ class ModelFacts:
 
     @property
     def exact_misfits(self) -> list[str]:
-        """Sizes that the kernels of exact mode do not compute, as `name = number`."""
+        """Sizes that exact mode's kernels do not support, as `name = number`."""
         shape = self.shape
         if shape is None:
             return []
@@ -160,12 +158,12 @@ class ModelFacts:
             "intermediate_size": shape.intermediate_size,
             "num_attention_heads x head_dim": shape.num_heads * shape.head_dim,
         }
-        found = [f"{name} = {n}" for name, n in widths.items() if n % EXACT_ALIGNMENT]
+        misfits = [f"{name} = {n}" for name, n in widths.items() if n % EXACT_ALIGNMENT]
         is_served = shape.head_dim in EXACT_HEAD_DIMS
-        return found if is_served else [f"head_dim = {shape.head_dim}", *found]
+        return misfits if is_served else [f"head_dim = {shape.head_dim}", *misfits]
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
-        """Bytes of one token in the KV cache when it is held in `dtype`."""
+        """Bytes of one token in a KV cache of `dtype`."""
         values = self.kv_values_per_token
         return None if values is None else values * {"float32": 4, "fp8": 1}.get(dtype, 2)
 
@@ -177,27 +175,3 @@ def _kv_values_per_token(config: dict[str, Any]) -> int | None:
         return None
     head_dim = config.get("head_dim") or hidden // heads
     return 2 * layers * (config.get("num_key_value_heads") or heads) * head_dim
-
-
-def impossible_values(config: Mapping[str, Any]) -> Iterator[str]:
-    """What no model can have, as `holds key = value`."""
-    text = config.get("text_config", config)
-    if not isinstance(text, dict):
-        yield f"holds text_config = {text!r}"
-        return
-    for key in (*DIVIDED_FIELDS, "hidden_size", "num_hidden_layers", "vocab_size"):
-        size = text.get(key)
-        if size is not None and (type(size) is not int or size < 1):
-            yield f"holds {key} = {size!r}, where a whole number above 0 stands"
-    for part in (config,) if text is config else (config, text):
-        key = "torch_dtype" if part.get("dtype") is None else "dtype"
-        name = part.get(key)
-        if isinstance(name, str) and not _DTYPE.fullmatch(name):
-            yield f"holds {key} = {name!r}, where transformers takes {_dtype_near(name)}"
-
-
-def _dtype_near(name: str) -> str:
-    """What a name of a number format was to be."""
-    bare = name.removeprefix("torch.")
-    found = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(bare, bare)
-    return repr(found) if _DTYPE.fullmatch(found) else "'bfloat16', 'float16' or 'float32'"

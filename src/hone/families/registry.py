@@ -1,4 +1,4 @@
-"""The families there are: every file of this package with a `SPEC`, by its `model_type`."""
+"""Registry of model families: every file of this package with a `SPEC`, by its `model_type`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ __all__ = [
     "unserved",
 ]
 
-_SHARED = ("__init__", "model_facts", "registry", "shape", "spec", "stages", "tokens")
+_SHARED = (
+    "__init__",
+    "config_values",
+    "model_facts",
+    "registry",
+    "shape",
+    "spec",
+    "stages",
+    "tokens",
+)
 """Files of this package that are no family."""
 
 
@@ -35,19 +44,19 @@ SPECS: Mapping[str, ModelSpec] = _read_specs()
 """The families that hone knows, by `model_type`."""
 
 FUSED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.decode is not None)
-"""Those with a fused decode."""
+"""Families with a fused decode."""
 
 DENSE_FUSED_FAMILIES = tuple(name for name in FUSED_FAMILIES if SPECS[name].experts is None)
-"""Those that exact mode serves."""
+"""Families that exact mode supports."""
 
 VALUE_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.gives_values)
-"""Those of which critics and reward models can be."""
+"""Families that can be critics and reward models."""
 
 DIVIDED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.tensor_plan is not None)
-"""Those that engines divide among ranks."""
+"""Families that engines divide among ranks."""
 
 TENSOR_FAMILIES = tuple(name for name in DIVIDED_FAMILIES if SPECS[name].experts is None)
-"""Those whose layers the tensor axis of training splits."""
+"""Families whose layers the tensor axis of training splits."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -56,10 +65,9 @@ longest sequence of the batch, so a packed sample would not equal the same sampl
 
 
 def spec_of(model_type: str) -> ModelSpec:
-    """The family of a `model_type`; of one without a spec what dense decoders have in common.
-
-    There a window is one of every layer, unless `config.json` lists the layers that have it.
-    """
+    """The family of a `model_type`, or, if it has no spec, the properties that dense decoders have
+    in common. Then a window applies to every layer, unless `config.json` lists the layers that have
+    it."""
     return SPECS.get(model_type) or ModelSpec(
         model_type=model_type,
         slides=lambda config, layer: listed_or(config, layer, True),
@@ -74,8 +82,8 @@ def public_configs() -> dict[str, Json]:
 
 
 def unserved(config: Json) -> list[str]:
-    """What a `config.json` asks for that nobody here computes, as `field=value`; where its family
-    has no spec, also the numbers that it lacks."""
+    """Unsupported settings of a `config.json`, as `field=value`; for a family without a spec also
+    the missing numbers."""
     family = str(config.get("model_type"))
     found = {name: config[name] for name in spec_of(family).unserved_fields if config.get(name)}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -22,14 +22,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hone.families.registry import public_configs, spec_of
-from hone.families.spec import ModelSpec
+from hone.families.spec import ROW_TAIL_BYTES, ModelSpec
 
-__all__ = ["ROW_TAIL_BYTES", "Floats", "ModelShape", "TensorShape", "public_shape"]
+__all__ = ["Floats", "ModelShape", "TensorShape", "public_shape"]
 
-ROW_TAIL_BYTES = 16
-"""Behind each row of 8-bit codes, its scale among them (`hone.models.int8_rows`)."""
 TILE_OUTPUTS, TILE_INPUTS = 64, 128
-"""What kernels multiply of 8-bit codes at a time (`hone.models.int8_kernels`)."""
+"""Tile of int8 codes that kernels multiply (`hone.models.int8_kernels`)."""
 _ROUTER = "mlp.gate"
 _SPLIT_DIMS = {"rows": 0, "columns": 1, "experts": 0, "shared": None}
 
@@ -38,39 +36,39 @@ Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """A parameter as transformers has it, `count` times in the model."""
+    """A parameter, named and shaped as in transformers, which the model has `count` times."""
 
     name: str
-    """Of the module without its place, of biases with `.bias`."""
+    """Name of the module without its path; with `.bias` for biases."""
     size: tuple[int, ...]
     split: int | None
     """Dimension that tensor parallelism divides."""
     count: int = 1
     in_layer: bool = True
     of_experts: bool = False
-    """Of all experts of a layer, one below the other."""
+    """Whether it stacks all experts of a layer."""
 
     @property
     def numel(self) -> int:
-        """Values of one."""
+        """Number of values of one parameter."""
         return prod(self.size)
 
     def local(self, tensor: int) -> tuple[int, ...]:
-        """The part of one of `tensor` ranks."""
+        """Shape of the shard of one of `tensor` ranks."""
         return tuple(-(-n // tensor) if i == self.split else n for i, n in enumerate(self.size))
 
     def is_cut(self, tensor: int) -> bool:
-        """Whether kernels multiply the 8-bit codes that one of `tensor` ranks has as they are."""
+        """Whether kernels can multiply the int8 codes of one of `tensor` ranks directly."""
         *_, outputs, inputs = self.local(tensor)
         return outputs % TILE_OUTPUTS == 0 and inputs % TILE_INPUTS == 0
 
     @property
     def is_layer_matrix(self) -> bool:
-        """Whether an engine may keep it as 8-bit codes."""
+        """Whether an engine may store it as int8 codes."""
         return self.in_layer and len(self.size) > 1 and self.name != _ROUTER
 
     def num_bytes(self, tensor: int, bytes_per_param: int, *, packs_rows: bool) -> int:
-        """Memory that one of `tensor` ranks of an engine takes for one."""
+        """Bytes of one parameter on one of `tensor` ranks of an engine."""
         local = self.local(tensor)
         if packs_rows and self.is_layer_matrix:
             return prod(local) + ROW_TAIL_BYTES * prod(local[:-1])
@@ -79,7 +77,7 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers that fix a decoder's cost."""
+    """The sizes that determine a decoder's cost."""
 
     family: str
     num_layers: int
@@ -90,32 +88,30 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     tied: bool
-    """The output head is the embedding matrix."""
+    """Whether the output head is the embedding matrix."""
     attention_bias: bool = False
-    """Biases on all four attention projections."""
+    """Whether all four attention projections have biases."""
     mlp_bias: bool = False
     sliding_window: int | None = None
-    """Keys a query of a sliding layer sees, itself included."""
+    """Number of keys that a query of a sliding layer sees, itself included."""
     num_sliding_layers: int = 0
     expert_layers: tuple[int, ...] = ()
-    """Those with experts in place of the MLP of `intermediate_size`."""
+    """Layers with experts in place of the MLP of `intermediate_size`."""
     num_experts: int = 0
-    """Of such a layer."""
+    """Experts of such a layer."""
     experts_per_token: int = 0
     expert_size: int = 0
     """Intermediate size of one expert."""
     shared_expert_size: int = 0
-    """Of the experts together that every token passes beside its own."""
+    """Intermediate size of all shared experts together, which every token passes."""
     head_norms_off: bool = False
-    """The config switches off those that the family has."""
+    """Whether the config switches off the head norms that the family has."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> Self:
-        """Read a Hugging Face configuration: its dictionary, `config.json`, or the model folder.
-
-        Of a family without a `ModelSpec` the sizes are those of Llama's layers. Raises ValueError
-        for missing keys.
-        """
+        """Read a Hugging Face configuration: its dictionary, `config.json`, or the model folder. A
+        family without a `ModelSpec` gets the layer sizes of Llama. Raises ValueError for missing
+        keys."""
         if not isinstance(config, Mapping):
             path = Path(config)
             path = path / "config.json" if path.is_dir() else path
@@ -147,17 +143,17 @@ class ModelShape:
 
     @property
     def head_params(self) -> int:
-        """The output matrix, whether it is the embedding or its own."""
+        """Parameters of the output matrix, whether or not it is the embedding."""
         return self.vocab_size * self.hidden_size
 
     @property
     def body_params(self) -> int:
-        """Everything between embedding and output matrix."""
+        """Parameters between embedding and output matrix."""
         return _body_params(self)
 
     @property
     def active_body_params(self) -> int:
-        """What of it a token passes: of a layer's experts its own alone."""
+        """Body parameters that a token uses: of a layer's experts only its own."""
         idle = self.num_experts - self.experts_per_token
         return self.body_params - idle * self._params_per_expert
 
@@ -167,12 +163,12 @@ class ModelShape:
 
     @property
     def expert_params(self) -> int:
-        """Of all experts of all layers."""
+        """Parameters of all experts of all layers."""
         return self.num_experts * self._params_per_expert
 
     @property
     def _params_per_expert(self) -> int:
-        """Over all layers."""
+        """Parameters of one expert in all layers."""
         return 3 * self.hidden_size * self.expert_size * self.num_expert_layers
 
     @property
@@ -247,12 +243,12 @@ class ModelShape:
         return self.body_params + self.head_params * (1 if self.tied else 2)
 
     def weight_bytes(self, bytes_per_param: int = 2) -> int:
-        """Memory of all weights."""
+        """Bytes of all weights."""
         return self.num_params * bytes_per_param
 
     def rank_bytes(self, size: int, bytes_per_param: int = 2, *, packs_rows: bool = False) -> int:
-        """Memory of the weights of one of the `size` ranks of an engine, with `packs_rows` of
-        `engine.weight_dtype=int8`. All have the embedding."""
+        """Bytes of the weights of one of `size` ranks of an engine, with `packs_rows` under
+        `engine.weight_dtype=int8`. Every rank has the whole embedding."""
         return sum(
             t.count
             * t.num_bytes(
@@ -262,23 +258,23 @@ class ModelShape:
         )
 
     def decode_bytes(self, bytes_per_param: int = 2, *, packs_rows: bool = False) -> int:
-        """Weights that one decode step of many sequences reads: body and head, but no untied
-        embedding matrix. Of few sequences `untouched_experts` says what is not read."""
+        """Bytes of weights that one decode step of many sequences reads: body and head, but no
+        untied embedding matrix. For few sequences subtract `untouched_experts`."""
         whole = self.rank_bytes(1, bytes_per_param, packs_rows=packs_rows)
         return whole - (0 if self.tied else self.head_params * bytes_per_param)
 
     @property
     def unused_share(self) -> float:
-        """Of a layer's experts the share that a token does not pass."""
+        """Share of a layer's experts that a token does not use."""
         return 1 - self.experts_per_token / self.num_experts if self.num_experts else 0.0
 
     def untouched_experts(self, num_seqs: Floats) -> Floats:
-        """Parameters of the experts that no token of so many sequences is expected to pass, given
-        that each passes any of them alike; elementwise."""
+        """Expected parameters of experts that no token of `num_seqs` sequences uses, if all are
+        equally likely. Elementwise."""
         return self.expert_params * self.unused_share**num_seqs
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Keys and values of one token over all layers."""
+        """Bytes of the keys and values of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
     @property
@@ -287,10 +283,8 @@ class ModelShape:
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
     def visible_keys(self, lengths: ArrayLike) -> float:
-        """Query-key pairs of causal attention in sequences of these lengths; the mean over layers.
-
-        Taken as half the square, without the diagonal's extra half key.
-        """
+        """Query-key pairs of causal attention in sequences of these lengths, averaged over layers.
+        Half the square, without the diagonal's extra half key."""
         n = np.asarray(lengths, dtype=np.float64)
         pairs = float((n * n).sum() / 2)
         if self.sliding_window is None:
@@ -325,7 +319,7 @@ def _body_params(shape: ModelShape) -> int:
 
 
 def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Fields of a shape; KeyError where `config` lacks one."""
+    """Fields of a shape for experts. Raises KeyError if `config` lacks one."""
     layout = spec.experts
     if layout is None:
         return {}
@@ -340,7 +334,7 @@ def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 def public_shape(name: str) -> ModelShape | None:
     """The shape of a public model by its name in lower case, such as `qwen3-8b`, which its variants
-    (`qwen3-8b-base`) share; None: unknown."""
+    (`qwen3-8b-base`) share. None if unknown."""
     for variant in ("-instruct", "-base", "-chat"):
         name = name.removesuffix(variant)
     config = public_configs().get(name.removeprefix("meta-"))

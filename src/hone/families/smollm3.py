@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, of whose layers every fourth does not rotate queries and keys."""
+"""SmolLM3: Llama in which every fourth layer does not rotate queries and keys."""
 
 from hone.families.spec import DENSE_TENSOR_PLAN, ModelSpec, listed_or
 

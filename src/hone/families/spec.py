@@ -1,7 +1,8 @@
-"""What a model family is: the facts that transformers' code fixes and no `config.json` tells.
+"""Specification of a model family: facts that are fixed in transformers' code and not in
+`config.json`.
 
-Planning, checks, loading, training and generation read them here and nowhere else. A family is one
-file of this package, named as its `model_type`, with a `SPEC`; `hone.families.registry` finds it.
+Planning, checks, loading, training and generation read them only here. A family is one file of this
+package, named after its `model_type`, with a `SPEC`; `hone.families.registry` finds it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hone.model_input import TEXT_ONLY, InputSpec
+
 __all__ = [
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
@@ -17,6 +20,7 @@ __all__ = [
     "GENERIC_FIELDS",
     "HEAD_NORMS_TENSOR_PLAN",
     "PROJECTIONS",
+    "ROW_TAIL_BYTES",
     "UNSERVED_FIELDS",
     "UNSERVED_GENERIC_FIELDS",
     "DecodeLayout",
@@ -32,10 +36,15 @@ Json = Mapping[str, Any]
 """A parsed `config.json`."""
 
 Split = Literal["rows", "columns", "experts", "shared"]
-"""How ranks share a module's parameters, weights as torch has them, [out, in]. `rows`: each has
-some outputs, and of the bias. `columns`: each has some inputs and computes a part of a sum, its
-bias is whole. `experts`: each has some of a layer's experts, whole, and computes a part of a sum.
-`shared`: whole on every rank, which all have a part of its gradient."""
+"""How ranks share a module's parameters. Weights are [out, in], as in torch.
+
+`rows`: each rank has some outputs, also of the bias. `columns`: each has some inputs and computes a
+partial sum; its bias is whole. `experts`: each has some whole experts of a layer and computes a
+partial sum. `shared`: whole on every rank, each of which has a part of its gradient.
+"""
+
+ROW_TAIL_BYTES = 16
+"""Bytes after each row of int8 codes, including its scale (`hone.models.int8_rows`)."""
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a dense layer."""
@@ -59,10 +68,11 @@ HEAD_NORMS_TENSOR_PLAN: Mapping[str, Split] = {
 }
 
 EXPERTS_TENSOR_PLAN: Mapping[str, Split] = {"mlp.gate": "shared", "mlp.experts": "experts"}
-"""What layers with experts have in place of an MLP. All ranks choose alike, by the whole router."""
+"""Split of the modules that replace the MLP in layers with experts. All ranks choose the same
+experts, with the whole router."""
 
 DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Numbers of `config.json` of which each of the ranks that share a model has its part."""
+"""Sizes in `config.json` that are divided by the number of ranks."""
 
 UNSERVED_FIELDS = (
     "quantization_config",
@@ -72,7 +82,7 @@ UNSERVED_FIELDS = (
     "logits_scaling",
     "use_bidirectional_attention",
 )
-"""Fields of `config.json` that change the arithmetic in a way nobody here implements."""
+"""Fields of `config.json` that change the computation in an unsupported way."""
 
 GENERIC_FIELDS = (
     "hidden_size",
@@ -82,7 +92,7 @@ GENERIC_FIELDS = (
     "num_hidden_layers",
     "vocab_size",
 )
-"""Numbers that the `config.json` of a family without a spec must have."""
+"""Sizes that the `config.json` of a family without a spec must have."""
 
 UNSERVED_GENERIC_FIELDS = (
     "quantization_config",
@@ -96,39 +106,40 @@ UNSERVED_GENERIC_FIELDS = (
     "num_local_experts",
     "vision_config",
 )
-"""Fields that must be unset in that file: with them a model is no dense decoder of text, or its
-keys and values are not of one size."""
+"""Fields that must be unset in that file: with them a model is no dense text decoder, or its keys
+and values differ in size."""
 
 
 _LINEAR = "torch.nn.modules.linear.Linear"
 
 
 def listed_or(config: Json, layer: int, default: bool) -> bool:
-    """Whether `layer_types` lists a layer as windowed; configurations without it have `default`."""
+    """Whether `layer_types` lists a layer as windowed. Without the list, `default`."""
     layer_types = config.get("layer_types")
     return layer_types[layer] == "sliding_attention" if layer_types else default
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """Which classes of transformers the fused decode stands in for.
+    """The transformers classes that the fused decode replaces.
 
     It computes pre-norm layers with SwiGLU, or a mixture of such experts, whose modules are named
-    as those of Llama, and of Qwen3-MoE or GLM-4 MoE. Any other class, a subclass too, may compute
-    something else and runs as transformers has it.
+    as in Llama, Qwen3-MoE or GLM-4 MoE. Any other class, including a subclass, may compute
+    something else and runs unchanged.
     """
 
     module: str
     """Python module of the family's classes."""
     prefix: str
-    """How their names begin, before `Attention`, `RMSNorm` and so on."""
+    """Prefix of the class names, before `Attention`, `RMSNorm` and so on."""
     mixture: str = "SparseMoeBlock"
-    """How that of a mixture of experts ends,"""
+    """Suffix of the class of a mixture of experts."""
     router: str = "TopKRouter"
-    """and that of its router."""
+    """Suffix of the class of its router."""
 
     def classes(self, *, head_norms: bool) -> dict[str, str]:
-        """Full class names by module of the backbone, layer numbers as `*`; `mlp_classes` apart."""
+        """Full class names by module of the backbone, with layer numbers as `*`, without
+        `mlp_classes`."""
         family = f"{self.module}.{self.prefix}"
         attention = ("q_proj", "k_proj", "v_proj", "o_proj")
         norms = ("q_norm", "k_norm") if head_norms else ()
@@ -147,8 +158,8 @@ class DecodeLayout:
         }
 
     def mlp_classes(self, experts: ExpertLayout | None) -> set[tuple[str, str]]:
-        """The same of MLPs, and of what layers with `experts` have in their place. The activation,
-        which is silu, is left out."""
+        """Full class names of MLPs and of the modules that replace them in layers with `experts`.
+        The activation, silu, is left out."""
         family, mlp = f"{self.module}.{self.prefix}", "layers.*.mlp"
         names = ("gate_proj", "up_proj", "down_proj")
         places = [mlp, f"{mlp}.shared_experts"] if experts and experts.shared else [mlp]
@@ -165,23 +176,23 @@ class DecodeLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
-    """Layers of a mixture of experts, as transformers has them: `mlp.gate` scores the experts of a
-    token, `mlp.experts` holds the matrices of all of them in two tensors."""
+    """Layout of layers with experts in transformers: `mlp.gate` scores the experts of a token,
+    `mlp.experts` has the matrices of all experts in two tensors."""
 
     has_experts: Callable[[Json, int], bool]
-    """Whether the layer with this index has them; else it has an MLP."""
+    """Whether the layer with this index has experts instead of an MLP."""
     numbers: tuple[str, ...] = ("num_experts", "num_local_experts")
-    """Fields of `config.json` of which one has their number in a layer."""
+    """Fields of `config.json`, one of which has the number of experts of a layer."""
     per_token: str = "num_experts_per_tok"
-    """The field with the number of a token's."""
+    """The field with the number of experts per token."""
     size: str = "moe_intermediate_size"
-    """That with the intermediate size of each."""
+    """The field with the intermediate size of one expert."""
     shared: str | None = None
-    """That with the number of experts that every token passes beside, `mlp.shared_experts`, which
-    are one MLP."""
+    """The field with the number of shared experts, which every token passes in addition:
+    `mlp.shared_experts`, one MLP."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router makes scores of its logits. Gate weights are those of the chosen experts,
-    divided by their sum where the router normalises."""
+    """How the router turns logits into scores. Gate weights are the scores of the chosen experts,
+    divided by their sum if the router normalises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,53 +200,54 @@ class ModelSpec:
     """One family of decoders."""
 
     model_type: str
-    """As `config.json` names it."""
+    """Name in `config.json`."""
     norms_per_layer: int = 2
-    """Norms of hidden size in a layer."""
+    """Number of norms of hidden size in a layer."""
     qkv_bias: bool = False
-    """Query, key and value biases that no key of the config switches."""
+    """Whether query, key and value always have biases, without a key in the config."""
     o_bias: bool = True
     """Whether `attention_bias` gives the output projection one too."""
     head_norms: bool = False
-    """A norm over head_dim for queries and one for keys."""
+    """Whether queries and keys have a norm over head_dim each."""
     head_norms_switch: str | None = None
-    """The field of the config without which a model of the family has none."""
+    """The field of the config that switches the head norms on."""
     joint_head_norms: bool = False
-    """Those norms are over all heads of a token at once."""
+    """Whether these norms are over all heads of a token at once."""
     tied: bool = False
-    """Whether the head is the embedding where the config does not say."""
+    """Whether the head is the embedding if the config does not say."""
     head_dim: int | None = None
-    """Where the config does not say; None: hidden size / heads."""
+    """Head size if the config does not say. None: hidden size / heads."""
     slides: Callable[[Json, int], bool] | None = None
-    """Whether attention of the layer with this index is windowed, given that the config has a
-    window; None: no layer of the family ever is."""
+    """Whether the layer with this index is windowed, if the config has a window. None: no layer of
+    the family ever is."""
     experts: ExpertLayout | None = None
     """None: every layer has an MLP."""
     decode: DecodeLayout | None = None
     """None: generation runs transformers' modules. Exact mode needs it, and no experts."""
     tensor_plan: Mapping[str, Split] | None = None
-    """Of the modules of a layer, by name in it; None: not divided among devices. Embedding, head
-    and final norm are everyone's alike. Engines divide every family with a plan, training those
-    without experts."""
+    """Split of a layer's modules, by name in the layer. None: cannot be divided among devices.
+    Embedding, head and final norm are treated alike in all families. Engines divide every family
+    with a plan, training those without experts."""
+    inputs: InputSpec = TEXT_ONLY
+    """Inputs of a sequence in addition to ids, and how their tokens are numbered."""
     lora_targets: tuple[str, ...] = PROJECTIONS
     """Modules of a layer that can have adapters."""
     gives_values: bool = True
-    """Whether transformers has its backbone with a head that scores: a critic, a reward model."""
+    """Whether transformers has the backbone with a head for scores, as critics and reward models
+    need."""
     unserved_fields: tuple[str, ...] = (*UNSERVED_FIELDS, "final_logit_softcapping")
     """Fields of `config.json` that must be unset."""
     public: Mapping[str, Json] = field(default_factory=dict[str, Json])
-    """`config.json` of public models, in what matters here, by name in lower case."""
+    """`config.json` of public models, with the fields that matter here, by name in lower case."""
 
     def has_head_norms(self, config: Json) -> bool:
-        """Whether a model of the family with this config has those norms."""
+        """Whether a model of the family with this config has head norms."""
         switch = self.head_norms_switch
         return self.head_norms and (switch is None or bool(config.get(switch)))
 
     def layer_windows(self, config: Json) -> tuple[int | None, ...]:
-        """Keys that a query of each layer sees, itself included; None: all before it.
-
-        Reads configurations of any age. Raises KeyError where the number of layers is missing.
-        """
+        """Number of keys that a query of each layer sees, itself included. None: all before it.
+        Reads configurations of any age. Raises KeyError if the number of layers is missing."""
         indices = range(config["num_hidden_layers"])
         window: int | None = config.get("sliding_window")
         if self.slides is None or not window or config.get("use_sliding_window") is False:
@@ -243,7 +255,7 @@ class ModelSpec:
         return tuple(window if self.slides(config, i) else None for i in indices)
 
     def expert_layers(self, config: Json) -> dict[int, int]:
-        """The place of each layer with experts among those that have them, by its index."""
+        """Position among the layers with experts, by layer index."""
         if self.experts is None:
             return {}
         having = (
@@ -261,8 +273,8 @@ def sizes(
     tied: bool,
     head_dim: int | None = None,
 ) -> Json:
-    """The `config.json` of a public model, in what matters here; `numbers` are layers, hidden size,
-    heads, key heads and intermediate size."""
+    """The `config.json` of a public model, with the fields that matter here. `numbers` are layers,
+    hidden size, heads, key heads and intermediate size."""
     num_layers, hidden_size, num_heads, num_kv_heads, intermediate_size = numbers
     return {
         "model_type": model_type,

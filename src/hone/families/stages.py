@@ -7,8 +7,8 @@ The slowest stage sets the pace of all, and the last one computes the head as we
 cost, in an order that `shape` alone decides: all processes and the plan find the same, on whatever
 device. Costs are FLOPs a token of a forward pass, of which backward takes twice as many everywhere;
 the embedding looks up rows and counts nothing. What takes longer than its FLOPs say counts so many
-more (`hone.planner.compute_time`): attention, and products of experts. All tokens count as if they
-went through the head. Those of prompts do not, but the others' logits are computed again in
+more (`hone.tools.plan.compute_time`): attention, and products of experts. All tokens count as if
+they went through the head. Those of prompts do not, but the others' logits are computed again in
 backward, but for a chunk of them (`trainer.logits_chunk_tokens`).
 """
 
@@ -20,16 +20,23 @@ from itertools import accumulate, pairwise
 
 from hone.families.shape import ModelShape
 
-__all__ = ["EXPERTS_RATE", "cut_evenly", "head_cost", "layer_costs", "stage_layers"]
+__all__ = [
+    "EXPERTS_RATE",
+    "head_cost",
+    "layer_costs",
+    "most_of_a_round",
+    "passes_in_flight",
+    "rounds",
+    "stage_layers",
+]
 
 _ROW = 2048
-"""Tokens of the rows whose attention counts: how long they are, no model says."""
+"""Assumed length of rows in tokens, for the cost of attention. No model says how long rows are."""
 _ATTENTION = 2.5
-"""FLOPs of products that take as long as one of attention in such rows: 2.1 of models as wide as
-0.6B, 3.1 of those as wide as 8B."""
+"""FLOPs of matrix products that take as long as one FLOP of attention in such rows: 2.1 for models
+as wide as 0.6B, 3.1 for those as wide as 8B."""
 EXPERTS_RATE = 0.63
-"""Of the rate of dense products, what those of layers with experts reach, with the sorting of their
-tokens."""
+"""Rate of expert products, including the sorting of their tokens, relative to dense products."""
 
 
 def stage_layers(
@@ -66,7 +73,8 @@ def stage_layers(
 
 @lru_cache
 def layer_costs(shape: ModelShape) -> tuple[int, ...]:
-    """Of each layer, as the module says: FLOPs a token, of products with dense matrices."""
+    """Cost of each layer, as the module describes: equivalent FLOPs per token of dense matrix
+    products."""
     keys = shape.visible_keys([_ROW]) / _ROW
     attention = _ATTENTION * shape.attention_flops_per_key * keys / shape.num_layers
     dense = round(2 * _params(shape, ()) + attention)
@@ -79,35 +87,65 @@ def layer_costs(shape: ModelShape) -> tuple[int, ...]:
 
 
 def _params(shape: ModelShape, expert_layers: tuple[int, ...]) -> int:
-    """Of one layer, dense or the first of those with experts: what a token passes."""
+    """Parameters of one layer, dense or with experts, that a token uses."""
     one = replace(shape, num_layers=1, expert_layers=expert_layers)
     return one.active_body_params - shape.hidden_size
 
 
 def head_cost(shape: ModelShape) -> int:
-    """Of the logits, in the same unit."""
+    """Cost of the logits, in the same unit."""
     return 2 * shape.head_params
 
 
-def cut_evenly(number: int, num_parts: int) -> list[range]:
-    """Parts of `range(number)`, the first of which have one more each where they do not come out
-    even."""
+def _cut_evenly(number: int, num_parts: int) -> list[range]:
+    """Split `range(number)` into parts. The first parts have one more if they are not even."""
     each, left = divmod(number, num_parts)
     starts = [part * each + min(part, left) for part in range(num_parts + 1)]
     return [range(*borders) for borders in pairwise(starts)]
 
 
+def rounds(num_batches: int, num_stages: int) -> list[range]:
+    """Split the micro-batches of a step into rounds. A round goes through one group of layers
+    before the next: S micro-batches or a few more, since with fewer than S, stages would wait for
+    the round's return."""
+    return _cut_evenly(num_batches, max(num_batches // num_stages, 1))
+
+
+def most_of_a_round(num_stages: int) -> int:
+    """Most micro-batches of a round: one more would make two rounds of them."""
+    return 2 * num_stages - 1
+
+
+def passes_in_flight(
+    stage: int, num_stages: int, virtual_stages: int = 1, *, num_batches: int
+) -> int:
+    """Most forward passes of a stage, each through one of its groups, whose backward is still to
+    come.
+
+    With one group, the number with which the stage stays busy while the first pass is on its way to
+    the last stage. With several groups, also while the first pass comes back after a round through
+    all groups except the last.
+    """
+    most = num_batches * virtual_stages
+    if virtual_stages == 1:
+        return min(num_stages - stage, most)
+    of_round = len(rounds(num_batches, num_stages)[0])
+    return min((virtual_stages - 1) * of_round + 2 * (num_stages - stage) - 1, most)
+
+
 @lru_cache(maxsize=1024)
 def _cut(costs: tuple[int, ...], num_parts: int, end: int, *, least: int = 1) -> tuple[int, ...]:
-    """How many neighbours each part has, of which the last costs `end` besides: the cut whose
-    dearest part is cheapest; of these the one whose squares have the least sum, and then the one
-    with fewest in front. Each part has `least` at least, if there are so many. Costs are whole
-    numbers, so that no rounding decides."""
+    """Sizes of parts of neighbouring layers, where the last part has an additional cost `end`.
+
+    The cut whose most expensive part is cheapest; among these the one with the smallest sum of
+    squares, then the one with the fewest layers in front. Each part has at least `least` layers if
+    there are enough. Costs are whole numbers, so that no rounding decides.
+    """
     number, least = len(costs), min(least, len(costs) // num_parts)
     sums = [0, *accumulate(costs)]
 
     def stops(start: int, behind: int) -> range:
-        """Where a part may stop, with so many parts behind it."""
+        """Allowed ends of a part that is followed by `behind` parts."""
         return range(start + least, number - least * behind + 1)
 
     dearest = {start: sums[-1] - sums[start] + end for start in range(number - least + 1)}

@@ -1,4 +1,4 @@
-"""Which tokens two tokenizers have in common: a model that reads another's ids must know them."""
+"""Compares the tokens of two tokenizers: a model that reads another's ids must know them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ OTHER_TOKENS = {
     "completions with `hone sft`",
     "critic.path": "Choose a model with the policy's tokens, or leave it unset",
 }
-"""What to do where a model that reads the policy's ids has others, by the key that names it."""
+"""Remedies if a model that reads the policy's ids has other tokens, by the key that names it."""
 
 
 def tokens_of(folder: Path) -> dict[str, int]:
-    """Ids by their texts, of `tokenizer.json` in a folder; empty where it is none, or of a form
-    that is not known here."""
+    """Ids by text, from `tokenizer.json` in a folder. Empty if it is missing or its form is
+    unknown."""
     vocabulary, added = _parts(folder)
     return vocabulary | added
 
 
 def tokens_beyond(folder: Path, vocab_size: int, *, template: str) -> dict[str, int]:
-    """What texts become by the tokenizer of a folder, and a model of `vocab_size` tokens lacks: ids
-    by their texts, of the vocabulary, and of what was added to it the tokens that `template` writes
-    or that begin and end a text. Sound models lack others, as Gemma 3 that for images: a row that
-    spells one is refused when it is read."""
+    """Tokens of a folder's tokenizer that a model of `vocab_size` tokens lacks: ids by text.
+
+    Covers the vocabulary, and of the added tokens those that `template` writes or that begin and
+    end a text. Sound models lack others, as Gemma 3 lacks that for images: a row that spells one is
+    refused when it is read.
+    """
     vocabulary, added = _parts(folder)
     ends = [*_ends(folder)]
     used = {text: i for text, i in added.items() if text in template or text in ends}
@@ -45,9 +47,9 @@ def tokens_beyond(folder: Path, vocab_size: int, *, template: str) -> dict[str, 
 
 
 def raises_for_unknown(file: Path) -> bool:
-    """Whether a `tokenizer.json` is of a kind that raises for a text that it has no token for: of
-    whole words or pieces, without a token for what is unknown. One of byte pairs has all bytes, or
-    leaves out what it does not know."""
+    """Whether a `tokenizer.json` is of a kind that raises for a text that it has no token for: one
+    of whole words or pieces without an unknown token. Byte-pair tokenizers have all bytes, or skip
+    unknown text."""
     try:
         model = json.loads(file.read_text(encoding="utf-8"))["model"]
         return model["type"] in ("WordLevel", "WordPiece", "Unigram")
@@ -56,17 +58,18 @@ def raises_for_unknown(file: Path) -> bool:
 
 
 def is_of_tokenizers(error: Exception) -> bool:
-    """Whether `tokenizers` has refused a text or a file. It raises a bare Exception for a text that
-    it has no token for and for a damaged file, and TypeError for half a surrogate pair."""
+    """Whether the error is a refusal of a text or a file by `tokenizers`. It raises a bare
+    Exception for a text without tokens and for a damaged file, and TypeError for half a surrogate
+    pair."""
     return type(error) in (Exception, TypeError)
 
 
 def _parts(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Ids by their texts, of the vocabulary and of the tokens that were added to it."""
+    """Ids by text, of the vocabulary and of the added tokens."""
     try:
         held: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = held["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of unigram models: each text with its score
+        if isinstance(vocabulary, list):  # unigram models: each text with its score
             vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
         added = {token["content"]: token["id"] for token in held.get("added_tokens", ())}
         own = {text: number for text, number in vocabulary.items() if text not in added}
@@ -87,8 +90,8 @@ def _ends(folder: Path) -> Iterator[str]:
 
 
 def lacking_room(own: Mapping[str, int], vocab_size: int, other_size: int) -> str | None:
-    """That a model of `other_size` tokens lacks some of the policy's `own` that the policy, of
-    `vocab_size`, has and so can write, in words; None where it has room for all."""
+    """Message that a model of `other_size` tokens lacks some of the policy's tokens `own` that the
+    policy, of `vocab_size`, can write. None if it has room for all."""
     beyond = [i for i in own.values() if other_size <= i < vocab_size]
     if not beyond:
         return None
@@ -101,8 +104,8 @@ def lacking_room(own: Mapping[str, int], vocab_size: int, other_size: int) -> st
 def unknown_token(
     token_ids: Sequence[int], vocab_size: int, name_of: Callable[[int], object]
 ) -> str | None:
-    """That a text has a token which its model, of `vocab_size` tokens, lacks, in words; None where
-    it has none. `name_of` gives the text of a token."""
+    """Message that a text has a token which its model, of `vocab_size` tokens, lacks, or None.
+    `name_of` returns the text of a token."""
     beyond = max(token_ids, default=0)
     if beyond < vocab_size:
         return None
@@ -110,8 +113,8 @@ def unknown_token(
 
 
 def difference(own: Mapping[str, int], other: Mapping[str, int]) -> str | None:
-    """How many of the policy's `own` tokens are others, or none, to another model, in words; None
-    where it knows them all. It may know more."""
+    """Message on how many of the policy's tokens `own` differ or are missing in another model, or
+    None. The other model may know more tokens."""
     differing = {text: number for text, number in own.items() if other.get(text) != number}
     if not differing:
         return None

@@ -1,8 +1,8 @@
-"""Why a run ended, for those who look at its folder later: the cause as an event, and the report.
+"""Records in the run folder why a run ended, as an event, and draws the report.
 
-A run that fails has an event `error` with the message, the step and the phase in which it failed;
-one that a second Ctrl-C or an early SIGTERM ends at once has an event `interrupted`, and one that
-has written its model an event `finished`.
+A run that fails has an event `error` with the message, the step and the phase in which it failed. A
+run that a second Ctrl-C or an early SIGTERM ends at once has an event `interrupted`. A run that has
+written its model has an event `finished`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hone.errors import UserError
 from hone.loops.interrupt import Terminated
 from hone.observe.disk import DiskError
 from hone.observe.loggers import append_event
-from hone.observe.report.write import write_report
+from hone.observe.pages import Pages
 from hone.observe.run_folder import LOCK, RunFolder, is_locked
 
 __all__ = ["Ending", "evaluation_cause", "record_death"]
@@ -31,37 +31,39 @@ __all__ = ["Ending", "evaluation_cause", "record_death"]
 _log = logging.getLogger(__name__)
 
 _DRAWING_S = 5.0
-"""What a process that ends for another one's sake gives to its report."""
+"""Longest time that a process which ends because another one failed spends on its report."""
 
 
 class Ending:
-    """Writes the end of a run into its folder.
+    """Records the end of a run in its folder.
 
-    The first process draws the report of a run that ends well. The cause of another end is written
-    by the process whose error people read, which then draws the report.
+    The first process draws the report of a successful run. Any other end is recorded by the process
+    that reports the error, which then draws the report.
     """
 
-    def __init__(self, folder: Path, watch: Watch, *, is_first: bool) -> None:
-        self._folder, self._watch = folder, watch
+    def __init__(
+        self, folder: Path, watch: Watch, *, is_first: bool, pages: Pages | None = None
+    ) -> None:
+        self._folder, self._watch, self._pages = folder, watch, pages
         self._is_first = is_first
         self._is_recorded = False
 
     @contextmanager
     def report(self) -> Generator[None]:
-        """Draw the report when the block ends. Of a block that fails before `cause` was entered
-        there is none: the folder may be another run's."""
+        """Draw the report when the block ends. If the block fails before `cause` is entered, no
+        report is drawn: the folder may be another run's."""
         try:
             yield
         except BaseException as error:
-            if self._is_recorded and (problem := _draw_failed(self._folder)):
+            if self._is_recorded and (problem := _draw_failed(self._folder, self._pages)):
                 error.add_note(problem)
             raise
-        if self._is_first:
-            write_report(self._folder)
+        if self._is_first and self._pages is not None:
+            self._pages.write_report(self._folder)
 
     @contextmanager
     def cause(self) -> Generator[None]:
-        """Record the error that ends the block, or that it ended well. Entered while the folder is
+        """Record the error that ends the block, or its success. Entered while the folder is
         locked."""
         self._watch.on_end, began_s = self._other_ended, time.time()
         try:
@@ -74,8 +76,8 @@ class Ending:
             self._finish(began_s)
 
     def _finish(self, began_s: float) -> None:
-        """Write the event `finished`, unless the folder ends with one, or this launch, which began
-        at `began_s`, was interrupted and has saved."""
+        """Write the event `finished`, unless it is already the last event, or this launch, which
+        began at `began_s`, was interrupted and has saved."""
         run = RunFolder.read(self._folder, has_ended=True)
         if run.end is not None:
             kind, at_s = run.end["kind"], run.end.get("timestamp_s", 0.0)
@@ -84,10 +86,11 @@ class Ending:
         append_event(self._folder, "finished", step=run.rows[-1]["step"] if run.rows else 0)
 
     def _other_ended(self, reason: str) -> None:
-        """Another process is gone or stuck, and this one ends the run for it."""
+        """Record that this process ends because another one is gone or stuck."""
         self._record(kind="error", message=reason, error="LostPeerError")
-        # This process is to leave, however long the disk or a large folder takes.
-        drawing = Thread(target=_draw_failed, args=[self._folder], daemon=True)
+        # The process must end even if the disk is slow or the folder is large.
+        arguments = [self._folder, self._pages]
+        drawing = Thread(target=_draw_failed, args=arguments, daemon=True)
         drawing.start()
         drawing.join(_DRAWING_S)
 
@@ -96,23 +99,33 @@ class Ending:
         _record(self._folder, **fields, step=self._watch.step, phase=self._watch.phase)
 
 
-def record_death(folder: Path, message: str, *, pids: Sequence[int], step: int, phase: str) -> None:
-    """Write into a run folder how a process has ended that could not do so, once all have ended.
-    Not where none of the run's processes, `pids`, had come so far as to take the folder, or another
-    run has it."""
+def record_death(
+    folder: Path,
+    message: str,
+    *,
+    pids: Sequence[int],
+    step: int,
+    phase: str,
+    pages: Pages | None = None,
+) -> None:
+    """Record the end of a process that could not do so itself, after all processes have ended.
+
+    Nothing is written if none of the run's processes, `pids`, had locked the folder yet, or if
+    another run has it.
+    """
     lock = folder / LOCK
     if not lock.is_file() or lock.read_text(errors="replace").strip() not in map(str, pids):
         return
     if is_locked(folder):
         return
     _record(folder, kind="error", message=message, error="LostPeerError", step=step, phase=phase)
-    _draw_failed(folder)
+    _draw_failed(folder, pages)
 
 
 @contextmanager
 def evaluation_cause(folder: Path) -> Generator[None]:
-    """Record the error that ends an evaluation of its own, as an event that says nothing of the
-    training run whose folder it may be."""
+    """Record the error that ends `hone eval`. It is an event `eval_error`, since the folder may be
+    that of a training run."""
     try:
         yield
     except Exception as error:
@@ -128,11 +141,13 @@ def _record(folder: Path, **fields: Any) -> None:
         _log.warning("warning: the cause is not in the run folder: %s", problem)
 
 
-def _draw_failed(folder: Path) -> str | None:
-    """Draw the report of a run that failed; why that could not be done, or None."""
+def _draw_failed(folder: Path, pages: Pages | None) -> str | None:
+    """Draw the report of a run that failed. Returns the reason if that failed too."""
+    if pages is None:
+        return None
     try:
-        write_report(folder, has_ended=True)
-    except Exception as error:  # noqa: BLE001  # the one that ended the run is to be raised
+        pages.write_report(folder, has_ended=True)
+    except Exception as error:  # noqa: BLE001  # the error that ended the run is raised
         problem = f"the report could not be drawn: {str(error) or type(error).__name__}"
         _log.warning("warning: %s", problem)
         return problem
@@ -140,7 +155,6 @@ def _draw_failed(folder: Path) -> str | None:
 
 
 def _claims_report(error: BaseException) -> bool:
-    """Whether this process reports why the run ends."""
     own = processes()
     if own.world_size == 1:
         return True
@@ -148,7 +162,6 @@ def _claims_report(error: BaseException) -> bool:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    """Fields of the event."""
     match error:
         case KeyboardInterrupt():
             return {"kind": "interrupted", "message": "Ctrl-C ended the run at once"}

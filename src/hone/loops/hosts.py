@@ -1,4 +1,5 @@
-"""Whether all hosts of a run see the same files: those that it reads, and the folder it writes."""
+"""Checks that all hosts of a run see the same files: those that it reads, and the folder it
+writes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.plan import RunPlan
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.errors import UserError
@@ -22,18 +23,20 @@ __all__ = ["require_same_inputs", "require_shared"]
 
 _OF_MODELS = (".safetensors", ".json", ".jinja", ".model", ".bin")
 _PROBE_BYTES = 2**16
-"""Of a file's start, middle and end each: weights of other training differ everywhere."""
+"""Bytes hashed at the start, middle and end of a file. Weights of different training differ
+everywhere, so that these suffice."""
 
 _VISIBLE_S = 10.0
-"""What a new file may take to be seen on other hosts: network file systems remember what a folder
-held some seconds ago."""
+"""Longest time until a new file is seen on other hosts. Network file systems cache folder listings
+for some seconds."""
 
 
 def require_shared(folder: Path, everyone: Mesh) -> None:
-    """Raise UserError, on every process, where a host does not see the first one's `folder`: each
-    writes its parts of a checkpoint there, and reads those of the others. It is made for this.
+    """Raise UserError on every process if a host does not see the `folder` of the first one. Each
+    process writes its parts of a checkpoint there and reads those of the others. The folder is
+    created for the check.
 
-    Collective; nothing where all processes are on one host.
+    Collective. Does nothing if all processes are on one host.
     """
     if not processes().has_other_hosts:
         return
@@ -54,7 +57,7 @@ def require_shared(folder: Path, everyone: Mesh) -> None:
     blind = sorted({name for name, sees in seen if not sees})
     if blind:
         if is_new:
-            with suppress(OSError):  # what is in there by now is not ours
+            with suppress(OSError):  # another program may have written into it
                 folder.rmdir()
         raise UserError(
             f"run.dir {place!r} of {first} is another folder, or none, on "
@@ -68,7 +71,7 @@ def _is_seen(mark: Path) -> bool:
     until = time.monotonic() + _VISIBLE_S
     while True:
         with suppress(OSError):
-            # A network file system asks its server again where a folder is opened.
+            # Opening a folder makes a network file system ask its server again.
             for parent in reversed(mark.parents):
                 os.close(os.open(parent, os.O_RDONLY))
             if mark.name in os.listdir(mark.parent):
@@ -78,22 +81,22 @@ def _is_seen(mark: Path) -> bool:
         time.sleep(0.1)
 
 
-def require_same_inputs(cfg: RLConfig | SFTConfig, everyone: Mesh) -> None:
-    """Raise UserError, on every process, where a host has other weights or data under the paths of
-    `cfg` than the first one: each reads its own part, and the run would train on a mixture.
+def require_same_inputs(plan: RunPlan, everyone: Mesh) -> None:
+    """Raise UserError on every process if a host has other weights or data under the paths of
+    `plan` than the first one. Each reads its own part, and the run would train on a mixture.
 
-    Looks at names, sizes and some of the content. Collective; nothing where all processes are on
+    Compares names, sizes and some of the content. Collective. Does nothing if all processes are on
     one host.
     """
     own = processes()
     if not own.has_other_hosts:
         return
-    found = {key: _probed(path) for key, path in _inputs(cfg)} if own.local_rank == 0 else {}
+    digests = {key: _digests(path) for key, path in _inputs(plan)} if own.local_rank == 0 else {}
     of_all: list[tuple[str, dict[str, dict[str, str]]]]
-    of_all = everyone.gather((socket.gethostname(), found))
+    of_all = everyone.gather((socket.gethostname(), digests))
     first, expected = of_all[0]
     for host, files_by_key in of_all:
-        for key, path in _inputs(cfg) if files_by_key else ():
+        for key, path in _inputs(plan) if files_by_key else ():
             files, wanted = files_by_key[key], expected[key]
             if files == wanted:
                 continue
@@ -101,23 +104,24 @@ def require_same_inputs(cfg: RLConfig | SFTConfig, everyone: Mesh) -> None:
             raise UserError(
                 f"{key} {path!r} is not the same on {host} as on {first}: {', '.join(names[:3])}"
                 f"{' and others' * (len(names) > 3)}. Each host reads its own parts: copy the "
-                "files anew, or name a place that all share."
+                "files again, or name a place that all share."
             )
 
 
-def _inputs(cfg: RLConfig | SFTConfig) -> Iterator[tuple[str, str]]:
-    yield "model.path", cfg.model.path
-    if isinstance(cfg, RLConfig):
-        for key, path in (("critic.path", cfg.critic.path), ("teacher.path", cfg.teacher.path)):
-            if path:
-                yield key, path
+def _inputs(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    paths: dict[str, str] = {}
+    for role in plan.roles.values():
+        if role.name == "reward_model" and (role.has_own_devices or plan.is_apart):
+            continue  # read on one host alone
+        paths.setdefault(role.model.path, role.path_key)
+    yield from ((key, path) for path, key in paths.items())
     for section in ("train", "eval"):
-        for index, source in enumerate(getattr(cfg.data, section)):
+        for index, source in enumerate(getattr(plan.data, section)):
             yield f"data.{section}.{index}.path", source.path
 
 
-def _probed(path: str) -> dict[str, str]:
-    """A digest by name of the files under a path of this host; none for a name of the hub."""
+def _digests(path: str) -> dict[str, str]:
+    """Digests by file name of the files under a local path. Empty for a name of the hub."""
     place = local_path(path)
     if place.is_dir():
         suffixes = {*_OF_MODELS, *DATA_SUFFIXES}

@@ -1,46 +1,87 @@
-"""What is read before any weight: prompts that fit, text to tokens, reward workers."""
+"""Inputs that are read before any weights: prompts, text encoding, reward workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.reward import RewardConfig
+from hone.config.plan import RunPlan
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
 from hone.data.sources import shorten
-from hone.data.turns import RenderError, TurnRenderer
+from hone.data.template_check import RenderError
+from hone.data.tool_schemas import ToolSchemas
+from hone.data.turns import TurnRenderer
 from hone.distributed.processes import processes
+from hone.envs.tools.formats.registry import format_of
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers
 from hone.models.load import load_config, load_end_ids
 from hone.models.support import classifies, context_length
 from hone.models.tokenizer import load_tokenizer, require_known_tokens
+from hone.rewards.pool import describe
 from hone.rewards.scorer import Scorer
+from hone.rewards.settings import RewardConfig
 from hone.rollout.judge import Transcripts
+from hone.rollout.settings import EnvConfig
 from hone.types import Prompt
 
 __all__ = [
+    "Tools",
     "encoder",
     "prompts_of",
     "room_for_prompts",
     "share_of_workers",
+    "tools_of",
     "transcripts_of",
     "try_out",
     "turns_of",
 ]
 
 
-def prompts_of(cfg: RLConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """The prompts of `cfg.data` that leave a completion its full length. Raises UserError for one
-    that the model has no tokens for."""
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a run's environment."""
+
+    schemas: ToolSchemas = ()
+    """What the chat template shows of them."""
+    format: str | None = None
+    """The format in which the model writes calls; None where none are read."""
+
+
+def tools_of(env: EnvConfig, reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> Tools:
+    """The tools of an environment, which is loaded in a worker for that, with the limits of
+    `reward`. Raises ValueError where it cannot be, or where the chat template does not show how
+    tools are called."""
+    if not env.is_set:
+        return Tools()
+    facts = describe(reward, env)
+    if not facts.needs_tool_format:
+        return Tools(facts.tools)
+    template = None
+    if tokenizer.chat_template is not None:
+        template = tokenizer.get_chat_template(tools=[dict(tool) for tool in facts.tools] or None)
+    return Tools(facts.tools, format_of(env.tool_format, template))
+
+
+def prompts_of(
+    cfg: RLConfig | EvaluateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: ToolSchemas = (),
+) -> PromptData:
+    """Load the prompts of `cfg.data` that leave room for a completion of full length, with the
+    schemas of the environment's `tools`. Raises UserError for a prompt with text that the model has
+    no tokens for."""
     data = load_prompts(
         cfg.data,
         tokenizer,
         seed=cfg.run.seed,
         max_prompt_tokens=room_for_prompts(cfg),
-        keeps_messages=cfg.env.path is not None,
+        keeps_messages=cfg.env.is_set,
+        tools=tools,
     )
     vocab_size = load_config(cfg.model).vocab_size
     require_known_tokens(data.all_rows(), tokenizer, vocab_size, cfg.model.path)
@@ -48,52 +89,59 @@ def prompts_of(cfg: RLConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def room_for_prompts(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> int:
-    """Tokens of the model's context that completions of full length leave to their prompts."""
+    """Longest prompt, in tokens, that leaves room in the model's context for a completion of full
+    length."""
     return context_length(load_config(cfg.model)) - cfg.max_completion_tokens
 
 
 def turns_of(
-    cfg: RLConfig | EvaluateConfig | GenerateConfig, tokenizer: PreTrainedTokenizerBase
+    cfg: RLConfig | EvaluateConfig | GenerateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: ToolSchemas = (),
 ) -> TurnRenderer:
-    """The renderer that makes tokens of the model from what environments say."""
+    """Renderer that turns environment messages into tokens of the model; `tools` are those of
+    `prompts_of`."""
     return TurnRenderer(
         tokenizer,
         cfg.data,
         vocab_size=load_config(cfg.model).vocab_size,
         end_ids=load_end_ids(cfg.model, tokenizer),
+        max_prompt_tokens=room_for_prompts(cfg),
+        max_observation_tokens=cfg.env.max_observation_tokens,
+        tools=tools,
     )
 
 
-def transcripts_of(
-    cfg: RLConfig | EvaluateConfig | GenerateConfig, prompts: Sequence[Prompt]
-) -> Transcripts | None:
-    """What a reward model reads, tried with the first of `prompts`; None without a model. Raises
-    UserError."""
-    model = cfg.reward.model.config_of(cfg.model)
-    if model is None:
+def transcripts_of(plan: RunPlan, prompts: Sequence[Prompt]) -> Transcripts | None:
+    """Renderer of the transcripts that the reward model reads, tested with the first of `prompts`.
+    None without a reward model. Raises UserError."""
+    if (role := plan.roles.get("reward_model")) is None:
         return None
+    model, data = role.model, plan.data
+    assert data is not None
     config = load_config(model)
     if not classifies(config):
         raise UserError(
             f"reward.model.path={model.path!r} is {config.architectures or 'a model'}, which gives "
             "no score; name a model for sequence classification with one label"
         )
-    tokenizer = load_tokenizer(model, path_key="reward.model.path")
+    tokenizer = load_tokenizer(model, path_key=role.path_key)
     limit = context_length(config)
-    found = Transcripts(
+    transcripts = Transcripts(
         tokenizer,
-        cfg.data,
+        data,
         max_tokens=limit,
         vocab_size=config.vocab_size,
         path=model.path,
     )
     for prompt in prompts[:1]:
-        found.check(prompt)
-    return found
+        transcripts.check(prompt)
+    return transcripts
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """Text to token ids, as a completion has them."""
+    """Encode text into token ids without special tokens, as in a completion."""
 
     def encode(text: str) -> list[int]:
         try:
@@ -116,17 +164,23 @@ def try_out(
     tokenizer: PreTrainedTokenizerBase,
     render: TurnRenderer,
 ) -> None:
-    """`Scorer.check_data`, and what an environment answers there is rendered. Raises UserError."""
-    sample = scorer.check_data(prompts, encoder(tokenizer))
-    if sample is not None and sample.observation is not None:
+    """Test the rewards with `Scorer.check_data`, and render the environment's answer if there is
+    one. Raises UserError."""
+    for sample in scorer.check_data(prompts, encoder(tokenizer)):
+        assert sample.observation is not None, sample.id
         try:
-            render(sample, sample.observation)
+            if sample.turns:
+                render(sample, sample.observation)
+            else:
+                render.opening(sample.prompt, sample.observation)
         except RenderError as error:
-            raise UserError(f"the answer of env.path to row {sample.prompt.id}: {error}") from error
+            raise UserError(
+                f"the answer of the environment to row {sample.prompt.id}: {error}"
+            ) from error
 
 
 def share_of_workers(cfg: RewardConfig, *, processes_per_engine: int) -> RewardConfig:
-    """The reward workers of a process that drives an engine: its part of those of the host."""
+    """Reward settings of a process that drives an engine: its share of the host's workers."""
     num_engines = max(processes().local_world_size // processes_per_engine, 1)
     num_workers = cfg.worker_limit // num_engines
     return cfg.model_copy(update={"num_workers": max(num_workers, 1)})

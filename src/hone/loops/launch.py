@@ -1,4 +1,4 @@
-"""What every run does before its first step: processes, device, seeds, folder, where to go on."""
+"""Start of a run: processes, device, seeds, run folder, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -20,27 +20,32 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.checkpoint.export import export_adapter, rehearse_export
 from hone.checkpoint.store import Checkpoint, CheckpointStore
-from hone.config.model import ModelConfig
-from hone.config.parallel import ParallelConfig
+from hone.config.plan import Command, Devices, RunPlan, known_models, resolve
+from hone.config.roles import Role
 from hone.config.run import GenerateRunConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.listening import on_loopback
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import HONE_KEY, processes, run_key
 from hone.distributed.roles import CriticProcesses, Roles
-from hone.distributed.signals import Came
+from hone.distributed.settings import ParallelConfig
+from hone.distributed.signals import PendingSignal
 from hone.distributed.watch import Watch
+from hone.distributed.worker_rank import runs_on_gpus
 from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.loops.ending import Ending
 from hone.loops.hosts import require_same_inputs, require_shared
 from hone.loops.interrupt import terminable
 from hone.loops.resuming import announce, announce_restart, changes, find_checkpoint
 from hone.models.load import load_deferred, load_model, require_attention
+from hone.models.settings import ModelConfig
 from hone.observe.disk import writing
 from hone.observe.environment import save_environment
 from hone.observe.local_server import ADDRESS
 from hone.observe.loggers import append_event
 from hone.observe.metrics_server import MetricsServer
+from hone.observe.pages import Pages
 from hone.observe.resumed_run import (
     exported_last,
     exported_step,
@@ -48,6 +53,8 @@ from hone.observe.resumed_run import (
 )
 from hone.observe.run_folder import ENVIRONMENT, LOCK
 from hone.observe.tracing import Tracing
+from hone.planner.smaller_start import smaller_start
+from hone.trainer.frozen import FrozenScorer
 from hone.trainer.gathering import wholes
 from hone.trainer.trainer import Trainer
 
@@ -56,45 +63,51 @@ __all__ = [
     "Launch",
     "choose_device",
     "export",
+    "frozen_scorer",
     "is_complete",
     "join",
     "launch",
     "load_for_training",
     "lock_run_dir",
+    "plan_run",
     "rehearse",
 ]
 
 _log = logging.getLogger(__name__)
 
 _UNSIGNED = (
-    f"warning: {HONE_KEY} is not set, so that whoever reaches the ports of this run can have "
-    f"programs run in its processes. Give one secret to all hosts (export {HONE_KEY}=..., such as "
-    "`openssl rand -hex 32` prints), or see that nobody else reaches them (docs/security.md)."
+    f"warning: {HONE_KEY} is not set, so that anyone who reaches the ports of this run can run "
+    f"programs in its processes. Give one secret to all hosts (export {HONE_KEY}=..., such as "
+    "`openssl rand -hex 32` prints), or make sure that no one else reaches them (docs/security.md)."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Where a run lives and where it starts."""
+    """The environment of a started run: plan, processes, folder and checkpoint."""
 
     cfg: RLConfig | SFTConfig
+    plan: RunPlan
     roles: Roles
     watch: Watch
     store: CheckpointStore
     checkpoint: Checkpoint | None
-    """What to resume from; None starts afresh."""
+    """The checkpoint to resume from. None for a fresh start."""
     tracing: Tracing
     metrics_server: MetricsServer | None
-    """In the first process, where there is one."""
+    """The server of `log.metrics_port`, in the first process."""
     lock: FolderLock | None
-    """In the first process."""
-    early: Came
-    """A signal that came before the loop, and whose exception was swallowed."""
+    """Set in the first process only."""
+    early: PendingSignal
+    """A signal that came before the loop began and whose exception was swallowed."""
 
     def save_config(self) -> None:
-        """Write the configuration, versions and devices into the run folder, once nothing stands
-        against resuming; what has changed since it was written there is an event. A launch that
-        trains nothing leaves that which the run was trained with."""
+        """Write the configuration, versions and devices into the run folder. Called once nothing
+        can refuse a resume any more.
+
+        Changed settings of a resumed run are recorded as an event. A launch that has nothing left
+        to train keeps the configuration that the run was trained with.
+        """
         if self.everyone.is_first and self.steps_done < self.total_steps:
             if self.steps_done and (changed := changes(self.cfg, self.steps_done)):
                 fields = {"step": self.steps_done, "settings": changed}
@@ -104,7 +117,7 @@ class Launch:
 
     @property
     def mesh(self) -> Mesh:
-        """Of the processes that train what this one trains."""
+        """The process mesh of this process's role."""
         return self.roles.mesh
 
     @property
@@ -120,28 +133,40 @@ class Launch:
     def total_steps(self) -> int:
         return self.cfg.run.steps
 
+    def smaller_start(self) -> str:
+        """Settings with which a run that ran out of memory can be started again, as a sentence."""
+        return smaller_start(self.plan)
+
     @property
     def steps_done(self) -> int:
         """Updates that earlier launches made."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-def choose_device(cfg: GenerateRunConfig) -> torch.device:
-    """The device of `run.device`: under torchrun, of this process.
+def plan_run(cfg: Command, kind: str, *, world_size: int) -> RunPlan:
+    """The plan of a run on devices of this `kind` (a `torch.device` type). `world_size` is the
+    number of training processes, or of sampling ones in a command without a trainer."""
+    facts = ModelFacts.read(cfg.model.path or "")
+    devices = Devices(kind="cpu" if kind == "cpu" else "cuda")
+    return resolve(cfg, facts, devices, world_size=world_size, others=known_models(cfg))
 
-    Raises UserError where CUDA is asked for and there is none, and where this host has fewer GPUs
-    than processes.
+
+def choose_device(cfg: GenerateRunConfig) -> torch.device:
+    """The device of `run.device` for this process.
+
+    Raises UserError if CUDA is asked for and there is none, and if this host has fewer GPUs than
+    processes.
     """
     if cfg.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        own, num_gpus = processes(), torch.cuda.device_count()
-        if own.local_world_size > num_gpus:
+        place, num_gpus = processes(), torch.cuda.device_count()
+        if place.local_world_size > num_gpus:
             raise UserError(
-                f"{own.local_world_size} processes were started on this host, one a GPU, and torch "
-                f"sees {num_gpus} GPUs. Start at most {num_gpus}, or set run.device to cpu."
+                f"{place.local_world_size} processes were started on this host, one a GPU, and "
+                f"torch sees {num_gpus} GPUs. Start at most {num_gpus}, or set run.device to cpu."
             )
-        device = torch.device("cuda", own.local_rank)
+        device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
         return device
     if cfg.device == "cuda":
@@ -154,7 +179,7 @@ def choose_device(cfg: GenerateRunConfig) -> torch.device:
 
 @contextmanager
 def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Mesh, Watch]]:
-    """This process's place among all, which train the same, as `join_roles`."""
+    """Join the processes of a command that all have the same role. See `join_roles`."""
     with join_roles(run, parallel) as (roles, watch):
         yield roles.mesh, watch
 
@@ -167,10 +192,11 @@ def join_roles(
     critic: CriticProcesses | None = None,
     cluster: str | None = None,
 ) -> Generator[tuple[Roles, Watch]]:
-    """This process's place among all that train together, under watch; left behind at the end.
-    `cluster` is the address of a Ray cluster where others may be, which take the weights.
+    """Join the processes that train together, and watch them until the context ends.
 
-    With one process nothing is set up. Raises UserError where there are fewer GPUs than processes.
+    `critic` describes the processes of a remote critic. `cluster` is the address of a Ray cluster,
+    whose workers on other hosts receive weights. A single process sets up nothing. Raises UserError
+    if there are fewer GPUs than processes.
     """
     own = processes()
     is_on_one_host = not own.has_other_hosts and cluster is None
@@ -188,64 +214,72 @@ def join_roles(
         watch.enter("start")
         watch.follow(roles.mesh.groups, roles.channels)
         yield roles, watch
-        if own.world_size > 1 and dist.is_initialized():  # an engine may have groups of its own
+        # An engine may have created process groups.
+        if own.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
 @contextmanager
-def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
-    """Join the other processes, seed everything, find out where to go on. At the end of the block,
-    whichever it is, the folder says how the run ended.
+def launch(cfg: RLConfig | SFTConfig, pages: Pages | None = None) -> Generator[Launch]:
+    """Join the other processes, seed all random generators, and find the checkpoint to resume from.
+    However the block ends, the folder records how the run ended and gets the report of `pages`.
 
-    Seeds are equal in all processes. Raises UserError where `run.resume` does not fit what the
-    folder holds, another command has written it, or hosts do not see the same files.
+    Seeds are equal in all processes. Raises UserError if `run.resume` does not fit the content of
+    the folder, another command wrote the folder, or hosts do not see the same files.
     """
-    run, parallel = cfg.run, cfg.trainer.parallel
-    critic = cluster = None
+    run, critic, cluster, num_critics = cfg.run, None, None, 0
     if isinstance(cfg, RLConfig):
-        cluster = cfg.cluster.address
-        if cfg.cluster.num_critics:
-            critic = CriticProcesses(cfg.cluster.num_critics, cfg.critic_parallel)
+        cluster, num_critics = cfg.cluster.address, cfg.cluster.num_critics
+    kind = "cuda" if runs_on_gpus(run) else "cpu"
+    plan = plan_run(cfg, kind, world_size=processes().world_size - num_critics)
+    parallel = plan.policy.trainer.parallel
+    if (role := plan.roles.get("critic")) is not None and role.has_own_devices:
+        critic = CriticProcesses(num_critics, role.trainer.parallel)
     with (
         ExitStack() as stack,
         join_roles(run, parallel, critic=critic, cluster=cluster) as (roles, watch),
     ):
         everyone = roles.everyone
         early = watch.terminated
-        if everyone.size == 1:  # of several, the watch ends each
+        if everyone.size == 1:  # with several processes the watch ends each of them
             early = stack.enter_context(terminable())
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
         torch.manual_seed(run.seed)
-        require_same_inputs(cfg, everyone)
+        require_same_inputs(plan, everyone)
         require_shared(run.dir, everyone)
         store = CheckpointStore(
             run.dir / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
             keep_best=cfg.checkpoint.keep_best,
             mesh=everyone,
-            timeout_s=0.9 * parallel.timeout_s,  # it knows whose file is missing, the watch less
+            # Shorter than the watch's timeout: the store can name the process whose file is
+            # missing.
+            timeout_s=0.9 * parallel.timeout_s,
         )
-        found = find_checkpoint(cfg, store)
-        everyone.agree("the checkpoint to resume from", None if found is None else found.step)
-        if found is not None:
-            for line in announce(found, cfg, everyone.sizes):
+        checkpoint = find_checkpoint(cfg, store)
+        step = None if checkpoint is None else checkpoint.step
+        everyone.agree("the checkpoint to resume from", step)
+        if checkpoint is not None:
+            for line in announce(checkpoint, cfg, everyone.sizes):
                 _log.info("%s", line)
         lock = None
-        ending = Ending(run.dir, watch, is_first=everyone.is_first)
+        ending = Ending(run.dir, watch, is_first=everyone.is_first, pages=pages)
         stack.enter_context(ending.report())
         if everyone.is_first:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(lock_run_dir(run.dir))
         stack.enter_context(ending.cause())
-        require_attention(cfg.model, everyone.device)
-        if everyone.is_first and found is None:
+        require_attention(plan.policy.model, everyone.device)
+        if everyone.is_first and checkpoint is None:
             for line in announce_restart(cfg):
                 _log.warning("warning: %s", line)
         metrics_server = None
         if everyone.is_first and (port := cfg.log.metrics_port):
-            metrics_server = MetricsServer(port, run.dir.resolve().name)
+            metrics_server = MetricsServer(
+                port, run.dir.resolve().name, dashboard=None if pages is None else pages.dashboard
+            )
             stack.callback(metrics_server.close)
             _log.info("metrics are served at http://%s:%d/metrics", ADDRESS, port)
         tracing = Tracing(
@@ -253,46 +287,49 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
             cfg.profile.folder(run.dir),
             place=everyone.place,
             device=everyone.device,
-            steps_done=0 if found is None else found.step,
+            steps_done=step or 0,
         )
         with closing(tracing):
-            yield Launch(cfg, roles, watch, store, found, tracing, metrics_server, lock, early)
+            yield Launch(
+                cfg, plan, roles, watch, store, checkpoint, tracing, metrics_server, lock, early
+            )
 
 
 class FolderLock:
-    """Keeps other runs out of a run folder; the system lets go of it when this process ends. The
-    process id stays in the lock file, for the launcher of a process that is killed."""
+    """Exclusive lock of a run folder. The system releases it when this process ends.
+
+    The lock file holds the process id, which the launcher reads if the process is killed.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Take the folder. Raises UserError where another run is in there."""
+        """Lock the folder. Raises UserError if another run has it."""
         self._folder = folder
-        self._file = self._taken()
+        self._file = self._locked_file()
 
     def is_held(self) -> bool:
-        """Whether the file that is locked is still the folder's: not once that was deleted."""
-        held = os.fstat(self._file.fileno())
+        """Whether the locked file is still the folder's. False once the folder was deleted."""
+        locked = os.fstat(self._file.fileno())
         try:
-            there = (self._folder / LOCK).stat()
+            current = (self._folder / LOCK).stat()
         except FileNotFoundError:
             return False
-        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+        return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
 
     def take_again(self) -> None:
-        """Make the folder anew, and take it. Raises UserError where another run has it by now."""
+        """Create the folder again and lock it. Raises UserError if another run has it by now."""
         with writing(self._folder, "run.dir"):
             self._folder.mkdir(parents=True, exist_ok=True)
-        taken = self._taken()
+        file = self._locked_file()
         self.release()
-        self._file = taken
+        self._file = file
 
     def release(self) -> None:
-        """Let others have the folder."""
         self._file.close()
 
-    def _taken(self) -> TextIO:
+    def _locked_file(self) -> TextIO:
         with ExitStack() as stack:
             with writing(self._folder, "run.dir"):
-                # Another run's process id is in it until it is ours.
+                # The file holds another run's process id until the lock is ours.
                 file = stack.enter_context((self._folder / LOCK).open("a"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -311,7 +348,7 @@ class FolderLock:
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Generator[FolderLock]:
-    """Have a run folder for this process alone, as `FolderLock`."""
+    """Lock a run folder for this process until the context ends."""
     lock = FolderLock(folder)
     try:
         yield lock
@@ -320,27 +357,28 @@ def lock_run_dir(folder: Path) -> Generator[FolderLock]:
 
 
 def is_complete(launch: Launch) -> bool:
-    """Whether all steps lie behind the run, and `export` has written what came of them. Collective.
+    """Whether all steps are done and `export` has written the resulting model. Collective.
 
-    A run that ended between its last checkpoint and the export may have a model of earlier steps,
-    and one that went back to an earlier step that of later ones.
+    A run that ended between its last checkpoint and the export may have a model of earlier steps. A
+    run that was resumed from an earlier step may have a model of later ones.
     """
-    found, cfg = launch.checkpoint, launch.cfg
+    checkpoint, cfg = launch.checkpoint, launch.cfg
     done = exported_step(cfg)
     is_done = done is not None and done >= launch.total_steps
-    if is_done and found is not None and found.step < launch.total_steps:
-        is_newer = exported_last(cfg).stat().st_mtime >= found.saved_at
+    if is_done and checkpoint is not None and checkpoint.step < launch.total_steps:
+        is_newer = exported_last(cfg).stat().st_mtime >= checkpoint.saved_at
         is_done = cfg.run.resume == "auto" and is_newer
     return launch.everyone.broadcast(is_done)
 
 
 def rehearse(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch) -> int:
-    """Do all that `export` or `export_role` will do but for the weights; the bytes that these will
-    have. Collective. Raises as `rehearse_export`."""
+    """Do all that `export` or `export_role` will do, except writing the weights. Returns the bytes
+    that these will have. Collective. Raises as `rehearse_export`."""
     policy, is_policy = trainer.policy, trainer.role == "policy"
     folder = launch.dir / ("model" if is_policy else trainer.role)
     dtype = _export_dtype(trainer, launch) if is_policy else policy.dtype
-    adapter = launch.dir / "adapter" if is_policy and launch.cfg.model.lora.rank else None
+    has_adapter = launch.plan.lora is not None and launch.plan.lora.rank > 0
+    adapter = launch.dir / "adapter" if is_policy and has_adapter else None
     args = policy.model, tokenizer, folder, dtype
     return rehearse_export(*args, mesh=launch.mesh, adapter=adapter)
 
@@ -348,12 +386,12 @@ def rehearse(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launc
 def export(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch, *, step: int
 ) -> None:
-    """Write the model, which `step` has trained, to `<run.dir>/model`, and adapters, which are
-    merged there, also to `<run.dir>/adapter`. Collective."""
-    policy, mesh, lora = trainer.policy, launch.mesh, launch.cfg.model.lora
+    """Write the model to `<run.dir>/model`, with adapters merged, and the adapters also to
+    `<run.dir>/adapter`. `step` is the update that the model is of. Collective."""
+    policy, mesh, lora = trainer.policy, launch.mesh, launch.plan.lora
     dtype = _export_dtype(trainer, launch)
     trainer.export_hf(launch.dir / "model", tokenizer, dtype=dtype, step=step)
-    if lora.rank:
+    if lora is not None and lora.rank:
         adapters, folder = _wholes(policy.masters), launch.dir / "adapter"
         export_adapter(policy.model, lora, folder, adapters, mesh=mesh, step=step)
 
@@ -361,25 +399,41 @@ def export(
 def export_role(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch, *, step: int
 ) -> None:
-    """Write a model that has learnt beside the policy to `<run.dir>/<role>`. Collective."""
+    """Write a trained model other than the policy to `<run.dir>/<role>`. Collective."""
     trainer.export_hf(launch.dir / trainer.role, tokenizer, step=step)
 
 
 def _export_dtype(trainer: Trainer, launch: Launch) -> torch.dtype:
-    """Of the policy's weights in its folder."""
+    """Dtype in which the policy's weights are written."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return dtypes.get(launch.cfg.checkpoint.export_dtype, trainer.policy.dtype)
 
 
+def frozen_scorer(role: Role, start: Launch) -> FrozenScorer:
+    """Build the frozen scorer of a role, colocated with the trainers and sharded over them."""
+    mesh = start.mesh
+    return FrozenScorer(
+        load_for_training(role.model, mesh, seed=start.cfg.run.seed),
+        role.trainer,
+        temperature=role.temperature,
+        exact=role.is_exact,
+        top_k=role.top_k,
+        mesh=mesh,
+        role=role.name,
+        dump_dir=start.dir,
+        on_exhausted=start.smaller_start,
+    )
+
+
 def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedModel:
-    """The model that a trainer of `mesh` takes: without weights for several processes, of which
-    each reads its shards; whole for one. Raises as `load_model`."""
+    """Load a model for training on `mesh`: whole for one process; for several without weights, of
+    which each process then reads its shards. Raises as `load_model`."""
     if mesh.world.size > 1:
         return load_deferred(cfg, device=mesh.device, seed=seed)
     return load_model(cfg, device=mesh.device, seed=seed)
 
 
 def _wholes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Gather tensors of which processes hold parts."""
+    """Iterate over (name, whole tensor) of tensors that are sharded over processes."""
     values = ((tensor.detach(), tensor.dtype) for tensor in tensors.values())
     yield from zip(tensors, wholes(values), strict=True)

@@ -22,20 +22,26 @@ from typing import Any
 from hone.config.tree import RLConfig, SFTConfig
 from hone.loops.launch import Launch, is_complete, launch
 from hone.loops.run import Outcome, Run
+from hone.observe.pages import Pages
 from hone.observe.resumed_run import exported_step
 
-__all__ = ["rare_collections", "run_to_end", "train"]
+__all__ = ["rare_garbage_collection", "run_to_end", "train"]
 
 
 COLLECTION_THRESHOLDS = 10_000, 10, 10
-"""Objects that may come before Python's garbage collector looks at the youngest; Python: 700."""
+"""Allocations before Python's garbage collector looks at each of its three generations. Python's
+own value for the youngest is 700."""
 
 
 @contextmanager
-def rare_collections() -> Generator[None]:
-    """Inside, Python's garbage collector passes over what is there by now (modules, models), and
-    looks at what comes more rarely. It takes a third of the time of a process that many engines
-    answer, since the objects of ten thousand samples outlive it again and again."""
+def rare_garbage_collection() -> Generator[None]:
+    """Context manager in which Python's garbage collector runs rarely and skips the objects that
+    already exist (modules, models).
+
+    With the default settings it took a third of the CPU time of a process that drives 512 engines,
+    and now 5 %: the objects of ten thousand samples live long, and every collection scans them
+    again (benchmarks/README.md).
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -48,9 +54,9 @@ def rare_collections() -> Generator[None]:
 
 
 def train(run: Run[Any]) -> Outcome:
-    """Train until `run.steps` updates are done or, on Ctrl-C, the step in progress; then the model
-    is written. All that writing it needs is tried before."""
-    with run.interrupt, rare_collections():
+    """Train for `run.steps` updates and write the model. Ctrl-C ends the run after the step in
+    progress. Whether the model can be written is tested first."""
+    with run.interrupt, rare_garbage_collection():
         run.rehearse()
         if run.start():
             return run.outcome
@@ -70,13 +76,15 @@ def train(run: Run[Any]) -> Outcome:
 
 
 def run_to_end(
-    cfg: RLConfig | SFTConfig, build: Callable[[Launch], AbstractContextManager[Run[Any]]]
+    cfg: RLConfig | SFTConfig,
+    build: Callable[[Launch], AbstractContextManager[Run[Any]]],
+    pages: Pages | None,
 ) -> Outcome:
-    """Build, train, write the model to `<run.dir>/model` and the report.
+    """Build the run, train, write the model to `<run.dir>/model` and, with `pages`, the report.
 
-    Of a run that has ended the report alone is written.
+    If the run is already complete, only the report is written.
     """
-    with launch(cfg) as start:
+    with launch(cfg, pages) as start:
         if is_complete(start):
             return Outcome(max(start.steps_done, exported_step(cfg) or 0))
         with build(start) as built:

@@ -1,12 +1,10 @@
-"""What one process does for others: it drives the engines and references of the pool, or the one
-engine that is over them all.
+"""Work that the first process does for all: driving engines and remote scorers.
 
-All training processes make the same calls. The first one draws prompts, drives the engines and
-scores; meanwhile the others wait for its messages: the result in the end, before it now and then
-that they should keep waiting, and, where no engine is left that holds weights, that all processes
-must push theirs again. Of an engine over several training processes the first does the same for
-those; their messages are the engine's calls. Processes that train a critic hear from the first one
-of all what it has collected.
+All training processes run the same loop. Where the first one draws prompts, drives engines and
+scores, the others follow its team (`hone.distributed.team`) until they get the result. In an engine
+over several processes the ranks follow the engine's first rank in the same way. If no engine with
+weights is left, all processes push the weights again. Processes that train a critic follow the
+first process of the run.
 """
 
 from __future__ import annotations
@@ -15,18 +13,13 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from functools import partial
-from time import monotonic
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hone.algorithms.algorithm import Outputs
-from hone.config.algorithm import Output
+from hone.algorithms.settings import Output
 from hone.config.run import EvaluationConfig
-from hone.distributed.channel import Channel
 from hone.distributed.mesh import Mesh
-from hone.engine.lockstep import LockStepEngine
+from hone.distributed.team import Team, run_for
 from hone.rollout.buffer import Progress
 from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
@@ -36,179 +29,85 @@ from hone.types import EngineLostError, Group, Prompt, Row, Sample
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
 
-__all__ = ["Controller", "CriticLead", "EngineLead", "Rank0Collector", "Rank0Scorer"]
+__all__ = ["PoolWeights", "Rank0Collector", "Rank0Scorer"]
 
 T = TypeVar("T")
 PlanPasses = Callable[[Sequence[Row]], list[list[int]]]
-"""Rows to the indices of each pass."""
+"""Maps rows to lists of row indices, one list per forward pass."""
 _log = logging.getLogger(__name__)
 
 MAX_PUSHES = 10
-"""Most times that one version is pushed. An engine that takes part and is lost costs one of
-the pool's restarts; this bounds failures that cost none."""
-KEEPALIVE_S = 5.0
-"""How often waiting processes get a message. Well below any timeout of theirs."""
+"""Attempts to push one weight version. A lost engine costs one of the pool's restarts; this limit
+bounds failures that cost none."""
+LOOK_S = 1.0
+"""Longest wait for scores before the other processes get a sign of life."""
 
 
-class _Message(Enum):
-    WAIT = auto()
-    PUSH_WEIGHTS = auto()
-    RESULT = auto()
+class PoolWeights:
+    """Sends the trainers' weights to the engines of a pool. `engines` is None in processes other
+    than the first one."""
 
-
-class Lead(Protocol):
-    """How one process works for others."""
-
-    def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
-        """What `make` returns in the first process, in all. Collective.
-
-        `make` gets a function that it calls between steps of the engines, with how many samples
-        are finished and wanted.
-        """
-        ...
-
-    def trainer_holds(self, version: int) -> None:
-        """The trainer holds `version` from now on."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLead:
-    """Runs work in the first rank of an engine, for its ranks."""
-
-    engine: LockStepEngine
-    is_first: bool
-
-    def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
-        """As `Lead.broadcast_from_rank0`."""
-        if not self.is_first:
-            return self.engine.follow()
-        return self.engine.lead(lambda: make(lambda _finished, _wanted: self.engine.keep_waiting()))
-
-    def trainer_holds(self, version: int) -> None:
-        """Nothing follows: the ranks receive weights together with the other trainers."""
-        del version
-
-
-@dataclass(slots=True)
-class Controller:
-    """Runs work in the first process of `mesh`, which has the `engines`, for all. In the others
-    `engines` is None."""
-
-    mesh: Mesh
-    engines: EnginePool | None
-    weights: BroadcastSync
-    _version: int = 0
-    _last_message_s: float = field(default_factory=monotonic)
+    def __init__(self, sync: BroadcastSync, engines: EnginePool | None, mesh: Mesh) -> None:
+        self._sync = sync
+        self._engines = engines
+        self._version = 0
+        self.team = Team(mesh, is_first=mesh.is_first, calls={"push": self.push})
 
     def push(self, version: int) -> SyncReport:
-        """Bring the trainer's weights to all engines, as `WeightSync.push`. Collective.
+        """Send the trainer's weights to all engines. See `WeightSync.push`. Collective.
 
-        Where an engine is lost meanwhile, the push is repeated for the others and its replacement,
+        If an engine is lost during a push, the push is repeated for the others and its replacement,
         as long as engines may be restarted.
         """
         self._version = version
         for _ in range(MAX_PUSHES - 1):
             try:
-                return self.weights.push(version)
+                return self._sync.push(version)
             except EngineLostError as error:
-                if self.mesh.is_first:
+                if self._engines is not None:
                     _log.warning("weights are pushed once more: %s", error)
-        return self.weights.push(version)
-
-    def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
-        """As `Lead.broadcast_from_rank0`."""
-        if self.engines is None:
-            return _receive(self.mesh, self.push)
-        value = make(self._between_steps)
-        self._send(_Message.RESULT, value)
-        return value
+        return self._sync.push(version)
 
     def trainer_holds(self, version: int) -> None:
-        """The trainer holds `version` from now on: a push before its own is of this version."""
+        """Set the version that the trainer holds: `push_if_lost` may be called before the push of
+        it."""
         self._version = version
 
-    def _between_steps(self, finished: int, wanted: int) -> None:
-        assert self.engines is not None
-        if self.engines.needs_weights:
-            self._send(_Message.PUSH_WEIGHTS, self._version)
-            self.push(self._version)
-        elif monotonic() - self._last_message_s > KEEPALIVE_S:
-            self._send(_Message.WAIT)
-
-    def _send(self, message: _Message, value: Any = None) -> None:
-        self.mesh.broadcast((message, value))
-        self._last_message_s = monotonic()
-
-
-@dataclass(slots=True)
-class CriticLead:
-    """Runs work in the first process as `lead` does, for the critic's processes too, which have
-    none."""
-
-    channel: Channel
-    """The first process, and those of the critic."""
-    lead: Lead | None = None
-    _last_message_s: float = field(default_factory=monotonic)
-
-    def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
-        """As `Lead.broadcast_from_rank0`."""
-        if self.lead is None:
-            return _receive(self.channel)
-
-        def make_told(between: Progress) -> T:
-            def both(finished: int, wanted: int) -> None:
-                between(finished, wanted)
-                if monotonic() - self._last_message_s > KEEPALIVE_S:
-                    self._send(_Message.WAIT)
-
-            return make(both)
-
-        value = self.lead.broadcast_from_rank0(make_told)
-        self._send(_Message.RESULT, value)
-        return value
-
-    def trainer_holds(self, version: int) -> None:
-        """As `Lead.trainer_holds`; the critic's weights go to no engine."""
-        if self.lead is not None:
-            self.lead.trainer_holds(version)
-
-    def _send(self, message: _Message, value: Any = None) -> None:
-        self.channel.broadcast((message, value))
-        self._last_message_s = monotonic()
-
-
-def _receive(mesh: Mesh | Channel, push: Callable[[int], object] | None = None) -> Any:
-    """The result of the first process, once it has sent it."""
-    while True:
-        message, value = mesh.broadcast(None)
-        if message is _Message.RESULT:
-            return value
-        if message is _Message.PUSH_WEIGHTS and push is not None:
-            push(value)
+    def push_if_lost(self) -> None:
+        """Let all processes push their weights again if no engine with weights is left. Called in
+        the first process, while the others follow its team."""
+        if self._engines is not None and self._engines.needs_weights:
+            self.team.call("push", self._version)
 
 
 class Rank0Collector:
-    """A `Collector` in the first process, its groups in all."""
+    """A `Collector` in the first process of `teams`, which returns its groups in all processes."""
 
-    def __init__(self, lead: Lead, collector: Collector | None) -> None:
-        self._lead = lead
+    def __init__(
+        self,
+        teams: Sequence[Team],
+        collector: Collector | None,
+        weights: PoolWeights | None = None,
+    ) -> None:
+        """`teams` are the teams that the first process leads, or the one that this process follows.
+        `weights` go to the engines of a pool."""
+        self._teams = teams
         self._collector = collector
+        self._weights = weights
         self.counts = RolloutCounts()
 
     def collect(self, step: int, progress: Progress | None = None) -> list[Group]:
         """The scored groups of `step`. Collective."""
 
-        def make(between: Progress) -> tuple[list[Group], RolloutCounts]:
+        def make(collector: Collector) -> tuple[list[Group], RolloutCounts]:
             def both(finished: int, wanted: int) -> None:
-                between(finished, wanted)
+                self._between_steps(finished, wanted)
                 if progress is not None:
                     progress(finished, wanted)
 
-            assert self._collector is not None
-            return self._collector.collect(step, both), self._collector.counts
+            return collector.collect(step, both), collector.counts
 
-        groups, self.counts = self._lead.broadcast_from_rank0(make)
+        groups, self.counts = self._run(make)
         return groups
 
     def evaluate(
@@ -218,97 +117,117 @@ class Rank0Collector:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> list[Sample] | None:
-        """As `Collector.evaluate`; `should_stop` of the first process counts. Collective."""
-
-        def make(between: Progress) -> list[Sample] | None:
-            assert self._collector is not None
-            return self._collector.evaluate(prompts, cfg, progress=between, should_stop=should_stop)
-
-        return self._lead.broadcast_from_rank0(make)
+        """Evaluate as `Collector.evaluate`; `should_stop` of the first process counts.
+        Collective."""
+        between = self._between_steps
+        return self._run(
+            lambda collector: collector.evaluate(
+                prompts, cfg, progress=between, should_stop=should_stop
+            )
+        )
 
     def background(self) -> AbstractContextManager[None]:
-        """As `Collector.background`."""
+        """See `Collector.background`."""
         return nullcontext() if self._collector is None else self._collector.background()
 
     @contextmanager
     def pause(self, version: int) -> Generator[None]:
-        """As `Collector.pause`, for which the other processes wait. Collective."""
-        self._lead.trainer_holds(version)
+        """Pause as `Collector.pause`, while the other processes wait. Collective."""
+        if self._weights is not None:
+            self._weights.trainer_holds(version)
         with ExitStack() as stack:
 
-            def enter(between: Progress) -> None:
-                assert self._collector is not None
-                stack.enter_context(self._collector.pause(version, between))
+            def enter(collector: Collector) -> None:
+                stack.enter_context(collector.pause(version, self._between_steps))
 
-            self._lead.broadcast_from_rank0(enter)
+            self._run(enter)
             yield
 
     def idle(self) -> AbstractContextManager[None]:
-        """As `Collector.idle`."""
+        """See `Collector.idle`."""
         return nullcontext() if self._collector is None else self._collector.idle()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the first process, which writes it; while idle."""
+        """State of the first process's collector, which must be idle. Empty in other processes."""
         return {} if self._collector is None else self._collector.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
         if self._collector is not None:
             self._collector.load_state_dict(state)
+
+    def _run(self, work: Callable[[Collector], T]) -> T:
+        """Result of `work` on the first process's collector, in all processes."""
+
+        def with_own() -> T:
+            assert self._collector is not None
+            return work(self._collector)
+
+        return run_for(self._teams, with_own)
+
+    def _between_steps(self, finished: int, wanted: int) -> None:
+        """Work of the first process between engine steps: recover lost weights, and give the other
+        processes a sign of life."""
+        del finished, wanted
+        if self._weights is not None:
+            self._weights.push_if_lost()
+        for team in self._teams:
+            team.keep_waiting()
 
 
 class _Ahead(NamedTuple):
     row: Row
     scoring: Future[list[Outputs]]
     number: int
-    """Of the row, in what it will have found."""
+    """Index of the row in the result of `scoring`."""
 
 
 class Rank0Scorer:
-    """A `ScorerPool` in the first process, what it finds in all. Implements `RowScorer`."""
+    """A `ScorerPool` in the first process, which returns its scores in all. Implements
+    `RowScorer`."""
 
     def __init__(self, mesh: Mesh, pool: ScorerPool | None, plan: PlanPasses) -> None:
-        """`plan` says in which passes rows are scored."""
-        self._mesh = mesh
+        """`plan` groups rows into forward passes."""
+        self._team = Team(mesh, is_first=pool is not None)
         self._pool = pool
         self._plan = plan
         self._ahead: dict[str, _Ahead] = {}
-        """Rows whose scoring was begun before they were asked for, by id."""
+        """Rows whose scoring began before `begin` asked for them, by id."""
 
     def begin_ahead(self, rows: Sequence[Row], outputs: frozenset[Output]) -> None:
-        """Begin to score rows of which `begin` will ask the same `outputs`, in the first process
-        alone and any thread of it. Raises ValueError as `PlanPasses`."""
+        """Begin to score rows for which `begin` will ask the same `outputs` later. For the first
+        process only, from any of its threads. Raises ValueError as `PlanPasses`."""
         assert self._pool is not None
         scoring = self._pool.begin(rows, self._plan(rows), outputs)
         self._ahead |= {row.id: _Ahead(row, scoring, i) for i, row in enumerate(rows)}
 
     def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
-        """Begun at once, in the background, but for what `begin_ahead` has begun."""
-        passes = self._plan(rows)  # in all processes, since it refuses rows that are too long
+        """Begin to score rows in the background, except those that `begin_ahead` has begun. Returns
+        a collective function that waits for the outputs of all rows."""
+        passes = self._plan(rows)  # in all processes: raises for rows that are too long
         if self._pool is None:
-            return partial(_receive, self._mesh)
+            return self._team.follow
         ahead = [self._take(row) for row in rows]
         rest = [row for row, begun in zip(rows, ahead, strict=True) if begun is None]
         if len(rest) < len(rows):
             passes = self._plan(rest) if rest else []
-        return partial(self._send, self._pool.begin(rest, passes, outputs), ahead)
+        scoring = self._pool.begin(rest, passes, outputs)
+        return lambda: self._team.run(lambda: self._outputs(scoring, ahead))
 
     def _take(self, row: Row) -> _Ahead | None:
-        """What was begun of a row, if it is still the same."""
+        """The scoring that was begun of a row, if the row is still the same."""
         begun = self._ahead.pop(row.id, None)
         is_same = begun is not None and (
             [*begun.row.token_ids] == [*row.token_ids]
             and [*begun.row.loss_mask] == [*row.loss_mask]
+            and begun.row.model_input == row.model_input
         )
         return begun if is_same else None
 
-    def _send(
+    def _outputs(
         self, scoring: Future[list[Outputs]], ahead: Sequence[_Ahead | None]
     ) -> list[Outputs]:
-        all_of_it = [scoring, *(begun.scoring for begun in ahead if begun is not None)]
-        while wait(all_of_it, KEEPALIVE_S).not_done:
-            self._mesh.broadcast((_Message.WAIT, None))
+        futures = [scoring, *(begun.scoring for begun in ahead if begun is not None)]
+        while wait(futures, LOOK_S).not_done:
+            self._team.keep_waiting()
         rest = iter(scoring.result())
-        found = [begun.scoring.result()[begun.number] if begun else next(rest) for begun in ahead]
-        self._mesh.broadcast((_Message.RESULT, found))
-        return found
+        return [begun.scoring.result()[begun.number] if begun else next(rest) for begun in ahead]

@@ -1,4 +1,4 @@
-"""Turns a step into one row of metrics, one console line, alarms and a few samples on disk."""
+"""Records a step: one row of metrics, one console line, alarms and a few samples on disk."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 import torch
+from torch import Tensor
 
+from hone.algorithms.rows import episodes_of
 from hone.config.plan import RunPlan
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.hardware import GIB, Peaks, installed_gpu, num_usable_cores
 from hone.loops.launch import Launch
-from hone.models.load import compute_dtype
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import DeviceMemory
 from hone.observe.disk import DiskError
 from hone.observe.gpu_use import GPUUse
-from hone.observe.loggers import ENTROPY, POLICY_LOGPROBS, RunLog, chosen
+from hone.observe.loggers import ENTROPY, POLICY_LOGPROBS, RunLog, groups_to_write
 from hone.observe.metrics import Max, Mean, Metrics, merge, to_scalars
 from hone.observe.metrics_server import MetricsServer
 from hone.observe.spans import Spans
@@ -41,7 +42,7 @@ __all__ = ["Limits", "Recorder", "max_mismatch_kl", "recording"]
 _log = logging.getLogger(__name__)
 
 _OF_POLICY = {POLICY_LOGPROBS: "logprobs/policy", ENTROPY: "entropy/policy"}
-"""What is written of a sample's tokens, by the column that has it."""
+"""Names under which token columns are written into sample files, by column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +51,42 @@ class Limits:
 
     shape: ModelShape
     peaks: Peaks | None
-    """None on a CPU, whose rates are those that other work on the machine leaves."""
+    """None on a CPU, whose speed depends on what else the machine does."""
     num_devices: int
-    """Of the trainer."""
+    """Devices of the trainer."""
     num_engines: int
     devices_per_engine: int
     overlaps: bool
-    """Engines sample while the trainer trains."""
+    """Whether engines sample while the trainer trains."""
     bytes_per_value: int
     kv_bytes_per_value: int
     packs_rows: bool
-    """Whether engines keep matrices of layers as 8-bit codes."""
+    """Whether engines store the layers' matrices as int8."""
     shares_prefixes: bool
-    """Whether rows of a group are trained with their prompt once."""
+    """Whether the trainer computes the shared prompt of a group only once."""
     max_num_seqs: int
     passes: float
     """Forward passes' worth of FLOPs in a training step: 3 an epoch (2 where only adapters are
     trained), 1 for each scoring pass."""
+
+    @classmethod
+    def of(cls, plan: RunPlan, shape: ModelShape, peaks: Peaks | None) -> Self:
+        """Limits of a plan with a model of this shape."""
+        policy, engine = plan.policy, plan.roles["engine"]
+        return cls(
+            shape=shape,
+            peaks=peaks,
+            num_devices=policy.axes.world,
+            num_engines=engine.num_workers,
+            devices_per_engine=engine.axes.world,
+            overlaps=plan.samples_ahead,
+            bytes_per_value=plan.num_bytes,
+            kv_bytes_per_value={"float32": 4, "bfloat16": 2, "fp8": 1}[plan.kv_dtype],
+            packs_rows=plan.packs_rows,
+            shares_prefixes=policy.axes.context == 1 and not policy.is_exact,
+            max_num_seqs=engine.engine.max_num_seqs,
+            passes=plan.passes,
+        )
 
     def ratios(
         self, groups: Sequence[Group], rows: Sequence[Row], seconds: Mapping[str, float]
@@ -75,11 +95,12 @@ class Limits:
         Empty without peaks."""
         if self.peaks is None:
             return {}
-        share = groups[:: self.num_engines]  # as the first engine has it
+        share = groups[:: self.num_engines]  # the groups of the first engine
         turns = [turn for group in share for sample in group.samples for turn in _turns(sample)]
         if not turns or not rows:
             return {}
-        read_once = [len(group.prompt.token_ids) for group in share]
+        openings = ({sample.opening_ids for sample in group.samples} for group in share)
+        read_once = [len(token_ids) for own in openings for token_ids in own]
         of_one_engine_s = generation_time_s(
             self.shape,
             self.peaks,
@@ -119,35 +140,52 @@ class Limits:
 
 
 class _TurnTokens(NamedTuple):
-    """Tokens of a turn of a sample."""
+    """Token counts of one turn of a sample."""
 
     num_before: int
-    """The prompt's, and those of turns and observations so far."""
+    """Tokens before the turn: the prompt, earlier turns and observations."""
     num_observed: int
-    """Of those, the environment's answer to the turn before."""
+    """Those of `num_before` that are the environment's answer to the turn before."""
     num_sampled: int
 
 
 def _turns(sample: Sample) -> Iterator[_TurnTokens]:
-    """Those in which the policy sampled anything."""
-    end = 0
-    for turn in sample.turns:
-        if turn.end > turn.start:
-            before = len(sample.prompt.token_ids) + turn.start
-            yield _TurnTokens(before, turn.start - end, turn.end - turn.start)
-        end = turn.end
+    """Iterate over the turns in which the policy sampled tokens. Of the context of a rewritten
+    history only what differs from the path before it is read."""
+    read: Sequence[int] = sample.opening_ids
+    for path in sample.paths.values():
+        end = _num_equal(read, path.prompt_ids) - len(path.prompt_ids)
+        for turn in path.turns:
+            if turn.end > turn.start:
+                before = len(path.prompt_ids) + turn.start
+                yield _TurnTokens(before, turn.start - end, turn.end - turn.start)
+            end = turn.end
+        if sample.branches:
+            read = (*path.prompt_ids, *path.token_ids)
+
+
+def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _advantages(episode: Sequence[Row]) -> Tensor | None:
+    """The advantages of all trained tokens of an episode; None where there are none."""
+    values = [row.column("advantages") for row in episode if "advantages" in row.columns]
+    return torch.cat(values) if sum(map(len, values)) else None
 
 
 @dataclass(slots=True)
 class CPUUse:
-    """What this process gets of the CPU, since it was asked last."""
+    """CPU use of this process since the last `take`."""
 
     _wall_s: float = field(default_factory=time.perf_counter)
     _cpu_s: float = field(default_factory=time.process_time)
 
     def take(self) -> dict[str, float]:
-        """CPU time as a share of wall time x torch's threads, and the threads of all programs that
-        want to run (the load average of a minute) over the cores of this process."""
+        """CPU time over wall time and torch's threads, and the load average of the last minute (of
+        all programs) over the cores of this process."""
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         spent = (cpu_s - self._cpu_s) / max(wall_s - self._wall_s, 1e-9)
         self._wall_s, self._cpu_s = wall_s, cpu_s
@@ -159,9 +197,9 @@ class CPUUse:
 
 @dataclass(slots=True)
 class Recorder:
-    """Everything a person sees of a run goes through here.
+    """Writes everything that a person sees of a run: log, console, alarms.
 
-    Every process has one; that of the first alone has a log and a console.
+    Every process has a recorder. Only the first one's has a log and a console.
     """
 
     mesh: Mesh
@@ -173,29 +211,29 @@ class Recorder:
     metrics_server: MetricsServer | None = None
     cpu_use: CPUUse = field(default_factory=CPUUse)
     gpu_use: GPUUse | None = None
-    """Of this process's device."""
+    """Utilization of this process's device."""
     memory: DeviceMemory = field(init=False)
-    """Likewise."""
+    """Memory of this process's device."""
     lane: str = "trainer 0"
-    """What this process is called where lanes of all are drawn."""
+    """Name of this process's lane in the timeline."""
     engine_lanes: Callable[[], Mapping[str, Sequence[tuple[float, float]]]] = dict[
         str, Sequence[tuple[float, float]]
     ]
-    """When engines apart were at work since the last call, by name."""
+    """Returns the busy times of remote engines since the last call, as (begin, end) by name."""
     num_shown: int = 0
-    """Samples of a step that are written."""
+    """Number of samples written per step."""
     shown_ids: frozenset[str] = frozenset()
-    """Those of the step in progress."""
+    """Ids of the rows of the samples that will be written of the step in progress."""
     before_failure: Callable[[], None] = lambda: None
-    """Called where an error ends the run, as long as events can be written."""
+    """Called when an error ends the run, while events can still be written."""
     _unrecorded: tuple[int, Sequence[Group], str] | None = None
-    """Step, groups and split of samples that are in no file yet."""
+    """Step, groups and split of samples that are not written yet."""
 
     def __post_init__(self) -> None:
         self.memory = DeviceMemory(self.mesh.device)
 
     def progress(self, finished: int, wanted: int) -> None:
-        """Show how many samples of the current step are done."""
+        """Show how many samples of the current step are finished."""
         if self.console is not None:
             self.console.progress(finished, wanted)
 
@@ -205,47 +243,52 @@ class Recorder:
             self.console.waiting(text)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record something that happened."""
+        """Append an event to the log."""
         if self.log is not None:
             self.log.event(kind, **fields)
 
     def sampled(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep the groups of the step in progress until `record`; where the step fails, they are
-        what a person wants to see."""
+        """Keep the groups of the step in progress until `record`. If the step fails, they are
+        written: a person wants to see them."""
         self._unrecorded = step, groups, "train"
-        shown = chosen(groups, self.num_shown)
-        self.shown_ids = frozenset(sample.id for group in shown for sample in group.samples)
+        shown = groups_to_write(groups, self.num_shown)
+        samples = [sample for group in shown for sample in group.samples]
+        self.shown_ids = frozenset(row_id for sample in samples for row_id in sample.paths)
 
     def evaluated(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write some of the samples of an evaluation, which come prompt by prompt."""
+        """Write some samples of an evaluation. `samples` must be ordered by prompt."""
         if self.log is not None:
             by_group = groupby(samples, key=lambda sample: sample.id.rpartition("/")[0])
-            groups = [(name, list(held)) for name, held in by_group]
+            groups = [(name, list(members)) for name, members in by_group]
             self.log.samples(
                 step,
-                [Group(id=name, prompt=held[0].prompt, samples=held) for name, held in groups],
+                [
+                    Group(id=name, prompt=members[0].prompt, samples=members)
+                    for name, members in groups
+                ],
                 split="eval",
             )
 
     def unscored(self, step: int, samples: Sequence[Sample], *, split: str) -> None:
-        """Keep samples of which too many have no reward, in place of the groups of the step."""
+        """Replace the groups of the step by samples of which too many have no reward, to be written
+        when the run fails."""
         groups = [Group(id=s.id, prompt=s.prompt, samples=[s]) for s in samples]
         self._unrecorded = step, groups, split
 
     def write_unrecorded(self) -> None:
-        """Write samples of a step that has failed."""
+        """Write the samples of a step that failed."""
         if self.log is not None and self._unrecorded is not None:
             step, groups, split = self._unrecorded
             self.log.samples(step, groups, split=split, failed_first=True)
 
     def output_lost(self, message: str) -> None:
-        """Record that nobody sees the console any more."""
+        """Record that the console's output is lost."""
         self.event("output_lost", message=message)
         _log.warning("warning: %s", message)
 
-    def saved(self, step: int, rank: float | None) -> None:
-        """Record a checkpoint that is on disk."""
-        self.event("checkpoint", step=step, metric=rank)
+    def saved(self, step: int, metric: float | None) -> None:
+        """Record that a checkpoint is on disk."""
+        self.event("checkpoint", step=step, metric=metric)
 
     def record(
         self,
@@ -256,8 +299,8 @@ class Recorder:
         rows: Sequence[Row] = (),
         why_untrained: str | None = None,
     ) -> None:
-        """Write the row of `step`, the number of updates done. Collective; times are those of the
-        first process. `why_untrained` is the cause where no token of it was trained."""
+        """Write the metrics row of `step`, the number of updates done. Collective. Times are those
+        of the first process. `why_untrained` is the reason if no token of the step was trained."""
         seconds = self.spans.take()
         rss = psutil.Process().memory_info().rss
         own: Metrics = {"mem/rss_gib": Max(rss / GIB), **self.memory.take()}
@@ -279,7 +322,8 @@ class Recorder:
             scalars |= self.cpu_use.take()
         num_tokens = sum(row.num_tokens for row in rows)
         scalars["perf/tokens_per_s"] = num_tokens / max(seconds["step"], 1e-9)
-        num_samples = sum(row.num_trained > 0 for row in rows)
+        episodes = [[rows[i] for i in indices] for indices in episodes_of(rows)]
+        num_samples = sum(any(row.num_trained for row in episode) for episode in episodes)
         scalars["perf/samples_per_s"] = num_samples / max(seconds["step"], 1e-9)
         if groups:
             sampled = sum(s.num_sampled for group in groups for s in group.samples)
@@ -288,18 +332,19 @@ class Recorder:
             scalars["perf/generated_tokens_per_s"] = sampled / max(generating_s, 1e-9)
         if self.limits is not None and groups:
             scalars |= self.limits.ratios(groups, rows, seconds)
-            # Engines that run ahead are counted from batch to batch, which is not from row to row.
-            # What they report may be one of their steps old.
+            # The counters of remote engines cover the time from batch to batch, which is not the
+            # time from row to row, and may miss the latest engine step.
             counted_s = scalars.get("perf/engine_counted_s", seconds["step"])
-            there_s = self.limits.num_engines * max(counted_s, 1e-9)
-            scalars["perf/engine_busy_share"] = min(scalars["perf/engine_busy_s"] / there_s, 1.0)
+            available_s = self.limits.num_engines * max(counted_s, 1e-9)
+            busy_s = scalars["perf/engine_busy_s"]
+            scalars["perf/engine_busy_share"] = min(busy_s / available_s, 1.0)
             scalars |= self._waits(scalars, seconds)
         self.log.log(step, scalars)
         if groups:
             advantages = {
-                row.id: float(row.column("advantages").double().mean())
-                for row in rows
-                if "advantages" in row.columns and row.num_trained
+                episode[0].episode or episode[0].id: float(values.double().mean())
+                for episode in episodes
+                if (values := _advantages(episode)) is not None
             }
             policy = {
                 row.id: {
@@ -322,12 +367,12 @@ class Recorder:
     def _waits(
         self, scalars: Mapping[str, float], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """Shares of the time in which trainers wait for samples, engines for weights, and in turns
-        all of them for reward functions."""
+        """Shares of the step in which trainers wait for samples, engines wait for weights, and, in
+        a synchronous run, both wait for reward functions."""
         assert self.limits is not None
         step_s, generate_s = max(seconds["step"], 1e-9), seconds.get("generate", 0.0)
         waits = {"perf/wait_for_samples_share": generate_s / step_s}
-        if self.limits.overlaps:  # engines stop where they are `max_staleness` ahead, and in a push
+        if self.limits.overlaps:  # engines pause at `max_staleness` and during a push
             return waits | {"perf/wait_for_weights_share": 1 - scalars["perf/engine_busy_share"]}
         others = ("time/generate/wait_s", "time/generate/reward_model_s")
         at_work_s = scalars["perf/engine_busy_s"] / self.limits.num_engines
@@ -339,34 +384,31 @@ class Recorder:
 
 
 def _as_loaded(plan: RunPlan, limits: Limits) -> RunPlan:
-    """The plan with the model's shape, whatever named it, and the GPU of this host."""
+    """The plan with the shape of the loaded model and the GPU of this host."""
     facts = plan.model or ModelFacts.of_shape(limits.shape)
     gpu = None if plan.is_on_cpu else installed_gpu()
     return replace(plan, model=facts, devices=replace(plan.devices, gpu=gpu))
 
 
-def max_mismatch_kl(cfg: RLConfig | SFTConfig, device: torch.device) -> float:
-    """The largest healthy divergence of engines and trainer, which is larger in a coarser number
-    format: that in which models compute, whatever a trainer keeps of them."""
-    is_rounded = compute_dtype(cfg.model, device).itemsize == 2
-    if isinstance(cfg, RLConfig):
-        is_rounded |= cfg.engine.packs_rows or cfg.engine.kv_cache_dtype == "fp8"
+def max_mismatch_kl(plan: RunPlan) -> float:
+    """Largest healthy KL divergence between engine and trainer. It is larger in a coarser number
+    format; the format in which models compute counts, not that of the trainer's master weights."""
+    is_rounded = plan.packs_rows or plan.kv_dtype != "float32"
     return 1e-2 if is_rounded else 1e-4
 
 
 @contextmanager
-def recording(
-    launch: Launch, limits: Limits | None = None, plan: RunPlan | None = None
-) -> Generator[Recorder]:
-    """The recorder of this process; the first one's writes into the run folder, also the samples
-    of a step that fails. What alarms advise is for `plan`."""
-    cfg, everyone = launch.cfg, launch.everyone
+def recording(launch: Launch, limits: Limits | None = None) -> Generator[Recorder]:
+    """Open the recorder of this process. The first process's recorder writes into the run folder,
+    including the samples of a step that fails. With `limits`, alarms advise settings for the run's
+    plan."""
+    cfg, plan, everyone = launch.cfg, launch.plan, launch.everyone
     is_rl = isinstance(cfg, RLConfig)
     runs_ahead = is_rl and cfg.pipeline.samples_ahead
     alarms = Alarms(
-        max_mismatch_kl=max_mismatch_kl(cfg, everyone.device),
+        max_mismatch_kl=max_mismatch_kl(plan),
         max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,
-        plan=None if plan is None or limits is None else _as_loaded(plan, limits),
+        plan=None if limits is None else _as_loaded(plan, limits),
     )
 
     def begin(path: str) -> None:

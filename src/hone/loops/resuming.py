@@ -1,4 +1,4 @@
-"""Resume a run from its folder: from which checkpoint, as what, and what has changed since."""
+"""Resuming a run from its folder: which checkpoint, and which settings changed since."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from hone.checkpoint.random_state import restore_random_state
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.checkpoint.tree import in_memory
-from hone.config.parallel import AxisSizes
 from hone.config.plan import Devices, resolve
 from hone.config.tree import RLConfig, SFTConfig
+from hone.distributed.settings import AxisSizes
 from hone.errors import UserError
 from hone.observe.resumed_run import (
     changed_settings,
@@ -30,10 +30,10 @@ _AXES = ("pipeline", "data", "ring", "ulysses", "tensor")
 
 
 def find_checkpoint(cfg: RLConfig | SFTConfig, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint that `run.resume` asks for; None where the folder holds none.
+    """The checkpoint that `run.resume` selects, or None if the folder holds none.
 
-    Raises UserError as `require_resumable` does, and CheckpointError for a folder with damaged ones
-    only: to start afresh beside them would look like going on.
+    Raises UserError as `require_resumable` does, and CheckpointError for a folder that holds only
+    damaged checkpoints: starting afresh there would look like resuming.
     """
     require_resumable(cfg, newest=None if store.is_empty else newest_step(cfg.run.dir) or 0)
     if isinstance(cfg.run.resume, int):
@@ -41,37 +41,38 @@ def find_checkpoint(cfg: RLConfig | SFTConfig, store: CheckpointStore) -> Checkp
     return None if store.is_empty else store.load("latest")
 
 
-def announce(found: Checkpoint, cfg: RLConfig | SFTConfig, sizes: AxisSizes) -> Iterator[str]:
-    """Lines on what the run goes on from, and what a person may not expect of it."""
-    yield _origin(found, sizes)
-    if found.step >= cfg.run.steps:
+def announce(checkpoint: Checkpoint, cfg: RLConfig | SFTConfig, sizes: AxisSizes) -> Iterator[str]:
+    """Lines that say which checkpoint the run resumes from, and which settings have changed."""
+    yield _origin(checkpoint, sizes)
+    if checkpoint.step >= cfg.run.steps:
         yield (
             f"run.steps is {cfg.run.steps}: nothing is left to train. Raise it to go on, or choose "
             "another run.dir"
         )
-        return  # what has changed is not used
-    for text in changes(cfg, found.step):
+        return  # the changed settings have no effect
+    for text in changes(cfg, checkpoint.step):
         yield f"changed since then: {text}"
 
 
 def changes(cfg: RLConfig | SFTConfig, step: int) -> list[str]:
-    """What differs from the run that `run.dir` holds, where it goes on after `step`: settings with
-    both values, and the learning rate where other `run.steps` change it."""
+    """Differences from the run in `run.dir` when it is resumed after `step`: changed settings with
+    both values, and the learning rate if a changed `run.steps` moves it."""
     return [*changed_settings(cfg).values(), *_changed_course(cfg, step)]
 
 
 def _changed_course(cfg: RLConfig | SFTConfig, step: int) -> Iterator[str]:
-    """How the learning rate jumps after `step` where its schedule ends at another step than it did:
-    a longer one lies higher throughout."""
-    optimizer, before = cfg.trainer.optimizer, saved_config(cfg.run.dir).get("run", {}).get("steps")
-    batch = resolve(cfg, None, Devices()).batch
+    """The jump of the learning rate after `step` if the schedule now ends at another step. A longer
+    schedule has higher rates throughout."""
+    plan = resolve(cfg, None, Devices())
+    before = saved_config(cfg.run.dir).get("run", {}).get("steps")
+    optimizer, batch = plan.policy.trainer.optimizer, plan.batch
     assert batch is not None
     waits = (
         cfg.critic.warmup_steps if isinstance(cfg, RLConfig) and cfg.algorithm.needs_critic else 0
     )
 
     def rate(after: int, last: int) -> float:
-        """Of the first optimizer step after step `after` of a run of `last` steps."""
+        """Learning rate of the first optimizer step after step `after` in a run of `last` steps."""
         done, total = (max(n - waits, 0) * batch.optimizer_steps_per_rollout for n in (after, last))
         return optimizer.lr * lr_scale(done, optimizer, total)
 
@@ -86,7 +87,8 @@ def _changed_course(cfg: RLConfig | SFTConfig, step: int) -> Iterator[str]:
 
 
 def announce_restart(cfg: RLConfig | SFTConfig) -> Iterator[str]:
-    """A line on what a folder without a checkpoint holds of an earlier launch, which is lost."""
+    """A line on the records of an earlier launch that a folder without a checkpoint holds, and
+    which are lost."""
     if not (cfg.run.dir / METRICS).is_file():
         return
     rows = RunFolder.read(cfg.run.dir, has_ended=True).rows
@@ -105,7 +107,7 @@ def announce_restart(cfg: RLConfig | SFTConfig) -> Iterator[str]:
 
 
 def saved_names(models: Models) -> dict[str, Trainer]:
-    """What learns, by the name of its part in a checkpoint."""
+    """Trainers by the name of their part in a checkpoint."""
     return {
         "trainer" if role == "policy" else role: trainer
         for role, trainer in models.learners.items()
@@ -113,10 +115,11 @@ def saved_names(models: Models) -> dict[str, Trainer]:
 
 
 def restore(models: Models, parts: Mapping[str, Any]) -> None:
-    """Let what learns and random generators go on from a checkpoint, whatever processes wrote it.
+    """Restore trainers and random generators from a checkpoint, whatever number of processes wrote
+    it.
 
-    Each process reads what it holds. Raises ValueError where it belongs to another model, and
-    UserError where it has none for a role.
+    Each process reads its own shards. Raises ValueError if the checkpoint belongs to another model,
+    and UserError if it lacks a role.
     """
     for name, trainer in saved_names(models).items():
         if name not in parts:
@@ -128,18 +131,18 @@ def restore(models: Models, parts: Mapping[str, Any]) -> None:
     restore_random_state(in_memory(parts["random"]))
 
 
-def _origin(found: Checkpoint, own: AxisSizes) -> str:
-    """One line on where the run goes on from, who wrote that, and how it is read."""
-    saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.saved_at))
-    line = f"going on after step {found.step}, from {found.path}, saved {saved_at}"
-    line += f" by {_described(found.written_by)}"
-    if found.written_by != own:
-        line += f"; now {_described(own)}, so each reads its own regions of the tensors"
+def _origin(checkpoint: Checkpoint, sizes: AxisSizes) -> str:
+    """One line that names the checkpoint, the processes that wrote it, and how it is read now."""
+    saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.saved_at))
+    line = f"going on after step {checkpoint.step}, from {checkpoint.path}, saved {saved_at}"
+    line += f" by {_described(checkpoint.written_by)}"
+    if checkpoint.written_by != sizes:
+        line += f"; now {_described(sizes)}, so each reads its own regions of the tensors"
     return line
 
 
 def _described(sizes: AxisSizes) -> str:
-    """For example `8 processes (data 4 x tensor 2, shards over 4)`."""
+    """Describe sizes, for example `8 processes (data 4 x tensor 2, shards over 4)`."""
     if sizes.world == 1:
         return "1 process"
     axes = {name: getattr(sizes, name) for name in _AXES}

@@ -1,4 +1,5 @@
-"""A run that trains: what the loop calls, and what all commands do between two steps."""
+"""The base class of training runs: the methods that the loop calls, and the work between two
+steps."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ Phase = Literal["train", "push", "evaluate", "save"]
 _log = logging.getLogger(__name__)
 
 _RATE_BYTES = 1 << 27
-"""Written to see how fast the disk is, where a model is no smaller."""
+"""Bytes of the write test that measures the disk. Smaller models are not worth a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,18 @@ class Outcome:
     """How a run ended."""
 
     steps: int
-    """Updates done in all, earlier launches included."""
+    """Updates done so far, including those of earlier launches."""
     stopped_by: int | None = None
-    """The signal that ended the run before its last step; None where none did."""
+    """The signal that ended the run before its last step, or None."""
     is_saved: bool = True
-    """Whether the state of the last step is on disk, from which the run can go on."""
+    """Whether the state of the last step is on disk, so that the run can be resumed."""
 
 
 @dataclass(kw_only=True)
 class Run(ABC, Generic[Item]):
-    """What the loop works with. All processes have the same parts, and make the same calls.
+    """A training run. Every process builds the same parts and makes the same calls.
 
-    A step collects `Item`s, of which the algorithm makes rows.
+    A step collects `Item`s, and the algorithm turns them into rows.
     """
 
     launch: Launch
@@ -70,7 +71,8 @@ class Run(ABC, Generic[Item]):
         self.interrupt = Interrupt(self.launch.everyone, STOPPING, earlier=early)
         self._model_bytes = 0
         self._bytes_per_s: float | None = None
-        """Of the disk of `run.dir`; None where so little is written that it takes no time."""
+        """Write speed of the disk of `run.dir`. None where the models are too small for it to
+        matter."""
         self.saver = Saver(
             self.launch.store,
             self.launch.cfg.checkpoint,
@@ -82,17 +84,17 @@ class Run(ABC, Generic[Item]):
 
     @property
     def trainer(self) -> Trainer:
-        """Of the policy. Raises KeyError in processes that train another model."""
+        """The policy's trainer. Raises KeyError in processes that train another model."""
         return self.models.trainer
 
     # -- a step ----------------------------------------------------------------------------------
 
     @abstractmethod
     def collect(self, step: int) -> list[Item]:
-        """What `step` trains on. Collective, as are all of these."""
+        """The items that `step` trains on. Collective, as are all methods of a step."""
 
     def prepare(self, batch: list[Item], step: int) -> tuple[list[Row], Metrics]:
-        """Its rows, with everything that the losses need."""
+        """Rows of the batch, with all columns that the losses need."""
         with self.span(PREPARATION):
             return self.models.prepare(self.algorithm, batch, version=step - 1)
 
@@ -103,33 +105,36 @@ class Run(ABC, Generic[Item]):
             return self.models.update(self.algorithm, rows, step, shown_ids=shown)
 
     def push(self, step: int) -> Metrics:
-        """Bring weight version `step` to what samples with it."""
+        """Send weight version `step` to the engines."""
         del step
         return {}
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
-        """Inside, devices and engines are as a part of `step` needs them."""
+        """Context manager that puts devices and engines into the state which phase `name` needs."""
         del name, step
         return nullcontext()
 
     @abstractmethod
     def evaluate(self, step: int) -> Metrics:
-        """Metrics of an evaluation after `step`; none where a signal has cut it short: it ends it
-        at once, since nothing of it has to be saved, and a large held-out set takes longer than a
-        scheduler waits between SIGTERM and SIGKILL."""
+        """Metrics of an evaluation after `step`, or none if a signal cut it short.
+
+        A signal stops an evaluation at once: nothing of it has to be saved, and a large held-out
+        set takes longer than a scheduler waits between SIGTERM and SIGKILL.
+        """
 
     @abstractmethod
-    def rank(self, evaluated: Mapping[str, float]) -> float | None:
-        """How good a checkpoint of this evaluation is; None without one."""
+    def checkpoint_metric(self, evaluated: Mapping[str, float]) -> float | None:
+        """The metric of `evaluated` by which checkpoints are compared, larger is better. None
+        without one."""
 
     @abstractmethod
     def record(
         self, step: int, batch: list[Item], rows: Sequence[Row], metrics: Metrics
     ) -> str | None:
-        """Write the row of `step`; why the run cannot go on, if it cannot."""
+        """Write the metrics row of `step`. Returns the reason if the run cannot go on."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint must hold, by part."""
+        """The state that a checkpoint stores, by part name."""
         state: dict[str, Any] = {"random": capture_random_state()}
         for name, trainer in saved_names(self.models).items():
             state[name], state[f"{name}_metadata"] = trainer.state_dict()
@@ -138,20 +143,20 @@ class Run(ABC, Generic[Item]):
     # -- between steps ---------------------------------------------------------------------------
 
     def rehearse(self) -> None:
-        """Try all that writing the trained models will need, and see how long it will take.
+        """Check that the trained models can be written, and measure how long it will take.
         Collective. Raises as `rehearse_export`."""
         launch = self.launch
         with self.span("rehearsal"):
             learners = self.models.learners.values()
-            self._model_bytes = sum(rehearse(own, self.tokenizer, launch) for own in learners)
+            self._model_bytes = sum(rehearse(x, self.tokenizer, launch) for x in learners)
             rate = None
             if launch.everyone.is_first and self._model_bytes >= _RATE_BYTES:
                 rate = write_rate(launch.dir, _RATE_BYTES)
             self._bytes_per_s = launch.everyone.broadcast(rate)
 
     def start(self) -> bool:
-        """Deliver the weights and make the evaluation at the start, where there is one. Whether the
-        run was asked to end before its first step."""
+        """Push the weights and run the evaluation at step 0 if there is one. Returns whether a
+        signal asked the run to end before its first step."""
         first = self.launch.steps_done
         self.push(first)
         if self.launch.cfg.eval.at_start and first == 0 and (evaluated := self._evaluate(first)):
@@ -164,7 +169,7 @@ class Run(ABC, Generic[Item]):
         return stop
 
     def steps(self) -> Iterator[int]:
-        """The updates that are to be made."""
+        """Iterate over the updates that are left."""
         for step in range(self.launch.steps_done + 1, self.launch.total_steps + 1):
             self.launch.watch.begin_step(step)
             is_first = step == self.launch.steps_done + 1
@@ -173,7 +178,7 @@ class Run(ABC, Generic[Item]):
             yield step
 
     def finish(self, step: int, batch: list[Item], rows: Sequence[Row], metrics: Metrics) -> bool:
-        """Evaluate, record and save. Whether the run was asked to end after `step`.
+        """Evaluate, record and save. Returns whether a signal asked the run to end after `step`.
 
         Raises UserError, once `step` is saved, where the run cannot go on.
         """
@@ -181,7 +186,7 @@ class Run(ABC, Generic[Item]):
         evaluates = cfg.is_due(step, self.launch.total_steps)
         with self.phase("evaluate", step) if evaluates else nullcontext():
             evaluated = self._evaluate(step) if evaluates else {}
-            rank = self.rank(to_scalars(evaluated))
+            metric = self.checkpoint_metric(to_scalars(evaluated))
             with self.span("record"):
                 problem = self.record(step, batch, rows, metrics | evaluated)
                 problem = self._why_folder_is_lost(step) or problem
@@ -190,9 +195,9 @@ class Run(ABC, Generic[Item]):
                 stop, is_saved = self.interrupt.is_requested(), True
                 if is_last or stop or problem is not None:
                     goes_on = not is_last or problem is not None
-                    is_saved = self._write_end(step, rank, goes_on=goes_on)
+                    is_saved = self._write_end(step, metric, goes_on=goes_on)
                 else:
-                    self._save(step, rank)
+                    self._save(step, metric)
         if problem is not None:
             raise UserError(problem)
         if stop:
@@ -202,11 +207,11 @@ class Run(ABC, Generic[Item]):
         return stop
 
     def export(self, step: int) -> None:
-        """Write the models that `step` has trained, the policy first. Called where `state` can be.
-        Collective.
+        """Write the trained models, the policy first. Collective. Must be called in a phase in
+        which `state` can be read.
 
-        Raises CheckpointError or ValueError where one cannot be written, on all processes that
-        train it, once the others are.
+        Raises CheckpointError or ValueError if a model cannot be written, on all processes that
+        train it, after the other models are written.
         """
         launch = self.launch
         if launch.everyone.is_first:
@@ -218,15 +223,15 @@ class Run(ABC, Generic[Item]):
                 write(trainer, self.tokenizer, launch, step=step)
             except (CheckpointError, ValueError) as error:
                 problem = problem or error
-        launch.everyone.gather(None)  # what others train is written as well
+        launch.everyone.gather(None)  # the models of other processes are written as well
         if problem is not None:
             raise problem
 
-    def _save(self, step: int, rank: float | None) -> None:
-        """Save `step` if it is due. Where that, or the save before, has failed, the run ends, with
-        the model of `step`. Raises CheckpointError."""
+    def _save(self, step: int, metric: float | None) -> None:
+        """Save `step` if it is due. If this save or the one before failed, write the model of
+        `step` and raise CheckpointError."""
         try:
-            self.saver.after(step, rank)
+            self.saver.after(step, metric)
         except CheckpointError as error:
             with self.phase("save", step):
                 try:
@@ -236,20 +241,21 @@ class Run(ABC, Generic[Item]):
             text = f"{error} The model of step {step} was written: {self.launch.dir / 'model'}."
             raise CheckpointError(text) from error
         if step == self.launch.steps_done + 1 and self._bytes_per_s is not None:
-            # There are moments by now.
+            # The optimizer has its moments by now, so that the state has its full size.
             words = time_in_words(self._model_bytes, self._state_bytes(), self._bytes_per_s)
             self.interrupt.notice = f"{STOPPING}: {words}"
 
     def _state_bytes(self) -> int:
-        """Of what a checkpoint has of all that learns here. Collective."""
+        """Bytes of the state of all trainers of this process in a checkpoint. Collective."""
         states = [trainer.state_dict()[0] for trainer in self.models.learners.values()]
         return sum(tensor.nbytes for state in states for tensor in state.values())
 
-    def _write_end(self, step: int, rank: float | None, *, goes_on: bool) -> bool:
-        """Write the model and after it, where the run is to go on or saves on schedule, its state.
-        Whether that is on disk: a model without it is no failed run. Collective.
+    def _write_end(self, step: int, metric: float | None, *, goes_on: bool) -> bool:
+        """Write the model and then the state, if the run may be resumed or saves on schedule.
+        Collective.
 
-        Raises what kept the model from being written, once the state is saved.
+        Returns whether the state is on disk: a run whose model is written has not failed without
+        it. If the model cannot be written, its error is raised after the state is saved.
         """
         problem: CheckpointError | ValueError | None = None
         writing = Interrupt(
@@ -260,18 +266,18 @@ class Run(ABC, Generic[Item]):
                 self.export(step)
             except (CheckpointError, ValueError) as error:  # in all processes
                 problem = error
-            is_saved = self._save_last(step, rank, goes_on=goes_on or problem is not None)
+            is_saved = self._save_last(step, metric, goes_on=goes_on or problem is not None)
         if problem is not None:
             raise problem
         return is_saved
 
-    def _save_last(self, step: int, rank: float | None, *, goes_on: bool) -> bool:
-        """Save `step` as the last of this launch. Whether its state is on disk."""
+    def _save_last(self, step: int, metric: float | None, *, goes_on: bool) -> bool:
+        """Save `step` as the last of this launch. Returns whether its state is on disk."""
         if not (goes_on or self.launch.cfg.checkpoint.every_n_steps):
             self.saver.settle()
             return False
         try:
-            self.saver.last(step, rank)
+            self.saver.last(step, metric)
         except CheckpointError as error:
             _log.warning("warning: the state of step %d is not saved. %s", step, error)
             self.recorder.event("unsaved", step=step, message=str(error))
@@ -279,22 +285,25 @@ class Run(ABC, Generic[Item]):
         return True
 
     def _why_folder_is_lost(self, step: int) -> str | None:
-        """Why the run ends, where its folder was deleted: the lock and the configuration are there
-        anew then. Collective. Raises UserError where another run has the folder."""
+        """Reason to end the run if its folder was deleted, or None. The lock and the configuration
+        are then written anew. Collective.
+
+        Raises UserError if another run has taken the folder.
+        """
         launch, is_taken = self.launch, False
-        found: str | None = None
+        reason: str | None = None
         if launch.lock is not None and not launch.lock.is_held():
-            found = f"run.dir={str(launch.dir)!r} was deleted while the run was at work"
+            reason = f"run.dir={str(launch.dir)!r} was deleted while the run was at work"
             try:
                 launch.lock.take_again()
                 launch.save_config()
             except UserError as error:
-                found, is_taken = f"{found}: {error}", True
-        found, is_taken = launch.everyone.broadcast((found, is_taken))
+                reason, is_taken = f"{reason}: {error}", True
+        reason, is_taken = launch.everyone.broadcast((reason, is_taken))
         if is_taken:
-            raise UserError(found)
-        return found and (
-            f"{found}, and with it the records of its steps: it ends after step {step}, which is "
+            raise UserError(reason)
+        return reason and (
+            f"{reason}, and with it the records of its steps: it ends after step {step}, which is "
             "saved. The same command goes on from there."
         )
 

@@ -1,7 +1,7 @@
-"""Why a step has no token to train, in words for people.
+"""Explains why a step has no token to train.
 
-Such a step changes nothing: its metrics look calm and the run would go on to its end as if it
-learnt. It has a cause that the groups and the configuration know.
+Such a step changes nothing: its metrics look calm, and the run would go on to its end as if it
+learnt. The cause can be read from the groups and the configuration.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hone.types import Group, Row, Sample
 __all__ = ["Untrained", "is_stalled", "why_untrained"]
 
 _MAX_STEPS = 3
-"""So many steps in a row for causes that the configuration makes end a run: they recur, and each
-step costs the time of a whole rollout."""
+"""Consecutive untrained steps that end a run if the configuration is the cause. Such causes recur,
+and each step costs the time of a whole rollout."""
 _MAX_CHANCE_STEPS = 10
-"""The same where some causes may be chance: a weak model that solves one prompt in hundreds has
-steps in which every group is dropped, and learns from the others."""
+"""Consecutive untrained steps that end a run if the cause may be chance. A weak model that solves
+one prompt in hundreds has steps in which every group is dropped, and learns from the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Untrained:
 
     cause: str
     may_be_chance: bool = False
-    """Whether the next step may well train, with nothing changed."""
+    """Whether the next step may train without any change."""
 
 
 def is_stalled(steps: Sequence[Untrained]) -> bool:
-    """Whether a run is to end after `steps` in a row without a trained token."""
+    """Whether a run must end after `steps` in a row without a trained token."""
     last = steps[-_MAX_STEPS:]
     recurs = len(last) == _MAX_STEPS and not any(step.may_be_chance for step in last)
     return recurs or len(steps) >= _MAX_CHANCE_STEPS
@@ -49,7 +49,8 @@ def why_untrained(
     *,
     correction: float | None = None,
 ) -> Untrained | None:
-    """None where a step of these groups, of which the rows were made, has trained something.
+    """The reason why a step of these groups trained nothing, or None if it trained. `rows` were
+    made of the groups.
 
     `correction` is the mean factor of `algorithm.correction` over the tokens, None without one.
     """

@@ -1,19 +1,22 @@
-"""LoRA, over whole or 4-bit base weights: a frozen model that learns by small matrices beside it.
+"""LoRA over 16-bit or 4-bit base weights: a frozen model with small trained matrices added.
 
-An adapted projection computes `W x + (alpha / rank) B (A x)`; W is frozen, A and B are trained
-(Hu et al., arXiv:2106.09685). With `load_in_4bit` W is kept as 4-bit NormalFloat in blocks of 64
-values with one scale each (Dettmers et al., arXiv:2305.14314), and is what the four bits say in
-training, in sampling and in what is exported alike.
+An adapted projection computes `W x + (alpha / rank) B (A x)`; W is frozen, A and B are trained (Hu
+et al., arXiv:2106.09685). With `load_in_4bit` W is stored as 4-bit NormalFloat in blocks of 64
+values with one scale each (Dettmers et al., arXiv:2305.14314). The dequantised values are the
+weights in training, in sampling and in exports alike.
 
-What samples and what is exported knows nothing of adapters: `merged_weights` gives it
-`W + (alpha / rank) B A` under the model's usual names.
+Engines and exports know nothing of adapters: `adapted.merged_weights` gives them `W + (alpha /
+rank) B A` under the model's usual names.
+
+Sending only the adapters to engines was tried and taken out: for 8B with rank 32 a sync took 0.53 s
+on one GPU that trainer and engine shared. Merged weights take 0.09 s over NVLink, and no case was
+measured in which adapters alone were faster (benchmarks/README.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,24 +25,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hone.config.model import LoraConfig
 from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
+from hone.models.adapted import AdaptedLayer
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head, value_head
+from hone.models.settings import LoraConfig
 
 __all__ = [
     "LoraLinear",
     "adapt",
-    "adapters_off",
-    "is_adapted",
-    "merged_weights",
     "peft_adapter",
 ]
 
 _ADAPTER = frozenset(("lora_A", "lora_B"))
-"""What is stored of an adapter, by its name in the projection."""
+"""Names of an adapter's tensors in the projection."""
 
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
@@ -64,11 +65,9 @@ _NF4 = (
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight as 4-bit NormalFloat: codes [numel / 2] uint8, two in a byte, the first in the upper
-    half, and the largest magnitude of each block, [numel / NF4_BLOCK] float32.
-
-    Raises ValueError where the number of values is no multiple of a block.
-    """
+    """Quantise a weight to 4-bit NormalFloat: codes [numel / 2] uint8, two per byte, the first in
+    the upper half, and the largest magnitude of each block, [numel / NF4_BLOCK] float32. Raises
+    ValueError if the number of values is no multiple of a block."""
     if weight.numel() % NF4_BLOCK:
         raise ValueError(f"{tuple(weight.shape)} is no whole number of blocks of {NF4_BLOCK}")
     blocks = weight.detach().float().reshape(-1, NF4_BLOCK)
@@ -88,7 +87,7 @@ def dequantise(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: tor
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """`x W^T` with a 4-bit W that exists in full only while a product reads it."""
+    """`x W^T` with a 4-bit W that is dequantised only during the product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LoraLinear) -> Tensor:
@@ -101,16 +100,18 @@ class _FrozenLinear(torch.autograd.Function):
         return grads[0] @ layer.base_weight(grads[0].dtype), None
 
 
-class LoraLinear(nn.Module):
-    """A frozen linear layer and its adapter; in place of an `nn.Linear`."""
+class LoraLinear(AdaptedLayer):
+    """A frozen linear layer with its adapter, which replaces an `nn.Linear`."""
 
     def __init__(self, base: nn.Linear, cfg: LoraConfig) -> None:
-        """Takes over the parameters of `base`. A and B are zero: `adapt` draws A, and B stays, so
-        that the adapted layer begins as the base."""
+        """Take over the parameters of `base`. A and B are zero: `adapt` initialises A, and B stays
+        zero, so that the adapted layer begins as the base."""
         super().__init__()
         weight = base.weight.detach()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.scaling = cfg.alpha / cfg.rank
+        # An attribute of the instance: compiled code guards on where the attribute lies, not only
+        # on its value, and would be compiled once more after the first `adapters_off`.
         self.is_on = True
         self.is_4bit = cfg.load_in_4bit
         if self.is_4bit:
@@ -148,7 +149,7 @@ class LoraLinear(nn.Module):
         return frozenset(("codes", "scales") if self.is_4bit else ("weight",)) | _ADAPTER
 
     def merge(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """`W + (alpha / rank) B A` in A's format, of tensors by their names in this layer."""
+        """`W + (alpha / rank) B A` in A's dtype, from tensors by their names in this layer."""
         a, b = stored["lora_A"], stored["lora_B"]
         if self.is_4bit:
             shape = self.out_features, self.in_features
@@ -160,12 +161,12 @@ class LoraLinear(nn.Module):
 
 
 def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
-    """Freeze a model and give the projections of its decoder layers adapters, in place. A head that
-    gives values stays trained as a whole.
+    """Freeze a model and add adapters to the projections of its decoder layers, in place. A value
+    head stays trained as a whole.
 
-    `seed` draws them, on the CPU: they are equal wherever the model lies. Those of a model whose
-    weights are deferred come with these. Raises UserError where `cfg.target_modules` names none of
-    the model's, and with `load_in_4bit` for widths that are no multiple of a block.
+    `seed` initialises them on the CPU, so that they are equal on every device. Adapters of a model
+    with deferred weights come with these. Raises UserError if `cfg.target_modules` names no module
+    of the model, and with `load_in_4bit` for widths that are no multiple of a block.
     """
     targets = _targets(model, cfg)
     model.requires_grad_(False)
@@ -185,13 +186,13 @@ def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _AdaptedWeights:
-    """A source of weights: that of the base model, and the adapters that `adapt` draws."""
+    """Weight source of an adapted model: the base model's source and the initialised adapters."""
 
     base: WeightSource
     layers: Mapping[str, LoraLinear]
-    """By path, in the order in which they are drawn."""
+    """Layers by path, in the order of initialisation."""
     dtype: torch.dtype
-    """Of the base model, in which weights are before they become four bits."""
+    """Dtype of the base model before quantisation to four bits."""
     seed: int
 
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
@@ -215,7 +216,7 @@ class _AdaptedWeights:
 def _draw(
     layers: Mapping[str, LoraLinear], dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """A fresh A [rank, in] for each layer, by path, as PEFT draws it; on the CPU."""
+    """A new A [rank, in] for each layer, by path, initialised on the CPU as PEFT does."""
     generator = torch.Generator().manual_seed(seed)
     for path, layer in layers.items():
         empty = torch.empty(layer.lora_A.shape, dtype=dtype)
@@ -233,64 +234,13 @@ def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:
     }
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether some layer has an adapter."""
-    return any(isinstance(module, LoraLinear) for module in model.modules())
-
-
-@contextmanager
-def adapters_off(model: nn.Module) -> Generator[None]:
-    """Inside, the model is the frozen base: a reference that needs no memory of its own."""
-    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    for module in adapted:
-        module.is_on = False
-    try:
-        yield
-    finally:
-        for module in adapted:
-            module.is_on = True
-
-
-@torch.no_grad()
-def merged_weights(
-    model: nn.Module, named: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model without adapters that computes the same, under its names.
-
-    `named` are the adapted model's own tensors, whole, one after the other; no more than those of
-    one layer are held at a time. Without adapters they pass through. Raises RuntimeError where
-    parts of a projection are missing.
-    """
-    layers = {path: m for path, m in model.named_modules() if isinstance(m, LoraLinear)}
-    incomplete: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in named:
-        path, _, leaf = name.rpartition(".")
-        layer = layers.get(path)
-        if layer is None or leaf not in layer.stored:
-            yield name, tensor
-            continue
-        held = incomplete.setdefault(path, {})
-        held[leaf] = tensor
-        if held.keys() == layer.stored:
-            del incomplete[path]
-            yield f"{path}.weight", layer.merge(held)
-    if incomplete:
-        missing = [
-            f"{path}.{leaf}"
-            for path, held in incomplete.items()
-            for leaf in sorted(layers[path].stored - held.keys())
-        ]
-        raise RuntimeError(f"parts of adapted projections are missing: {', '.join(missing)}")
-
-
 def peft_adapter(
     model: PreTrainedModel, cfg: LoraConfig, named: Iterable[tuple[str, Tensor]]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Adapters in PEFT's format, for tools that add them to the base model themselves: tensors, on
-    the host, and configuration.
+    """Adapters in PEFT's format, for tools that add them to the base model: tensors on the host,
+    and configuration.
 
-    `named` are the adapters' tensors, or all of the model's. A head that gives values is among
-    the tensors.
+    `named` are the adapters' tensors, or all of the model's. A value head is among the tensors.
     """
     is_scorer = has_value_head(model)
     tensors: dict[str, Tensor] = {}

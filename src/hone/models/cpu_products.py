@@ -1,7 +1,7 @@
-"""float32 matrix products on CPUs by oneDNN, which torch otherwise leaves to MKL.
+"""float32 matrix products on CPUs through oneDNN instead of MKL, torch's default.
 
-MKL uses AVX-512 on Intel's processors alone. On one core of an AMD EPYC (Zen 5) it reaches 100
-GFLOP/s and oneDNN 230, with what is in torch: the operation that compiled models call.
+MKL uses AVX-512 on Intel processors only. On one core of an AMD EPYC (Zen 5) it reaches 100 GFLOP/s
+and oneDNN 230. torch contains oneDNN as the operation that compiled models call.
 
 Letters: T rows (tokens), N outputs, K inputs.
 """
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 __all__ = ["linear", "multiply_by_onednn"]
 
 _MIN_PRODUCTS = 1 << 20
-"""Multiplications below which MKL is faster: oneDNN takes 12 us to begin."""
+"""Multiplications below which MKL is faster: a call of oneDNN costs 12 us."""
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, with its gradient and up to the order of additions its numbers;
-    faster for large products of float32 on a CPU."""
+    """Compute `torch.nn.functional.linear` with gradient; faster for large float32 products on a
+    CPU. Results differ at most by the order of additions."""
     if not _serves(x, weight_NK):
         return F.linear(x, weight_NK, bias_N)
     operands = (x, weight_NK) if bias_N is None else (x, weight_NK, bias_N)
@@ -33,7 +33,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def multiply_by_onednn(module: nn.Module) -> None:
-    """Let the linear layers in `module` compute by `linear`, in place; their classes, parameters
+    """Make the linear layers in `module` compute with `linear`, in place. Their classes, parameters
     and hooks stay. For modules of one process, whose weights are whole."""
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -49,7 +49,7 @@ def _serves(x: Tensor, weight_NK: Tensor) -> bool:
         x.dtype == weight_NK.dtype == torch.float32
         and x.device.type == "cpu"
         and x.numel() * len(weight_NK) >= _MIN_PRODUCTS
-        and type(weight_NK) in (Tensor, nn.Parameter)  # not one in shards
+        and type(weight_NK) in (Tensor, nn.Parameter)  # no sharded tensor
         and torch.backends.mkldnn.is_available()
     )
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from hone.attention import AttentionContext
 from hone.models import cpu_products
-from hone.models.exact import linear
 from hone.models.heads import has_value_head, value_head
 
 __all__ = [
@@ -39,7 +38,8 @@ __all__ = [
 def hidden_states(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
 ) -> Tensor:
-    """Hidden states [T, D] after the final norm, for ids [T] and positions [T] (both int64).
+    """Hidden states [T, D] after the final norm, for ids [T] and positions [T], or [A, T] of a
+    family whose rule has A axes (both int64).
 
     Scaled where the model scales its logits, which head and soft cap then need not know.
     """
@@ -54,11 +54,11 @@ def layer_outputs(
     position_ids: Tensor,
     context: AttentionContext,
 ) -> Tensor:
-    """What the layers make, [1, T, D], of `input_ids` [1, T], or `inputs_embeds` [1, T, D] in place
-    of what the embedding gives for them."""
+    """Output of the layers, [1, T, D], for `input_ids` [1, T], or `inputs_embeds` [1, T, D] in
+    place of the embedding's output."""
     output = model.base_model(
         **entering,
-        position_ids=position_ids.unsqueeze(0),
+        position_ids=position_ids.unsqueeze(-2),  # [1, T], or [A, 1, T]
         use_cache=False,
         attention_context=context,
     )
@@ -66,10 +66,11 @@ def layer_outputs(
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor, *, exact: bool = False) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], final soft cap included.
+    """Logits [N, V] of hidden states [N, D], including the final soft cap, in the dtype of
+    `head_product`.
 
-    Of the format of `head_product`. Training takes `hone.trainer.logprobs`, which has a gradient
-    everywhere and holds a chunk of them at a time.
+    Training uses `hone.trainer.logprobs` instead, which is differentiable and holds only a chunk of
+    logits at a time.
     """
     logits = head_product(hidden, head_weight(model), exact=exact)
     cap = logit_softcap(model)
@@ -79,11 +80,13 @@ def head_logits(model: PreTrainedModel, hidden: Tensor, *, exact: bool = False) 
 def head_product(hidden_ND: Tensor, weight_VD: Tensor, *, exact: bool = False) -> Tensor:
     """Logits [N, V] before any soft cap, for some or all rows of a head.
 
-    Of the operands' dtype or wider: on CUDA sums of 16-bit products stay in float32, since rounding
-    them would shift log-probabilities by up to a percent where logits are large. With `exact` they
-    are float32 in any case, and a row's bits do not depend on the others.
+    They have the operands' dtype or a wider one: on CUDA, products of 16-bit operands stay in
+    float32, since rounding them would shift log-probabilities by up to a percent if logits are
+    large. With `exact` they are always float32, and a row's bits do not depend on the other rows.
     """
     if exact:
+        from hone.models.exact import linear
+
         return linear(hidden_ND, weight_VD, dtype=torch.float32)
     if hidden_ND.is_cuda and hidden_ND.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
@@ -91,7 +94,7 @@ def head_product(hidden_ND: Tensor, weight_VD: Tensor, *, exact: bool = False) -
 
 
 class Elsewhere(nn.Module):
-    """In place of a module that another process holds: gives back what it is given."""
+    """Replaces a module that is on another process; returns its input."""
 
     weight = None
 
@@ -100,15 +103,15 @@ class Elsewhere(nn.Module):
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of the backbone, first to last, of a pipeline stage its own."""
+    """The decoder layers of the backbone, first to last; in a pipeline stage only its own."""
     layers = cast(nn.ModuleList, model.base_model.layers)
     own = [layer for layer in layers if not isinstance(layer, Elsewhere)]
     return layers if len(own) == len(layers) else nn.ModuleList(own)
 
 
 def layer_groups(model: PreTrainedModel) -> list[nn.ModuleList]:
-    """The same in groups of neighbours: a pipeline stage may hold several, with layers of other
-    stages between them."""
+    """The decoder layers in groups of neighbours: a pipeline stage may have several groups, with
+    layers of other stages between them."""
     layers = cast(nn.ModuleList, model.base_model.layers)
     runs = groupby(layers, key=lambda layer: isinstance(layer, Elsewhere))
     return [nn.ModuleList(run) for is_elsewhere, run in runs if not is_elsewhere]
@@ -116,8 +119,8 @@ def layer_groups(model: PreTrainedModel) -> list[nn.ModuleList]:
 
 @contextmanager
 def only_group(model: PreTrainedModel, number: int) -> Generator[None]:
-    """Inside, `model` runs one of its `layer_groups` alone, and its final norm behind the last
-    alone: what does not run gives back what it is given."""
+    """Context manager in which `model` runs only one of its `layer_groups`, and its final norm only
+    after the last group. Other modules return their input."""
     base: Any = model.base_model
     layers, norm, groups = base.layers, base.norm, layer_groups(model)
     own = {*groups[number]}
@@ -131,14 +134,14 @@ def only_group(model: PreTrainedModel, number: int) -> Generator[None]:
 
 
 def head_weight(model: PreTrainedModel) -> nn.Parameter:
-    """The output projection [V, D], the embedding itself where the weights are tied; of a model
-    that gives values, their head."""
+    """The output projection [V, D]: the embedding if weights are tied; for a value model its
+    head."""
     head = model.get_output_embeddings()
     return cast(nn.Parameter, value_head(model).weight if head is None else head.weight)
 
 
 def logit_softcap(model: PreTrainedModel) -> float | None:
-    """Bound c of the final logits, which are c * tanh(logits / c); None where there is none."""
+    """Bound c of the final logits, c * tanh(logits / c). None without a soft cap."""
     return getattr(model.config, "final_logit_softcapping", None)
 
 
@@ -152,10 +155,10 @@ def _logit_scale(model: PreTrainedModel) -> float:
 
 
 def alias_module(model: PreTrainedModel) -> PreTrainedModel:
-    """A second module over the very same parameter and buffer tensors, in eval mode.
+    """A second module with the same parameter and buffer tensors, in eval mode.
 
-    Its own are the module objects, so hooks, compiled forwards and train/eval mode can differ; an
-    optimizer step on one is at once seen by the other, and tied weights stay tied.
+    Module objects are its own, so hooks, compiled forwards and train/eval mode can differ. An
+    optimizer step on one is seen by the other at once, and tied weights stay tied.
     """
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()

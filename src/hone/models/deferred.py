@@ -1,4 +1,4 @@
-"""Models whose weights come once it is known which process holds what.
+"""Models whose weights are loaded once the sharding over processes is known.
 
 Such a model lies on the meta device, and beside it is a *source* that gives its tensors one after
 the other. Whoever spreads the model over processes (`hone.trainer.sharded.ShardedModel`) reads of
@@ -20,31 +20,31 @@ __all__ = ["Weight", "WeightSource", "defer", "take_source"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a model, of which a part can be read. It may be gone after the next one."""
+    """A tensor of a model, readable in parts. It may be invalid once the next one is given."""
 
     name: str
     shape: torch.Size
     read: Callable[[tuple[slice, ...]], Tensor]
-    """The values of a region, one slice a dimension: on any device, in the format in which they
-    are stored. They may be a view of what must not be written to."""
+    """Reads a region, given one slice per dimension: on any device, in the stored dtype. The result
+    may be a view that must not be written to."""
 
     @classmethod
     def of(cls, name: str, whole: Tensor) -> Self:
-        """A tensor that is there."""
+        """Wrap an existing tensor."""
         return cls(name, whole.shape, whole.__getitem__)
 
     def whole(self) -> Tensor:
-        """All of it."""
+        """Read the whole tensor."""
         return self.read(tuple(slice(0, size) for size in self.shape))
 
 
 class WeightSource(Protocol):
-    """Where the tensors of a model come from."""
+    """A source of a model's tensors."""
 
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
-        """Call `take` with every parameter, a shared one once and under the first of its names, and
-        with every buffer, in any order. Every process that calls this gets the same values. What
-        has to be computed is computed on `device`."""
+        """Call `take` with every parameter (a shared one once, under the first of its names) and
+        every buffer, in any order. Every process that calls this gets the same values. Values that
+        have to be computed are computed on `device`."""
         ...
 
 
@@ -52,10 +52,10 @@ _sources: WeakKeyDictionary[nn.Module, WeightSource] = WeakKeyDictionary()
 
 
 def defer(model: nn.Module, source: WeightSource) -> None:
-    """Have the tensors of `model`, which are on the meta device, come from `source`."""
+    """Set the source of the tensors of `model`, which are on the meta device."""
     _sources[model] = source
 
 
 def take_source(model: nn.Module) -> WeightSource | None:
-    """What `defer` has put beside `model`, once; None where its tensors are there already."""
+    """Return and remove the source that `defer` has set. None if the tensors are loaded already."""
     return _sources.pop(model, None)

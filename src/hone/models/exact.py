@@ -1,6 +1,6 @@
-"""Exact mode: operations whose result for a token is the same bits in training and generation.
+"""Exact mode: operations whose result for a token has the same bits in training and generation.
 
-Trainer and engine then compute equal log-probabilities, not close ones. A token's result may not
+Trainer and engine then compute equal log-probabilities, not close ones. A token's result must not
 depend on the batch, its padding, the chunks of a prompt or the packing, so the forward runs kernels
 with a fixed order of additions on both sides: `linear` here, `hone.attention.exact`, and kernels
 that work row by row (`hone.models.layer_kernels`). Gradients need no such care.
@@ -23,7 +23,7 @@ __all__ = ["exact_supported", "linear"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
-"""Compute capability from which matrix units take bfloat16."""
+"""Compute capability from which matrix units support bfloat16."""
 
 
 def linear(
@@ -78,7 +78,7 @@ def _matmul(
 
 
 def exact_supported(config: PreTrainedConfig, device: torch.device) -> str | None:
-    """Why exact mode cannot serve this model on this device; None where it can."""
+    """Reason why exact mode does not support this model on this device, or None."""
     if device.type != "cuda":
         return (
             "exact mode runs Triton kernels on a CUDA GPU, and products on other devices depend on "

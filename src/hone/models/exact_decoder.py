@@ -1,7 +1,7 @@
-"""Exact mode: the operations of a layer that an engine and its trainer compute the same bits with.
+"""Exact mode: layer operations with the same bits in engine and trainer.
 
 Both run `hone.models.fused_layers` over the same merged parameters, with the matrix product of
-`hone.models.exact` and the attention of `hone.attention.exact`: the engine against its paged cache,
+`hone.models.exact` and the attention of `hone.attention.exact`: the engine with its paged cache,
 the trainer over packed rows and with gradients.
 
 Letters: T packed tokens, D model and head size, H heads, I the MLP's inner size.
@@ -35,7 +35,7 @@ __all__ = ["ExactOps", "PackedDecoder", "require_exact"]
 
 
 def require_exact(model: PreTrainedModel) -> None:
-    """Raises UserError where exact mode does not serve this model or its device."""
+    """Raise UserError if exact mode does not support this model or its device."""
     reason = exact_supported(model.config, model.device)
     is_dense = ModelFacts.from_config(model.config.to_dict()).has_dense_fused_layers
     if reason is None and not (is_dense and is_fusible(model)):
@@ -48,7 +48,7 @@ def require_exact(model: PreTrainedModel) -> None:
 
 
 class ExactOps(LayerOps):
-    """Operations of a layer that generates; a token's result does not depend on its batch."""
+    """Operations of a layer in generation. A token's result does not depend on its batch."""
 
     def linear(self, x: Tensor, projection: Projection) -> Tensor:
         return linear(x, projection.weight, projection.bias)
@@ -129,21 +129,20 @@ class ExactTrainingOps(ExactOps):
 
 
 class PackedDecoder(FusedDecoder):
-    """The backbone of a model that `is_fusible` over packed rows, differentiable.
-
-    Called in a `PackedContext`. Hidden states have the bits of a `FusedDecoder` of `ExactOps`.
-    """
+    """Differentiable backbone of an `is_fusible` model over packed rows. Called in a
+    `PackedContext`. Its hidden states have the same bits as those of a `FusedDecoder` with
+    `ExactOps`."""
 
     def __init__(self, model: PreTrainedModel, *, recompute: bool) -> None:
-        """Merges parameters as `FusedDecoder` does. `recompute` keeps only each layer's input for
-        backward."""
+        """Merge parameters as `FusedDecoder` does. With `recompute` only each layer's input is kept
+        for backward."""
         super().__init__(model, ExactTrainingOps(choose_kernels(model.device)))
         if recompute:
             self.layers = [partial(_recomputed, layer) for layer in self.layers]
 
 
 def _recomputed(layer: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
-    """A layer that computes its forward again in backward."""
+    """Run a layer that recomputes its forward in backward."""
     if not torch.is_grad_enabled():
         return layer(*args)
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
@@ -177,7 +176,8 @@ _Operation = Callable[..., Any]
 
 @cache
 def _gradients_of(device_type: str) -> Callable[..., tuple[Tensor, ...]]:
-    """`_gradients`, on CUDA as one kernel or two, which compute in float32 and round once."""
+    """`_gradients`; on CUDA compiled to one or two kernels, which compute in float32 and round
+    once."""
     return torch.compile(_gradients, dynamic=True) if device_type == "cuda" else _gradients
 
 
@@ -201,7 +201,7 @@ def _gradients(
 
 
 class _SideBySide(torch.autograd.Function):
-    """The tensor of which parameters are adjacent views; its gradient is cut into theirs."""
+    """The merged tensor of adjacent parameters. Its gradient is split into theirs."""
 
     @staticmethod
     def forward(ctx: Any, merged: Tensor, *parameters: Tensor) -> Tensor:

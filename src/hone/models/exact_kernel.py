@@ -36,19 +36,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 __all__ = ["Tile", "matmul", "num_splits"]
 
 SPLIT_UNIT = 128
-"""A part of K is a multiple of this, hence of every tile's depth."""
+"""Parts of K are multiples of this, hence of every tile's depth."""
 SPLIT_FROM = 8192
-"""Inputs from which one part of K would leave a row to too few programs."""
+"""Number of inputs from which one part of K would give a row too few programs."""
 FULL_DEVICE = 132
-"""Programs that give each multiprocessor of the largest Hopper GPU one."""
+"""Number of programs with one for each multiprocessor of the largest Hopper GPU."""
 WIDE_FROM = 16384
-"""Outputs from which few rows fill the device with wide tiles: merged gates, heads."""
+"""Number of outputs from which few rows fill the device with wide tiles: merged gates, heads."""
 BAND = 8
 """Tiles of rows that are computed next to each other, so that they find their weights in L2."""
 
 
 class Tile(NamedTuple):
-    """What one program computes and how; never what the result is."""
+    """Work of one program. It never changes the result."""
 
     rows: int
     columns: int
@@ -77,11 +77,12 @@ TILES = (
     LARGE_TILE,
     LONG_TILE,
 )
-"""All that `matmul` chooses from."""
+"""All tiles from which `matmul` chooses."""
 
 
 def num_splits(num_inputs: int) -> int:
-    """Parts into which K is cut. N has no say: projections have the same bits merged and apart."""
+    """Number of parts of K. It does not depend on N, so that merged and separate projections have
+    the same bits."""
     return 2 if num_inputs >= SPLIT_FROM else 1
 
 
@@ -144,7 +145,7 @@ def matmul(
 
 
 def _choose_tile(num_rows: int, num_outputs: int, num_inputs: int) -> Tile:
-    """The fastest, or nearly, on an H200 at the shapes of Qwen3 0.6B and 8B."""
+    """Choose the fastest tile, or nearly, on an H200 at the shapes of Qwen3 0.6B and 8B."""
 
     def count(tile: Tile) -> int:
         return -(-num_rows // tile.rows) * -(-num_outputs // tile.columns)

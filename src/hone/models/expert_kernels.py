@@ -9,11 +9,11 @@ tokens came to which expert, so that a graph can replay them:
     gate_up    tiles of an expert's first products, silu(gate) * up, a row for each pair
     down       tiles of its second product, weighted: K parts of each token's sum
 
-For weights of 8-bit codes the last two are those of `hone.models.int8_expert_kernels`.
-Programs are started for every expert and for as many blocks of tokens as one expert could get;
-those without a token end at once. The parts are added up, in the order of the router's choices, by
-the norm that follows (`hone.models.layer_kernels.add_rms_norm`). Everything is rounded where
-transformers rounds it.
+Where weights are 8-bit codes, the rows of the last two are integers in two planes
+(`hone.models.int8_kernels`). Programs are started for every expert and for as many blocks of tokens
+as one expert could get; those without a token end at once. The parts are added up, in the order of
+the router's choices, by the norm that follows (`hone.models.layer_kernels.add_rms_norm`). All is
+rounded where transformers rounds it.
 
 Letters: T tokens, K experts of a token, E experts, P = T K pairs, D model width, I inner width.
 
@@ -28,8 +28,6 @@ This module imports triton; `hone.models.layer_kernels` imports it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -38,32 +36,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hone.attention.kernel_launch import fitting_stages, launch, next_power_of_2, shared_bytes
 from hone.models.experts import Experts, Record
-from hone.models.int8_expert_kernels import int8_down, int8_gate_up
-from hone.models.int8_kernels import split_rows
+from hone.models.int8_kernels import TAIL_BYTES, join_planes, row_scale, split_rows
 from hone.models.int8_rows import is_packed
+from hone.models.product_kernels import Tile, gated_product
 
-__all__ = ["MAX_TOKENS", "Tile", "choose_tiles", "is_served", "sum_parts"]
+__all__ = ["MAX_TOKENS", "choose_tiles", "is_served", "sum_parts"]
 
 MAX_TOKENS = 1024
-"""Beyond it products are bound by arithmetic, and the parts of sums get large."""
+"""Largest number of tokens: beyond it products are bound by arithmetic, and the partial sums get
+large."""
 DTYPES = (torch.bfloat16, torch.float16)
 PAIRS = 1024
-"""Pairs that a program of `group` looks at together."""
-
-
-class Tile(NamedTuple):
-    """How one of the products is cut among programs."""
-
-    tokens: int
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
+"""Pairs that a program of `group` reads at a time."""
 
 
 def is_served(x: Tensor, experts: Experts) -> bool:
-    """Whether `sum_parts` serves rows x [T, D]: few of them, in a 16-bit format, of sizes that
-    tiles divide, and of experts that are not chosen by groups."""
+    """Whether `sum_parts` supports rows x [T, D]: few rows, a 16-bit dtype, sizes that tiles
+    divide, and no choice of experts by groups."""
     sigmoid = experts.sigmoid
     if sigmoid is not None and sigmoid.kept_groups < sigmoid.num_groups:
         return False
@@ -71,22 +60,22 @@ def is_served(x: Tensor, experts: Experts) -> bool:
 
 
 def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
-    """Those of both products, or None where none divides the weights.
+    """Tiles of both products, whose rows are tokens, or None if none divides the weights.
 
-    The fastest of those that `benchmarks/gpu/experts_check.py` has measured on an H100; few differ
-    by more than a tenth. A tile of tokens has room for what an expert gets on average and a half
-    more, so that most weights are read once.
+    They are the fastest that `benchmarks/gpu/experts_check.py` has measured on an H100; few differ
+    by more than a tenth. A tile of tokens fits one and a half times the average number per expert,
+    so that most weights are read once.
     """
     width, inner = experts.down.shape[1], experts.gate_up.shape[1] // 2
     expected = 1.5 * num_tokens * experts.per_token / len(experts.router)
     tokens = min(max(next_power_of_2(int(expected) + 1), 16), 64)
     has_codes = is_packed(experts.down)
     if has_codes:
-        first = Tile(tokens, 64, 128, 4, 4 if tokens <= 32 else 3)
-        second = Tile(tokens, 128 if tokens == 32 else 64, 128, 4, 3 if tokens <= 32 else 4)
+        first = Tile(tokens, 64, 128, 1, 4, 4 if tokens <= 32 else 3)
+        second = Tile(tokens, 128 if tokens == 32 else 64, 128, 1, 4, 3 if tokens <= 32 else 4)
     else:
-        first = Tile(tokens, 64, 64 if width % 128 else 128, 4, 3 if tokens > 32 else 4)
-        second = Tile(tokens, 64, 64, 4, 4)
+        first = Tile(tokens, 64, 64 if width % 128 else 128, 1, 4, 3 if tokens > 32 else 4)
+        second = Tile(tokens, 64, 64, 1, 4, 4)
     memory = shared_bytes(experts.down.get_device())
     # Rows take two bytes either way, as floats or as codes in two planes.
     num_bytes = 1 if has_codes else 2
@@ -94,7 +83,7 @@ def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
         tile._replace(
             num_stages=fitting_stages(
                 tile.num_stages,
-                tile.depth * (2 * tile.tokens + num_weights * num_bytes * tile.columns),
+                tile.depth * (2 * tile.rows + num_weights * num_bytes * tile.columns),
                 memory,
             )
         )
@@ -157,25 +146,24 @@ def sum_parts(
     )
     inner = x.new_empty(num_pairs, inner_size)
     has_codes = is_packed(experts.down)
-    kernels = (int8_gate_up, int8_down) if has_codes else (_gate_up_kernel, _down_kernel)
     # A token chooses an expert once at most.
     for tile, kernel, target, rows, weights, outputs, inputs in (
-        (first, kernels[0], inner, x, (experts.gate_up,), inner_size, width),
-        (second, kernels[1], parts, inner, (experts.down, gates), width, inner_size),
+        (first, _gate_up_kernel, inner, x, (experts.gate_up,), inner_size, width),
+        (second, _down_kernel, parts, inner, (experts.down, gates), width, inner_size),
     ):
-        source = split_rows(rows) if has_codes else (rows,)
+        source = split_rows(rows) if has_codes else (rows, None)
         launch(
             kernel,
-            (-(-num_tokens // tile.tokens), outputs // tile.columns, num_experts),
+            (-(-num_tokens // tile.rows), outputs // tile.columns, num_experts),
             (target, *source, *weights, pairs, counts),
             (num_tokens,),
-            (outputs, inputs, per_token, tile.tokens, tile.columns, tile.depth),
+            (outputs, inputs, per_token, has_codes, tile.rows, tile.columns, tile.depth),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
     if beside is not None:
         parts[per_token].copy_(beside)
-    if record is not None:  # last: the kernels above overlap
+    if record is not None:  # last, because the kernels above overlap
         record(ids.view(num_tokens, per_token))
     return parts
 
@@ -219,7 +207,7 @@ def _route_kernel(
     for k in tl.static_range(PER_TOKEN):
         largest = tl.max(left, axis=0)
         best = tl.min(tl.where(left == largest, expert, BLOCK), axis=0)
-        # Where logits are not numbers nothing equals the largest.
+        # With NaN logits nothing equals the largest.
         best = tl.minimum(best, EXPERTS - 1)
         gate = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
         left = tl.where(expert == best, -float("inf"), left)
@@ -265,6 +253,7 @@ def _group_kernel(
 def _gate_up_kernel(
     inner_ptr: tl.tensor,
     x_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -272,13 +261,16 @@ def _gate_up_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    CODES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """silu(gate) * up of a block of an expert's tokens, into the rows of their pairs."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    """silu(gate) * up of a block of an expert's tokens, into the rows of their pairs. With CODES
+    the rows x are planes, and have scales."""
+    width: tl.constexpr = INPUTS + TAIL_BYTES if CODES else INPUTS
+    sums: tl.constexpr = tl.int32 if CODES else tl.float32  # pyright: ignore[reportAssignmentType]
     expert = tl.program_id(2).to(tl.int64)
     if OVERLAP:
         gdc_launch_dependents()
@@ -287,21 +279,38 @@ def _gate_up_kernel(
     mask = place < tl.load(counts_ptr + expert)
     if tl.program_id(0) * TOKENS < tl.load(counts_ptr + expert):
         pair = tl.load(pairs_ptr + expert * num_tokens + place, mask=mask, other=0).to(tl.int64)
+        token = pair // PER_TOKEN
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
-        rows_ptr = x_ptr + (pair // PER_TOKEN)[:, None] * INPUTS + depth[None, :]
-        columns_ptr = (
-            weight_ptr + (expert * 2 * OUTPUTS + column)[:, None] * INPUTS + depth[None, :]
-        )
-        gate = tl.zeros([COLUMNS, TOKENS], tl.float32)
-        up = tl.zeros([COLUMNS, TOKENS], tl.float32)
+        rows_ptr = x_ptr + token[:, None] * INPUTS + depth[None, :]
+        low_rows_ptr = rows_ptr + num_tokens.to(tl.int64) * INPUTS
+        weight_ptr += expert * 2 * OUTPUTS * width
+        columns_ptr = weight_ptr + column[:, None] * width + depth[None, :]
+        gate = tl.zeros([COLUMNS, TOKENS], sums)
+        up = tl.zeros([COLUMNS, TOKENS], sums)
+        gate_low = tl.zeros([COLUMNS, TOKENS], sums)
+        up_low = tl.zeros([COLUMNS, TOKENS], sums)
         for start in range(0, INPUTS, DEPTH):
-            x = tl.load(rows_ptr + start, mask=mask[:, None], other=0.0).T
-            gate = tl.dot(tl.load(columns_ptr + start), x, gate)
-            up = tl.dot(tl.load(columns_ptr + OUTPUTS * INPUTS + start), x, up)
-        gate = gate.to(dtype).to(tl.float32)
-        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        product = (activated * up.to(dtype).to(tl.float32)).to(dtype)
+            x = tl.load(rows_ptr + start, mask=mask[:, None], other=0).T
+            gate_weight = tl.load(columns_ptr + start)
+            gate = tl.dot(gate_weight, x, gate, out_dtype=sums)
+            up_weight = tl.load(columns_ptr + OUTPUTS * width + start)
+            up = tl.dot(up_weight, x, up, out_dtype=sums)
+            if CODES:
+                x_low = tl.load(low_rows_ptr + start, mask=mask[:, None], other=0).T
+                gate_low = tl.dot(gate_weight, x_low, gate_low, out_dtype=sums)
+                up_low = tl.dot(up_weight, x_low, up_low, out_dtype=sums)
+        if CODES:
+            scale = tl.load(scales_ptr + token, mask=mask, other=0.0)[None, :]
+            gate_scale = row_scale(weight_ptr, column, INPUTS)[:, None] * scale
+            up_scale = row_scale(weight_ptr, OUTPUTS + column, INPUTS)[:, None] * scale
+            product = gated_product(
+                join_planes(gate, gate_low) * gate_scale,
+                join_planes(up, up_low) * up_scale,
+                inner_ptr.dtype.element_ty,
+            )
+        else:
+            product = gated_product(gate, up, inner_ptr.dtype.element_ty)
         target_ptr = inner_ptr + pair[None, :] * OUTPUTS + column[:, None]
         tl.store(target_ptr, product, mask=mask[None, :])
 
@@ -310,6 +319,7 @@ def _gate_up_kernel(
 def _down_kernel(
     parts_ptr: tl.tensor,
     inner_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     gates_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -318,13 +328,16 @@ def _down_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    CODES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """An expert's output for a block of its tokens times their gate weights, part k of T."""
-    dtype: tl.constexpr = inner_ptr.dtype.element_ty
+    """An expert's output for a block of its tokens times their gate weights, part k of T. With
+    CODES the rows of `inner` are planes, and have scales."""
+    width: tl.constexpr = INPUTS + TAIL_BYTES if CODES else INPUTS
+    sums: tl.constexpr = tl.int32 if CODES else tl.float32  # pyright: ignore[reportAssignmentType]
     expert = tl.program_id(2).to(tl.int64)
     if OVERLAP:
         gdc_launch_dependents()
@@ -336,13 +349,26 @@ def _down_kernel(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
         rows_ptr = inner_ptr + pair[:, None] * INPUTS + depth[None, :]
-        columns_ptr = weight_ptr + (expert * OUTPUTS + column)[:, None] * INPUTS + depth[None, :]
-        total = tl.zeros([COLUMNS, TOKENS], tl.float32)
+        low_rows_ptr = rows_ptr + num_tokens.to(tl.int64) * PER_TOKEN * INPUTS
+        weight_ptr += expert * OUTPUTS * width
+        columns_ptr = weight_ptr + column[:, None] * width + depth[None, :]
+        total = tl.zeros([COLUMNS, TOKENS], sums)
+        total_low = tl.zeros([COLUMNS, TOKENS], sums)
         for start in range(0, INPUTS, DEPTH):
-            inner = tl.load(rows_ptr + start, mask=mask[:, None], other=0.0).T
-            total = tl.dot(tl.load(columns_ptr + start), inner, total)
+            inner = tl.load(rows_ptr + start, mask=mask[:, None], other=0).T
+            weight = tl.load(columns_ptr + start)
+            total = tl.dot(weight, inner, total, out_dtype=sums)
+            if CODES:
+                inner_low = tl.load(low_rows_ptr + start, mask=mask[:, None], other=0).T
+                total_low = tl.dot(weight, inner_low, total_low, out_dtype=sums)
         gate = tl.load(gates_ptr + pair, mask=mask, other=0.0)
-        weighted = (total.to(dtype).to(tl.float32) * gate[None, :]).to(dtype)
+        if CODES:
+            scale = tl.load(scales_ptr + pair, mask=mask, other=0.0) * gate
+            of_column = row_scale(weight_ptr, column, INPUTS)[:, None]
+            weighted = join_planes(total, total_low) * (of_column * scale[None, :])
+        else:
+            dtype: tl.constexpr = inner_ptr.dtype.element_ty
+            weighted = (total.to(dtype).to(tl.float32) * gate[None, :]).to(dtype).to(tl.float32)
         row = (pair % PER_TOKEN) * num_tokens + pair // PER_TOKEN
         target_ptr = parts_ptr + row[None, :] * OUTPUTS + column[:, None]
-        tl.store(target_ptr, weighted.to(tl.float32), mask=mask[None, :])
+        tl.store(target_ptr, weighted, mask=mask[None, :])

@@ -1,12 +1,11 @@
-"""The experts of a layer that generates: which each token goes to, and what they compute, in torch.
+"""Experts of a layer in generation, in torch: routing and computation.
 
-A CPU runs this, a GPU for prompts, whose many rows keep grouped products busy. Decode steps on CUDA
-run the kernels of `hone.models.expert_kernels`, of which this is the reference implementation.
+Used on CPUs, and on GPUs for prompts, whose many rows keep grouped products busy. Decode steps on
+CUDA run the kernels of `hone.models.expert_kernels`, of which this is the reference implementation.
+If ranks share a layer's experts, each computes its own for the tokens that choose them, and the
+partial sums are added as those of an MLP.
 
-Where ranks share a layer's experts each computes its own, for the tokens that come to them, and the
-parts are added up as those of an MLP are.
-
-Letters: T tokens, K experts of a token, E experts, N of them on this rank, D model width, I inner
+Letters: T tokens, K experts per token, E experts, N of them on this rank, D model width, I inner
 width.
 """
 
@@ -33,23 +32,23 @@ __all__ = [
 ]
 
 Record: TypeAlias = "Callable[[Tensor], None] | None"
-"""Is given the experts [T, K] that the tokens of a layer pass; None: nobody asks."""
+"""Callback for the experts [T, K] of a layer's tokens, or None."""
 Unpack: TypeAlias = "Callable[[Tensor, torch.dtype], Tensor]"
 Linear: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
 
 
 class SigmoidScores(NamedTuple):
-    """Scores of a router that are each logit's own, as DeepSeek-V3's are (arXiv:2412.19437), and
-    how experts are chosen by them. Router and gate weights are float32 in any model."""
+    """Router scores that are sigmoids of single logits, as in DeepSeek-V3 (arXiv:2412.19437), with
+    the parameters of the choice. Router and gate weights are float32 in any model."""
 
     correction: Tensor
-    """[E] float32, added to the scores by which experts are chosen, not to their gate weights."""
+    """[E] float32, added to the scores for the choice of experts, not to gate weights."""
     num_groups: int = 1
-    """Groups of experts that lie side by side, each judged by the sum of its best two."""
+    """Number of groups of neighbouring experts. A group's score is the sum of its best two."""
     kept_groups: int = 1
-    """Those of a token's best groups, in which alone it chooses."""
+    """Number of best groups from which a token's experts are chosen."""
     scale: float = 1.0
-    """Of gate weights, once they are normalised."""
+    """Factor of gate weights after normalisation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,25 +58,25 @@ class Experts:
     router: Tensor
     """[E, D]."""
     gate_up: Tensor
-    """[N, 2 I, D]; of each expert the rows of the gate, then those of the other product. Like
-    `down`, it may be packed (`hone.models.int8_rows`)."""
+    """[N, 2 I, D]: for each expert the rows of gate, then those of up. May be packed
+    (`hone.models.int8_rows`), like `down`."""
     down: Tensor
     """[N, D, I]."""
     per_token: int
-    """K."""
+    """K, the number of experts per token."""
     normalises: bool
-    """Whether the gate weights of a token are divided by their sum."""
+    """Whether a token's gate weights are divided by their sum."""
     sigmoid: SigmoidScores | None = None
-    """None: scores are the softmax of the logits, and experts are chosen by them alone."""
+    """None: scores are the softmax of the logits, and also decide the choice."""
     layer: int = 0
-    """Place among the layers with experts."""
+    """Position among the layers with experts."""
     first: int = 0
-    """The number, of all experts, of the first that is here."""
+    """Index of this rank's first expert among all experts."""
 
     @classmethod
     def of(cls, mlp: Any, layer: int, rank: int = 0) -> Self:
-        """Those of `mlp`, a module with a router `gate` and stacked `experts`: all of them, or
-        where ranks share them those of `rank`."""
+        """The experts of `mlp`, a module with a router `gate` and stacked `experts`: all, or those
+        of `rank` if ranks share them."""
         correction: Tensor | None = getattr(mlp.gate, "e_score_correction_bias", None)
         sigmoid = None
         if correction is not None:
@@ -98,25 +97,29 @@ class Experts:
             first=rank * len(mlp.experts.down_proj),
         )
 
+    def sum_up(self, x: Tensor, record: Record = None) -> Tensor:
+        """`sum_experts` of these."""
+        return sum_experts(x, self, record)
+
     @property
     def are_all(self) -> bool:
-        """Whether no other rank has any."""
+        """Whether this rank has all experts."""
         return len(self.down) == len(self.router)
 
 
 def router_logits(x: Tensor, experts: Experts, linear: Linear = F.linear) -> Tensor:
-    """The router's logits [T, E] for x [T, D]: in the dtype of x, as `linear` computes them; those
-    of sigmoid scores in float32."""
+    """Router logits [T, E] for x [T, D], in the dtype of x as `linear` computes them; in float32
+    for sigmoid scores."""
     if experts.sigmoid is None:
         return linear(x, experts.router, None)
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(x, experts.router.T, out_dtype=torch.float32)  # which no CPU has
+        return torch.mm(x, experts.router.T, out_dtype=torch.float32)  # not available on CPUs
     return F.linear(x.float(), experts.router.float())
 
 
 def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """The experts of each token by the router's logits [T, E], and their gate weights, in the
-    dtype of the logits: int64 and floats [T, K], the best choice first."""
+    """Choose the experts of each token from router logits [T, E]. Returns ids int64 [T, K], best
+    first, and gate weights [T, K] in the dtype of the logits."""
     if experts.sigmoid is not None:
         return _route_by_sigmoid(logits, experts, experts.sigmoid)
     weights, ids = logits.softmax(-1, dtype=torch.float32).topk(experts.per_token, dim=-1)
@@ -146,8 +149,8 @@ def _route_by_sigmoid(
 def sum_experts(
     x: Tensor, experts: Experts, record: Record = None, *, unpack: Unpack = unpack_rows
 ) -> Tensor:
-    """What the experts of each token make of x [T, D], weighted and added up: [T, D]. Of experts
-    that ranks share it is this rank's part of the sum. `unpack` does what `unpack_rows` does."""
+    """Weighted sum of the outputs of each token's experts for x [T, D]: [T, D]. If ranks share the
+    experts, it is this rank's partial sum. `unpack` is `unpack_rows` or an equivalent."""
     ids_TK, weights_TK = route(router_logits(x, experts), experts)
     if record is not None:
         record(ids_TK)
@@ -163,11 +166,11 @@ def sum_experts(
 def sum_own(
     x: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, *, first: int
 ) -> Tensor:
-    """As `sum_chosen`, where of all experts those from `first` on are here: the part of the sum
-    that they have. Zeros for tokens that pass none of them."""
+    """Partial sum of `sum_chosen` over this rank's experts, which begin at index `first`. Zeros for
+    tokens that use none of them."""
     own_TK = ids_TK - first
     is_own_TK = (own_TK >= 0) & (own_TK < len(down))
-    # Rows behind those of the last expert are of none.
+    # Choices of other ranks get an id after the last expert.
     own_TK = own_TK.masked_fill(~is_own_TK, len(down))
     return sum_chosen(x, own_TK, weights_TK, gate_up, down, is_own_TK=is_own_TK)
 
@@ -181,8 +184,8 @@ def sum_chosen(
     *,
     is_own_TK: Tensor | None = None,
 ) -> Tensor:
-    """The outputs of chosen experts for x [T, D], weighted and added up: [T, D]. Choices that are
-    not `is_own` have ids behind the last, and count for nothing."""
+    """Weighted sum of the outputs of chosen experts for x [T, D]: [T, D]. Choices with `is_own_TK`
+    False have ids after the last expert, and are ignored."""
     order = ids_TK.flatten().argsort(stable=True)
     each = torch.arange(len(down), device=x.device)
     ends_E = torch.searchsorted(ids_TK.flatten()[order], each, right=True).int()
@@ -192,6 +195,6 @@ def sum_chosen(
     sorted_rows = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends_E)
     parts_TKD = torch.empty_like(sorted_rows).index_copy_(0, order, sorted_rows)
     parts_TKD = parts_TKD.view(*ids_TK.shape, -1)
-    if is_own_TK is not None:  # products leave the rows of no expert as memory was
+    if is_own_TK is not None:  # grouped products leave the rows of no expert uninitialised
         parts_TKD = parts_TKD.masked_fill(~is_own_TK.unsqueeze(-1), 0)
     return (parts_TKD * weights_TK.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What is left of a pass that ran out of memory."""
+"""Cleanup after a pass that ran out of memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["free_failed_pass"]
 
 
 def free_failed_pass(error: torch.OutOfMemoryError, device: torch.device) -> None:
-    """Free the tensors that the frames of an error hold, whoever else keeps the error, and give
-    the memory that torch caches back to the driver."""
+    """Free the tensors in the frames of an error, even if the error is kept elsewhere, and return
+    torch's cached memory to the driver."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # copies beside the pass may still write to them
+        torch.cuda.synchronize(device)  # asynchronous copies may still write to them
     linked: BaseException | None = error
     while linked is not None:
         traceback.clear_frames(linked.__traceback__)

@@ -1,26 +1,10 @@
-"""Decoder layers of known families as few, large operations.
-
-The layers of Llama, Mistral, Qwen2, Qwen3 and GLM-4 MoE are one skeleton. Here it runs over the
-model's own parameters as
-
-    x = norm(residual)        qkv = x @ [q; k; v]        norm and rotate heads, store k and v
-    x = attention @ o         residual += x              x = norm(residual)
-    x = silu(gate) * up       with [gate; up] = x @ ...  residual += x @ down
-
-which is eight or nine kernels a layer on CUDA. A layer with a mixture of experts has the products
-of its tokens' experts in place of the last line's, or beside them. Projections that read the same
-input are merged without a copy: their parameters become adjacent views of one tensor. What the
-operations are, for generation, over several ranks, or in exact mode, is said by
-`hone.models.layer_ops`.
-
-Letters: T packed tokens, D model and head size, H heads, I the MLP's inner size.
-"""
+"""Decoder layers of known families as few, large operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.families.registry import spec_of
-from hone.models.experts import Experts
+from hone.model_input import TEXT_ONLY
 from hone.models.int8_rows import is_packed
 from hone.models.layer_ops import Heads, LayerOps, Mlp, Projection
+
+if TYPE_CHECKING:
+    from hone.models.experts import Experts
 
 __all__ = [
     "FusedDecoder",
@@ -43,20 +30,23 @@ __all__ = [
 ]
 
 MIN_POSITIONS = 1024
-"""Rows of the smallest table of rotary embeddings."""
+"""Smallest size of the table of rotary embeddings, in positions."""
 
 MERGED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def is_fusible(model: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` computes what `model` does.
+    """Whether `FusedDecoder` computes the same as `model`.
 
-    It does for the very classes of transformers, with plain linear layers of one dtype on one
-    device, or packed ones (`hone.models.int8_rows`) between others of one dtype. A subclass, or a
-    model with anything put into it, may compute something else.
+    It does for exactly the supported classes of transformers, with plain linear layers of one dtype
+    on one device, or packed ones (`hone.models.int8_rows`) among others of one dtype. A subclass,
+    or a modified model, may compute something else.
     """
     spec = spec_of(model.config.model_type)
     if spec.decode is None or model.config.hidden_act != "silu":
+        return False
+    # Fused layers have no hook for contents and one position per token.
+    if spec.inputs != TEXT_ONLY:
         return False
     head_norms = spec.has_head_norms(model.config.to_dict())
     always = set(spec.decode.classes(head_norms=head_norms).items())
@@ -76,12 +66,12 @@ def _path(kind: type[nn.Module]) -> str:
 
 
 def addresses_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    """Parameters, and where they lie now; for `require_addresses`."""
+    """Parameters with their current addresses, for `require_addresses`."""
     return [(parameter, parameter.data_ptr()) for parameter in parameters]
 
 
 def require_addresses(addresses: Iterable[tuple[Tensor, int]]) -> None:
-    """Raise RuntimeError unless the parameters lie where they lay."""
+    """Raise RuntimeError if a parameter has moved in memory."""
     if any(parameter.data_ptr() != address for parameter, address in addresses):
         raise RuntimeError(
             "parameters of the model have been moved since generation was set up, so that it "
@@ -91,7 +81,7 @@ def require_addresses(addresses: Iterable[tuple[Tensor, int]]) -> None:
 
 
 def merge_projections(model: PreTrainedModel) -> None:
-    """Merge the parameters of a model that `is_fusible` in place, as its `FusedDecoder` does."""
+    """Merge the parameters of an `is_fusible` model in place, as `FusedDecoder` does."""
     base: Any = model.base_model
     for layer in base.layers:
         attention = layer.self_attn
@@ -102,7 +92,7 @@ def merge_projections(model: PreTrainedModel) -> None:
 
 
 def _mlp_of(layer: Any) -> nn.Module | None:
-    """The MLP of a decoder layer of transformers: all of it, or what is beside the experts."""
+    """The MLP of a decoder layer of transformers: the whole module, or the shared experts."""
     if not hasattr(layer.mlp, "experts"):
         return layer.mlp
     return getattr(layer.mlp, "shared_experts", None)
@@ -110,14 +100,14 @@ def _mlp_of(layer: Any) -> nn.Module | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLayer:
-    """One decoder layer over the parameters of a module of transformers."""
+    """One decoder layer over the parameters of a transformers module."""
 
     heads: Heads
     qkv: Projection
     o: Projection
     mlp_norm: Tensor
     mlp: Mlp | None
-    """That of all tokens, beside the experts where there are any."""
+    """The MLP of all tokens; in layers with experts the shared experts."""
     experts: Experts | None
     next_norm: Tensor
     """Weight of the norm that follows: the next layer's first, or the decoder's last."""
@@ -133,13 +123,13 @@ class FusedLayer:
         ops: LayerOps,
         expert_layer: int | None = None,
     ) -> Self:
-        """The layer that computes what the decoder layer `module` does; merges its parameters.
-        `expert_layer` is its place among the layers with experts, None where it has an MLP."""
+        """The fused layer of decoder layer `module`; merges its parameters. `expert_layer` is its
+        position among the layers with experts, None for a layer with an MLP."""
         attention, mlp = module.self_attn, _mlp_of(module)
         eps: float = attention.config.rms_norm_eps
         heads = Heads(
             layer_index=attention.layer_idx,
-            # A rank's own where ranks share them: not what the config says.
+            # If ranks share heads, this rank's number, not that of the config.
             num_heads=attention.q_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
             scale=attention.scaling,
@@ -148,15 +138,18 @@ class FusedLayer:
             k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
             eps=eps,
         )
+        experts = None
+        if expert_layer is not None:
+            from hone.models.experts import Experts
+
+            experts = Experts.of(module.mlp, expert_layer, ops.rank)
         return cls(
             heads=heads,
             qkv=Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
             o=Projection.of(attention.o_proj),
             mlp_norm=module.post_attention_layernorm.weight,
             mlp=None if mlp is None else Mlp.of(mlp),
-            experts=None
-            if expert_layer is None
-            else Experts.of(module.mlp, expert_layer, ops.rank),
+            experts=experts,
             next_norm=next_norm,
             eps=eps,
             ops=ops,
@@ -165,7 +158,7 @@ class FusedLayer:
     def __call__(
         self, x: Tensor, residual: Tensor, positions: Tensor, rotary: Tensor, context: Any
     ) -> tuple[Tensor, Tensor]:
-        """From the normed residual x and the residual, both [T, D], to those of the next layer."""
+        """Map the normed residual x and the residual, both [T, D], to those of the next layer."""
         ops = self.ops
         qkv = ops.linear(x, self.qkv).view(len(x), -1, self.heads.head_dim)
         attended = ops.attend(qkv, self.heads, positions, rotary, context).flatten(1)
@@ -180,12 +173,12 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """The backbone of a model that `is_fusible`, from token ids to the final norm."""
+    """The backbone of an `is_fusible` model, from token ids to the final norm."""
 
     layers: list[Callable[..., tuple[Tensor, Tensor]]]
 
     def __init__(self, model: PreTrainedModel, ops: LayerOps) -> None:
-        """Merges parameters of `model` in place, one layer at a time."""
+        """Merge parameters of `model` in place, one layer at a time."""
         base: Any = model.base_model
         self._ops = ops
         self._embedding: Tensor = base.embed_tokens.weight
@@ -204,7 +197,7 @@ class FusedDecoder:
                 zip(base.layers, next_norms, windows, strict=True)
             )
         ]
-        # The parameters that the layers do not hold themselves.
+        # Parameters outside of the layers.
         self._addresses = addresses_of(
             parameter
             for layer in base.layers
@@ -212,14 +205,11 @@ class FusedDecoder:
             if name.split(".")[-2] in MERGED
         )
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # where the merged parameters lay before
+            torch.cuda.empty_cache()  # frees the former memory of the merged parameters
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, context: Any) -> Tensor:
-        """Hidden states [T, D] of ids [T] at positions [T], both int64, in a context that the
-        operations read.
-
-        Raises RuntimeError where parameters have been moved since they were merged.
-        """
+        """Hidden states [T, D] of ids [T] at positions [T], both int64, in the context of the
+        operations. Raises RuntimeError if parameters have moved since they were merged."""
         require_addresses(self._addresses)
         residual = F.embedding(input_ids, self._embedding, self._padding_idx)
         rotary = self._rotary.rows(self._ops.num_positions(context))
@@ -230,23 +220,22 @@ class FusedDecoder:
 
 
 class RotaryTable:
-    """Rotary embeddings of positions, computed once by the model's own module.
+    """Table of rotary embeddings, computed by the model's own module.
 
     Rows hold the R / 2 cosines and R / 2 sines of a position, where R values of a head are rotated:
-    16 MiB for 65,536 positions of 128 16-bit numbers. The table reaches as far as has been asked
-    for, doubling; graphs may hold the former ones, which are kept.
+    16 MiB for 65,536 positions of 128 16-bit numbers. The table grows on demand by doubling. Former
+    tables are kept, since graphs may refer to them.
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
         self._module = module
-        self._example = torch.empty(0, dtype=dtype, device=device)  # tells the module both
+        # Gives the module dtype and device.
+        self._example = torch.empty(0, dtype=dtype, device=device)
         self._tables: list[Tensor] = []
 
     def rows(self, count: int) -> Tensor:
-        """A table [P, R] of at least the first `count` positions.
-
-        Raises RuntimeError where a graph is being recorded that needs a longer table than there is.
-        """
+        """A table [P, R] of at least the first `count` positions. Raises RuntimeError if a graph
+        that is being captured needs a longer table."""
         if not self._tables or len(self._tables[-1]) < count:
             if self._example.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -256,7 +245,7 @@ class RotaryTable:
             self._tables.append(self._compute(max(MIN_POSITIONS, 1 << (count - 1).bit_length())))
         return self._tables[-1]
 
-    # No inference tensor, whoever asks first: training saves it for backward.
+    # Not an inference tensor, whoever asks first: training saves it for backward.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _compute(self, count: int) -> Tensor:

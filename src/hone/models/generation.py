@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.attention import PagedContext
+from hone.models.contents import follow_contents
 from hone.models.decoder import (
     alias_module,
     head_product,
@@ -21,11 +22,9 @@ from hone.models.decoder import (
     hidden_states,
     logit_softcap,
 )
-from hone.models.exact_decoder import ExactOps, require_exact
 from hone.models.fused_layers import FusedDecoder, addresses_of, is_fusible, require_addresses
 from hone.models.layer_ops import LayerOps, choose_kernels
-from hone.models.routes import follow_routes
-from hone.models.tensor_parallel import TensorParallel, divide_layers
+from hone.models.ranks import ModelRanks
 
 __all__ = ["GenerationModel", "generation_model"]
 
@@ -33,7 +32,7 @@ Backbone = Callable[[Tensor, Tensor, PagedContext], Tensor]
 
 
 class GenerationModel:
-    """What an engine computes with; made by `generation_model`.
+    """The model as an engine uses it; built by `generation_model`.
 
     Letters: T packed tokens, N chosen rows, D model, V vocabulary.
     """
@@ -43,13 +42,13 @@ class GenerationModel:
         backbone: Backbone,
         head: nn.Parameter,
         softcap: float | None,
-        tp: TensorParallel | None = None,
+        tp: ModelRanks | None = None,
         *,
         exact: bool = False,
         parameters: Iterable[Tensor] = (),
     ) -> None:
-        """With `tp`, `head` holds this rank's rows [V / size, D] of the vocabulary. `parameters`
-        are those that the backbone and graphs of it compute with, where they lie now."""
+        """With `tp`, `head` has this rank's rows [V / size, D] of the vocabulary. `parameters` are
+        those that the backbone and its captured graphs use, at their current addresses."""
         self._backbone = backbone
         self._head = head
         self._softcap = softcap
@@ -58,15 +57,16 @@ class GenerationModel:
         self._addresses = addresses_of(parameters)
 
     def require_in_place(self) -> None:
-        """Raise RuntimeError where parameters have been moved since this was made: what they say
-        is then not what merged layers and recorded graphs compute with."""
+        """Raise RuntimeError if parameters have moved in memory since this object was built: merged
+        layers and captured graphs would use the old values."""
         require_addresses(self._addresses)
 
     @torch.inference_mode()
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, context: PagedContext
     ) -> Tensor:
-        """Hidden states [T, D] after the final norm, for ids [T] and positions [T] (both int64).
+        """Hidden states [T, D] after the final norm, for ids [T] and positions [T], or [A, T] of a
+        family whose rule has A axes (both int64).
 
         Stores keys and values of all T tokens. May be recorded in a CUDA graph once it has run with
         the same number of tokens; neither waits for the device.
@@ -90,7 +90,7 @@ def generation_model(
     model: PreTrainedModel,
     *,
     compile: bool,
-    tp: TensorParallel | None = None,
+    tp: ModelRanks | None = None,
     exact: bool = False,
     records_routes: bool = False,
 ) -> GenerationModel:
@@ -106,6 +106,8 @@ def generation_model(
     `records_routes` contexts may ask for the experts of each token.
     """
     if exact:
+        from hone.models.exact_decoder import ExactOps, require_exact
+
         require_exact(model)
         assert tp is None or tp.size == 1, "sums over ranks are in another order than a trainer's"
         backbone: Backbone = FusedDecoder(model, ExactOps(choose_kernels(model.device)))
@@ -118,10 +120,13 @@ def generation_model(
         backbone = FusedDecoder(model, ops)
     else:
         alias = alias_module(model)
+        follow_contents(alias)
         if records_routes:
+            from hone.models.routes import follow_routes
+
             follow_routes(alias)
         if tp is not None:
-            divide_layers(alias, tp)
+            tp.divide_layers(alias)
         if compile and model.device.type == "cuda":
             for layer in cast(nn.ModuleList, alias.base_model.layers):
                 layer.compile(dynamic=True)

@@ -39,17 +39,18 @@ from hone.attention.kernel_launch import (
     next_power_of_2,
     shared_bytes,
 )
-from hone.families.shape import ROW_TAIL_BYTES as TAIL
-from hone.models.product_kernels import MULTIPROCESSORS, Tile
+from hone.families.spec import ROW_TAIL_BYTES as TAIL
+from hone.models.product_kernels import MULTIPROCESSORS, Tile, gated_product
 
 __all__ = ["MAX_ROWS", "choose_tile", "int8_product", "split_rows", "unpack_rows"]
 
 MAX_ROWS = 256
-"""Rows up to which two products of codes are faster than unpacking the weight first."""
+"""Largest number of rows for which two products of codes are faster than unpacking the weight
+first."""
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_SPLITS = 4
 MIN_SHARE = 0.9
-"""Of the multiprocessors that programs are to keep at work, as far as sums can be split."""
+"""Target share of busy multiprocessors, as far as sums can be split."""
 UNPACK_BLOCK = 2048
 SPLIT_BLOCK = 8192
 """Largest block of a row that is split at once."""
@@ -197,7 +198,7 @@ def _split_kernel(
         x = tl.load(x_ptr + row * WIDTH + start + column, mask=mask, other=0.0)
         x = tl.abs(x.to(tl.float32))
         largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
-    # Codes have no NaN, and a maximum over all leaves it out: the sum has the scale carry it on.
+    # Codes have no NaN, and a maximum ignores it: the sum carries NaN into the scale.
     scale = tl.maximum(tl.max(largest, axis=0), 1e-30) / LARGEST + tl.sum(largest * 0.0, axis=0)
     tl.store(scales_ptr + row, scale)
     for start in range(0, WIDTH, BLOCK):
@@ -231,7 +232,6 @@ def _product_kernel(
 ) -> None:
     """y = x @ weight.T, float32 parts [SPLITS, T, N] of it, or silu(first half) * second half.
     Tiles are of the transposed product, [columns, rows]."""
-    dtype: tl.constexpr = output_ptr.dtype.element_ty
     width: tl.constexpr = INPUTS + TAIL_BYTES
     part_inputs: tl.constexpr = INPUTS // SPLITS
     split = tl.program_id(1)
@@ -266,10 +266,8 @@ def _product_kernel(
             up_low = tl.dot(up_codes, x_low, up_low, out_dtype=tl.int32)
     total = join_planes(high, low) * weight_scale[:, None] * scale
     if GATED:
-        gate = total.to(dtype).to(tl.float32)
-        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         up = join_planes(up_high, up_low) * up_scale[:, None] * scale
-        total = activated * up.to(dtype).to(tl.float32)
+        total = gated_product(total, up, output_ptr.dtype.element_ty)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column).to(tl.float32)[:, None]
     at = (split * num_rows + row).to(tl.int64)[None, :] * OUTPUTS + column[:, None]
@@ -278,13 +276,14 @@ def _product_kernel(
 
 @triton.jit
 def join_planes(high: tl.tensor, low: tl.tensor) -> tl.tensor:
-    """Of products with both planes, integers, that with the whole numbers, in float32."""
+    """Combine the integer products with both planes into the product with the 16-bit numbers, in
+    float32."""
     return high.to(tl.float32) * 256.0 + low.to(tl.float32)
 
 
 @triton.jit
 def row_scale(weight_ptr: tl.tensor, row: tl.tensor, INPUTS: tl.constexpr) -> tl.tensor:
-    """The scales of rows of packed weights."""
+    """Scales of rows of packed weights."""
     scale_ptr = weight_ptr + row * (INPUTS + TAIL_BYTES) + INPUTS
     return tl.load(scale_ptr.to(tl.pointer_type(tl.float32)))
 

@@ -1,4 +1,4 @@
-"""What a decoder layer that generates is made of: products, and Triton kernels between them.
+"""Operations of a decoder layer in generation: products, and Triton kernels between them.
 
 A decode step moves little data through them and waits mostly for their launches, so each does all
 the work between two matrix products. They round exactly where the layers of transformers do: a norm
@@ -34,7 +34,7 @@ from hone.attention.kernel_launch import launch, next_power_of_2
 from hone.models import expert_kernels, experts
 from hone.models.int8_kernels import int8_product, unpack_rows
 from hone.models.int8_rows import is_packed
-from hone.models.product_kernels import small_product
+from hone.models.product_kernels import gated_product, small_product
 
 __all__ = [
     "add_rms_norm",
@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def sum_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` for `add_rms_norm`, which takes it as a tensor of parts as well."""
+    """`linear` for `add_rms_norm`, which also accepts a tensor of partial sums."""
     product = _small_product(weight)(x, weight, bias, split=True)
     return _large_product(x, weight, bias) if product is None else product
 
@@ -91,8 +91,8 @@ def sum_experts(
     beside: Tensor | None = None,
     record: experts.Record = None,
 ) -> Tensor:
-    """What the experts of each token make of x [T, D], contiguous, and what lies `beside` it,
-    [T, D], added up for `add_rms_norm`."""
+    """Sum of the outputs of each token's experts for x [T, D], contiguous, and of `beside` [T, D]
+    if given, in a form for `add_rms_norm`."""
     if expert_kernels.is_served(x, mixture):
         logits = experts.router_logits(x, mixture, linear)
         return expert_kernels.sum_parts(x, logits, mixture, beside=beside, record=record)
@@ -361,10 +361,9 @@ def _silu_mul_kernel(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr, mask=mask, other=0.0)
     up = tl.load(gate_ptr + WIDTH, mask=mask, other=0.0)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-    tl.store(output_ptr + row * WIDTH + column, _multiply(activated, up, dtype), mask=mask)
+    tl.store(output_ptr + row * WIDTH + column, gated_product(gate, up, dtype), mask=mask)
 
 
 # Arithmetic on values of `dtype` as torch does it: in float32, rounded after every operation.

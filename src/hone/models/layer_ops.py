@@ -1,4 +1,4 @@
-"""What a decoder layer computes with: one set of operations for each way to run it.
+"""Operations of a decoder layer, one set for each way to run it.
 
 `FusedLayer` says which operations follow each other, `LayerOps` what they are:
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,10 @@ from hone.attention import PagedContext
 from hone.attention.backends import write_kv
 from hone.attention.interface import attend_paged
 from hone.models.cpu_products import linear
-from hone.models.experts import Experts, Record, sum_experts
 from hone.models.int8_rows import is_packed, unpack_rows
+
+if TYPE_CHECKING:
+    from hone.models.experts import Experts, Record
 
 __all__ = [
     "Heads",
@@ -72,11 +74,12 @@ class Projection(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     parts: tuple[nn.Linear, ...] = ()
-    """The layers whose parameters are rows of weight and bias, where these are several."""
+    """The layers whose parameters are rows of weight and bias, if there are several."""
 
     @classmethod
     def of(cls, linear: nn.Linear, *others: nn.Linear) -> Self:
-        """The outputs of all layers, one after the other; merges their parameters."""
+        """The projection with the outputs of all layers, one after the other; merges their
+        parameters."""
         if not others:
             return cls(linear.weight, linear.bias)
         linears = (linear, *others)
@@ -93,7 +96,7 @@ class Mlp(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> Self:
-        """Merges the first parameters of `module`."""
+        """Build from `module`; merges its gate and up parameters."""
         return cls(Projection.of(module.gate_proj, module.up_proj), Projection.of(module.down_proj))
 
 
@@ -115,7 +118,7 @@ class LayerOps:
     """The operations of `FusedLayer` in generation, whose context is a `PagedContext`."""
 
     rank: int = 0
-    """Of those that share a layer."""
+    """Rank among those that share a layer."""
 
     def __init__(self, kernels: TorchKernels) -> None:
         self.kernels = kernels
@@ -127,10 +130,10 @@ class LayerOps:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and this sum, both [T, D]; may write it into `residual`.
+        """Norm of residual + x, and this sum, both [T, D]; may write the sum into `residual`.
 
-        x is what `sum_linear` returned. Where ranks share the heads and the inner size that is a
-        rank's part of a sum, and here alone the parts are added up.
+        x is the result of `sum_linear`. If ranks share heads and inner size it is a rank's partial
+        sum, and only here are the parts added up.
         """
         return self.kernels.add_rms_norm(x, residual, weight, eps), residual
 
@@ -139,7 +142,7 @@ class LayerOps:
         return self.kernels.linear(x, projection.weight, projection.bias)
 
     def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
-        """As `linear`, in any form that `add_rms_norm` adds to the residual."""
+        """`linear`, in any form that `add_rms_norm` can add to the residual."""
         return self.kernels.sum_linear(x, projection.weight, projection.bias)
 
     def gated_linear(self, x: Tensor, projection: Projection) -> Tensor:
@@ -147,9 +150,9 @@ class LayerOps:
         return self.kernels.gated_linear(x, projection.weight, projection.bias)
 
     def sum_experts(self, x: Tensor, experts: Experts, shared: Mlp | None, context: Any) -> Tensor:
-        """What the experts of each token, and an MLP that all `shared`, make of x [T, D], added up,
-        in any form that `add_rms_norm` adds to the residual. The context records which experts they
-        are where it has a place for them."""
+        """Sum of the outputs of each token's experts, and of the `shared` MLP if there is one, for
+        x [T, D], in any form that `add_rms_norm` can add to the residual. Records the chosen
+        experts if the context asks for it."""
         is_recorded = context.routes is not None
         record = partial(context.record_routes, experts.layer) if is_recorded else None
         beside = None
@@ -166,7 +169,7 @@ class LayerOps:
         `rotary` is a `RotaryTable`'s. Keys and values are stored where the context has a cache.
         """
         scales = context.kv_scales
-        # Scales that are yet to be found are found by the attention, which then stores as well.
+        # A calibrating attention sets the scales first, and stores keys and values itself.
         stores = not context.calibrate
         q, k, v = self.kernels.rotate_heads(
             qkv,
@@ -190,12 +193,12 @@ class LayerOps:
         return attend_paged(q, k, v, heads.layer_index, context, **options)
 
     def num_positions(self, context: Any) -> int:
-        """Positions that the tokens of a forward reach to."""
+        """Number of positions that the tokens of a forward reach."""
         return context.max_context_len
 
 
 def choose_kernels(device: torch.device) -> TorchKernels:
-    """Triton's on CUDA, else torch's."""
+    """Choose Triton kernels on CUDA, else torch's."""
     if device.type == "cuda" and find_spec("triton"):
         from hone.models import layer_kernels  # needs triton, absent on CPUs
 
@@ -255,7 +258,7 @@ class TorchKernels:
     def sum_experts(
         self, x: Tensor, experts: Experts, beside: Tensor | None = None, record: Record = None
     ) -> Tensor:
-        total = sum_experts(x, experts, record)
+        total = experts.sum_up(x, record)
         return total if beside is None else total + beside
 
 

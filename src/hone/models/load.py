@@ -1,4 +1,4 @@
-"""Loading the policy: pretrained, or with random weights in a given shape."""
+"""Loads models: pretrained, or with random weights in a given shape."""
 
 from __future__ import annotations
 
@@ -22,27 +22,19 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hone.attention import ATTENTION_NAME, flash4
+from hone.attention import ATTENTION_NAME
 from hone.attention.backends import choose_packed_backend
-from hone.config import model as model_config
-from hone.config.model import ModelConfig
 from hone.errors import UserError
-from hone.families.model_facts import impossible_values
+from hone.families.config_values import impossible_values
 from hone.families.registry import SPECS
-from hone.flash4 import is_installed
 from hone.hub import locate_model
+from hone.models import settings as model_config
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
 from hone.models.int8_rows import is_packed, pack_layers, packed_like
-from hone.models.parity import require_parity
+from hone.models.ranks import ModelRanks
+from hone.models.settings import ModelConfig
 from hone.models.support import check_supported, classifies, declared_eos_ids, head_dim_of
-from hone.models.tensor_parallel import (
-    TensorParallel,
-    check_divides,
-    fit_to_rank,
-    shard_model,
-    shard_of,
-)
 from hone.models.weight_files import (
     OtherFormatError,
     damaged,
@@ -66,11 +58,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 _QUICK_BYTES = 1 << 30
-"""Weights that a disk gives in about a second."""
+"""Bytes of weights that a disk reads in about a second."""
 
 
 def compute_dtype(cfg: ModelConfig, device: torch.device | str) -> torch.dtype:
-    """Format of forward and backward: as configured; `auto` is bfloat16 on CUDA, else float32."""
+    """Dtype of forward and backward: as configured; `auto` is bfloat16 on CUDA, else float32."""
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
     return getattr(torch, model_config.compute_dtype(cfg.dtype, kind))
 
@@ -80,29 +72,31 @@ def load_model(
     *,
     device: torch.device | str | None = None,
     seed: int = 0,
-    tp: TensorParallel | None = None,
+    tp: ModelRanks | None = None,
     on_host: bool = False,
     packs_rows: bool = False,
 ) -> PreTrainedModel:
-    """The model of `cfg` on `device` in its compute dtype, in eval mode, with our attention.
+    """Load the model of `cfg` on `device` in its compute dtype, in eval mode, with hone's
+    attention.
 
-    `device` unset is the first GPU, or the CPU where torch sees none. `seed` draws the weights
-    under `init: random`. With `tp`, only this rank's parts of them reach
-    the device, as `shard_model` makes them; together they are the weights of one process. With
-    `on_host` the same model stays in host memory, for whoever takes it to the device in parts. With
-    `packs_rows` it is for an engine of `engine.weight_dtype=int8` (`hone.models.int8_rows`).
-    Raises FileNotFoundError where the folder or the weights are missing, UserError where the model
-    is not supported, predicts no tokens or cannot be divided, and where weights are missing, not
-    finite, damaged, or more than it has places for.
+    `device` unset is the first GPU, or the CPU if torch sees none. `seed` initialises the weights
+    under `init: random`. With `tp`, only this rank's parts reach the device, as `shard_model` cuts
+    them. With `on_host` the same model stays in host memory, for a caller that moves it to the
+    device in parts. With `packs_rows` it is packed for an engine of `engine.weight_dtype=int8`
+    (`hone.models.int8_rows`).
+
+    Raises FileNotFoundError if the folder or the weights are missing. Raises UserError if the model
+    is not supported, predicts no tokens or cannot be divided, and if weights are missing, not
+    finite, damaged, or have no place in the model.
     """
     device = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    tp = tp or TensorParallel(rank=0, size=1, device=device)
+    tp = tp or ModelRanks(device)
     config = load_config(cfg)
-    check_divides(config, tp.size)
+    tp.check_divides(config)
     if cfg.init == "pretrained":
         _require_predicts(config, cfg)
-        model = shard_model(
-            _from_files(AutoModelForCausalLM, _place(cfg), config, _options(cfg, device)), tp
+        model = tp.shard_model(
+            _from_files(AutoModelForCausalLM, _place(cfg), config, _options(cfg, device))
         )
         if packs_rows:
             pack_layers(model, tp.device)
@@ -116,7 +110,7 @@ def load_model(
 
     def take(weight: Weight) -> None:
         whole = weight.whole()
-        part = shard_of(weight.name, whole, config.model_type, tp)
+        part = tp.shard_of(weight.name, whole, config.model_type)
         own = packed_like(whole if part is whole else part.clone(), targets.get(weight.name))
         tensors[weight.name] = own.to("cpu" if on_host else device)
 
@@ -127,14 +121,14 @@ def load_model(
 def load_value_model(
     cfg: ModelConfig, *, device: torch.device | str, seed: int, deferred: bool = False
 ) -> PreTrainedModel:
-    """The backbone of `load_model` with a head that gives one value (`hone.models.heads`): that of
-    a folder of such a model, else zeros. With `deferred` weights come as those of `load_deferred`.
+    """Load the backbone of `load_model` with a head for one value (`hone.models.heads`): the head
+    of the folder's model, or zeros. With `deferred`, weights come as those of `load_deferred`.
     Raises as `load_model`."""
     config, options = load_config(cfg), _options(cfg, torch.device(device))
     if classifies(config) and config.num_labels != 1:
         raise UserError(
-            f"{cfg.path!r} tells {config.num_labels} classes apart; what gives values, a critic or "
-            "a reward model, has one label. Choose such a model, or a language model."
+            f"{cfg.path!r} is a classifier of {config.num_labels} classes; a critic or a reward "
+            "model has one label. Choose such a model, or a language model."
         )
     config.num_labels = 1
     with torch.device("meta"):
@@ -157,11 +151,11 @@ def load_value_model(
 
 
 def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
-    """The model of `load_model` for processes that share it: it lies on the meta device, and has
-    its weights beside it as `hone.models.deferred` describes, of which each takes its part.
+    """The model of `load_model` for processes that share it: on the meta device, with a weight
+    source (`hone.models.deferred`) from which each process reads its shards.
 
-    Where the files of a pretrained model are not simply its tensors, the model comes whole, in host
-    memory, and the log says why. Raises as `load_model`.
+    If the files of a pretrained model do not map directly to its tensors, the model is loaded whole
+    into host memory, and the log says why. Raises as `load_model`.
     """
     device = torch.device(device)
     model = _skeleton(cfg, device)
@@ -179,22 +173,22 @@ def blank_model(
     cfg: ModelConfig,
     *,
     device: torch.device | str,
-    tp: TensorParallel | None = None,
+    tp: ModelRanks | None = None,
     packs_rows: bool = False,
 ) -> PreTrainedModel:
-    """The model of `load_model` with zeros for weights: to be filled by a sync. With `tp` it has
-    room for this rank's parts alone. Raises as `load_config`, and UserError where the model cannot
-    be divided."""
+    """The model of `load_model` with zeros as weights, to be filled by a sync. With `tp` it has
+    only this rank's parts. Raises as `load_config`, and UserError if the model cannot be divided.
+    """
     device = torch.device(device)
-    tp = tp or TensorParallel(rank=0, size=1, device=device)
+    tp = tp or ModelRanks(device)
     model = _skeleton(cfg, device)
-    check_divides(model.config, tp.size)
+    tp.check_divides(model.config)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if packs_rows:
         pack_layers(model)
     targets, tensors = dict(model.named_parameters()), dict[str, Tensor]()
     for name, tensor in named.items():
-        part = shard_of(name, tensor, model.config.model_type, tp)
+        part = tp.shard_of(name, tensor, model.config.model_type)
         part = packed_like(part, targets.get(name))
         tensors[name] = torch.zeros(part.shape, dtype=part.dtype, device=device)
     for name, buffer in _computed_buffers(model).items():
@@ -203,9 +197,13 @@ def blank_model(
 
 
 def require_attention(cfg: ModelConfig, device: torch.device) -> None:
-    """Have the kernels imported that attention of training will call. Raises UserError where they
-    are installed but broken, and as `load_config`."""
-    if device.type != "cuda" or not is_installed():
+    """Import the kernels that training's attention will call. Raises UserError if they are
+    installed but broken, and as `load_config`."""
+    if device.type != "cuda":
+        return
+    from hone.flash4 import is_installed
+
+    if not is_installed():
         return
     config = load_config(cfg)
     backend = choose_packed_backend(
@@ -215,6 +213,8 @@ def require_attention(cfg: ModelConfig, device: torch.device) -> None:
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
     if backend == "flash4":
+        from hone.attention import flash4
+
         flash4.require_importable()
 
 
@@ -226,12 +226,14 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     config = _config(cfg)
     check_supported(config)
     if config.model_type not in SPECS:
+        from hone.models.parity import require_parity
+
         require_parity(config, trust_remote_code=cfg.trust_remote_code)
     return config
 
 
 def load_end_ids(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a turn of the model of `cfg`, which is not loaded (`declared_eos_ids`).
+    """Every id that ends a turn of the model of `cfg`, without loading it (`declared_eos_ids`).
     Raises as `load_config`."""
     declared = None if cfg.init == "random" else _generation_config(cfg)
     return declared_eos_ids(declared, _config(cfg), tokenizer)
@@ -253,7 +255,7 @@ def _config(cfg: ModelConfig) -> PreTrainedConfig:
 
 
 def _generation_config(cfg: ModelConfig) -> GenerationConfig | None:
-    """What `generation_config.json` says; None without one."""
+    """The parsed `generation_config.json`, or None."""
     try:
         return GenerationConfig.from_pretrained(_place(cfg))
     except OSError:
@@ -262,8 +264,9 @@ def _generation_config(cfg: ModelConfig) -> GenerationConfig | None:
 
 
 def _require_predicts(config: PreTrainedConfig, cfg: ModelConfig) -> None:
-    """Raise UserError where the weights of `cfg.path` are of a model that scores: with a tied
-    embedding nothing is missing for one that predicts tokens, which nobody has trained it to do."""
+    """Raise UserError if the weights of `cfg.path` belong to a scoring model. With a tied embedding
+    nothing would be missing for a language model, although it was never trained to predict tokens.
+    """
     if classifies(config):
         raise UserError(
             f"model.path={cfg.path!r} is {config.architectures}, which scores texts and predicts "
@@ -285,7 +288,7 @@ def _options(cfg: ModelConfig, device: torch.device) -> dict[str, Any]:
 
 
 def _skeleton(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
-    """The model of `cfg` for `device` without a single value, in eval mode."""
+    """The model of `cfg` for `device` without weights, in eval mode."""
     config = load_config(cfg)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **_options(cfg, device))
@@ -297,8 +300,8 @@ def _skeleton(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
 
 
 def _defer_to_files(model: PreTrainedModel, cfg: ModelConfig) -> bool:
-    """Have the tensors of `model`, which are on the meta device, come from the files of `cfg.path`.
-    False, and a line in the log, where those are not simply its tensors."""
+    """Let the tensors of `model`, which are on the meta device, come from the files of `cfg.path`.
+    Returns False, and logs the reason, if the files do not map directly to them."""
     try:
         defer(model, find_weights(_place(cfg), model, _computed_buffers(model)))
     except OtherFormatError as error:
@@ -316,15 +319,15 @@ def _defer_to_files(model: PreTrainedModel, cfg: ModelConfig) -> bool:
 
 
 def _say_loading(path: str) -> None:
-    """Say that weights are read from a folder, where that takes seconds."""
+    """Log that weights are being read, if that takes seconds."""
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     if size >= _QUICK_BYTES:
         logger.info("loading the weights in %s, %.1f GiB", path, size / 2**30)
 
 
 def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers of a model that lies on the meta device which follow from its config, and are not
-    saved. They are computed on the CPU, as where transformers loads the model."""
+    """Buffers of a model on the meta device that follow from its config and are not saved. They are
+    computed on the CPU, as when transformers loads the model."""
     found: dict[str, Tensor] = {}
     twin = copy.deepcopy(model)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -341,10 +344,10 @@ def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _filled(
-    model: PreTrainedModel, tensors: Mapping[str, Tensor], tp: TensorParallel
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], tp: ModelRanks
 ) -> PreTrainedModel:
-    """A model that lies on the meta device with these for parameters, a tied one under the first of
-    its names, and for buffers; the parts of a rank where `tp` has several."""
+    """Fill a model on the meta device with these parameters (a tied one under the first of its
+    names) and buffers; with several ranks in `tp`, with a rank's parts."""
     made = {
         parameter: nn.Parameter(
             tensors[name], requires_grad=tp.size == 1 and not is_packed(parameter)
@@ -357,14 +360,14 @@ def _filled(
         for name, _ in list(module.named_buffers(recurse=False)):
             setattr(module, name, tensors[f"{prefix}.{name}"])
     if tp.size > 1:
-        fit_to_rank(model, tp)
+        tp.fit(model)
     return model
 
 
 @dataclass(frozen=True, slots=True)
 class _DrawnWeights:
-    """A source of weights: a seed. Every process draws all of them, one module's after the
-    other's, and leaves the global random state as it was."""
+    """Weight source of a seed. Every process draws all weights, module by module, and leaves the
+    global random state unchanged."""
 
     config: PreTrainedConfig
     options: dict[str, Any]
@@ -380,11 +383,12 @@ class _DrawnWeights:
             for prefix, module in model.named_modules():
                 own = dict(module.named_parameters(recurse=False))
                 if not own or any(parameter not in given for parameter in own.values()):
-                    # Without weights it has rotary frequencies, of which a GPU computes other bits.
+                    # Modules without weights have rotary frequencies, of which a GPU computes other
+                    # bits.
                     module.to_empty(device=device if own else "cpu", recurse=False)
                     model._init_weights(module)  # pyright: ignore[reportPrivateUsage] families override
                 for name, parameter in own.items():
-                    if parameter not in given:  # else tied to one that is
+                    if parameter not in given:  # otherwise it is tied to one that is given
                         take(Weight.of(f"{prefix}.{name}", module.get_parameter(name).detach()))
                         given.add(parameter)
                     setattr(module, name, parameter)
@@ -394,7 +398,7 @@ class _DrawnWeights:
 
 @dataclass(frozen=True, slots=True)
 class _BackboneWeights:
-    """Of a causal language model all but its head, and zeros for a head that gives values."""
+    """Weight source of a causal language model without its head, and zeros for a value head."""
 
     source: WeightSource
     hidden_size: int
@@ -417,7 +421,7 @@ def _from_files(
             path,
             config=config,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, in words
+            ignore_mismatched_sizes=True,  # reported below
             **options,
         )
     except OSError as error:

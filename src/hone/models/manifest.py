@@ -1,14 +1,14 @@
-"""What a model's weights are, in a form that two holders of them can compare.
+"""Manifest of a model's weights, which two sides can compare.
 
 A manifest has one record for each exported tensor: shape, dtype, tie and a 64-bit checksum. The
-trainer writes one of what it exports, the engine writes one of what it samples with, and a sync is
-complete when `compare` finds no difference.
+trainer writes one of the exported weights, the engine one of its own, and a sync is complete when
+`compare` finds no difference.
 
 The checksum is a multilinear hash in two levels. A tensor's bits, as 32-bit words `w`, are cut into
 rows of `ROW_WORDS`; row r gives `s_r = sum_i w_ri * table_i mod 2**64` with fixed random 64-bit
 multipliers (Lemire and Kaser, arXiv:1202.4961: two different rows agree with probability at most
 2**-32), and the checksum is `sum_r mix(s_r + mix(r)) mod 2**64`. Integer sums do not depend on
-their order, so every device and every grouping gives the same value; a 32-bit word under a 64-bit
+their order, so every device and every grouping gives the same value. A 32-bit word times a 64-bit
 multiplier keeps at least 33 bits of each difference, so that sign flips do not cancel.
 """
 
@@ -33,6 +33,8 @@ __all__ = [
     "build_manifest",
     "compare",
     "export_weights",
+    "match_layout",
+    "memory_of",
 ]
 
 ROW_WORDS = 16384
@@ -74,22 +76,22 @@ def build_manifest(
 
 
 class ManifestBuilder:
-    """`build_manifest` for a caller who does more with weights that come one by one."""
+    """Builder of a manifest for weights that come one by one."""
 
     def __init__(
         self, dtypes: Mapping[str, torch.dtype] | None = None, *, group_words: int | None = None
     ) -> None:
-        """Without `group_words` weights are let go at `flush` alone."""
+        """Without `group_words` weights are released only at `flush`."""
         self._dtypes = dtypes or {}
         self._entries: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
         self._owners: dict[object, tuple[str, StorageWeakRef]] = {}
         self._group_words = group_words
-        self._group: list[Tensor] = []  # words of those that have no sums yet
-        self._sums: list[Tensor] = []  # of the rows of all others
-        self._num_rows: list[int] = []  # of each weight
+        self._group: list[Tensor] = []  # words of weights without sums yet
+        self._sums: list[Tensor] = []  # row sums of all other weights
+        self._num_rows: list[int] = []  # number of rows of each weight
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take in one weight, under one of its names."""
+        """Add one weight under one of its names."""
         dtype = self._dtypes.get(name, tensor.dtype)
         memory = memory_of(tensor)
         owner, storage = self._owners.get(memory, (name, None))
@@ -106,13 +108,13 @@ class ManifestBuilder:
                 self.flush()
 
     def flush(self) -> None:
-        """Let go of all weights. On a GPU the work has only begun."""
+        """Release all weights. On a GPU the work has only begun."""
         if self._group:
             self._sums.append(_row_sums(self._group))
             self._group = []
 
     def finish(self, version: int) -> WeightManifest:
-        """Wait for the work, and return what was added."""
+        """Wait for the work, and return the manifest."""
         self.flush()
         owners = [name for name, (_, _, owner) in self._entries.items() if owner == name]
         checksums = _combine(self._sums, self._num_rows)
@@ -140,7 +142,7 @@ class RoundedChecksums:
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[tuple[int, Tensor]]] = {}
-        """Of each weight: first row and row sums, [R] int64, of each piece."""
+        """First row and row sums, int64 [R], of each piece of each weight."""
 
     @torch.no_grad()
     def add(self, pieces: Iterable[tuple[str, int, Tensor]], dtype: torch.dtype) -> None:
@@ -192,14 +194,14 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestDiff:
-    """How the weights found differ from the weights expected. False when they do not."""
+    """Difference between actual and expected weights. False if there is none."""
 
     missing: tuple[str, ...] = ()
-    """Expected names that are not there."""
+    """Expected names that are missing."""
     unexpected: tuple[str, ...] = ()
-    """Names that are there and were not expected."""
+    """Names that were not expected."""
     different: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Names on both sides, and in what their tensors differ."""
+    """Names on both sides whose tensors differ, with the difference."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.different)
@@ -236,6 +238,19 @@ def compare(expected: WeightManifest, actual: WeightManifest) -> ManifestDiff:
     )
 
 
+def match_layout(sources: Mapping[str, torch.Size], targets: Mapping[str, Tensor]) -> ManifestDiff:
+    """Compare names and shapes of trainer and engine."""
+    return ManifestDiff(
+        missing=tuple(name for name in sources if name not in targets),
+        unexpected=tuple(name for name in targets if name not in sources),
+        different={
+            name: f"shape {list(targets[name].shape)}, expected {list(shape)}"
+            for name, shape in sources.items()
+            if name in targets and targets[name].shape != shape
+        },
+    )
+
+
 def _difference(expected: TensorRecord, actual: TensorRecord) -> str:
     if expected.shape != actual.shape:
         return f"shape {list(actual.shape)}, expected {list(expected.shape)}"
@@ -243,8 +258,8 @@ def _difference(expected: TensorRecord, actual: TensorRecord) -> str:
         return f"dtype {actual.dtype}, expected {expected.dtype}"
     if expected.checksum != actual.checksum:
         return f"values (checksum {actual.checksum:016x}, expected {expected.checksum:016x})"
-    found, wanted = actual.tied_to or "no other name", expected.tied_to or "no other name"
-    return f"tied to {found}, expected tied to {wanted}"
+    got, wanted = actual.tied_to or "no other name", expected.tied_to or "no other name"
+    return f"tied to {got}, expected tied to {wanted}"
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -279,7 +294,8 @@ def _row_sums(group: list[Tensor]) -> Tensor:
 
 
 def _rounded_row_sums(masters: list[Tensor], first_words: list[int], dtype: torch.dtype) -> Tensor:
-    """As `_row_sums` of what `masters` round to, whose first words are `first_words` of weights."""
+    """`_row_sums` of the rounded `masters`, whose first words are `first_words` of their
+    weights."""
     columns = [word % ROW_WORDS for word in first_words]
     if masters[0].is_cuda and (masters[0].dtype, dtype) == (torch.float32, torch.bfloat16):
         from hone.models.manifest_kernel import rounded_row_sums

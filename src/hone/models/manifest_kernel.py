@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["rounded_row_sums", "row_sums"]
 
 _BLOCK = 2048
-"""Words of a row that a program rounds and sums at a time."""
+"""Number of words of a row that a program rounds and sums at a time."""
 
 
 def row_sums(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ def rounded_row_sums(masters: Sequence[Tensor], columns: Sequence[int], table: T
 
 
 def _index_in_tensor(num_rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place of each row among those of its tensor."""
+    """Index of each row in its tensor."""
     return np.arange(num_rows.sum()) - np.repeat(num_rows.cumsum() - num_rows, num_rows)
 
 
 def _on_device(rows: NDArray[np.int64], device: torch.device) -> Tensor:
-    """From page-locked memory, so that the host does not wait for what the device has to do."""
+    """Copy to the device from pinned memory, so that the host does not wait for the device."""
     found = torch.from_numpy(rows)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
@@ -114,6 +114,6 @@ def _rounded_row_sums_kernel(  # noqa: PLR0917
 
 @triton.jit
 def _rounded(master: tl.tensor, i: tl.tensor, begin: tl.tensor, end: tl.tensor) -> tl.tensor:
-    """The 16 bits of bfloat16 that float32 elements round to, in integers; 0 outside."""
+    """The bits of bfloat16 to which float32 elements round, as integers; 0 outside."""
     bits = tl.load(master + i, mask=(i >= begin) & (i < end), other=0).to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int32, bitcast=True)

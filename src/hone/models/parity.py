@@ -1,9 +1,10 @@
-"""The check of a family that hone does not know: does transformers' forward serve it?
+"""Check of a family without a spec: whether transformers' forward supports packed rows and a paged
+cache.
 
-Packed rows and a paged cache ask more of a model than transformers promises: that it takes
-positions as they are given, calls the attention interface with all that it attends by, and that its
-logits are a product with one matrix. A small twin of the model, with the `config.json` that it has
-but for its sizes, shows whether that holds, before any weight is read.
+These ask more of a model than transformers promises: that it takes positions as given, passes all
+that attention depends on to the attention interface, and computes logits as a product with one
+matrix. A small twin of the model, with the same `config.json` except for sizes, shows whether that
+holds, before any weight is read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from hone.models.support import head_dim_of
 __all__ = ["TOLERANCE", "require_parity"]
 
 TOLERANCE = 1e-3
-"""Largest difference of log-probabilities in float32; those of the twin differ by several units."""
+"""Largest allowed difference of log-probabilities in float32. Those of a twin with a fault differ
+by several units."""
 
 _LENGTHS = (9, 14)
 _PREFILL = 11
@@ -35,10 +37,10 @@ _VOCAB = 128
 
 def require_parity(config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
     """Raise UserError unless a small model of this `config` gives, packed and with a cache, the
-    log-probabilities that transformers gives for each sequence alone."""
+    same log-probabilities as transformers for each single sequence."""
     try:
         found = _differences(config, trust_remote_code=trust_remote_code)
-    # Code of another package, which nothing is known of: all that a forward may stumble over.
+    # Foreign code, about which nothing is known: all errors that a forward may raise.
     except (
         ArithmeticError,
         AssertionError,
@@ -80,7 +82,7 @@ def _differences(config: PreTrainedConfig, *, trust_remote_code: bool) -> dict[s
             ).eval()
             for name in (ATTENTION_NAME, "eager")
         )
-        for parameter in ours.parameters():  # biases are zero and norms one as they are drawn
+        for parameter in ours.parameters():  # initial biases are zero and norms one
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         theirs.load_state_dict(ours.state_dict())
         samples = [torch.randint(_VOCAB, (length,)) for length in _LENGTHS]
@@ -99,7 +101,8 @@ def _differences(config: PreTrainedConfig, *, trust_remote_code: bool) -> dict[s
 
 
 def _twin(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same with few layers, of every kind one, few heads, and windows shorter than a sample."""
+    """The config with few layers (one of each kind), few heads, and windows shorter than a
+    sample."""
     twin = copy.deepcopy(config)
     num_layers, heads = config.num_hidden_layers, config.num_attention_heads
     kinds: list[str] = getattr(config, "layer_types", None) or []

@@ -27,28 +27,30 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hone.attention.kernel_launch import launch, next_power_of_2
 
-__all__ = ["Tile", "choose_tile", "small_product"]
+__all__ = ["Tile", "choose_tile", "gated_product", "small_product"]
 
 FEW_ROWS = 64
-"""Rows of the smallest tile of Hopper's wgmma; smaller tiles are not faster for fewer rows."""
+"""Rows of the smallest tile of Hopper's wgmma. Smaller tiles are not faster for fewer rows."""
 MAX_ROWS = 256
-"""Largest number of rows that pays, with small weights."""
+"""Largest number of rows for which these kernels are faster, with small weights."""
 DTYPES = (torch.bfloat16, torch.float16)
 PREFETCHED = 256
-"""Inputs of each column that are asked for before the kernel ahead ends; more crowd it out."""
+"""Inputs of each column that are prefetched before the previous kernel ends; more would crowd it
+out of the cache."""
 MULTIPROCESSORS = 132
-"""Of a Hopper GPU. A tile takes most of the shared memory of one."""
+"""Multiprocessors of a Hopper GPU. A tile takes most of the shared memory of one."""
 MIN_SHARE = 0.7
-"""Least part of the multiprocessors at work with which a tile is faster than cuBLAS."""
+"""Smallest share of busy multiprocessors with which a tile is faster than cuBLAS."""
 MAX_SPLITS = 4
 SMALL_WEIGHT = 8 << 20
-"""Numbers in a weight up to which it is read faster than a kernel starts and ends."""
+"""Largest weight, in values, that is read faster than a kernel starts and ends."""
 LINE = tl.constexpr(64)
 """16-bit numbers of a cache line of 128 bytes."""
 
 
 class Tile(NamedTuple):
-    """How a product is cut among programs, each of which has a part of the inputs."""
+    """Split of a product among programs, each with a part of the inputs. For experts, rows are
+    tokens."""
 
     rows: int
     columns: int
@@ -127,6 +129,9 @@ def choose_tile(
     that is not small is bound by bandwidth in any tile, and by cuBLAS's better ones as rows get
     many.
     """
+    # Tried in whole steps of 8B at 256 rows, with tiles read through TMA: 15.95 to 16.58 ms, where
+    # cuBLAS takes 15.96 to 16.05 ms. Programmatic launch of cuBLAS products gained nothing
+    # either: 29.4 to 29.0 us a layer (benchmarks/README.md).
     is_small = num_outputs * num_inputs <= SMALL_WEIGHT
     outputs = num_outputs // 2 if gated else num_outputs
     if num_rows <= FEW_ROWS:
@@ -145,12 +150,12 @@ def choose_tile(
         for n in range(1, MAX_SPLITS + 1 if split else 2)
         if num_inputs % (n * tile.depth) == 0
     }
-    splits = max(shares, key=shares.__getitem__)  # the fewest of those that do equally well
+    splits = max(shares, key=shares.__getitem__)  # the fewest of equally good ones
     return tile._replace(splits=splits) if shares[splits] >= MIN_SHARE else None
 
 
 def _share_at_work(programs: int) -> float:
-    """Part of the multiprocessors that is at work when each takes one program after the other."""
+    """Share of busy multiprocessors if each runs one program after the other."""
     return programs / (-(-programs // MULTIPROCESSORS) * MULTIPROCESSORS)
 
 
@@ -173,7 +178,6 @@ def _product_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """y = x @ weight.T, float32 parts [SPLITS, T, N] of it, or silu(first half) * second half."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     part_inputs: tl.constexpr = INPUTS // SPLITS
     split = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -199,13 +203,19 @@ def _product_kernel(
             up_weight = tl.load(weight_ptr + OUTPUTS * INPUTS + start)
             up_total = tl.dot(x, up_weight.T, up_total)
     if GATED:
-        gate = total.to(dtype).to(tl.float32)
-        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = activated * up_total.to(dtype).to(tl.float32)
+        total = gated_product(total, up_total, x_ptr.dtype.element_ty)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column).to(tl.float32)[None, :]
     row_at = (split * num_rows + row) * OUTPUTS
     tl.store(output_ptr + row_at[:, None] + column[None, :], total, mask=mask)
+
+
+@triton.jit
+def gated_product(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up of float32 sums, each rounded to `dtype` where transformers rounds it."""
+    gate = gate.to(dtype).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return activated * up.to(dtype).to(tl.float32)
 
 
 @triton.jit

@@ -32,23 +32,23 @@ __all__ = ["follow_routes", "gate_weights", "route_dtype", "route_size", "unreco
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """The format of ids of so many experts, with room for `unrecorded`."""
+    """Dtype of the ids of `num_experts` experts, with room for `unrecorded`."""
     return torch.uint8 if num_experts < unrecorded(torch.uint8) else torch.int16
 
 
 def unrecorded(dtype: torch.dtype) -> int:
-    """In place of the ids of a token that nobody has recorded: its router chooses."""
+    """Id of a token without a recorded route: its router chooses."""
     return torch.iinfo(dtype).max
 
 
 def route_size(shape: ModelShape) -> tuple[int, int]:
-    """L and K of a model."""
+    """L and K of a model: layers with experts and experts per token."""
     return shape.num_expert_layers, shape.experts_per_token
 
 
 def follow_routes(model: PreTrainedModel) -> None:
-    """Let routers of `model` replay and record what contexts say, in place. Before its layers are
-    compiled; harmless where it has been done. Raises ValueError where there is no router."""
+    """Let routers of `model` replay and record the routes of contexts, in place. Call before its
+    layers are compiled. Idempotent. Raises ValueError if there is no router."""
     spec = spec_of(model.config.model_type)
     if spec.experts is None:
         raise ValueError(f"a {model.config.model_type} model has no experts, and no routes")
@@ -63,8 +63,8 @@ def follow_routes(model: PreTrainedModel) -> None:
 def gate_weights(
     logits_TE: Tensor, ids_TK: Tensor, router: Any, scores: Literal["softmax", "sigmoid"]
 ) -> Tensor:
-    """The weights [T, K] of chosen experts as a `router` of transformers computes them, which says
-    whether they add up to one, and a factor."""
+    """Gate weights [T, K] of chosen experts as a transformers `router` computes them, with its
+    normalisation and factor."""
     if scores == "softmax":
         scores_TE = logits_TE.softmax(-1, dtype=torch.float32)
     else:
@@ -76,8 +76,8 @@ def gate_weights(
 
 
 class _RoutedLayer:
-    """The forward of a decoder layer whose router sees the context. No closure: `alias_module`
-    copies it with the layer."""
+    """Forward of a decoder layer that passes the context to its router. Not a closure:
+    `alias_module` copies it with the layer."""
 
     def __init__(self, layer: nn.Module, place: int) -> None:
         self.layer = layer
@@ -96,7 +96,7 @@ class _RoutedLayer:
 
 
 class _Choice:
-    """Hook of a router, in place of its choice."""
+    """Forward hook of a router that replaces its choice."""
 
     def __init__(self, scores: Literal["softmax", "sigmoid"]) -> None:
         self.scores: Literal["softmax", "sigmoid"] = scores

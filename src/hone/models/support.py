@@ -1,4 +1,4 @@
-"""What a model declares about itself: whether it is served, how it ends, how far it reaches."""
+"""Properties that a model declares: support, end tokens, context length."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def classifies(config: PreTrainedConfig) -> bool:
-    """Whether a model tells classes apart, or with one label scores, in place of predicting."""
+    """Whether a model classifies, or scores with one label, instead of predicting tokens."""
     return any("SequenceClassification" in name for name in config.architectures or ())
 
 
@@ -43,7 +43,7 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """Size of an attention head; where a config names none, an equal part of the hidden size."""
+    """Size of an attention head. If a config names none, hidden size / heads."""
     given = getattr(config, "head_dim", None)
     return int(given or config.hidden_size // config.num_attention_heads)
 
@@ -51,9 +51,9 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 def eos_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[int, ...]:
-    """Every token id that ends an answer of a loaded model, ascending: those of its generation
-    config, of its config and of its tokenizer. `hone.models.load.load_end_ids` has them before a
-    model is loaded."""
+    """Every token id that ends an answer of a loaded model, ascending: from its generation config,
+    its config and its tokenizer. `hone.models.load.load_end_ids` gives them before a model is
+    loaded."""
     return declared_eos_ids(getattr(model, "generation_config", None), model.config, tokenizer)
 
 
@@ -75,22 +75,20 @@ def declared_eos_ids(*places: object) -> tuple[int, ...]:
 def silent_token_ids(
     end_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """The ids that are no part of a completion's text: `end_ids`, the padding, and the token by
-    which the chat template ends a turn.
-
-    All others are text, special or not: marks of thoughts and of calls of tools say something.
-    """
+    """Ids that are not part of a completion's text: `end_ids`, the padding, and the token with
+    which the chat template ends a turn. All others are text, special or not: marks of thoughts and
+    tool calls have a meaning."""
     padding = tokenizer.pad_token_id
     paddings = [padding] if isinstance(padding, int) else []
     return frozenset((*end_ids, *paddings, *_template_end_ids(tokenizer)))
 
 
 def _template_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special token that the chat template writes behind what an assistant says.
+    """The special token that the chat template writes after an assistant's message.
 
-    A model may be trained to write it although no file declares it, as base models are with a
-    template of ChatML: sampling then goes on behind it, to the end token. None without a template,
-    and of one that refuses a plain question with its answer.
+    A model may be trained to write it although no file declares it, as base models with a ChatML
+    template: sampling would continue after it to the end token. Empty without a template, and for
+    one that refuses a plain question with its answer.
     """
     if tokenizer.chat_template is None:
         return []

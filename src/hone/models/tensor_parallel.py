@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hone.distributed.processes import processes
-from hone.distributed.watch import connect
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
 from hone.families.registry import SPECS
@@ -41,6 +40,7 @@ from hone.families.spec import DIVIDED_FIELDS, Split
 from hone.models.experts import Experts
 from hone.models.fused_layers import is_fusible
 from hone.models.layer_ops import LayerOps, Mlp, Projection, TorchKernels
+from hone.models.ranks import ModelRanks
 from hone.models.support import head_dim_of
 
 if TYPE_CHECKING:
@@ -57,17 +57,17 @@ __all__ = [
 ]
 
 MAX_SUM_BYTES = 4 << 20
-"""Largest sum, counting what a rank reads of the others, that is quicker in one shot than by NCCL,
-whose ranks forward parts of sums and so read less from three ranks on."""
+"""Largest sum in bytes, counting a rank's reads from the others, that is faster in one shot than
+through NCCL, whose ranks forward partial sums and so read less from three ranks on."""
 GATHER_PROGRAMS = 2048
-"""Mailboxes of the gather of logits: 64 MiB."""
+"""Number of mailboxes for gathering logits: 64 MiB."""
 
 
-class TensorParallel:
+class TensorParallel(ModelRanks):
     """One rank's place in a group that computes a model together; `from_environment` makes it.
 
-    Calls that exchange anything are collective: all ranks make them in the same order with equal
-    shapes. A rank that fails leaves the others waiting, until torchrun ends them.
+    Calls that exchange data are collective: all ranks make them in the same order with equal
+    shapes. If a rank fails, the others wait until torchrun ends them.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class TensorParallel:
         replica: int = 0,
         num_replicas: int = 1,
     ) -> None:
-        """Without `group` for what needs no exchange: shapes, and groups of one."""
+        """`group` may be None if nothing is exchanged: for shapes, and groups of one."""
+        super().__init__(device)
         self.rank = rank
         self.size = size
         self.replica = replica
         self.num_replicas = num_replicas
-        self.device = device
         self._group = group
         self._gathers: GatherMailboxes | None = None
         if group is not None and _has_kernels(device):
@@ -99,17 +99,19 @@ class TensorParallel:
     def from_environment(
         cls, size: int, device: torch.device, *, timeout: timedelta | None = None
     ) -> Self:
-        """The group of this process, one of those that torchrun has started, on `device`.
+        """Join the group of this process, one of those that torchrun has started, on `device`.
 
         Ranks i * size to (i + 1) * size - 1 are a group; several groups are replicas, which share
-        nothing. Joins the default process group (NCCL on CUDA, gloo on a CPU) where that is needed
-        and has not been done. `timeout` is for collectives; None: torch's own.
+        nothing. Joins the default process group (NCCL on CUDA, gloo on a CPU) if that is needed and
+        not done yet. `timeout` is for collectives; None: torch's own.
         """
         own = processes()
         rank, world_size = own.rank, own.world_size
         if size == 1:
             return cls(rank=0, size=1, device=device, replica=rank, num_replicas=world_size)
         if not dist.is_initialized():
+            from hone.distributed.store import connect
+
             store = dist.PrefixStore("engine", connect(own))
             store.set_timeout(dist.default_pg_timeout)
             dist.init_process_group(
@@ -133,17 +135,16 @@ class TensorParallel:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Its ranks; None for a group of one."""
+        """Process group of its ranks. None for a group of one."""
         return self._group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add x up over ranks, in place; returns it. The same bits on every rank."""
+        """Sum x over ranks, in place; returns it. The same bits on every rank."""
         if self.size > 1:
             dist.all_reduce(x, group=self._group)
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """Rows x [N, C] float32 of all ranks side by side, in their order: [N, size * C]."""
         if self.size == 1:
             return x
         if self._gathers is not None:
@@ -153,10 +154,7 @@ class TensorParallel:
         return torch.cat(parts, 1)
 
     def smallest(self, value: int) -> int:
-        """The smallest of the values that ranks give: what they decide by must be one number.
-
-        The host waits for it.
-        """
+        """As of `ModelRanks`. The host waits for it."""
         if self.size == 1:
             return value
         number = torch.tensor(value, device=self.device)
@@ -164,8 +162,6 @@ class TensorParallel:
         return int(number)
 
     def layer_ops(self, kernels: TorchKernels, *, width: int, dtype: torch.dtype) -> LayerOps:
-        """Operations for layers of which this rank has its part, over rows of `width` values of
-        `dtype`. Collective where the group has several ranks."""
         if self.size == 1:
             return LayerOps(kernels)
         sums = None
@@ -183,8 +179,24 @@ class TensorParallel:
             )
         return TensorParallelOps(kernels, self, sums)
 
+    def check_divides(self, config: PreTrainedConfig) -> None:
+        check_divides(config, self.size)
+
+    def shard_of(self, name: str, tensor: Tensor, model_type: str) -> Tensor:
+        return shard_of(name, tensor, model_type, self)
+
+    def shard_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        return shard_model(model, self)
+
+    def fit(self, model: PreTrainedModel) -> None:
+        fit_to_rank(model, self)
+
+    def divide_layers(self, model: PreTrainedModel) -> None:
+        divide_layers(model, self)
+
     def _connect(self, num_bytes: int) -> Sequence[Tensor]:
-        """Zeroed memory of every rank of the group, as this one reaches it: uint8 [num_bytes]."""
+        """Zeroed memory of every rank of the group, mapped into this rank: uint8 [num_bytes]
+        each."""
         # Public under this name only. Multicast is not used.
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -192,7 +204,7 @@ class TensorParallel:
         memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
         handle = symmetric_memory.rendezvous(memory, self._group)
         torch.cuda.synchronize(self.device)
-        dist.barrier(self._group)  # nobody writes before it is zeroed everywhere
+        dist.barrier(self._group)  # no rank writes before all memory is zeroed
         peers = [handle.get_buffer(r, (num_bytes,), torch.uint8) for r in range(self.size)]
         peers[self.rank] = memory
         return peers
@@ -203,7 +215,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 class TensorParallelOps(LayerOps):
-    """Operations of a layer that ranks share: additions first add up the parts of all ranks."""
+    """Operations of a layer that ranks share: additions first sum the parts of all ranks."""
 
     def __init__(
         self, kernels: TorchKernels, tp: TensorParallel, sums: SumMailboxes | None
@@ -221,7 +233,7 @@ class TensorParallelOps(LayerOps):
         return super().add_rms_norm(self._tp.all_reduce(x), residual, weight, eps)
 
     def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
-        # What ranks add up are whole products, not parts of them. The first adds the bias.
+        # Ranks add up whole products, not parts of them. The first rank adds the bias.
         bias = projection.bias if self._tp.rank == 0 else None
         return self.kernels.linear(x, projection.weight, bias)
 
@@ -231,9 +243,9 @@ class TensorParallelOps(LayerOps):
 
 
 def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> Tensor:
-    """The part of a full weight that a rank holds: a view of `tensor`, or `tensor` itself.
+    """A rank's shard of a full weight: a view of `tensor`, or `tensor` itself.
 
-    `name` is the weight's in the checkpoint. A vocabulary that does not divide by the number of
+    `name` is the weight's name in the checkpoint. A vocabulary that is no multiple of the number of
     ranks is not divided: then every rank computes all logits. Embedding and norms are whole.
     """
     if tp.size == 1:
@@ -246,7 +258,7 @@ def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> 
             case "rows" | "experts":
                 dim = 0
             case "columns":
-                # The bias of a sum is whole on every rank, and added by the first.
+                # The bias of a sum is whole on every rank; the first rank adds it.
                 dim = 1 if kind == "weight" else None
             case "shared":
                 dim = None
@@ -257,16 +269,16 @@ def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> 
 
 
 def _split_of(module: str, model_type: str) -> Split:
-    """How ranks share a module, named as in the model."""
+    """The split of a module, named as in the model."""
     *_, place = module.partition(".layers.")
     return (SPECS[model_type].tensor_plan or {}).get(place.partition(".")[2], "shared")
 
 
 def shard_model(model: PreTrainedModel, tp: TensorParallel) -> PreTrainedModel:
-    """A model of one rank's parts, on its device: copies of `shard_of` the weights of `model`.
+    """A model of one rank's shards, on its device: copies of `shard_of` the weights of `model`.
 
-    As `fit_to_rank` makes it, which also says what is refused. `model` stays as it is and can go;
-    of a group of one it is returned itself.
+    Built as by `fit_to_rank`, which also says what is refused. `model` is unchanged and can be
+    freed; for a group of one it is returned itself.
     """
     if tp.size == 1:
         return model
@@ -282,12 +294,13 @@ def shard_model(model: PreTrainedModel, tp: TensorParallel) -> PreTrainedModel:
 
 
 def fit_to_rank(model: PreTrainedModel, tp: TensorParallel) -> None:
-    """Give a model whose weights are a rank's parts, each as `shard_of` cuts it, the rank's sizes.
+    """Adapt a model whose weights are a rank's shards, as `shard_of` cuts them, to the rank's
+    sizes.
 
-    Its config then has the numbers of this rank: heads, key heads, inner size. It generates with
-    `generation_model(..., tp=tp)` and is of no other use. A head that is tied to the embedding
-    becomes a view of its rows. Raises UserError where anything was put into the model, which this
-    would leave out.
+    Its config then has the numbers of this rank: heads, key heads, inner size. It can only
+    generate, with `generation_model(..., tp=tp)`. A head that is tied to the embedding becomes a
+    view of its rows. Raises UserError if the model was modified, since the modification would be
+    lost.
     """
     if not _is_untouched(model):
         raise UserError(
@@ -309,7 +322,7 @@ def fit_to_rank(model: PreTrainedModel, tp: TensorParallel) -> None:
 
 
 def _is_untouched(model: PreTrainedModel) -> bool:
-    """Whether all modules are as transformers has them."""
+    """Whether all modules are unmodified transformers modules."""
     if SPECS[model.config.model_type].decode is not None:
         return is_fusible(model)
     kinds = {type(module).__module__ for module in model.modules()}
@@ -317,16 +330,16 @@ def _is_untouched(model: PreTrainedModel) -> bool:
 
 
 def divide_layers(model: PreTrainedModel, tp: TensorParallel) -> None:
-    """Have the layers of `model`, transformers' own with a rank's weights, compute what all ranks
-    together do, in place: attention and MLP add up the parts of all. Before layers are compiled.
-    Collective from then on, wherever the model is called."""
+    """Make the layers of `model`, transformers' own with a rank's weights, compute the full result,
+    in place: attention and MLP sum the parts of all ranks. Call before layers are compiled. From
+    then on every call of the model is collective."""
     if tp.size == 1:
         return
     for name, module in model.named_modules():
         match _split_of(name, model.config.model_type):
             case "columns":
                 if tp.rank > 0:
-                    module.register_parameter("bias", None)  # the first adds it
+                    module.register_parameter("bias", None)  # the first rank adds it
             case "experts":
                 raise AssertionError(f"fused layers divide experts, and {name} is in none")
             case "rows" | "shared":
@@ -338,7 +351,7 @@ def divide_layers(model: PreTrainedModel, tp: TensorParallel) -> None:
 
 
 class _SumOverRanks:
-    """Hook of a module whose output is a part of a sum."""
+    """Forward hook that sums a module's output over ranks."""
 
     def __init__(self, tp: TensorParallel) -> None:
         self.tp = tp

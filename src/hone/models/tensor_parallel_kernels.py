@@ -34,15 +34,15 @@ __all__ = ["GatherMailboxes", "SumMailboxes"]
 
 NORM_ELEMENTS_PER_WARP = 512
 GATHER_TILE = 4096
-"""Logits that one program passes on."""
+"""Number of logits that one program transfers."""
 GATHER_WARPS = 8
 
 Connect = Callable[[int], Sequence[Tensor]]
-"""Makes so many bytes of memory on every rank, zeroed, and returns that of each, uint8."""
+"""Allocates this many bytes, zeroed, on every rank, and returns each rank's memory as uint8."""
 
 
 class _Mailboxes:
-    """Places of `place_bytes` for `num_programs` programs on each of `size` ranks."""
+    """Mailboxes of `place_bytes` for `num_programs` programs on each of `size` ranks."""
 
     def __init__(
         self, connect: Connect, *, rank: int, size: int, num_programs: int, place_bytes: int
@@ -70,7 +70,7 @@ class _Mailboxes:
 
 
 class SumMailboxes(_Mailboxes):
-    """For sums of up to `max_rows` rows of `width` values of `dtype`."""
+    """Mailboxes for sums of up to `max_rows` rows of `width` values of `dtype`."""
 
     def __init__(
         self,
@@ -92,10 +92,8 @@ class SumMailboxes(_Mailboxes):
         )
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """As `layer_kernels.add_rms_norm`, with the sum over ranks of x [T, D] for x.
-
-        Parts are added in float32 in the order of ranks and rounded once. T is at most `max_rows`.
-        """
+        """`layer_kernels.add_rms_norm` of the sum of x [T, D] over ranks. Parts are added in
+        float32 in the order of ranks and rounded once. T is at most `max_rows`."""
         num_rows, width = residual.shape
         assert num_rows <= self.max_rows, f"{num_rows=} > {self.max_rows=}"
         block = triton.next_power_of_2(width)
@@ -115,7 +113,7 @@ class SumMailboxes(_Mailboxes):
 
 
 class GatherMailboxes(_Mailboxes):
-    """For rows of float32, in as many launches as they take."""
+    """Mailboxes for gathering float32 rows, in as many launches as needed."""
 
     def __init__(self, connect: Connect, *, rank: int, size: int, num_programs: int) -> None:
         super().__init__(
@@ -127,7 +125,7 @@ class GatherMailboxes(_Mailboxes):
         )
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """Rows of x [N, C] float32, contiguous, of all ranks side by side: [N, size * C]."""
+        """Concatenate the columns of x [N, C] float32, contiguous, of all ranks: [N, size * C]."""
         num_rows, width = x.shape
         num_tiles = triton.cdiv(width, GATHER_TILE)
         assert num_tiles <= self.num_programs, f"{num_tiles=} > {self.num_programs=}"
@@ -228,10 +226,8 @@ def _meet(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Publish what this program has written; return when it may read what the others have.
-
-    A flag holds the number of the last meeting that a rank came to, which wraps around.
-    """
+    """Publish this program's writes, and wait until it may read the others'. A flag holds the
+    number of the last meeting that a rank reached, which wraps around."""
     tl.debug_barrier()  # all threads have written
     for rank in tl.static_range(SIZE):
         if rank != RANK:

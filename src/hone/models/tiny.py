@@ -1,4 +1,4 @@
-"""Small models and tokenizers made on the spot, and the shapes of public ones.
+"""Small models and tokenizers created on demand, and the shapes of public ones.
 
 The quick start, the tests and the benchmarks run on these: no download, any size.
 """
@@ -56,10 +56,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def make_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token a character of `alphabet`; a character outside it cannot be encoded.
-
-    `<|im_end|>` ends a turn and is the end of sequence, `<|endoftext|>` pads.
-    """
+    """Tokenizer with one token per character of `alphabet`; other characters cannot be encoded.
+    `<|im_end|>` ends a turn and is the end of sequence, `<|endoftext|>` pads."""
     letters = sorted(set(alphabet))
     vocab = {token: i for i, token in enumerate([PAD_TOKEN, TURN_START, TURN_END, *letters])}
     tokenizer = Tokenizer(models.WordLevel(vocab))

@@ -1,15 +1,14 @@
-"""Log-probabilities of tokens, in the bits of those that sampling reports.
+"""Log-probabilities of tokens, with the same bits as those that sampling reports.
 
-The vocabulary is cut into blocks of `BLOCK_TOKENS`. One kernel reads the logits and leaves the
+The vocabulary is cut into blocks of `BLOCK_TOKENS`. One kernel reads the logits and stores the
 maximum and the sum of exp((logit - maximum) / T) of every block; another merges them row by row.
-
 Masses are added as integers, in units of 2**-42 of the most probable token's: their sums depend
-neither on order nor on layout. Sums inside a block are float32 and depend on V, the dtype and the
-alignment of rows only. So a row has the same bits in any batch, whether an engine samples from it
-(`hone.engine.sampling_kernels` goes on from the same blocks) or a trainer scores it.
+neither on order nor on layout. Sums inside a block are float32 and depend only on V, the dtype and
+the alignment of rows. So a row has the same bits in any batch, whether an engine samples from it
+(`hone.engine.sampling_kernels` continues from the same blocks) or a trainer scores it.
 
-Letters: N rows, V vocabulary. The tensor that the kernels call `scale` is log2(e) / T.
-This module imports triton; import it only where it is used.
+Letters: N rows, V vocabulary. The tensor that the kernels call `scale` is log2(e) / T. This module
+imports triton; import it only where it is used.
 """
 # A launch passes plain numbers for constexpr parameters and takes `num_warps`, which the types of
 # triton do not know; kernels take their pointers by position. Operators of `tl.tensor` are untyped.
@@ -30,11 +29,11 @@ __all__ = ["Rows", "block_sums", "column", "token_logprobs"]
 
 BLOCK_TOKENS = 256
 TILE_BLOCKS = 32
-"""Blocks that one program reads at once."""
+"""Number of blocks that one program reads at once."""
 TILE_WARPS = 8
 ROW_WARPS = 4
 MAX_VOCAB_SIZE = 1 << 20
-"""A row's mass in units of 2**-42 then fits into an int64."""
+"""Largest vocabulary for which a row's mass in units of 2**-42 fits into an int64."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNIT = tl.constexpr(1 << 42)
@@ -79,7 +78,8 @@ class Rows(NamedTuple):
             )
         assert vocab_size == 1 or logits.stride(1) == 1, f"{logits.shape=} {logits.stride()=}"
         if logits.data_ptr() % 16:
-            logits = logits.clone()  # the order of additions must not hang on where rows begin
+            # The order of additions must not depend on the alignment of rows.
+            logits = logits.clone()
         stride = logits.stride(0) if number > 1 else vocab_size
         num_blocks = triton.cdiv(vocab_size, BLOCK_TOKENS)
         return cls(
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 
 
 def column(values: Tensor) -> tuple[Tensor, int]:
-    """One number a row, [B] or [B, 1], and the distance of rows."""
+    """One number per row, [B] or [B, 1], and the stride of rows."""
     return values, values.stride(0)
 
 

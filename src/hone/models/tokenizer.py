@@ -1,4 +1,4 @@
-"""Loading a tokenizer, and from token ids to text."""
+"""Loads tokenizers, and decodes token ids to text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol, cast
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hone.config.model import ModelConfig
 from hone.errors import UserError
 from hone.families.tokens import OTHER_TOKENS, difference, lacking_room, unknown_token
 from hone.hub import locate_model
+from hone.models.settings import ModelConfig
 from hone.models.support import silent_token_ids
 
 __all__ = [
@@ -25,11 +25,11 @@ __all__ = [
 
 
 def load_tokenizer(cfg: ModelConfig, *, path_key: str = "model.path") -> PreTrainedTokenizerBase:
-    """The tokenizer of `cfg`, with `cfg.chat_template` in place of its own where that is set.
-    `path_key` is the key that says `cfg.path`, for messages.
+    """Load the tokenizer of `cfg`, with `cfg.chat_template` in place of its own if that is set.
+    `path_key` is the key of `cfg.path` in messages.
 
-    Raises FileNotFoundError where the tokenizer or the template file cannot be found, UserError
-    where the hub would have it and cannot be reached, and where its files cannot be read.
+    Raises FileNotFoundError if the tokenizer or the template file cannot be found. Raises UserError
+    if the hub has it but cannot be reached, and if its files cannot be read.
     """
     source = cfg.tokenizer or cfg.path
     key = "model.tokenizer" if cfg.tokenizer else path_key
@@ -57,17 +57,17 @@ def load_tokenizer(cfg: ModelConfig, *, path_key: str = "model.path") -> PreTrai
 def decoder(
     tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> Callable[[Sequence[int]], str]:
-    """A function from the token ids of a completion to its text, exactly as the tokens spell it.
+    """Function from the token ids of a completion to its text, exactly as the tokens spell it.
 
     It leaves out `end_ids`, which end a turn of the model (`eos_token_ids`), the padding, and the
-    token by which the chat template ends a turn. All others are text, special or not.
+    token with which the chat template ends a turn. All others are text, special or not.
     """
     silent = np.array(sorted(silent_token_ids(end_ids, tokenizer)), np.int64)
 
     def decode(token_ids: Sequence[int]) -> str:
         ids = np.asarray(token_ids, np.int64)
         text = tokenizer.decode(
-            ids[~np.isin(ids, silent)],  # of a list transformers looks at each number
+            ids[~np.isin(ids, silent)],  # for a list transformers checks each number
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
@@ -88,8 +88,8 @@ def require_padding(tokenizer: PreTrainedTokenizerBase) -> int:
 def require_same_tokens(
     own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, key: str, path: str
 ) -> None:
-    """Raise UserError where a token of the policy is another, or none, to the model at `path`,
-    which `key` names: it would score other texts than the policy wrote."""
+    """Raise UserError if a token of the policy differs or is missing in the model at `path`, which
+    `key` names: it would score other texts than the policy wrote."""
     found = difference(own.get_vocab(), other.get_vocab())
     if found is not None:
         raise UserError(
@@ -100,8 +100,8 @@ def require_same_tokens(
 def require_room_for_tokens(
     own: PreTrainedTokenizerBase, vocab_size: int, key: str, path: str, other_size: int
 ) -> None:
-    """Raise UserError where the model at `path`, which `key` names and which has `other_size`
-    tokens, lacks one that the policy, of `vocab_size`, can write."""
+    """Raise UserError if the model at `path`, which `key` names and which has `other_size` tokens,
+    lacks a token that the policy, of `vocab_size`, can write."""
     found = lacking_room(own.get_vocab(), vocab_size, other_size)
     if found is not None:
         raise UserError(

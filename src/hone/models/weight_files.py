@@ -45,16 +45,17 @@ logger = logging.getLogger(__name__)
 
 _FORMATS = ("F64", "F32", "F16", "BF16")
 _ROWS = 4096
-"""Compared at a time where two tensors should be equal."""
+"""Rows that are compared at a time if two tensors should be equal."""
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+_proj)\.weight")
 _EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What a module holds of all experts of a layer, by what files hold of each."""
+"""Stacked tensors of a module's experts, with the tensors of each expert in files."""
 _ONCE_SAVED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Buffers that old files hold, and modules compute now."""
+"""Buffers that are in old files and that modules now compute."""
 
 
 class OtherFormatError(Exception):
-    """The files are not simply the tensors of the modules; the message says in what."""
+    """Raised if the files do not map directly to the tensors of the modules; the message says
+    why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,15 @@ class _Entry:
     format: str
 
     def read(self, region: tuple[slice, ...]) -> Tensor:
-        # The file is mapped, so that what is returned is a view, and no more of it is read.
+        # The file is memory-mapped: the result is a view, and only its part is read.
         with safe_open(self.file, framework="pt") as file:
             return file.get_slice(self.key)[region] if region else file.get_tensor(self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class _ExpertsEntry:
-    """Tensors of the experts of a layer, which the modules hold in one, [E, ...], those of one
-    expert below each other."""
+    """Tensors of a layer's experts, which the module stores as one, [E, ...], with the tensors of
+    each expert stacked."""
 
     experts: tuple[tuple[_Entry, ...], ...]
 
@@ -96,8 +97,8 @@ class _ExpertsEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileWeights:
-    """A source of weights: the files of `path`, and the buffers that are in none. What is read of
-    them is finite, or reading raises UserError."""
+    """Weight source of the files of `path`, and of buffers that are in no file. Reading raises
+    UserError if a value is not finite."""
 
     path: str
     entries: Mapping[str, _Entry | _ExpertsEntry]
@@ -116,13 +117,12 @@ class FileWeights:
 
 
 def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor]) -> FileWeights:
-    """Where the parameters and persistent buffers of `model` lie in the files of `path`; `buffers`
-    are all others.
+    """Locate the parameters and persistent buffers of `model` in the files of `path`. `buffers` are
+    all other buffers.
 
-    Of a repository on the Hugging Face hub the files are downloaded where they are not there;
-    processes of one host wait for each other's downloads. Raises OtherFormatError where only
-    transformers can load them, UserError where one is missing, has another shape or is damaged, and
-    where the model has no place for one that is there.
+    Files of a Hugging Face hub repository are downloaded if missing; processes of one host wait for
+    each other's downloads. Raises OtherFormatError if only transformers can load them. Raises
+    UserError if a weight is missing, has another shape, is damaged, or has no place in the model.
     """
     _refuse_special_cases(path, model)
     entries = _with_experts(path, _entries(path))
@@ -165,11 +165,12 @@ def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor
 
 
 def note_unread(path: str, model: PreTrainedModel) -> None:
-    """Say in one line which tensors of the safetensors files of `path` a loaded `model` does not
-    have, since its class in transformers declares that it reads past them."""
+    """Log which tensors of the safetensors files of `path` a loaded `model` does not have because
+    its transformers class declares that it ignores them."""
     try:
         entries = _entries(path)
-    except OtherFormatError:  # what is in a pickle, only transformers knows, which does not say it
+    # Only transformers reads the content of a pickle, and it does not report it.
+    except OtherFormatError:
         return
     names = model.state_dict().keys()
     prefix = model.base_model_prefix
@@ -177,8 +178,8 @@ def note_unread(path: str, model: PreTrainedModel) -> None:
 
 
 def _unread(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of `names`, for which `model` has no place, that its class in transformers declares as
-    not loaded: heads that predict further tokens, towers of a model that is read as text."""
+    """The tensors of `names` without a place in `model` that its transformers class declares as
+    ignored: heads that predict further tokens, towers of a model that is read as text."""
     declared: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [*declared, *_ONCE_SAVED]
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
@@ -222,7 +223,7 @@ def without_place(path: str, names: Iterable[str]) -> UserError:
 
 
 def require_finite(path: str, name: str, tensor: Tensor) -> None:
-    """Raise UserError where a value of the weight `name` of `path`, or of a part of it, is NaN or
+    """Raise UserError if a value of the weight `name` of `path`, or of a part of it, is NaN or
     infinite: the model would give NaN for every token."""
     if not tensor.numel() or all(bool(x.isfinite()) for x in torch.aminmax(tensor)):
         return
@@ -237,19 +238,19 @@ def require_finite(path: str, name: str, tensor: Tensor) -> None:
 def damaged(path: str, error: SafetensorError) -> UserError:
     """The error for a safetensors file, or a folder with one, that cannot be read."""
     return UserError(
-        f"{path} holds no safetensors that can be read ({error}): cut short on the way, or the "
-        "pointer that Git LFS leaves; download it anew"
+        f"{path} holds no safetensors that can be read ({error}): an incomplete download, or a "
+        "pointer of Git LFS; download it again"
     )
 
 
 def _refuse_special_cases(path: str, model: PreTrainedModel) -> None:
-    """Raise OtherFormatError where transformers would do more than to read tensors."""
+    """Raise OtherFormatError if transformers would do more than read tensors."""
     if not type(model).__module__.startswith("transformers."):
         raise OtherFormatError(f"{type(model).__name__} is code of the checkpoint's own")
     if named := getattr(model.config, "transformers_weights", None):
         raise OtherFormatError(f"config.json has them in {named}")
     if _locate(path, ADAPTER_CONFIG_NAME) is not None:
-        raise OtherFormatError(f"an adapter lies beside them ({ADAPTER_CONFIG_NAME})")
+        raise OtherFormatError(f"there is an adapter with them ({ADAPTER_CONFIG_NAME})")
 
 
 def _entries(path: str) -> dict[str, _Entry]:
@@ -281,8 +282,8 @@ def _entries_of(path: Path) -> Iterator[tuple[str, _Entry]]:
 
 
 def _with_experts(path: str, entries: Mapping[str, _Entry]) -> dict[str, _Entry | _ExpertsEntry]:
-    """The same with the tensors of each expert, `mlp.experts.<e>.gate_proj.weight` and so on, put
-    together as transformers' modules have them."""
+    """The entries with the tensors of each expert, `mlp.experts.<e>.gate_proj.weight` and so on,
+    combined as in transformers' modules."""
     found: dict[str, _Entry | _ExpertsEntry] = {}
     experts: dict[str, dict[int, dict[str, _Entry]]] = {}
     for key, entry in entries.items():
@@ -312,10 +313,10 @@ def _with_experts(path: str, entries: Mapping[str, _Entry]) -> dict[str, _Entry 
 
 
 def _locate(path: str, name: str) -> Path | None:
-    """A file of a folder or of a repository on the hub, downloaded; None where there is none."""
+    """Path of a file of a folder or of a hub repository, downloaded. None if there is none."""
     try:
         found = cached_file(path, name)
-    except OSError:  # whatever it is, transformers meets and tells it when it loads in our place
+    except OSError:  # transformers will meet the same error when it loads the model, and report it
         return None
     return None if found is None else Path(found)
 

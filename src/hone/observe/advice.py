@@ -1,4 +1,4 @@
-"""Which setting a symptom asks for, and to what value.
+"""Advice on symptoms of a run: the setting to change, and its new value.
 
     advisor = Advisor(plan)
     advisor.advise(more_sequences, history.now)    # Advice("Set engine.max_num_seqs to ...", {...})
@@ -15,20 +15,15 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hone.address import names_code
-from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB
 from hone.config.plan import RunPlan
-from hone.config.trainer import cap_key
 from hone.config.tree import RLConfig
+from hone.distributed.settings import ROW_SCORERS
+from hone.engine.settings import BLOCK_SIZE
 from hone.hardware import num_usable_cores
-from hone.planner.fitting import (
-    Change,
-    changed,
-    does_fit,
-    errors,
-    kept_logits,
-    memory_changes,
-)
+from hone.planner.fitting import changed, does_fit, errors, memory_changes
+from hone.planner.knobs import BUDGETS, CACHE, ENGINE_SIZE, SEQUENCES, Change, knobs
 from hone.planner.run_memory import peak_bytes
+from hone.trainer.settings import cap_key
 
 __all__ = [
     "LEAST_R_GEN",
@@ -52,35 +47,35 @@ __all__ = [
 ]
 
 LEAST_R_GEN = 0.3
-"""Share of what a device can do; with less, generation is slow."""
+"""Share of a device's limit below which generation counts as slow."""
 _UNPLANNED = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, ValueError)
-"""What planner and rules raise about a run that they were not made for."""
-TRAINED_OR_SCORED = ("policy", "critic", "reference", "teacher")
-"""Roles whose passes are computed again where memory ends."""
+"""Errors of planner and rules about a run that they do not support."""
+TRAINED_OR_SCORED = ("policy", "critic", *ROW_SCORERS)
+"""Roles whose passes are retried after an out-of-memory error."""
 _KINDS: tuple[Literal["backward"], Literal["forward"]] = ("backward", "forward")
 
 Metrics: TypeAlias = Mapping[str, float]
-"""Of the newest step."""
+"""Metrics of the newest step."""
 Candidates: TypeAlias = Callable[[RunPlan, RLConfig, Metrics], Iterator[Change]]
 """Changes worth trying, the cheapest or most likely to help first."""
 
 
 class Advice(NamedTuple):
-    """What to change."""
+    """Settings to change."""
 
     text: str
     change: Change
 
 
 class Advisor:
-    """Of one run."""
+    """Advises on settings of one run."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
 
     def advise(self, candidates: Candidates, now: Metrics) -> Advice | None:
-        """The first change that the rules allow and that fits, in words. None: there is none.
-        Never ends a run."""
+        """Advice with the first change that fits and that the rules allow; None where there is
+        none. An error never ends the run."""
         plan = self._plan
         assert isinstance(plan.config, RLConfig)
         try:
@@ -114,40 +109,31 @@ def _word(value: Any) -> str:
 
 
 def more_sequences(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """As many sequences at once as the cache had room for at its fullest, or a larger cache where
-    it was full."""
+    """Raise the number of concurrent sequences to what the cache had room for at its peak; a larger
+    cache where it was full."""
     num_batches = 1 + cfg.pipeline.max_staleness
     num_groups = cfg.rollout.prompts_per_step * num_batches + cfg.rollout.oversample_prompts
     most = -(-num_groups * cfg.rollout.n_samples_per_prompt // plan.roles["engine"].num_workers)
     present = cfg.engine.max_num_seqs
-    # An engine that does not say how full its cache was is taken to have room for one doubling.
+    # An engine that does not report the use of its cache is assumed to have room for one doubling.
     usage = now.get("engine/kv_cache_usage/max", 0.5)
     numbers = dict.fromkeys(min(int(factor * present), most) for factor in (8, 4, 2, 1.25))
     for number in numbers:
         if number > present and number * usage <= present:
             yield {"engine.max_num_seqs": number}
     if usage > 0.8:
-        yield from _more_cache(plan, cfg)
+        yield from CACHE.time(plan)
 
 
 def more_room(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """For keys and values of the sequences that run, or fewer of these."""
-    yield from _more_cache(plan, cfg)
-    for share in (0.75, 0.5):
-        yield {"engine.max_num_seqs": max(int(share * cfg.engine.max_num_seqs), 1)}
-
-
-def _more_cache(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
-    size = cfg.engine.kv_cache_gib or (CPU_CACHE_GIB if plan.is_on_cpu else None)
-    if size is not None:
-        yield from ({"engine.kv_cache_gib": factor * size} for factor in (2.0, 1.5))
-        return
-    tenths = range(int(10 * cfg.engine.gpu_memory_utilization) + 1, 10)
-    yield from ({"engine.gpu_memory_utilization": tenth / 10} for tenth in tenths)
+    """A larger cache for the running sequences, or fewer of them."""
+    yield from CACHE.time(plan)
+    yield from SEQUENCES.gpu(plan)
 
 
 def carry_over(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """What is unfinished when a step has enough; or sample ahead, where engines are apart."""
+    """Carry over unfinished samples when a step has enough groups; with remote engines, sample
+    ahead."""
     is_corrected = cfg.algorithm.correction.kind != "none"
     correction = {} if is_corrected else {"algorithm.correction.kind": "tis"}
     for share in (4, 2):
@@ -159,8 +145,8 @@ def carry_over(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
 
 
 def further_ahead(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Of trainers that wait: older samples; before that devices of theirs to one engine more, where
-    the engines are hardly ever idle, which older samples would not change."""
+    """For trainers that wait: larger staleness. Where the engines are hardly ever idle, staleness
+    does not help, so first move devices of the trainers to one more engine."""
     if now.get("perf/engine_busy_share", 0.0) > 0.9:
         yield from _moved_devices(cfg, 1)
     yield {"pipeline.max_staleness": cfg.pipeline.max_staleness + 1}
@@ -168,7 +154,7 @@ def further_ahead(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change
 
 
 def fewer_engines(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Of engines that wait: devices of one to trainers."""
+    """For engines that wait: move the devices of one to the trainers."""
     yield from _moved_devices(cfg, -1)
 
 
@@ -180,40 +166,36 @@ def _moved_devices(cfg: RLConfig, num_engines: int) -> Iterator[Change]:
 
 
 def reads_prompts_again(now: Metrics) -> bool:
-    """Whether groups have prompts of several blocks of the cache that are not taken from it."""
+    """Whether groups have prompts of several cache blocks that are not reused from the prefix
+    cache."""
     is_group = now.get("rollout/group_size/min", 0.0) > 1
     is_long = now.get("rollout/prompt_tokens/mean", 0.0) >= 4 * BLOCK_SIZE
     return is_group and is_long and now.get("rollout/cached_token_share", 0.0) < 0.1
 
 
 def faster_generation(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Prompts read once, graphs, and many small engines in place of few large ones."""
-    num_engines, size = cfg.cluster.num_engines, cfg.engine.tensor_parallel_size
+    """Prefix caching, CUDA graphs, and many small engines in place of few large ones."""
     if reads_prompts_again(now):
         yield {"engine.enable_prefix_caching": True}
     if not plan.is_on_cpu:
         yield {"engine.enforce_eager": False}
-    if size > 1 and now.get("perf/R_gen", 1.0) < LEAST_R_GEN:
-        apart = {"cluster.num_engines": 2 * num_engines} if num_engines else {}
-        yield {"engine.tensor_parallel_size": size // 2, **apart}
+    if now.get("perf/R_gen", 1.0) < LEAST_R_GEN:
+        yield from ENGINE_SIZE.time(plan)
 
 
 def faster_training(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """What trades memory for time, as far as there is memory to spare: first what lets a GPU stand
-    still, then what makes it compute twice."""
-    yield {"trainer.offload": "none"}
-    yield {"trainer.recompute": "off"}
-    if chunk := kept_logits(plan):
-        yield chunk
+    """Settings of the trainer that spend memory to save time: first those that remove idle time of
+    a GPU, then those that remove recomputation, and last larger micro-batches."""
+    dearest_first = reversed([x for x in knobs(plan) if x.part == "policy" and x is not BUDGETS])
+    for knob in sorted(dearest_first, key=lambda knob: not knob.lets_gpus_wait):
+        yield from knob.time(plan)
     yield from faster_generation(plan, cfg, now)
-    if plan.max_accumulation > 1:
-        size = "micro_batch_size" if cfg.trainer.micro_batch_size else "max_tokens_per_microbatch"
-        yield {f"trainer.{size}": 2 * getattr(cfg.trainer, size)}
+    yield from BUDGETS.time(plan)
 
 
 def less_memory(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """The cheapest first, of those that free a thirtieth of what is in use; none where the sizes of
-    the model are not known."""
+    """Changes that free at least a thirtieth of the memory in use, the cheapest first; none where
+    the sizes of the model are not known."""
     if plan.shape is None:
         return
     most = 29 / 30 * peak_bytes(plan)
@@ -221,7 +203,7 @@ def less_memory(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
 
 
 def lowered_caps(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """What the passes that ran out of memory have been cut down to."""
+    """Set the caps to which passes were reduced after out-of-memory errors."""
     change: dict[str, int] = {}
     for role in TRAINED_OR_SCORED:
         for kind in _KINDS:
@@ -235,15 +217,17 @@ def lowered_caps(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]
 
 
 def fresher_samples(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Divergence grows with the square of how far the policy moves until a sample is trained."""
+    """Fresher samples: divergence grows with the square of the policy's change between sampling and
+    training."""
     if cfg.pipeline.max_staleness > 1:
         yield {"pipeline.max_staleness": cfg.pipeline.max_staleness // 2}
     yield {"trainer.optimizer.lr": cfg.trainer.optimizer.lr / 2}
 
 
 def more_reward_workers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Calls at a time, where the wait is longer than a single call. Built-in functions compute, so
-    that more workers than cores gain nothing; the user's own and services may wait."""
+    """More concurrent reward calls, where the wait is longer than a single call. Built-in functions
+    only compute, so more workers than cores do not help; the user's own functions and services may
+    wait."""
     wait_s = now.get("perf/wait_for_rewards_share", 0.0) * now.get("time/step_s", 0.0)
     if wait_s <= now.get("time/reward/p99_s", 0.0):
         return
@@ -255,6 +239,6 @@ def more_reward_workers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[
 
 
 def wider_buffers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """Of weights on their way."""
+    """Larger buffers for weights in transfer."""
     if cfg.cluster.num_engines:
         yield {"cluster.update_weight_buffer_size": 2 * cfg.cluster.update_weight_buffer_size}

@@ -1,18 +1,18 @@
-"""Default alarms: the symptoms that cost others days, each with what to look at.
+"""Default alarms: symptoms that are known to cost days, each with what to look at.
 
 The costly bugs of this field do not crash; they give plausible curves. Every rule below watches a
-metric that is always on. A rule raises its alarm when its symptom appears, and again
-only after the symptom has been gone for `QUIET_STEPS` steps.
+metric that is always on. A rule raises its alarm when its symptom appears, and again only after
+the symptom has been gone for `QUIET_STEPS` steps.
 
     for alarm in alarms.check(step, scalars):
         log.event("alarm", **alarm.fields())
 
-Alarms of numbers (what is sampled, learnt, delivered) come first. Steps that are too large make
-many numbers leave their ranges: within `QUIET_STEPS` steps of that alarm, those that would name
-another cause are silent, and said afterwards where they are still there. Advice on speed and memory
-is for healthy runs: none is given within `QUIET_STEPS` steps of an alarm of numbers, or of an
-engine that was lost. It names a setting and a value (`hone.observe.advice`). Alarms that give
-nothing else to go by are silent where no setting keeps the rules and fits the GPU.
+Alarms of correctness (sampling, learning, weight delivery) come first. Steps that are too large
+bring many metrics out of their ranges: within `QUIET_STEPS` steps of that alarm, alarms that would
+name another cause are held back, and reported afterwards if they still hold. Advice on speed and
+memory is for healthy runs: there is none within `QUIET_STEPS` steps of an alarm of correctness or
+of a lost engine. It names a setting and a value (`hone.observe.advice`). Alarms without any other
+remedy are silent if no setting both keeps the rules and fits the GPU.
 
 A metric that a run does not have is not checked.
 """
@@ -64,31 +64,31 @@ class Alarm:
     value: float
     limit: float
     advice: str
-    """What it means, where to look first, and what to change."""
+    """Meaning of the symptom, where to look first, and what to change."""
     is_tuning: bool = False
-    """Of speed or memory, not of numbers."""
+    """Whether it concerns speed or memory, not correctness."""
     change: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings, by key."""
+    """Advised settings, by key."""
 
     def __str__(self) -> str:
         return f"{self.metric} is {self.value:.4g} (limit {self.limit:.4g}). {self.advice}"
 
     def fields(self) -> dict[str, Any]:
-        """Everything, for `RunLog.event`."""
+        """All fields, for `RunLog.event`."""
         return asdict(self)
 
 
 class Rule(NamedTuple):
-    """A symptom, how it is recognised, and what to advise the user. Rules of one name are one alarm
-    with an advice for each cause."""
+    """A symptom, its test, and the advice. Rules with the same name are one alarm with an advice
+    for each cause."""
 
     name: str
     test: Test
     advice: str
     candidates: Candidates | None = None
-    """What could be changed."""
+    """Settings that could be changed."""
     needs_change: bool = False
-    """Whether nothing is said where nothing can be changed."""
+    """Whether the alarm is silent if no setting can be changed."""
 
 
 class Alarms:
@@ -96,7 +96,7 @@ class Alarms:
 
     `max_mismatch_kl` is the largest healthy divergence of trainer and engine: about 1e-2 for
     bfloat16 (its floor is 1.5e-3), 1e-4 for float32. Samples may be `max_staleness` updates older
-    than the policy that they train.
+    than the policy that is trained on them.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Alarms:
         max_staleness: int = 0,
         plan: RunPlan | None = None,
     ) -> None:
-        """Without a `plan` no setting is named."""
+        """Without a `plan` alarms name no settings."""
         mismatch = _mismatch_rules(max_mismatch_kl, max_staleness)
         self._numbers = mismatch + (_STALE if max_staleness else ()) + _SAMPLING + _LEARNING
         in_time = _ahead_rules(max_staleness) if max_staleness else _IN_TURNS
@@ -114,8 +114,8 @@ class Alarms:
         self._advisor = None if plan is None else Advisor(plan)
         self._history = History()
         self._last_breach: dict[str, int] = {}
-        self._unsaid = set[str]()
-        """Names of symptoms that have appeared and are still to be said."""
+        self._unreported = set[str]()
+        """Names of symptoms that have appeared and are not reported yet."""
 
     def check(
         self,
@@ -124,10 +124,8 @@ class Alarms:
         *,
         why_untrained: str | None = None,
     ) -> list[Alarm]:
-        """Take in one step's metrics and return the symptoms that have newly appeared.
-
-        `why_untrained` is the cause where no token of the step was trained, for its alarm to name.
-        """
+        """Add one step's metrics and return the symptoms that have newly appeared. `why_untrained`
+        is the reason if no token of the step was trained; its alarm quotes it."""
         self._history.append(scalars)
         numbers = self._numbers
         if why_untrained is not None:
@@ -144,7 +142,7 @@ class Alarms:
         return raised
 
     def _last_breach_of(self, rules: Sequence[Rule]) -> float:
-        """The newest step with a symptom of one of the rules."""
+        """The latest step with a symptom of one of the rules."""
         return max(self._last_breach.get(rule.name, -math.inf) for rule in rules)
 
     def _raise(
@@ -155,7 +153,7 @@ class Alarms:
         is_tuning: bool = False,
         silent: Collection[str] = (),
     ) -> Iterator[Alarm]:
-        """Of the names `silent` nothing is said yet."""
+        """Iterate over the alarms to report. Those named in `silent` are held back."""
         for rule in rules:
             breach = rule.test(self._history)
             if breach is None:
@@ -163,16 +161,16 @@ class Alarms:
             last = self._last_breach.get(rule.name)
             self._last_breach[rule.name] = step
             if last is None or step - last > QUIET_STEPS:
-                self._unsaid.add(rule.name)
-            if rule.name in silent or rule.name not in self._unsaid:
+                self._unreported.add(rule.name)
+            if rule.name in silent or rule.name not in self._unreported:
                 continue
-            self._unsaid.remove(rule.name)
-            found = None
+            self._unreported.remove(rule.name)
+            suggested = None
             if rule.candidates is not None and self._advisor is not None:
-                found = self._advisor.advise(rule.candidates, self._history.now)
-                if found is None and rule.needs_change:
+                suggested = self._advisor.advise(rule.candidates, self._history.now)
+                if suggested is None and rule.needs_change:
                     continue
-            text, change = found or Advice("", {})
+            text, change = suggested or Advice("", {})
             yield Alarm(
                 name=rule.name,
                 step=step,
@@ -208,14 +206,15 @@ def _mismatch_rules(max_kl: float, max_staleness: int) -> tuple[Rule, ...]:
             "do not reach the engine.",
         ),
     )
-    if max_staleness:  # which moves the mean of few tokens, though not the divergence of fresh ones
+    # Staleness moves the mean over few tokens, though not the divergence of fresh ones.
+    if max_staleness:
         return rules
     ratio = "off_policy/ratio/mean"
     return (
         *rules,
         Rule(
             "ratio_mean",
-            # Unfinished samples that were carried over are of another policy by right.
+            # Samples that were carried over from an older policy have another ratio by design.
             only_when(_is_of_one_version, either(above(ratio, 1.03), below(ratio, 0.97))),
             "The mean ratio of trainer to engine must be 1: the engine samples from another "
             "distribution (truncation, penalties, temperature) or holds other weights.",
@@ -224,7 +223,7 @@ def _mismatch_rules(max_kl: float, max_staleness: int) -> tuple[Rule, ...]:
 
 
 def _is_of_one_version(now: Mapping[str, float]) -> bool:
-    """Whether all tokens of the step were sampled by the same weights."""
+    """Whether all tokens of the step were sampled with the same weights."""
     oldest, newest = (now.get(f"rollout/weight_version/{which}") for which in ("min", "max"))
     return oldest == newest
 
@@ -235,7 +234,7 @@ def _has_episodes(now: Mapping[str, float]) -> bool:
 
 
 def _runs_out_of_turns(now: Mapping[str, float]) -> bool:
-    """Whether more samples end because no turn is left than because no token is."""
+    """Whether more samples end at the limit of turns than at that of tokens."""
     return now.get("rollout/stop/max_turns", 0.0) > now.get("rollout/stop/length", 0.0)
 
 
@@ -248,23 +247,23 @@ def _is_one_answer(now: Mapping[str, float]) -> bool:
 
 
 def _has_its_engines(now: Mapping[str, float]) -> bool:
-    """Whether none was lost, for which there is another alarm."""
+    """Whether no engine was lost; that has its own alarm."""
     return now.get("engine/lost", 0.0) == 0
 
 
 def _answers_have_moved(now: Mapping[str, float]) -> bool:
-    """Whether a whole answer is of another distribution by now, not only some token of it."""
+    """Whether the distribution of whole answers has moved, not only that of single tokens."""
     kl, length = now.get("off_policy/kl", 0.0), now.get("rollout/completion_tokens/mean", 0.0)
     return kl * length > 2.0
 
 
 def _has_trained_some(now: Mapping[str, float]) -> bool:
-    """Whether any token was trained; where none was, another alarm names the cause."""
+    """Whether any token was trained. If not, another alarm names the cause."""
     return now.get("train/untrained_steps", 0.0) == 0
 
 
 def _has_long_tail(now: Mapping[str, float]) -> bool:
-    """Whether a few samples are far longer than most, and long enough to be waited for."""
+    """Whether a few samples are far longer than most, and long enough to wait for."""
     longest = now.get("rollout/completion_tokens/max", 0.0)
     return longest > max(4 * now.get("rollout/completion_tokens/mean", 0.0), 200)
 
@@ -274,7 +273,7 @@ def _has_no_wait_for_samples(now: Mapping[str, float]) -> bool:
 
 
 def _has_no_queue(now: Mapping[str, float]) -> bool:
-    """Whether all samples are under way at once; else those that wait for a place take the time."""
+    """Whether all samples run at the same time. Otherwise the queue takes the time."""
     return now.get("engine/waiting/mean", 0.0) <= 1
 
 
@@ -283,7 +282,7 @@ def _waits_for_its_longest(now: Mapping[str, float]) -> bool:
 
 
 def _has_no_preemptions(now: Mapping[str, float]) -> bool:
-    """Else there is an alarm of its own."""
+    """Whether there were no preemptions, which have their own alarm."""
     return now.get("engine/preemptions", 0.0) == 0
 
 
@@ -303,9 +302,9 @@ def _memory_rules(plan: RunPlan | None) -> tuple[Rule, ...]:
 _STALE = (
     Rule(
         "stale_samples",
-        # The most that number formats alone do, and nats of a whole answer. Of runs with long
-        # answers all eight that lost their policy had gone beyond both, 1 to 16 steps before;
-        # no other had (benchmarks/README.md).
+        # STALE_KL: the largest divergence that number formats alone cause; _answers_have_moved:
+        # nats of a whole answer. All eight runs with long answers that lost their policy had
+        # exceeded both, 1 to 16 steps before; no other run had (benchmarks/README.md).
         only_when(_answers_have_moved, above("off_policy/kl", STALE_KL, steps=3)),
         "The policy moves further between sampling and training than clipping or correction make "
         "up for, and may soon be lost: go back to a checkpoint, with samples that are less stale "
@@ -317,14 +316,14 @@ _STALE = (
 
 
 def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
-    """Of a run that samples ahead of the training."""
-    told = "Engines stand still, waiting for the trainers"
+    """Rules for a run in which engines sample while the trainer trains."""
+    idle_advice = "Engines stand still, waiting for the trainers"
     if max_staleness > 1:  # with less, sampling and training take turns
-        told += "; a smaller pipeline.max_staleness costs no time"
+        idle_advice += "; a smaller pipeline.max_staleness costs no time"
     return (
         Rule(
             "training_waits",
-            # Over several: a step that has waited often leaves samples for the next.
+            # Over several steps: a step with a long wait often leaves samples for the next one.
             mean_share_above("time/generate_s", "time/step_s", 0.3, steps=6),
             "The trainers wait for samples; where engines are the limit, more of them help "
             "(cluster.num_engines).",
@@ -333,7 +332,7 @@ def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
         Rule(
             "engines_wait",
             only_when(_has_no_wait_for_samples, below("perf/engine_busy_share", 0.5, steps=5)),
-            f"{told}.",
+            f"{idle_advice}.",
             advice.fewer_engines,
         ),
     )
@@ -358,12 +357,12 @@ _IN_TURNS = (
         needs_change=True,
     ),
 )
-"""Of a run in which sampling and training take turns."""
+"""Rules for a synchronous run."""
 
 _ENGINE = (
     Rule(
         "preemptions",
-        # A twentieth of the samples: each computes its keys and values again.
+        # Limit: a twentieth of the samples. Each preempted one computes its keys and values again.
         share_above("engine/preemptions", "rollout/samples", 0.05, steps=3),
         "The cache is too small for the sequences that run: some are put back and computed again.",
         advice.more_room,
@@ -464,8 +463,8 @@ _NAME_OTHER_CAUSES = frozenset(
         *("grad_norm_spike", "grad_norm_zero", "untrained", "skipped_steps"),
     }
 )
-"""Symptoms that a policy has too once steps that are too large have broken it. A mismatch of the
-engine is none of them: it may be a fault of its own, which nobody may miss."""
+"""Symptoms that also follow from steps that are too large, once these have damaged the policy. A
+mismatch of the engine is not among them: it may be a fault of its own, which must not be missed."""
 
 _LEARNING = (
     Rule(
@@ -528,7 +527,7 @@ _MACHINE = (
     Rule(
         "out_of_memory",
         either(*(above(f"mem/{role}_replays", 0) for role in advice.TRAINED_OR_SCORED)),
-        "Memory has ended in a pass, and the step was computed again with less, which takes up to "
+        "A pass ran out of memory, and the step was computed again with less, which takes up to "
         "twice as long: keep in the recipe what the warnings in the log name.",
         advice.lowered_caps,
     ),

@@ -1,4 +1,4 @@
-"""Values of columns, as Parquet and `datasets` have them, in text and in JSON."""
+"""Conversion of column values of Parquet and `datasets` to text and JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["as_text", "json_value"]
 
 
 def as_text(value: Any) -> str:
-    """Text as it is, and bytes as UTF-8; numbers, also decimals, as their digits; dates and times
-    as ISO 8601 has them; lists and objects as JSON.
+    """Convert a value to text: bytes as UTF-8, numbers and decimals as digits, dates and times in
+    ISO 8601, lists and objects as JSON.
 
-    Raises ValueError, which says what the value is, for null, for a number that is not finite, and
-    for what is none of these.
+    Raises ValueError, with a description of the value, for null, a number that is not finite, and
+    any other type.
     """
     match value:
         case str():
@@ -44,11 +44,8 @@ def as_text(value: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """What stands in JSON for a value that it lacks, as `default` of `json.dumps`: a number for a
-    decimal, and for dates, times and bytes their text.
-
-    Raises ValueError for what has neither.
-    """
+    """Convert a value that JSON lacks, as `default` of `json.dumps`: a decimal to a number; dates,
+    times and bytes to text. Raises ValueError for other types."""
     match value:
         case Mapping():
             return dict(value)

@@ -1,11 +1,11 @@
-"""What a person sees while a run goes on: one line a step, and a bar on a terminal.
+"""Console output of a run: one line per step, and a progress bar on a terminal.
 
       step    reward   length   entropy  KL_rollout     tok/s     time  R_step
          1     0.125    212.0     1.840     3.1e-04     9,512    12.4s    0.41
          2     0.141    208.3     1.832     2.9e-04    10,006    11.8s    0.43
 
 `KL_rollout` is how far the policy that is trained is from the one that sampled; with a KL term
-`KL_ref`, how far it is from the reference, stands in its place. `R_step` is there on a GPU alone.
+`KL_ref`, how far it is from the reference, stands in its place. `R_step` exists on a GPU only.
 
 Of steps that are over in less than two seconds one in each two seconds has a line, and each that
 was evaluated. Without a terminal the same lines come without bar and colour, so that logs stay
@@ -44,11 +44,11 @@ _EVALUATIONS = {
     "eval/loss": "eval loss",
     "eval/accuracy": "eval accuracy",
 }
-"""Metrics of an evaluation, and how a line names them."""
+"""Names of evaluation metrics in a line, by metric."""
 
 
 class Column(NamedTuple):
-    """How the step line shows a metric."""
+    """A column of the step line."""
 
     title: str
     metric: str
@@ -83,9 +83,9 @@ _LIMIT = Column("R_step", "perf/R_step", 8, _ratio)
 
 
 def rl_columns(*, runs_ahead: bool, has_reference: bool, has_limit: bool) -> tuple[Column, ...]:
-    """Of a run that samples ahead: how old samples are, and how long training waited for them; of
-    others the entropy. The divergence is from the reference where there is one; the share of the
-    hardware limit comes last, where that is known."""
+    """Columns of the step line of `hone rl`. If engines run ahead: the staleness of samples and the
+    time that training waited for them; otherwise the entropy. With a reference the divergence is
+    from it. The share of the hardware limit comes last, if it is known."""
     own = (Column("entropy", "policy/entropy", 10, _compact),)
     if runs_ahead:
         own = (
@@ -123,23 +123,23 @@ PAIR_COLUMNS = {
     )
     for accuracy, margin in (("rewards/accuracies", "rewards/margins"), ("accuracy", "margin"))
 }
-"""By the metric that steps of `hone dpo`, or of `hone reward-model`, have."""
+"""Columns for `hone dpo` and `hone reward-model`, by the metric that their steps have."""
 
 
 class Output(RichConsole):
-    """Raises what a pipe without a reader gives; rich would end the process."""
+    """Console that raises the error of a broken pipe; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        raise  # called where it is handled
+        raise  # called inside the `except` block of the error
 
 
 class Console:
-    """Prints step lines above a progress bar; a context manager. What cannot be printed any more
-    ends no run: `on_lost` hears of it once.
+    """Context manager that prints step lines above a progress bar.
 
-    `done` steps of `total_steps` lie behind a resumed run. A column whose metric a step lacks
-    shows a dot, so that columns never move; which there are, `rl_columns` says; an evaluation's
-    score stands at the end of its line.
+    A console that can no longer be written does not end the run: `on_lost` is called once. A
+    resumed run has `done` of `total_steps` steps behind it. A metric that a step lacks is shown as
+    a dot, so that columns never move. `rl_columns` defines the columns; an evaluation's score
+    follows at the end of its line.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Console:
         self._lines = 0
         self._total_steps = total_steps
         self._unreported_s = math.inf
-        """How long steps have taken since the last line."""
+        """Total time of the steps since the last line."""
         self._shown_at = 0.0
         self._waited_at = -math.inf
         self._progress = Progress(
@@ -189,7 +189,8 @@ class Console:
             self._progress.stop()
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Print the line of a finished step, unless another was just printed, and move the bar."""
+        """Print the line of a finished step, unless one was printed less than two seconds ago, and
+        advance the bar."""
         self._progress.update(self._task, completed=step, doing="")
         self._unreported_s += scalars.get("time/step_s", math.inf)
         is_due = self._unreported_s >= _LINE_EVERY_S or step == self._total_steps
@@ -221,15 +222,16 @@ class Console:
         self._print(line)
 
     def progress(self, finished: int, total: int) -> None:
-        """Show how many samples of the current step are done; cheap enough for every token."""
+        """Show how many samples of the current step are finished. Cheap enough to call for every
+        token."""
         now = time.monotonic()
         if self._console.is_terminal and now - self._shown_at > 0.2:
             self._shown_at = now
             self._progress.update(self._task, doing=f"{finished:,} of {total:,} samples")
 
     def waiting(self, text: str) -> None:
-        """Show what keeps the run waiting: behind the bar, or without a terminal a line now and
-        then."""
+        """Show what the run waits for: behind the bar, or without a terminal as a line at
+        intervals."""
         if self._console.is_terminal:
             self._progress.update(self._task, doing=text)
         elif time.monotonic() - self._waited_at > _WAITING_LINE_EVERY_S:
@@ -237,7 +239,7 @@ class Console:
             self._print(Text(f"      {text}"))
 
     def warn(self, message: str) -> None:
-        """Print a line that wants attention, such as an alarm."""
+        """Print a highlighted line, such as an alarm."""
         self._print(Text(f"      ! {printable(message)}", style="yellow"))
 
     def _print(self, line: Text) -> None:
@@ -246,14 +248,14 @@ class Console:
 
     @contextmanager
     def _printing(self) -> Generator[None]:
-        """Inside, output that is closed or full is given up: nothing is printed from then on."""
+        """Context manager that stops all printing once the output is closed or full."""
         try:
             yield
         except OSError as error:
             if self._console.quiet:
                 return
             self._console.quiet = True
-            # What waits in Python's buffers would fail again, and last when the process ends.
+            # The rest in Python's buffers would fail again, at the latest when the process ends.
             with suppress(OSError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._console.file.fileno())

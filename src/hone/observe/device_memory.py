@@ -1,4 +1,4 @@
-"""What a process's device holds at most, over phases in which different things lie on it."""
+"""Peak memory of a process's device, over phases with different contents."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["DeviceMemory", "Reading"]
 
 
 class Reading(NamedTuple):
-    """Of a device, in bytes."""
+    """A reading of a device's memory, in bytes."""
 
     free: int
     elsewhere: int
-    """Taken, and not by torch's allocator: KV caches, CUDA's context, other processes."""
+    """Used outside of torch's allocator: KV caches, CUDA's context, other processes."""
     peak: int
-    """The most that torch's tensors took since the last reading."""
+    """Peak of torch's tensors since the last reading."""
 
 
 def read_gpu(device: torch.device) -> Reading:
-    """Of now; begins the next peak."""
+    """Read the memory now, and reset torch's peak."""
     free, total = torch.cuda.mem_get_info(device)
     elsewhere = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
@@ -35,28 +35,31 @@ def read_gpu(device: torch.device) -> Reading:
 
 @dataclass(slots=True)
 class DeviceMemory:
-    """The peak of a device, whose parts are not known at one time: torch knows the peak of its
-    tensors, and of what else is taken only what is there now."""
+    """Tracker of a device's peak memory.
+
+    Its parts are not measured at the same time: torch knows the peak of its own tensors, but of
+    other memory only the current use is known.
+    """
 
     device: torch.device
     read: Callable[[torch.device], Reading] = read_gpu
     _peak: int = 0
 
     def end_phase(self) -> None:
-        """To be called before what is not torch's comes or goes, such as a KV cache that sleeps."""
+        """End a phase. Call it before memory outside of torch changes, such as a KV cache that is
+        freed."""
         if self.device.type == "cuda":
             self._end()
 
     def take(self) -> Metrics:
-        """The least that is free now and the peak since the last call, in GiB; nothing on a
-        CPU."""
+        """Free memory now and peak use since the last call, in GiB. Empty on a CPU."""
         if self.device.type != "cuda":
             return {}
         free, peak, self._peak = self._end(), self._peak, 0
         return {"mem/gpu_free_gib": Min(free / GIB), "mem/gpu_peak_gib": Max(peak / GIB)}
 
     def _end(self) -> int:
-        """End a phase; the bytes that are free."""
+        """End a phase. Returns the free bytes."""
         reading = self.read(self.device)
         self._peak = max(self._peak, reading.peak + reading.elsewhere)
         return reading.free

@@ -1,4 +1,4 @@
-"""In what configurations or environments of runs differ."""
+"""Differences between the configurations or environments of runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNSET = str(None)
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Values of a tree by dotted keys: `{"data.train.0.path": "a.jsonl"}`."""
+    """Flatten a tree to values by dotted keys: `{"data.train.0.path": "a.jsonl"}`."""
     match tree:
         case Mapping():
             items = list(tree.items())
@@ -20,12 +20,12 @@ def flat(tree: Any, prefix: str = "") -> dict[str, str]:
             items = list(enumerate(tree))
         case _:
             items = []
-    if not items:  # a value, or an empty list, which is one too
+    if not items:  # a value; an empty list counts as one
         return {prefix: str(tree)} if prefix else {}
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for key, value in items:
-        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        values |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return values
 
 
 def differences(
@@ -34,9 +34,11 @@ def differences(
     ignored: Collection[str] = (),
     only_common: bool = False,
 ) -> list[list[str]]:
-    """`[key, value in each tree]` of keys whose values are not equal in all; a dash stands for a
-    key that a tree lacks, which is no difference from one that is unset. Trees without any key are
-    not compared; with `only_common` neither are keys that not all others have."""
+    """`[key, value in each tree]` of the keys whose values are not equal in all trees.
+
+    A dash stands for a missing key, which equals an unset one. Trees without any key are ignored;
+    with `only_common`, so are keys that some other tree lacks.
+    """
     known = [tree for tree in trees if tree]
     keys = dict.fromkeys(key for tree in known for key in tree if key not in ignored)
     if only_common:

@@ -1,4 +1,4 @@
-"""What is written to disk, and what people read where that fails: path, key and exact sizes.
+"""Writing to disk, with errors that name the path, the configuration key and exact sizes.
 
 with writing(path, "run.dir", num_bytes=len(data)):
     path.write_bytes(data)
@@ -18,17 +18,28 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-__all__ = ["AppendedFile", "DiskError", "free_bytes", "sizes", "write_rate", "writing"]
+__all__ = [
+    "MANIFEST_NAME",
+    "AppendedFile",
+    "DiskError",
+    "free_bytes",
+    "sizes",
+    "write_rate",
+    "writing",
+]
+
+MANIFEST_NAME = "hone_manifest.json"
+"""Manifest file, written last, which makes the folder of a checkpoint or a model complete."""
 
 
 class DiskError(OSError):
-    """A file could not be written."""
+    """Raised when a file cannot be written."""
 
 
 @contextmanager
 def writing(path: Path, key: str, num_bytes: int | None = None) -> Generator[None]:
-    """Turn a failed write of the block into a DiskError with `path`, the configuration `key` that
-    chose it, `num_bytes` (what the block wants to write), and what is free."""
+    """Context manager that turns a failed write into a DiskError. The message has `path`, the
+    configuration `key` that chose it, `num_bytes` (the size of the write), and the free space."""
     try:
         yield
     except DiskError:
@@ -45,22 +56,22 @@ def writing(path: Path, key: str, num_bytes: int | None = None) -> Generator[Non
 
 
 def sizes(path: Path, num_bytes: int | None) -> str:
-    """`it needs 4,096 bytes, 512 bytes are free there`; the former where it is known."""
+    """Describe sizes, as `it needs 4,096 bytes, 512 bytes are free there`, without the first part
+    if `num_bytes` is None."""
     free = f"{free_bytes(path.absolute().parent):,} bytes are free there"
     return free if num_bytes is None else f"it needs {num_bytes:,} bytes, {free}"
 
 
 def free_bytes(path: Path) -> int:
-    """What may still be written below `path`, or where that does not exist yet, below the folder
-    above that does."""
+    """Free bytes below `path`, or below its nearest existing parent folder."""
     path = path.absolute()
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     return shutil.disk_usage(there).free
 
 
 def write_rate(folder: Path, num_bytes: int) -> float:
-    """Bytes a second of a file that is written below `folder` and flushed, and deleted again.
-    Raises DiskError where it does not fit."""
+    """Write speed in bytes per second, measured with a temporary file below `folder`, flushed.
+    Raises DiskError if it does not fit."""
     path, block = folder / f".rate.{secrets.token_hex(4)}", os.urandom(1 << 22)
     try:
         with writing(path, "run.dir", num_bytes), path.open("wb", buffering=0) as file:
@@ -75,18 +86,16 @@ def write_rate(folder: Path, num_bytes: int) -> float:
 
 
 def _number(error: OSError | SafetensorError) -> int | None:
-    """The `errno` of the failure; safetensors has it in its text alone."""
+    """The `errno` of a failed write. safetensors has it only in its message."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return None if found is None else int(found[1])
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return None if match is None else int(match[1])
 
 
 class AppendedFile:
-    """A file that grows by whole records: each is on disk at once, or not at all.
-
-    `key` is the configuration key that chose the place, for the error.
-    """
+    """A file that grows by whole records: each is written completely or not at all. `key` is the
+    configuration key that chose the place, for errors."""
 
     def __init__(self, path: Path, key: str) -> None:
         self._path, self._key = path, key
@@ -95,12 +104,13 @@ class AppendedFile:
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: bytes) -> None:
-        """Append a record. Raises DiskError, and leaves no part of it, where it does not fit."""
+        """Append a record. Raises DiskError, and removes any part of the record, if it does not
+        fit."""
         with writing(self._path, self._key, len(record)):
             end = self._file.seek(0, os.SEEK_END)
             try:
                 rest = memoryview(record)
-                while rest:  # a disk that fills up takes a part
+                while rest:  # a full disk accepts only a part
                     rest = rest[self._file.write(rest) or 0 :]
             except OSError:
                 self._file.truncate(end)

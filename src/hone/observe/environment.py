@@ -1,4 +1,4 @@
-"""With what a run was computed: versions and devices."""
+"""Record of the versions and devices of a run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ _PACKAGES = (
 
 def save_environment(path: Path, device: torch.device, num_processes: int) -> None:
     """Write versions and devices as JSON: `{"torch": "2.12.0", "device": "NVIDIA H200", ...}`.
-
-    `device` is that of this process; the others are taken to have alike. Raises DiskError.
-    """
+    `device` is that of this process; the others are assumed to have the same. Raises DiskError."""
     versions = {name: installed_version(name) for name in _PACKAGES}
     on_gpu = device.type == "cuda"
-    held = {
+    record = {
         "hone": __version__,
         "python": platform.python_version(),
         **{name: version for name, version in versions.items() if version is not None},
@@ -46,4 +44,4 @@ def save_environment(path: Path, device: torch.device, num_processes: int) -> No
         "processes": num_processes,
         "system": platform.platform(),
     }
-    write_whole(path, json.dumps(held, indent=2), "run.dir")
+    write_whole(path, json.dumps(record, indent=2), "run.dir")

@@ -1,8 +1,8 @@
-"""How busy a GPU is, as NVML counts: the share of time in which any kernel runs on it.
+"""GPU utilization as NVML counts it: the share of time in which any kernel runs.
 
-Read by torch through the package `nvidia-ml-py`, once a second from a thread, because NVML's own
-window is shorter than a step. Without the package, on a CPU, or on a device that does not say
-(MIG), there is nothing to read.
+Read by torch through the package `nvidia-ml-py`, once per second in a thread, because NVML's own
+window is shorter than a step. There are no readings without the package, on a CPU, or on a device
+that reports none (MIG).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ INTERVAL_S = 1.0
 
 
 class GPUUse:
-    """Utilisation of one device since it was asked last."""
+    """Utilization of one device since the last `take`."""
 
     def __init__(self, read: Callable[[], float | None], interval_s: float = INTERVAL_S) -> None:
-        """`read` gives the share of now, 0 to 1, or None where it cannot."""
+        """`read` returns the current share, 0 to 1, or None if it cannot be read."""
         self._read = read
         self._interval_s = interval_s
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class GPUUse:
 
     @classmethod
     def of(cls, device: torch.device) -> GPUUse | None:
-        """None where the device has no reading."""
+        """Start reading a device. None if it has no readings."""
         if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
             return None
         error = importlib.import_module("pynvml").NVMLError
@@ -54,7 +54,7 @@ class GPUUse:
         return taken
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._closed.set()
         self._thread.join()
 

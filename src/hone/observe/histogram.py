@@ -1,4 +1,4 @@
-"""How the values of a step are spread, small enough to be kept for every step."""
+"""Histogram of a step's values, small enough to keep for every step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 __all__ = ["Histogram"]
 
 NUM_BINS = 31
-"""Odd: the middle of a bin is the middle of all."""
+"""Odd, so that the middle of the range is the middle of a bin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +22,20 @@ class Histogram:
     low: float
     """Lower edge of the first bin."""
     high: float
-    """Upper edge of the last."""
+    """Upper edge of the last bin."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Histogram | None:
-        """Of finite values; None without any. Equal values are in the middle of a range of 1."""
-        held = np.asarray(values, dtype=np.float64)
-        held = held[np.isfinite(held)]
-        if not held.size:
+        """Histogram of the finite values, or None if there are none. Equal values get a range of
+        width 1 around them."""
+        array = np.asarray(values, dtype=np.float64)
+        array = array[np.isfinite(array)]
+        if not array.size:
             return None
-        counts, edges = np.histogram(held, bins=NUM_BINS)
+        counts, edges = np.histogram(array, bins=NUM_BINS)
         return cls(tuple(counts.tolist()), float(edges[0]), float(edges[-1]))
 
     @property
     def edges(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """`[len(counts) + 1]` float64."""
+        """Edges of the bins, float64 [len(counts) + 1]."""
         return np.linspace(self.low, self.high, len(self.counts) + 1)

@@ -1,7 +1,8 @@
-"""What a result of `hone eval` or `hone generate` was made with. Only the same command replaces it.
+"""Settings that a result of `hone eval` or `hone generate` was made with. Only the same command
+replaces a result.
 
-Settings lie beside a result as YAML that is a recipe. Comments above them say which files they
-meant: of `model.path` the bytes and the time of writing, of data on this host the content.
+The settings are stored next to the result as YAML, which is a valid recipe. Comments above them
+identify the files: size and modification time of `model.path`, and the content of local data.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hone.config.load import dump_config
 from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.errors import UserError
 from hone.observe.differences import differences, flat
-from hone.observe.parts import parts_folder
+from hone.observe.resumable_jsonl import parts_folder
 from hone.observe.run_folder import EVAL_CONFIG, EVAL_METRICS
 from hone.paths import settings_file
 
@@ -26,22 +27,19 @@ __all__ = ["require_same_settings", "settings_text"]
 
 _HEAD = "# What this was made with; only the same command replaces it.\n"
 _HASHED_BYTES = 1 << 28
-"""Of each data file, from its beginning: a quarter of a second."""
-_MAX_TOLD = 4
+"""Bytes of each data file that are hashed, from its beginning: a quarter of a second."""
+_MAX_LISTED = 4
 
 
 def settings_text(cfg: EvaluateConfig | GenerateConfig) -> str:
-    """The settings of a result, to be written beside it."""
+    """Text of the settings file of a result."""
     meant = "".join(f"# {key}: {value}\n" for key, value in _files(cfg).items())
     return f"{_HEAD}{meant}{dump_config(cfg)}"
 
 
 def require_same_settings(cfg: EvaluateConfig | GenerateConfig) -> None:
-    """Raise UserError where the place of the result holds one of other settings, weights or data,
-    or what is none.
-
-    An evaluation that has failed is no result.
-    """
+    """Raise UserError if a result of other settings, weights or data, or any other file, exists at
+    the output's path. A failed evaluation is not a result."""
     if isinstance(cfg, EvaluateConfig):
         key, place, noun = "run.dir", cfg.run.dir, "an evaluation"
         result, settings = cfg.run.dir / EVAL_METRICS, cfg.run.dir / EVAL_CONFIG
@@ -55,11 +53,11 @@ def require_same_settings(cfg: EvaluateConfig | GenerateConfig) -> None:
         return
     text = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else ""
     files = " and ".join(f"'{file}'" for file in existing)
-    remedy = f"Name another {key}, or remove {files} to have it made anew."
+    remedy = f"Name another {key}, or remove {files} to make it again."
     if existing == [settings] and text.startswith(_HEAD):
-        return  # of a result that was removed
+        return  # the settings of a removed result
     if not text.startswith(_HEAD):
-        raise UserError(f"'{existing[-1]}' exists, and nothing says how it was made. {remedy}")
+        raise UserError(f"'{existing[-1]}' exists, and its settings are not recorded. {remedy}")
     before, now = _flat(text), _flat(settings_text(cfg))
     changed = [
         f"{name} is {value}, was {earlier}"
@@ -67,31 +65,31 @@ def require_same_settings(cfg: EvaluateConfig | GenerateConfig) -> None:
         if not _is_place(name, before)
     ]
     if changed:
-        told = changed[:_MAX_TOLD] + [f"{len(changed) - _MAX_TOLD} more"] * (
-            len(changed) > _MAX_TOLD
+        listed = changed[:_MAX_LISTED] + [f"{len(changed) - _MAX_LISTED} more"] * (
+            len(changed) > _MAX_LISTED
         )
         raise UserError(
-            f"{key} '{place}' exists, with {noun} of other settings: {'; '.join(told)}. {remedy}"
+            f"{key} '{place}' exists, with {noun} of other settings: {'; '.join(listed)}. {remedy}"
         )
 
 
 def _is_place(name: str, before: dict[str, str]) -> bool:
-    """Whether a setting says where something lies that is known by itself."""
+    """Whether a setting is a path to something whose content is compared."""
     owner, _, key = name.rpartition(".")
     return name in ("run.dir", "output") or (key == "path" and owner in before)
 
 
 def _files(cfg: EvaluateConfig | GenerateConfig) -> dict[str, str]:
-    """What tells the files that settings name from others of their name, by the key of each."""
-    found: dict[str, str] = {}
+    """Identification of the files that the settings name, by key."""
+    identities: dict[str, str] = {}
     if (folder := Path(cfg.model.path)).is_dir():
         files = [file.stat() for file in folder.iterdir() if file.is_file()]
         at = time.gmtime(max((file.st_mtime for file in files), default=0))
         num_bytes = sum(file.st_size for file in files)
-        found["weights"] = f"{num_bytes:,} bytes, written {time.strftime('%F %T', at)} UTC"
+        identities["weights"] = f"{num_bytes:,} bytes, written {time.strftime('%F %T', at)} UTC"
     for key, path in _local_data(cfg):
-        found[key] = f"'{path.name}', {path.stat().st_size:,} bytes, {_digest(path)}"
-    return found
+        identities[key] = f"'{path.name}', {path.stat().st_size:,} bytes, {_digest(path)}"
+    return identities
 
 
 def _local_data(cfg: EvaluateConfig | GenerateConfig) -> Iterator[tuple[str, Path]]:
@@ -112,7 +110,7 @@ def _digest(path: Path) -> str:
 
 
 def _flat(text: str) -> dict[str, str]:
-    """Settings by dotted keys, those of the comments too."""
+    """Settings by dotted keys, including those in the comments."""
     comments = [line[2:].partition(": ") for line in text.splitlines() if line.startswith("# ")]
     settings: Any = yaml.safe_load(text)
     return {key: value for key, _, value in comments[1:]} | flat(settings)

@@ -1,10 +1,10 @@
-"""HTTP for programs and browsers on this machine: answers a few paths from threads of its own.
+"""HTTP server for programs and browsers on this machine, with a few paths and its own threads.
 
     with LocalServer(9100, {"/health": health}, key="log.metrics_port") as server:
         ...
 
-It listens at 127.0.0.1 alone, because it asks nobody for a password; from elsewhere it is reached
-through `ssh -L`. Names that lead here by way of the browser of somebody else's page are refused.
+It listens at 127.0.0.1 only, because it has no password; other machines reach it through `ssh -L`.
+Requests under other host names, which a foreign page in a browser may use, are refused.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["ADDRESS", "LocalServer", "Reply", "Route"]
 ADDRESS = "127.0.0.1"
 _NAMES = (ADDRESS, "localhost")
 _TIMEOUT_S = 10.0
-"""For each part of a request to come in, and of a reply to be taken."""
+"""Timeout of each part of a request and of a reply."""
 _MAX_OPEN = 64
-"""Connections that are open at a time. Each is a file and a thread of a process that trains."""
+"""Most open connections. Each takes a file and a thread of a training process."""
 
 
 class Reply(NamedTuple):
-    """What a path answers."""
+    """The reply of a path."""
 
     body: bytes
     content_type: str
@@ -39,14 +39,15 @@ class Reply(NamedTuple):
 
 
 Route = Callable[[Mapping[str, str]], Reply]
-"""Answers a GET by the parameters of its query; called from several threads."""
+"""Handler of a GET request, given the parameters of its query. Called from several threads."""
 
 
 class LocalServer:
     """Serves `routes` by path until it is closed."""
 
     def __init__(self, port: int, routes: Mapping[str, Route], *, key: str) -> None:
-        """Port 0 is any that is free. Raises UserError, naming `key`, where it is not."""
+        """Port 0 takes a free one. Raises UserError, which names `key`, if the port cannot be
+        used."""
         if not 0 <= port <= 65535:
             raise UserError(f"{key} is {port}; allowed: 1024 to 65535, or 0 for any that is free.")
         try:
@@ -72,7 +73,7 @@ class LocalServer:
         self.close()
 
     def close(self) -> None:
-        """Stop listening. Replies that are under way are not waited for."""
+        """Stop listening. Unfinished replies are not waited for."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -85,17 +86,17 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*args)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, None] = {}
-        """Oldest first."""
+        """Open connections, oldest first."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Accept a connection. Above `_MAX_OPEN` the oldest one is closed: a reader that asks and
-        reads has ended by then."""
+        """Accept a connection. Above `_MAX_OPEN` the oldest one is closed: a proper client has
+        finished by then."""
         with self._lock:
             self._open[request] = None
             if len(self._open) > _MAX_OPEN:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
-                with suppress(OSError):  # it may have gone
+                with suppress(OSError):  # it may be closed already
                     oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
         super().process_request(request, client_address)
 
@@ -105,7 +106,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that goes away, or is too slow, is no news."""
+        """Ignore the error: a client that disconnects or is too slow is no news."""
 
 
 def _handler(routes: Mapping[str, Route]) -> type[BaseHTTPRequestHandler]:
@@ -133,6 +134,6 @@ def _handler(routes: Mapping[str, Route]) -> type[BaseHTTPRequestHandler]:
             return route(dict(parse_qsl(url.query)))
 
         def log_message(self, format: str, *args: Any) -> None:
-            """The console is the run's."""
+            """Log nothing: the console belongs to the run."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""Where metrics, events and samples go. Everything lands in the run folder first.
+"""Writes metrics, events and samples: to the run folder first, then to trackers.
 
     with RunLog(run_dir, cfg.log, resume_step=start) as log:
         log.log(step, to_scalars(metrics))
@@ -31,42 +31,56 @@ import orjson
 from hone.config.run import LogConfig
 from hone.observe.column_values import json_value
 from hone.observe.disk import AppendedFile, writing
+from hone.observe.episode_rows import turn_rows
 from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
 from hone.observe.whole_file import whole_file
-from hone.types import NOT_SAMPLED, Group, Message, PerToken, Sample, with_opened_tag
+from hone.types import (
+    NOT_SAMPLED,
+    Branch,
+    Group,
+    Message,
+    PerToken,
+    Sample,
+    with_opened_tag,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "BRANCH_TOKENS",
     "ENTROPY",
     "PER_TOKEN",
     "POLICY_LOGPROBS",
     "RunLog",
     "append_event",
-    "chosen",
     "completion_row",
+    "groups_to_write",
     "json_line",
     "pair_row",
     "sample_row",
 ]
 
 GIVEN_COLUMNS = "row"
-"""Of a row to train on, the object with the columns of the prompt's row whose names are taken."""
+"""Key of an output row under which columns of the prompt's row are kept if their names are
+reserved."""
 _SAME_ROLES = ("completion", "response", "output", "ground_truth")
-"""Columns that would be read in place of the completion or the answer of the row."""
+"""Columns that would be read in place of the row's completion or answer."""
 _OF_PAIRS = ("margin",)
-"""Columns that say something of the completions of an earlier pair."""
+"""Columns that describe the completions of an earlier pair."""
 _OF_THE_ROW = ("prompt", "answer", "task")
-"""Fields of a sample that are columns of the prompt's row, as a rule."""
+"""Fields of a sample that are usually columns of the prompt's row."""
 _RENDERED = "rendered"
 PER_TOKEN = "prompt_token_ids"
-"""The first of the fields of a sample's row that have a value for each token."""
+"""The first per-token field of a sample's row. All later fields have one value per token."""
+BRANCH_TOKENS = "branch_tokens"
+"""The per-token fields of each branch, only where a sample has branches."""
 POLICY_LOGPROBS, ENTROPY = "policy_logprobs", "entropy"
-"""The last: of the policy before its update, or where it has first trained on the tokens."""
+"""The last fields: log-probabilities and entropy of the policy before its update, or when it was
+first trained on the tokens."""
 _DIGITS = 5
-"""Of these."""
+"""Decimal digits of these two fields."""
 
 MAX_LANES = 64
 
@@ -77,7 +91,8 @@ _KEY = "run.dir"
 
 
 class _JsonLines:
-    """An append-only file of JSON rows; opening it cuts off the steps that are computed again."""
+    """An append-only file of JSON rows. Opening it removes the steps that will be computed
+    again."""
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         if path.exists():
@@ -93,10 +108,8 @@ class _JsonLines:
 
 
 def _cut(path: Path, resume_step: int | None) -> None:
-    """Keep the rows of steps < `resume_step`, atomically. None keeps nothing.
-
-    A row without a step stays; a torn last line (the process died while writing) goes.
-    """
+    """Keep only the rows of steps < `resume_step`, atomically; None keeps nothing. Rows without a
+    step are kept; an incomplete last line (the process died while writing) is removed."""
     with whole_file(path) as kept, path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:
             try:
@@ -108,7 +121,7 @@ def _cut(path: Path, resume_step: int | None) -> None:
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """A row of a JSONL file, with its end of line. NaN and infinity become null."""
+    """Encode a row of a JSONL file, with its newline. NaN and infinity become null."""
     parts: list[bytes] = []
     for has_arrays, items in groupby(row.items(), lambda item: isinstance(item[1], PerToken)):
         if has_arrays:
@@ -122,13 +135,13 @@ def _json_object(row: Mapping[str, Any]) -> bytes:
     dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain)
     try:
         text = dumps(row)
-    except ValueError:  # looked for only then: that takes longer than writing
+    except ValueError:  # only then search for NaN: the search takes longer than writing
         text = dumps(_finite(row))
     return text.encode(errors="backslashreplace")
 
 
 def _json_array(values: PerToken) -> bytes:
-    """As `json` has it, in a tenth of the time: thousands of numbers a row."""
+    """Encode thousands of numbers, as `json` does but ten times as fast."""
     if not values:
         return b"[]"
     array = np.frombuffer(values, values.typecode)
@@ -136,7 +149,7 @@ def _json_array(values: PerToken) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON lacks: bytes that are no text in base64, and what is no value of a column by its
+    """Convert a value that JSON lacks: bytes that are no UTF-8 text to base64, other types to their
     name."""
     try:
         return json_value(value)
@@ -145,23 +158,21 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: both become null."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     match value:
         case float():
             return value if math.isfinite(value) else None
         case Mapping():
-            return {key: _finite(held) for key, held in value.items()}
+            return {key: _finite(item) for key, item in value.items()}
         case list() | tuple():
-            return [_finite(held) for held in value]
+            return [_finite(item) for item in value]
         case _:
             return value
 
 
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
-    """Add an event to a run folder whose log is closed, or was never opened.
-
-    Raises DiskError where it cannot be written.
-    """
+    """Append an event to a run folder whose log is not open. Raises DiskError if it cannot be
+    written."""
     events = AppendedFile(run_dir / "events.jsonl", _KEY)
     events.write(json_line(_event(kind, fields)))
     events.close()
@@ -172,11 +183,11 @@ def _event(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunLog:
-    """The files of a run folder, and the trackers that are switched on.
+    """The files of a run folder, and the trackers of `log.to`.
 
-    `resume_step` is the first step that will be computed; None starts the folder's files afresh.
-    `config` is the resolved configuration, shown by trackers. Raises UserError where a tracker is
-    switched on whose package is missing or broken.
+    `resume_step` is the first step that will be computed; None starts the files anew. `config` is
+    the resolved configuration, which trackers show. Raises UserError if the package of a tracker is
+    missing or broken.
     """
 
     def __init__(
@@ -209,12 +220,12 @@ class RunLog:
             tracker.log(step, scalars)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record something that happened: an alarm, a drop, a checkpoint."""
+        """Record an event: an alarm, a dropped sample, a checkpoint."""
         self._events.write(_event(kind, fields))
 
     def lanes(self, step: int, lanes: Mapping[str, Sequence[tuple[str, float, float]]]) -> None:
-        """Record what trainers and engines did in a step: state, beginning and end, in seconds of
-        the wall clock. Of very many devices some are left out, evenly."""
+        """Record the activity of trainers and engines in a step: state, begin and end, in seconds
+        of wall clock time. With very many devices, some are left out, evenly."""
         rounded = {
             name: [(state, round(begin, 3), round(end, 3)) for state, begin, end in lanes[name]]
             for name in _spread([*lanes], MAX_LANES)
@@ -231,23 +242,25 @@ class RunLog:
         split: str = "train",
         failed_first: bool = False,
     ) -> None:
-        """Write whole groups, spread evenly over the step's, until they hold `samples_per_step`
-        samples; with `failed_first` groups without a failed sample only where others are too few.
-        The histograms are of all samples.
+        """Write whole groups, evenly chosen from the step's, until they have `samples_per_step`
+        samples. With `failed_first`, groups without a failed sample are written only if others are
+        too few. The histograms cover all samples.
 
-        `advantages` maps the id of each trained sample to the mean advantage of its tokens,
-        `policy` that of each to what the policy says of its trained tokens, `POLICY_LOGPROBS` and
-        `ENTROPY`.
+        `advantages` maps the id of each trained sample to the mean advantage of its tokens.
+        `policy` maps the id of each row (`Sample.paths`) to per-token columns of the policy,
+        `POLICY_LOGPROBS` and `ENTROPY`.
         """
         rows: list[dict[str, Any]] = []
-        for group in chosen(groups, self._samples_per_step, failed_first=failed_first):
+        for group in groups_to_write(groups, self._samples_per_step, failed_first=failed_first):
             for sample in group.samples:
                 place = {"step": step, "split": split}
                 advantage = {} if advantages is None else {"advantage": advantages.get(sample.id)}
-                row = place | advantage | sample_row(sample)
-                for name, scored in (policy or {}).get(sample.id, {}).items():
-                    values = (round(value, _DIGITS) for value in scored.tolist())
-                    row[name] = [next(values) if m else None for m in sample.loss_mask]
+                row = place | advantage | sample_row(sample, with_times=True)
+                paths = [*row.get(BRANCH_TOKENS, ()), row]
+                for path, (row_id, own) in zip(paths, sample.paths.items(), strict=True):
+                    for name, scored in (policy or {}).get(row_id, {}).items():
+                        values = (round(value, _DIGITS) for value in scored.tolist())
+                        path[name] = [next(values) if m else None for m in own.loss_mask]
                 rows.append(row)
                 self._samples.write(row)
         histograms = _histograms(groups, step if split == "train" else None)
@@ -258,14 +271,16 @@ class RunLog:
             tracker.samples(step, split, rows, histograms)
 
     def close(self) -> None:
-        """Flush and release all of them."""
+        """Close all files and trackers."""
         files = (self._metrics, self._events, self._samples, self._histograms, self._lanes)
         for destination in (*files, *self._trackers):
             destination.close()
 
 
-def chosen(groups: Sequence[Group], num_samples: int, *, failed_first: bool = False) -> list[Group]:
-    """As few groups as hold `num_samples` samples, evenly: those that are written."""
+def groups_to_write(
+    groups: Sequence[Group], num_samples: int, *, failed_first: bool = False
+) -> list[Group]:
+    """The groups to write: as few as have `num_samples` samples, evenly chosen."""
     largest = max((len(group.samples) for group in groups), default=0)
     count = math.ceil(num_samples / max(largest, 1))
     failed: list[Group] = []
@@ -273,63 +288,66 @@ def chosen(groups: Sequence[Group], num_samples: int, *, failed_first: bool = Fa
     for group in groups:
         has_failed = any(sample.failure is not None for sample in group.samples)
         (failed if failed_first and has_failed else others).append(group)
-    found = _spread(failed, count)
-    return found + _spread(others, count - len(found))
+    picked = _spread(failed, count)
+    return picked + _spread(others, count - len(picked))
 
 
 def _spread(items: Sequence[Item], count: int) -> list[Item]:
-    """At most `count` of them, evenly."""
+    """At most `count` items, evenly chosen."""
     count = min(count, len(items))
     return [items[position * len(items) // count] for position in range(count)]
 
 
 def _histograms(groups: Sequence[Group], step: int | None) -> dict[str, Histogram]:
-    """Of the samples of a step, by name; none without samples. `staleness` is how many updates the
-    oldest token of a sample is behind the weights that `step` trains, where one is."""
+    """Histograms of a step's samples, by name. Empty without samples. `staleness` is the number of
+    updates between the oldest token's weights and those that `step` trains, if a step is given."""
     samples = [sample for group in groups for sample in group.samples]
     oldest = [_oldest_version(sample) for sample in samples] if step is not None else []
     behind = [step - 1 - version for version in oldest if step is not None and version is not None]
-    found = {
+    histograms = {
         "staleness": Histogram.of(behind) if any(behind) else None,
         "reward": Histogram.of([s.reward.total for s in samples if s.reward is not None]),
         "completion_tokens": Histogram.of([s.num_sampled for s in samples]),
     }
-    return {name: histogram for name, histogram in found.items() if histogram is not None}
+    return {name: histogram for name, histogram in histograms.items() if histogram is not None}
 
 
 def _oldest_version(sample: Sample) -> int | None:
-    """The oldest weights behind a token; None where none was sampled."""
-    return min((v for v in sample.weight_versions if v != NOT_SAMPLED), default=None)
+    """The oldest weight version that sampled a token, or None if none was sampled."""
+    paths = (sample, *sample.branches)
+    sampled = (v for path in paths for v in path.weight_versions if v != NOT_SAMPLED)
+    return min(sampled, default=None)
 
 
 def completion_row(sample: Sample) -> dict[str, Any]:
-    """As `sample_row`, as a row of data to train on: `prompt` and `completion` as such a row has
-    them, and the columns of the prompt's row. Columns whose names the row has for itself, or that
-    would be read in place of its completion or answer, are in the object `row`."""
-    return _training_row(sample, {"completion": _said(sample)}, _SAME_ROLES)
+    """Row of a sample as training data: `prompt`, `completion` and the columns of the prompt's row,
+    plus the fields of `sample_row`. Columns with reserved names, or names that would be read in
+    place of its completion or answer, are in the object `row`."""
+    return _training_row(sample, {"completion": _completion_text(sample)}, _SAME_ROLES)
 
 
 def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
-    """As `completion_row` of the better one, with `chosen` and `rejected` for its completion:
-    texts, or messages where the prompt is a list of them."""
-    said = {
+    """Row of a pair as training data: `completion_row` of the better sample with `chosen` and
+    `rejected` in place of `completion`: texts, or messages if the prompt is a list of messages."""
+    completions = {
         "chosen": _turn(best),
         "rejected": _turn(worst),
         "rejected_reward": None if worst.reward is None else worst.reward.total,
         "rejected_stop_reason": str(worst.stop_reason),
     }
-    return _training_row(best, said, (*_SAME_ROLES, *_OF_PAIRS))
+    return _training_row(best, completions, (*_SAME_ROLES, *_OF_PAIRS))
 
 
 def _training_row(
-    sample: Sample, said: Mapping[str, Any], reserved: Sequence[str]
+    sample: Sample, completions: Mapping[str, Any], reserved: Sequence[str]
 ) -> dict[str, Any]:
-    """A row with the completions `said`, in which no column of the prompt's row has a name that is
+    """A row with the completions `completions`. No column of the prompt's row keeps a name in
     `reserved`."""
     row, prompt = sample_row(sample), sample.prompt
+    row["turns"] = turn_rows(sample.turns, _completion_text(sample))
     rest = {key: row.pop(key) for key in [*row][[*row].index(PER_TOKEN) :]}
     del row["text"]
-    own = {"id": row.pop("id"), "prompt": prompt.unrendered, **said}
+    own = {"id": row.pop("id"), "prompt": prompt.unrendered, **completions}
     if (rendered := row.pop("prompt")) != prompt.unrendered:
         row[_RENDERED] = rendered
     own |= row
@@ -345,19 +363,26 @@ def _training_row(
 
 def _turn(sample: Sample) -> str | list[Message]:
     if isinstance(sample.prompt.unrendered, str):
-        return _said(sample)
-    return [{"role": "assistant", "content": _said(sample)}]
+        return _completion_text(sample)
+    return [{"role": "assistant", "content": _completion_text(sample)}]
 
 
-def _said(sample: Sample) -> str:
+def _completion_text(sample: Sample) -> str:
     return with_opened_tag(sample.prompt.text, sample.text)
 
 
-def sample_row(sample: Sample) -> dict[str, Any]:
-    """Everything needed to find a sample again and to recompute its metrics, ready for `json_line`.
-
-    What has a value for each token comes last: who wants the rest alone need not parse it.
-    """
+def sample_row(sample: Sample, *, with_times: bool = False) -> dict[str, Any]:
+    """Row with everything needed to find a sample again and to recompute its metrics, ready for
+    `json_line`. Per-token fields come last, so that readers of the rest need not parse them.
+    `with_times` is that of `turn_rows`."""
+    branches: dict[str, Any] = {}
+    branch_tokens: dict[str, Any] = {}
+    if sample.branches:
+        branches["branches"] = [
+            {"turns": turn_rows(branch.turns, None, with_times=with_times)}
+            for branch in sample.branches
+        ]
+        branch_tokens[BRANCH_TOKENS] = [_plain_tokens(branch) for branch in sample.branches]
     return {
         "id": sample.id,
         "prompt_id": sample.prompt.id,
@@ -368,22 +393,29 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "num_tokens": sample.num_sampled,
         "stop_reason": str(sample.stop_reason),
-        "turns": [
-            {
-                "start": turn.start,
-                "end": turn.end,
-                "stop_reason": str(turn.stop_reason),
-                "reward": turn.reward,
-            }
-            for turn in sample.turns
-        ],
+        "turns": turn_rows(sample.turns, sample.text, with_times=with_times),
+        "attempt": sample.attempt,
+        **branches,
         "reward": None if sample.reward is None else sample.reward.total,
         "reward_parts": {} if sample.reward is None else dict(sample.reward.parts),
         "failure": None if sample.failure is None else str(sample.failure),
         "failure_detail": sample.failure_detail,
         PER_TOKEN: PerToken("i", sample.prompt.token_ids),
-        "token_ids": sample.token_ids,
-        "logprobs": sample.logprobs,
-        "weight_versions": sample.weight_versions,
-        "loss_mask": sample.loss_mask,
+        **_token_fields(sample),
+        **branch_tokens,
     }
+
+
+def _token_fields(path: Sample | Branch) -> dict[str, Any]:
+    return {
+        "token_ids": path.token_ids,
+        "logprobs": path.logprobs,
+        "weight_versions": path.weight_versions,
+        "loss_mask": path.loss_mask,
+    }
+
+
+def _plain_tokens(branch: Branch) -> dict[str, Any]:
+    """The per-token fields of a branch as lists, since `json_line` encodes no nested arrays."""
+    fields = {PER_TOKEN: branch.prompt_ids} | _token_fields(branch)
+    return {name: list(values) for name, values in fields.items()}

@@ -205,26 +205,26 @@ def merge(*shards: Metrics) -> Metrics:
     merged: Metrics = {}
     for shard in shards:
         for key, metric in shard.items():
-            held = merged.get(key)
-            if held is not None and type(held) is not type(metric):
+            earlier = merged.get(key)
+            if earlier is not None and type(earlier) is not type(metric):
                 raise ValueError(
-                    f"Metric {key!r} is a {type(held).__name__} in one shard and a "
+                    f"Metric {key!r} is a {type(earlier).__name__} in one shard and a "
                     f"{type(metric).__name__} in another; use one kind for each key."
                 )
-            merged[key] = metric if held is None else held.merge(metric)
+            merged[key] = metric if earlier is None else earlier.merge(metric)
     return merged
 
 
 def on_host(metrics: Metrics) -> Metrics:
-    """The same metrics with numbers in place of tensors: to be sent to other processes."""
+    """The metrics with numbers in place of tensors, to be sent to other processes."""
     return {key: _without_tensors(metric) for key, metric in metrics.items()}
 
 
 def _without_tensors(metric: Metric) -> Metric:
     if isinstance(metric, Distribution):
         return Distribution(tuple(map(_array, metric.chunks)))
-    held = {f.name: getattr(metric, f.name) for f in fields(cast(Any, metric))}
-    numbers = {name: float(value) for name, value in held.items() if _is_tensor(value)}
+    values = {f.name: getattr(metric, f.name) for f in fields(cast(Any, metric))}
+    numbers = {name: float(value) for name, value in values.items() if _is_tensor(value)}
     return replace(cast(Any, metric), **numbers)
 
 

@@ -1,4 +1,4 @@
-"""What a run measures, for Prometheus, and whether it gets ahead (key `log.metrics_port`).
+"""Metrics of a run for Prometheus, and its health (key `log.metrics_port`).
 
     /metrics        the newest row of `metrics.jsonl` and the newest evaluation, a gauge each:
                     `reward/mean` as `hone_reward_mean{run="gsm8k"}`
@@ -12,28 +12,37 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from hone.observe.grafana import dashboard, metric_name
 from hone.observe.local_server import LocalServer, Reply
 
-__all__ = ["MetricsServer", "exposition"]
+__all__ = ["MetricsServer", "exposition", "metric_name"]
 
 MANY_TIMES = 5.0
 LEAST_LATE_S = 300.0
-"""A step is late that has taken `MANY_TIMES` as long as the longest of the last `NUM_STEPS`, with
-its evaluation and checkpoint, and this long: the first evaluation exceeds all steps before."""
+"""A step is late if it has taken at least this long and `MANY_TIMES` as long as the longest of the
+last `NUM_STEPS`, including evaluation and checkpoint. This minimum is needed because the first
+evaluation takes longer than all steps before."""
 NUM_STEPS = 100
 
 
 class MetricsServer:
-    """Serves what `publish` was given last."""
+    """HTTP server of the latest metrics given to `publish`."""
 
-    def __init__(self, port: int, run: str, *, clock: Callable[[], float] = time.time) -> None:
-        """`run` is the name that all metrics are labelled with. Raises UserError where the port is
-        taken."""
+    def __init__(
+        self,
+        port: int,
+        run: str,
+        *,
+        dashboard: Callable[[], dict[str, Any]] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`run` is the label of all metrics. Without a `dashboard` there is no `/grafana.json`.
+        Raises UserError if the port is taken."""
         self._run = run
         self._clock = clock
         self._step = 0
@@ -42,17 +51,21 @@ class MetricsServer:
         self._published_s: float | None = None
         self._intervals_s: deque[float] = deque(maxlen=NUM_STEPS)
         self._text = b""
-        routes = {"/metrics": self._metrics, "/health": self._health, "/grafana.json": _grafana}
+        routes = {"/metrics": self._metrics, "/health": self._health}
+        if dashboard is not None:
+            routes["/grafana.json"] = lambda _: _as_json(dashboard())
         self._server = LocalServer(port, routes, key="log.metrics_port")
         self.port = self._server.port
 
     def publish(self, step: int, scalars: Mapping[str, float], *, num_alarms: int = 0) -> None:
-        """Serve the metrics of `step` from now on. `num_alarms` were raised in it."""
+        """Serve the metrics of `step` from now on. `num_alarms` is the number of alarms that it
+        raised."""
         now_s = self._clock()
         if self._published_s is not None:
             self._intervals_s.append(now_s - self._published_s)
         self._num_alarms += num_alarms
-        # Prometheus looks four times a minute: of shorter steps it would miss most evaluations.
+        # Kept over steps: Prometheus scrapes four times a minute and would miss most evaluations of
+        # shorter steps.
         self._evaluation |= {key: scalars[key] for key in scalars if key.startswith("eval/")}
         own = {"step": step, "last_step_timestamp_seconds": now_s, "alarms": self._num_alarms}
         self._text = exposition({**self._evaluation, **scalars, **own}, run=self._run)
@@ -70,21 +83,24 @@ class MetricsServer:
         limit_s = max(MANY_TIMES * longest_s, LEAST_LATE_S)
         age_s = None if published_s is None else self._clock() - published_s
         status = "starting" if age_s is None else "late" if age_s > limit_s else "ok"
-        told = {"status": status, "step": self._step, "age_s": age_s, "limit_s": limit_s}
-        body = f"{json.dumps(told)}\n".encode()
+        body_fields = {"status": status, "step": self._step, "age_s": age_s, "limit_s": limit_s}
+        body = f"{json.dumps(body_fields)}\n".encode()
         return Reply(body, "application/json", 503 if status == "late" else 200)
 
 
-def _grafana(_: Mapping[str, str]) -> Reply:
-    return Reply(json.dumps(dashboard(), indent=1).encode(), "application/json")
+def _as_json(page: Mapping[str, Any]) -> Reply:
+    return Reply(json.dumps(page, indent=1).encode(), "application/json")
+
+
+def metric_name(metric: str) -> str:
+    """Prometheus name of a metric. Letters and digits are kept."""
+    return f"hone_{re.sub(r'[^a-zA-Z0-9]+', '_', metric)}"
 
 
 def exposition(scalars: Mapping[str, float], *, run: str) -> bytes:
-    """Gauges in the text format of Prometheus, version 0.0.4; names keep letters and digits.
-
-    See prometheus.io/docs/instrumenting/exposition_formats. It is a line a gauge, for which the
-    package `prometheus_client` would be one more to install.
-    """
+    """Encode gauges in the text format of Prometheus, version 0.0.4
+    (prometheus.io/docs/instrumenting/exposition_formats). One line per gauge does not justify the
+    package `prometheus_client`."""
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     named = {metric_name(key): value for key, value in scalars.items()}
     lines = [

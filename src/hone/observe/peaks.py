@@ -1,4 +1,4 @@
-"""Measured bandwidth and matrix rate of a device that no data sheet covers, a CPU above all."""
+"""Measured bandwidth and matrix throughput of devices without a data sheet, above all CPUs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ __all__ = ["device_peaks", "measure_peaks"]
 
 
 def device_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """Peaks from the table of known GPUs when computing in bfloat16, else measured.
-
-    Measuring takes up to 0.3 s: keep the result.
-    """
+    """Peaks from the table of known GPUs for bfloat16, otherwise measured. Measuring takes up to
+    0.3 s: keep the result."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         known = gpu_peaks(torch.cuda.get_device_name(device))
         if known is not None:
@@ -26,7 +24,7 @@ def device_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
 
 @torch.no_grad()
 def measure_peaks(device: torch.device, dtype: torch.dtype, *, budget_s: float = 0.25) -> Peaks:
-    """Probe a device: the best of several copies and matrix products within `budget_s` seconds.
+    """Measure a device: the best of several copies and matrix products within `budget_s` seconds.
 
     The copy exceeds any cache: it reads and writes 64 MiB, on a GPU 256 MiB. torch's current number
     of threads is used, so the peaks are those of the process and not of the machine.
@@ -49,7 +47,8 @@ def measure_peaks(device: torch.device, dtype: torch.dtype, *, budget_s: float =
 
 
 def _best_time_s(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Shortest of the runs that fit into the budget; at least two, the first warms up."""
+    """Shortest of the runs that fit into the budget, in seconds. At least two; the first one warms
+    up."""
 
     def timed() -> float:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What run a folder holds, and whether a configuration may go on with it. Needs no torch."""
+"""Which run a folder holds, and whether a configuration may resume it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import yaml
 
 from hone.config.base import Section
 from hone.config.load import dump_config
-from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.errors import UserError
+from hone.models.settings import ModelConfig
+from hone.observe.disk import MANIFEST_NAME
 from hone.observe.run_folder import (
     CONFIG,
-    MANIFEST_NAME,
     RunFolder,
     is_locked,
     read_config,
@@ -38,40 +38,40 @@ __all__ = [
 ]
 
 _MODEL = "model.json"
-"""Which model the run trains: its place, resolved, how its weights began, and, of a local folder,
-`config.json`."""
+"""Record of the model that the run trains: its resolved path, its initialisation and, for a local
+folder, `config.json`."""
 _FUNCTIONS = "functions.json"
 """Digests of the code of the user's functions, by the keys that name them."""
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-"""Keys of `config.json` that may change without another architecture."""
+"""Keys of `config.json` that do not change the architecture."""
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step of the checkpoint in a run folder that was saved last, complete or not; None without
-    any."""
-    found = folder.glob("checkpoints/step_*")
-    steps = {int(path.name[5:]): path for path in found if path.name[5:].isdecimal()}
+    """Step of the checkpoint in a run folder that was saved last, complete or not. None without
+    checkpoints."""
+    folders = folder.glob("checkpoints/step_*")
+    steps = {int(path.name[5:]): path for path in folders if path.name[5:].isdecimal()}
     return max(steps, key=lambda step: _order(steps[step]), default=None)
 
 
 def _order(checkpoint: Path) -> int:
-    """The place of a checkpoint among those of its run; -1 where its manifest is damaged."""
+    """Position of a checkpoint in the order of saving. -1 if its manifest is damaged."""
     try:
-        return int(_said_of(checkpoint)["order"])
+        return int(_manifest_entry(checkpoint)["order"])
     except (OSError, ValueError, KeyError, TypeError):
         return -1
 
 
-def _said_of(folder: Path) -> dict[str, Any]:
-    """What the manifest of a published folder says of it as a whole. Raises OSError, ValueError,
-    KeyError or TypeError where it is not there, or damaged."""
+def _manifest_entry(folder: Path) -> dict[str, Any]:
+    """The manifest's entry for a published folder as a whole. Raises OSError, ValueError, KeyError
+    or TypeError if it is missing or damaged."""
     document = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     return document["content"]["metadata"]
 
 
 def is_finished(tree: RLConfig | SFTConfig) -> bool:
-    """Whether the run that `run.dir` holds has made all of `run.steps` and written its model, so
-    that nothing is left to do."""
+    """Whether the run in `run.dir` has made all of `run.steps` and written its model, so that
+    nothing is left to do."""
     folder, made = tree.run.dir, exported_step(tree)
     if tree.run.resume != "auto" or made is None or made < tree.run.steps or is_locked(folder):
         return False
@@ -84,8 +84,8 @@ def _has_ended_well(folder: Path) -> bool:
 
 
 def exported_step(tree: RLConfig | SFTConfig) -> int | None:
-    """The step of which the run that `run.dir` holds has written all that it trains; None where
-    there is none."""
+    """The step of which the run in `run.dir` has written all trained models. None if there is
+    none."""
     roles = ["model"]
     if isinstance(tree, RLConfig) and tree.algorithm.needs_critic:
         roles.append("critic")
@@ -99,33 +99,33 @@ def exported_step(tree: RLConfig | SFTConfig) -> int | None:
 
 
 def _step_of(run: Path, role: str) -> int:
-    """The step that has trained the model in the folder of a role. Raises as `_said_of`, ValueError
-    too where that is not known.
+    """The step of the exported model of a role. Raises as `_manifest_entry`, and ValueError if the
+    step is unknown.
 
-    Manifests of versions before have none. Those versions wrote a model right after the state of
-    its step: it is of the newest state, unless that is newer.
+    Manifests of older versions have no step. Those versions wrote a model right after the state of
+    its step: it belongs to the newest state, unless that is newer.
     """
-    said = _said_of(run / role)
-    if "step" in said:
-        return int(said["step"])
+    entry = _manifest_entry(run / role)
+    if "step" in entry:
+        return int(entry["step"])
     newest = newest_step(run)
     if newest is None:
         raise ValueError(f"{run} holds no state")
-    saved_s = _said_of(run / "checkpoints" / f"step_{newest}")["saved_at"]
+    saved_s = _manifest_entry(run / "checkpoints" / f"step_{newest}")["saved_at"]
     if saved_s > (run / role / MANIFEST_NAME).stat().st_mtime:
         raise ValueError(f"{run / role} is of an earlier step")
     return newest
 
 
 def exported_last(tree: RLConfig | SFTConfig) -> Path:
-    """The file that is written last of what comes of a run."""
+    """The last file that an export writes."""
     inner = "adapter/adapter_config.json" if tree.model.lora.rank > 0 else "model/config.json"
     return tree.run.dir / inner
 
 
 def changed_settings(tree: RLConfig | SFTConfig) -> dict[str, str]:
-    """Settings and code of functions that differ from those of the run that `run.dir` holds, by
-    key, with both values. What says how far and from where the run goes is left out."""
+    """Settings and function code that differ from the run in `run.dir`, by key, with both values.
+    Settings that only say how far the run goes and where it starts are left out."""
     before = _flat(saved_config(tree.run.dir)) | _saved_digests(tree.run.dir)
     now = _flat(yaml.safe_load(dump_config(tree))) | _function_digests(tree)
     return {
@@ -137,14 +137,17 @@ def changed_settings(tree: RLConfig | SFTConfig) -> dict[str, str]:
 
 _HOW_FAR = ("run.dir", "run.resume", "run.steps")
 _OF_RECORDS = ("log.", "checkpoint.")
-"""Sections of which no setting changes what a run trains."""
+"""Sections whose settings do not change the training."""
 
 
 def require_resumable(tree: RLConfig | SFTConfig, *, newest: int | None) -> None:
-    """Raise UserError where the run that `run.dir` holds is of another command; and where it has
-    checkpoints, the `newest` of that step, or has ended with its model alone, but trains another
-    model, was begun with another seed, has made all steps with other settings or cannot make more,
-    or `run.resume` is never."""
+    """Raise UserError if the run in `run.dir` cannot be resumed with this configuration.
+
+    That is so if it belongs to another command. If it has checkpoints (the latest of step
+    `newest`), or has ended with its model alone, it is also so if it trains another model, has
+    another seed, has made all steps with other settings or cannot make more, or if `run.resume` is
+    never.
+    """
     run = tree.run
     _require_same_command(run.dir, saved_config(run.dir), tree)
     made = exported_step(tree)
@@ -166,18 +169,18 @@ def require_resumable(tree: RLConfig | SFTConfig, *, newest: int | None) -> None
             "its rows and its samples follow from it. Choose another run.dir for a run with this "
             "seed, or set run.seed as it was to go on."
         )
-    told = [text for key, text in changed.items() if not key.startswith(_OF_RECORDS)]
-    if told and newest >= run.steps and run.resume == "auto":
+    listed = [text for key, text in changed.items() if not key.startswith(_OF_RECORDS)]
+    if listed and newest >= run.steps and run.resume == "auto":
         raise UserError(
             f"run.dir={str(run.dir)!r} holds a run that has made its {newest} steps, so nothing is "
-            f"left to train, and settings have changed since: {'; '.join(told)}. Choose another "
+            f"left to train, and settings have changed since: {'; '.join(listed)}. Choose another "
             "run.dir to train with these, or raise run.steps to go on with them from there."
         )
 
 
 def _require_no_more(tree: RLConfig | SFTConfig, made: int) -> None:
-    """Raise UserError where a run that has ended after `made` steps with its model alone is to do
-    anything again: that would replace the model."""
+    """Raise UserError if a run that ended after `made` steps, with its model but no state, would
+    run again: that would replace the model."""
     run = tree.run
     if run.steps > made or run.resume != "auto":
         model = str(run.dir / "model")
@@ -190,7 +193,7 @@ def _require_no_more(tree: RLConfig | SFTConfig, made: int) -> None:
 
 
 def _flat(tree: Any, above: str = "") -> dict[str, Any]:
-    """Values by dotted key; a list is one."""
+    """Flatten a tree to values by dotted key. A list is one value."""
     if not isinstance(tree, dict):
         return {above: tree}
     parts = [_flat(value, f"{above}.{key}" if above else key) for key, value in tree.items()]
@@ -198,8 +201,8 @@ def _flat(tree: Any, above: str = "") -> dict[str, Any]:
 
 
 def save_config(cfg: RLConfig | SFTConfig) -> None:
-    """Write the configuration into its run folder, and which model and which code of functions it
-    means: once nothing stands against resuming there."""
+    """Write the configuration into its run folder, with a record of the model and of the functions'
+    code. Called once nothing can refuse a resume any more."""
     write_whole(cfg.run.dir / CONFIG, dump_config(cfg), "run.dir")
     write_whole(cfg.run.dir / _MODEL, json.dumps(_identity(cfg.model), indent=2), "run.dir")
     functions = json.dumps(_function_digests(cfg), indent=2)
@@ -207,18 +210,18 @@ def save_config(cfg: RLConfig | SFTConfig) -> None:
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the run that the folder holds; empty where there is none. Raises
-    UserError where it cannot be read."""
+    """The configuration of the run in the folder, empty if there is none. Raises UserError if it
+    cannot be read."""
     _, saved = read_config(folder)
     return saved
 
 
 def _function_digests(cfg: RLConfig | SFTConfig) -> dict[str, str]:
-    """Digests of the code of rewards and environment, by the keys that name them: of those that
-    this host has the code of."""
+    """Digests of the code of rewards and environment, by key, if this host has the code."""
     if not isinstance(cfg, RLConfig):
         return {}
     specs = {f"reward.functions.{i}.fn": f.fn for i, f in enumerate(cfg.reward.functions)}
+    specs |= {f"env.tools.{i}": spec for i, spec in enumerate(cfg.env.tools)}
     if cfg.env.path is not None:
         specs["env.path"] = cfg.env.path
     digests = {f"the code of {key} ({spec})": code_digest(spec) for key, spec in specs.items()}
@@ -226,7 +229,8 @@ def _function_digests(cfg: RLConfig | SFTConfig) -> dict[str, str]:
 
 
 def _saved_digests(folder: Path) -> dict[str, str]:
-    """Those of the run that the folder holds; empty where none were kept, or they are damaged."""
+    """Recorded digests of the run in the folder. Empty if none were recorded or they are
+    damaged."""
     try:
         held = json.loads((folder / _FUNCTIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -235,7 +239,7 @@ def _saved_digests(folder: Path) -> dict[str, str]:
 
 
 def _require_same_command(folder: Path, saved: Mapping[str, Any], tree: Section) -> None:
-    """Raise UserError where `hone sft` would go on with a run of `hone rl`, say."""
+    """Raise UserError if the folder's run belongs to another command."""
     own, other = (training_command(config) for config in (tree.model_dump(), saved))
     if saved and own != other:
         raise UserError(
@@ -245,7 +249,7 @@ def _require_same_command(folder: Path, saved: Mapping[str, Any], tree: Section)
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
-    """What makes two models the same one."""
+    """The properties by which two models are the same."""
     folder = Path(model.path)
     config = folder / "config.json"
     return {
@@ -256,13 +260,13 @@ def _identity(model: ModelConfig) -> dict[str, Any]:
 
 
 def _place(path: str) -> str:
-    """A folder as an absolute path; the name of a model on the hub as it is."""
+    """Absolute path of a folder, or the name of a model on the hub."""
     local = Path(path).exists() or must_be_local(path)
     return str(Path(path).resolve()) if local else path
 
 
 def _require_same_model(folder: Path, model: ModelConfig) -> None:
-    """Raise UserError where the folder's run trains another model than `model`."""
+    """Raise UserError if the folder's run trains another model than `model`."""
     record = folder / _MODEL
     if not record.is_file():
         return
@@ -288,7 +292,7 @@ def _require_same_model(folder: Path, model: ModelConfig) -> None:
 
 
 def _read_record(record: Path) -> dict[str, Any]:
-    """What `save_config` wrote of the model. Raises UserError where that is damaged."""
+    """The record of the model that `save_config` wrote. Raises UserError if it is damaged."""
     try:
         held = json.loads(record.read_text(encoding="utf-8"))
     except ValueError:

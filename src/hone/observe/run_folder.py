@@ -1,7 +1,6 @@
-"""Reading a run back: whatever is there, of one that ends, goes on, or died.
+"""Reads the files of a run that has ended, is running, or died.
 
-A run is a folder: of training, of `hone eval`, or of both; or the JSONL file that `hone generate`
-has written.
+A run is a folder (of training, of `hone eval`, or of both), or the JSONL file of `hone generate`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ __all__ = [
     "EVAL_METRICS",
     "EVAL_SAMPLES",
     "LOCK",
-    "MANIFEST_NAME",
     "METRICS",
     "Kind",
     "RunFolder",
@@ -44,29 +42,27 @@ EVAL_CONFIG = "eval_config.yaml"
 EVAL_METRICS = "eval.json"
 EVAL_ENVIRONMENT = "eval_environment.json"
 EVAL_SAMPLES = "eval_samples.jsonl"
-"""Those of `hone eval`, whose folder may be that of a training run."""
-MANIFEST_NAME = "hone_manifest.json"
-"""Of a checkpoint or a model, what makes its folder whole."""
+"""Samples of `hone eval`, whose folder may be that of a training run."""
 LOCK = ".lock"
-"""A run holds a lock on this file of its folder as long as it is at work."""
+"""File that a run locks in its folder while it is running."""
 _EVAL_FILES = (EVAL_CONFIG, EVAL_METRICS, EVAL_SAMPLES)
 _FILES = (CONFIG, METRICS, "events.jsonl", *_EVAL_FILES)
-"""What a folder is known by as one of a run: it has one of them."""
+"""Files that identify a run folder: it has at least one of them."""
 
 _LANES_BYTES = 1 << 20
-"""Of the file's end that are read."""
+"""Bytes that are read at the end of `lanes.jsonl`."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's where PyYAML was built with it: ten times as fast."""
+"""libyaml's loader if PyYAML was built with it: ten times as fast."""
 _ENDS = ("error", "interrupted", "finished")
-"""Kinds of the events that end a launch."""
+"""Kinds of events that end a launch."""
 
 Trains = Literal["rl", "sft", "dpo", "reward-model"]
 Kind = Trains | Literal["eval", "generate"]
-"""The command that has made a run."""
+"""The command of a run."""
 
 
 def training_command(config: Mapping[str, Any]) -> Trains:
-    """Which command trains by a whole configuration."""
+    """The training command to which a complete configuration belongs."""
     if "rollout" in config:
         return "rl"
     if "algorithm" not in config:
@@ -76,28 +72,28 @@ def training_command(config: Mapping[str, Any]) -> Trains:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of a run, parsed; samples are not, of which there may be many."""
+    """The parsed files of a run. Samples are not read, since there may be many."""
 
     path: Path
     name: str
-    """Of the folder or file."""
+    """Name of the folder or file."""
     rows: Sequence[Mapping[str, Any]]
-    """One row a step, ascending, merged where a step was logged twice."""
+    """One row per step, ascending. Rows of a step that was logged twice are merged."""
     events: Sequence[Mapping[str, Any]]
     config_text: str
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
-    """Versions and devices; empty where none were recorded."""
+    """Versions and devices. Empty if none were recorded."""
     evaluation: Mapping[str, float]
-    """What `hone eval` has measured."""
+    """Metrics of `hone eval`."""
     is_running: bool
 
     @classmethod
     def read(cls, path: Path, *, has_ended: bool = False) -> RunFolder:
-        """Read what exists; missing files count as empty. `has_ended` is for a process of the run
-        itself: another one may still hold the folder's lock.
+        """Read the existing files; missing ones count as empty. A process of the run itself passes
+        `has_ended`, since another process of the run may still hold the folder's lock.
 
-        Raises UserError when `path` is no run, or its configuration cannot be read.
+        Raises UserError if `path` is no run or its configuration cannot be read.
         """
         if path.is_file() and settings_file(path).is_file():
             text, config = _read_yaml(settings_file(path))
@@ -126,7 +122,7 @@ class RunFolder:
 
     @property
     def kind(self) -> Kind:
-        """By what the configuration has and which files there are."""
+        """The kind of run, derived from its configuration and files."""
         if self.path.is_file():
             return "generate"
         if "rollout" in self.config or "trainer" in self.config:
@@ -137,7 +133,7 @@ class RunFolder:
 
     @property
     def sample_files(self) -> Mapping[str, Path]:
-        """Files of samples that exist, by the split of rows that name none."""
+        """Existing sample files. The key is the split of the rows in a file that name no split."""
         return sample_files(self.path)
 
     def histograms(self) -> list[dict[str, Any]]:
@@ -145,7 +141,7 @@ class RunFolder:
         return list(_json_rows(self.path / "histograms.jsonl"))
 
     def newest_lanes(self, num_steps: int) -> list[dict[str, Any]]:
-        """The last rows of `lanes.jsonl`, of which a long run has many."""
+        """The last rows of `lanes.jsonl`, which is large in a long run."""
         path = self.path / "lanes.jsonl"
         if not path.is_file():
             return []
@@ -164,19 +160,19 @@ class RunFolder:
         return value
 
     def values(self, metric: str) -> list[float]:
-        """The metric over the steps that have a finite value of it."""
+        """Values of a metric over the steps in which it is finite."""
         held = (row.get(metric) for row in self.rows)
         return [value for value in held if isinstance(value, int | float)]
 
     @property
     def metric_names(self) -> list[str]:
-        """Every metric of any step, sorted."""
+        """Names of all metrics, sorted."""
         names = {name for row in self.rows for name in row}
         return sorted(names - {"step", "timestamp_s"})
 
     @property
     def status(self) -> str:
-        """`running` while a run holds the folder's lock, else `failed` where an error ended it,
+        """`running` while a run holds the folder's lock; otherwise `failed` after an error,
         `finished`, `stopped`, or `empty`."""
         if self.kind == "generate":
             return "finished"
@@ -195,7 +191,8 @@ class RunFolder:
 
     @property
     def error(self) -> Mapping[str, Any] | None:
-        """The event of the error that ended the run, unless the run was resumed since."""
+        """The event of the error that ended the run, or None. It is None too if the run was resumed
+        afterwards."""
         if self.is_running:
             return None
         if self.kind == "eval" and not self.evaluation:
@@ -206,8 +203,8 @@ class RunFolder:
 
     @property
     def end(self) -> Mapping[str, Any] | None:
-        """The last event that ended a launch, of kind `error`, `interrupted` or `finished`, unless
-        a step has been recorded since."""
+        """The last event that ended a launch (`error`, `interrupted` or `finished`), or None if a
+        later launch has recorded a step."""
         newest_s = self.rows[-1].get("timestamp_s", 0.0) if self.rows else 0.0
         ends = [
             event
@@ -218,7 +215,7 @@ class RunFolder:
 
 
 def sample_files(run: Path) -> Mapping[str, Path]:
-    """As `RunFolder.sample_files`, of a run that may go on."""
+    """The result of `RunFolder.sample_files` for a run whose other files are not read."""
     if run.is_file():
         return {"generated": run}
     named = {"train": run / "samples.jsonl", "hone eval": run / EVAL_SAMPLES}
@@ -230,7 +227,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _runs_inside(path: Path) -> str:
-    """What to tell of the runs in a folder that is none."""
+    """A hint that names the runs inside a folder that is no run itself."""
     inside = sorted(each.parent for name in _FILES for each in path.glob(f"*/{name}"))
     inside = list(dict.fromkeys(inside))
     more = f" and {len(inside) - 5} more" * (len(inside) > 5)
@@ -238,10 +235,8 @@ def _runs_inside(path: Path) -> str:
 
 
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The configuration in a run folder, as text and as a tree; empty where there is none.
-
-    Raises UserError where the file is damaged.
-    """
+    """The configuration in a run folder, as text and as a tree. Empty if there is none. Raises
+    UserError if the file is damaged."""
     return _read_yaml(folder / CONFIG)
 
 
@@ -262,19 +257,19 @@ def _read_yaml(file: Path) -> tuple[str, dict[str, Any]]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run is at work in the folder."""
+    """Whether a run is running in the folder."""
     try:
         with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no run has been here, or the file system has no locks
+    except OSError:  # no run was here, or the file system has no locks
         return False
     return False
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object; empty where there is none, or a process died while it wrote."""
+    """Read a JSON object. Empty if the file is missing or a process died while writing it."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -283,7 +278,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSONL file; the last may be half written while the run goes on."""
+    """Rows of a JSONL file. The last one may be incomplete while the run goes on."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:

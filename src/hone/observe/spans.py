@@ -1,4 +1,4 @@
-"""Where the time of a step went.
+"""Timers that split the time of a step into spans.
 
     spans = Spans()
     with spans.span("generate"):
@@ -30,8 +30,9 @@ _RESERVED = ("unattributed", "step")
 class Spans:
     """Nested timers of one thread. A span costs about a microsecond.
 
-    `clock` returns seconds; `max_trace_events` bounds the memory of the trace, oldest dropped.
-    `on_begin` and `on_end` are called with the path of each span that begins and has ended.
+    `clock` returns seconds. `max_trace_events` bounds the memory of the trace; the oldest events
+    are dropped. `on_begin` and `on_end` are called with the path of each span that begins or has
+    ended.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Spans:
         self._clock = clock
         self._origin = self._taken_at = clock()
         self._origin_ns = time.time_ns()
-        """Wall clock time of that, by which traces of several processes are laid side by side."""
+        """Wall clock time of the origin, by which traces of several processes are aligned."""
         self._open: list[tuple[str, float]] = []  # path, start; innermost last
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._trace: deque[tuple[str, float, float]] = deque(maxlen=max_trace_events)
@@ -54,7 +55,8 @@ class Spans:
 
     @contextmanager
     def span(self, name: str) -> Generator[None]:
-        """Count the time inside under `name`, prefixed by the enclosing spans' names."""
+        """Context manager that counts its time under `name`, prefixed by the enclosing spans'
+        names."""
         if name in _RESERVED:
             raise ValueError(f"A span may not be called {name!r}: `take` reports that itself.")
         path = f"{self._open[-1][0]}/{name}" if self._open else name
@@ -73,11 +75,9 @@ class Spans:
                 self._ended.append((path, start, end))
 
     def take(self) -> dict[str, float]:
-        """Seconds by span path since the last call (or since construction).
-
-        `step` is the wall time, `unattributed` what no top-level span covers, so the top-level
-        spans and `unattributed` add up to `step`. Spans still open count up to now.
-        """
+        """Seconds by span path since the last call (or since construction). `step` is the wall
+        time, `unattributed` the time that no top-level span covers: the top-level spans and
+        `unattributed` add up to `step`. Open spans count up to now."""
         now = self._clock()
         seconds, self._seconds = self._seconds, defaultdict(float)
         for path, start in self._open:
@@ -87,15 +87,16 @@ class Spans:
         return {**seconds, "unattributed": max(wall - top_level, 0.0), "step": wall}
 
     def take_ended(self) -> list[tuple[str, float, float]]:
-        """Outermost spans that have ended since the last call: name, beginning and end, in seconds
-        of the wall clock."""
+        """Outermost spans that have ended since the last call, as (name, begin, end) in seconds of
+        wall clock time."""
         ended, self._ended = self._ended, []
         base = self._origin_ns / 1e9 - self._origin
         return [(path, base + start, base + end) for path, start, end in ended]
 
     def trace_events(self) -> list[dict[str, Any]]:
         """Finished spans as Chrome trace events (complete events; microseconds)."""
-        pid, tid = os.getpid(), threading.get_native_id()  # Python's own has too many bits
+        # Python's own thread id has too many bits.
+        pid, tid = os.getpid(), threading.get_native_id()
         return [
             {
                 "name": path.rpartition("/")[2],

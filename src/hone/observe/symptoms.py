@@ -1,7 +1,7 @@
-"""How a symptom is recognised in the metrics of the newest steps.
+"""Tests that recognise a symptom in the metrics of the latest steps.
 
-A test takes a `History` and returns the `Breach` it finds, or None. A metric that a run does not
-have is not tested.
+A test takes a `History` and returns a `Breach` or None. A metric that a run does not have is not
+tested.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = [
 
 HISTORY_STEPS = 128
 STALE_KL = 0.01
-"""Nats a token between the policies that sampled and that is trained: the most that number formats
-alone do."""
+"""Nats per token between the sampling policy and the trained one: the largest divergence that
+number formats alone cause."""
 
 
 class Breach(NamedTuple):
@@ -52,7 +52,7 @@ class Breach(NamedTuple):
 
 
 class History:
-    """The newest steps' scalars, newest last."""
+    """Scalars of the latest steps, newest last."""
 
     def __init__(self) -> None:
         self._rows: deque[Mapping[str, float]] = deque(maxlen=HISTORY_STEPS)
@@ -71,12 +71,13 @@ class History:
         return [value for value in held if math.isfinite(value)]
 
     def series(self, metric: str) -> list[float]:
-        """As `values`, but empty unless the newest step has the metric."""
+        """The metric's finite values over the steps that have it, or empty if the newest step lacks
+        it."""
         return self.values(metric) if math.isfinite(self.now.get(metric, math.nan)) else []
 
     def usual(self, metric: str, num_least: int) -> float | None:
-        """The median of the 20 values before the newest; None where there are fewer than
-        `num_least`, or the newest step has none."""
+        """Median of the 20 values before the newest. None if there are fewer than `num_least`, or
+        the newest step has none."""
         earlier = self.series(metric)[:-1]
         return statistics.median(earlier[-20:]) if earlier and len(earlier) >= num_least else None
 
@@ -85,7 +86,7 @@ Test: TypeAlias = Callable[[History], Breach | None]
 
 
 def above(metric: str, limit: float, *, steps: int = 1) -> Test:
-    """Each of the newest `steps` values exceeds the limit."""
+    """Test that each of the newest `steps` values exceeds the limit."""
 
     def test(history: History) -> Breach | None:
         newest = history.series(metric)[-steps:]
@@ -97,7 +98,7 @@ def above(metric: str, limit: float, *, steps: int = 1) -> Test:
 
 
 def below(metric: str, limit: float, *, steps: int = 1) -> Test:
-    """Each of the newest `steps` values is under the limit."""
+    """Test that each of the newest `steps` values is below the limit."""
 
     def test(history: History) -> Breach | None:
         newest = history.series(metric)[-steps:]
@@ -111,7 +112,8 @@ def below(metric: str, limit: float, *, steps: int = 1) -> Test:
 def share_above(
     metric: str, whole: str, share: float, *, steps: int = 1, floor: float = 0.0
 ) -> Test:
-    """In each of the newest `steps` the metric exceeds `floor` and a share of another one."""
+    """Test that in each of the newest `steps` the metric exceeds `floor` and a share of another
+    one."""
 
     def test(history: History) -> Breach | None:
         parts, wholes = history.series(metric)[-steps:], history.series(whole)[-steps:]
@@ -126,7 +128,7 @@ def share_above(
 
 
 def mean_share_above(metric: str, whole: str, share: float, *, steps: int) -> Test:
-    """Over the newest `steps` together the metric exceeds a share of another one."""
+    """Test that, summed over the newest `steps`, the metric exceeds a share of another one."""
 
     def test(history: History) -> Breach | None:
         parts, wholes = history.series(metric)[-steps:], history.series(whole)[-steps:]
@@ -138,10 +140,8 @@ def mean_share_above(metric: str, whole: str, share: float, *, steps: int) -> Te
 
 
 def jumps(metric: str, factor: float, *, floor: float = 0.0, before: int = 5) -> Test:
-    """The newest value exceeds `floor` and `factor` times the median of the 20 values before.
-
-    Against a median and a floor of 0 nothing is a jump.
-    """
+    """Test that the newest value exceeds `floor` and `factor` times the median of the 20 values
+    before. With a median and a floor of 0 nothing is a jump."""
 
     def test(history: History) -> Breach | None:
         usual = history.usual(metric, before)
@@ -153,7 +153,7 @@ def jumps(metric: str, factor: float, *, floor: float = 0.0, before: int = 5) ->
 
 
 def falls(metric: str, factor: float) -> Test:
-    """The newest value is under `factor` times the median of the 20 values before."""
+    """Test that the newest value is below `factor` times the median of the 20 values before."""
 
     def test(history: History) -> Breach | None:
         usual = history.usual(metric, 5)
@@ -165,7 +165,7 @@ def falls(metric: str, factor: float) -> Test:
 
 
 def either(*tests: Test) -> Test:
-    """The first breach that one of the tests finds."""
+    """Test that returns the first breach of several tests."""
 
     def test(history: History) -> Breach | None:
         return next((breach for one in tests if (breach := one(history))), None)
@@ -174,12 +174,13 @@ def either(*tests: Test) -> Test:
 
 
 def only_when(condition: Callable[[Mapping[str, float]], bool], test: Test) -> Test:
-    """The test, on steps whose metrics meet the condition."""
+    """Test that is applied only to steps whose metrics meet the condition."""
     return lambda history: test(history) if condition(history.now) else None
 
 
 def has_trained(now: Mapping[str, float]) -> bool:
-    """Whether this step's metrics show a reason and a rate for the weights to move."""
+    """Whether this step had tokens to train and a learning rate above 0, so that weights must
+    move."""
     return (
         now.get("train/num_tokens", 0) > 0
         and now.get("train/lr", 1) > 0
@@ -188,14 +189,14 @@ def has_trained(now: Mapping[str, float]) -> bool:
 
 
 def lacks_cores(now: Mapping[str, float]) -> bool:
-    """Whether more threads want to run than there are cores, and this process gets too few of them:
-    its CPU time is well below wall time x threads. Threads that wait for their own kind use little
-    CPU time too, but then nobody else asks for the cores."""
+    """Whether more threads want to run than there are cores, and this process gets too few cores:
+    its CPU time is well below wall time x threads. Threads that wait for each other use little CPU
+    time too, but then no other thread asks for the cores."""
     return now.get("perf/load_per_core", 0.0) > 1.5 and now.get("perf/cpu_share", 1.0) < 0.75
 
 
 def not_finite(history: History) -> Breach | None:
-    """A metric is NaN or infinite."""
+    """Test that a metric is NaN or infinite."""
     for metric, value in history.now.items():
         if not math.isfinite(value):
             return Breach(metric, value, 0.0)
@@ -203,7 +204,8 @@ def not_finite(history: History) -> Breach | None:
 
 
 def many_failures(history: History) -> Breach | None:
-    """More than 3 % of the samples carry no reward; names the most frequent kind."""
+    """Test that more than 3 % of the samples have no reward. Names the most frequent kind of
+    failure."""
     failed = {key: held for key, held in history.now.items() if key.startswith("rollout/failed/")}
     total = sum(failed.values()) + history.now.get("rollout/valid", 0.0)
     if total == 0 or sum(failed.values()) / total <= 0.03:
@@ -213,10 +215,9 @@ def many_failures(history: History) -> Breach | None:
 
 
 def unlikely_duplicates(history: History) -> Breach | None:
-    """Half of the answers repeat another of their group although chance would not do that.
-
-    Two answers of n tokens with entropy h a token coincide with probability of about exp(-n h).
-    """
+    """Test that half of the answers repeat another one of their group, although chance would not do
+    that: two answers of n tokens with entropy h per token coincide with a probability of about
+    exp(-n h)."""
     metric, now = "rollout/duplicate_share", history.now
     nats = now.get("policy/entropy", 0.0) * now.get("rollout/completion_tokens/mean", 0.0)
     value = now.get(metric, 0.0)
@@ -224,7 +225,7 @@ def unlikely_duplicates(history: History) -> Breach | None:
 
 
 def stuck(metric: str, *, steps: int) -> Test:
-    """The value has not moved for `steps` steps, all of which trained something."""
+    """Test that the value has not moved for `steps` steps, all of which trained something."""
 
     def test(history: History) -> Breach | None:
         newest = history.series(metric)[-steps:]
@@ -237,10 +238,8 @@ def stuck(metric: str, *, steps: int) -> Test:
 
 
 def leaks(metric: str) -> Test:
-    """Memory in GiB grows steadily: fast over 3 steps, or slowly along a line over many.
-
-    The first 5 steps allocate what a run keeps and are not judged.
-    """
+    """Test that memory in GiB grows steadily: fast over 3 steps, or slowly along a line over many.
+    The first 5 steps are ignored: they allocate memory that a run keeps."""
 
     def test(history: History) -> Breach | None:
         values = history.series(metric)[5:]
@@ -261,11 +260,9 @@ def leaks(metric: str) -> Test:
 
 
 def slow_phase(history: History) -> Breach | None:
-    """A phase takes longer than usual by more than a whole usual step; names the worst one.
-
-    Evaluations and checkpoints come and go: phases that many steps lack are not judged. Delays
-    under a second are the machine's own.
-    """
+    """Test that a phase takes longer than usual by more than a whole usual step. Names the slowest
+    one. Phases that many steps lack (evaluations, checkpoints) and delays below a second are
+    ignored."""
     usual_step_s = history.usual("time/step_s", 5)
     num_steps = len(history.series("time/step_s"))
     found: list[tuple[float, Breach]] = []

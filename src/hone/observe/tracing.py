@@ -1,4 +1,4 @@
-"""Traces of one process, as `profile` asks for: its training, its engine, its allocations.
+"""Traces of one process for the section `profile`: its training, its engine, its allocations.
 
     tracing = Tracing(cfg.profile, folder, place="rank0_dp0_tp0_pp0", device=device, steps_done=0)
     spans = Spans(on_begin=tracing.begin, on_end=tracing.end)
@@ -26,31 +26,31 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hone.config.profile import MemoryProfileConfig, ProfileConfig, RolloutProfileConfig
-from hone.observe.merged_trace import FACTS, RANGE
+from hone.observe.ranges import FACTS, RANGE
+from hone.observe.settings import MemoryProfileConfig, ProfileConfig, RolloutProfileConfig
 
 __all__ = ["PREPARATION", "UPDATE", "EngineTracer", "MemoryRecorder", "Tracing"]
 
 PREPARATION, UPDATE = "experience", "train"
-"""Spans of a step: passes before the update, and the update."""
+"""Spans of a step: the passes before the update, and the update."""
 _TARGETS = {
     "train_overall": (PREPARATION, UPDATE),
     "train_log_probs": (PREPARATION, PREPARATION),
     "train_actor": (UPDATE, UPDATE),
 }
-"""The spans with which each begins and ends."""
+"""First and last span of each target."""
 _MAX_BYTES = 16 << 30
-"""Of traces that a process writes in a launch: those with stacks fill disks."""
+"""Limit of the traces that a process writes in a launch: those with stacks fill disks."""
 _MAX_MEMORY_EVENTS = 200_000
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "gpu": ProfilerActivity.CUDA}
 
 _log = logging.getLogger(__name__)
 _profiling = threading.Lock()
-"""Held while this process has a profile: torch has one for all threads."""
+"""Locked while this process records a profile: torch has one for all threads."""
 
 
 class Tracing:
-    """Follows the spans of a training process."""
+    """Records profiles of a training process, driven by its spans."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class Tracing:
         device: torch.device,
         steps_done: int,
     ) -> None:
-        """`place` is this process's rank and coordinates, for names of files; `steps_done` the
-        updates before this launch. Begins to record allocations, where they are asked for."""
+        """`place` is this process's rank and coordinates, for file names; `steps_done` is the
+        number of updates before this launch. Starts the record of allocations if it is configured.
+        """
         self._cfg, self._place, self._steps_done = cfg.train, place, steps_done
         self._folder = folder / "train_trace"
         self._num_steps = 0
@@ -74,7 +75,7 @@ class Tracing:
         self._memory = MemoryRecorder(cfg.memory, folder / "memory_snapshot", place, device)
 
     def begin(self, path: str) -> None:
-        """A span begins."""
+        """Called when a span begins."""
         first, _ = _TARGETS[self._cfg.target]
         if path == first and self._num_steps in self._cfg.steps and self._writer.is_open:
             cfg = self._cfg
@@ -93,7 +94,7 @@ class Tracing:
             self._ranges[-1].__enter__()
 
     def end(self, path: str) -> None:
-        """A span has ended."""
+        """Called when a span has ended."""
         if self._is_cuda:
             torch.cuda.nvtx.range_pop()
         if self._ranges:
@@ -110,26 +111,26 @@ class Tracing:
 
     @property
     def has_trace(self) -> bool:
-        """Whether a profile waits for `write`, which takes seconds."""
+        """Whether a finished profile waits for `write`, which takes seconds."""
         return self._ended is not None
 
     def write(self) -> None:
-        """End and write the profile of the span that has ended."""
+        """Write the profile of the span that has ended."""
         if self._ended is not None:
             record, path, facts = self._ended
             self._ended = None
             record.end(self._writer, path, facts)
 
     def close(self) -> None:
-        """Nothing more is recorded."""
+        """Stop recording."""
         self._memory.close()
 
 
 class EngineTracer:
-    """Follows the forward passes of one rank of an engine."""
+    """Records profiles of one engine rank, driven by its forward passes."""
 
     def __init__(self, cfg: RolloutProfileConfig, folder: Path, *, name: str, tp_rank: int) -> None:
-        """`name` is the engine's, as in `engine 0`."""
+        """`name` is the engine's name, such as `engine 0`."""
         self._cfg, self._folder = cfg, folder / "rollout_trace"
         self._name, self._tp_rank = name.replace(" ", ""), tp_rank
         self._rollout = -1
@@ -140,7 +141,8 @@ class EngineTracer:
         self._range: record_function | None = None
 
     def begin(self, rollout: int, *, is_prefill: bool) -> None:
-        """A forward pass of this rollout begins, of prompts among others or of decoding alone."""
+        """Called when a forward pass of a rollout begins. `is_prefill` says whether it has prompts,
+        not only decoding."""
         if rollout != self._rollout:
             self._rollout = rollout
             wanted = rollout in self._cfg.steps
@@ -165,7 +167,7 @@ class EngineTracer:
             self._range.__enter__()
 
     def end(self, *, is_idle: bool) -> None:
-        """A forward pass has ended; `is_idle` where nothing is left to sample."""
+        """Called when a forward pass has ended. `is_idle` says that nothing is left to sample."""
         if self._range is None:
             return
         self._range.__exit__(None, None, None)
@@ -175,7 +177,7 @@ class EngineTracer:
             self._write()
 
     def _write(self) -> None:
-        """Before anything else of this process is profiled."""
+        """Write the finished profile. Must come before another profile of this process begins."""
         assert self._profile is not None
         name = f"{self._name}-{time.time_ns() // 1_000_000}-TP-{self._tp_rank}"
         name += f"-{self._stage}" if self._stage else ""
@@ -191,14 +193,14 @@ class MemoryRecorder:
     def __init__(
         self, cfg: MemoryProfileConfig, folder: Path, place: str, device: torch.device
     ) -> None:
-        """Begins to record. `place` goes into the names of files."""
+        """Start recording. `place` is part of the file names."""
         self._after_steps, self._num_steps = cfg.after_steps, 0
         self._stem = folder / f"memory_snapshot_time{time.time_ns() // 1_000_000}_{place}"
         self._memray: Any = None
         self._is_recording = cfg.recorder != "none"
         if cfg.recorder == "torch":
             torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)  # pyright: ignore[reportPrivateUsage]
-            # The way that torch names for this; it is called before the error is raised.
+            # torch's documented hook; it is called before the error is raised.
             torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)  # pyright: ignore
         elif cfg.recorder == "memray":
             import memray  # pyright: ignore
@@ -208,13 +210,13 @@ class MemoryRecorder:
             self._memray.__enter__()
 
     def after(self, num_steps: int) -> None:
-        """So many steps of this launch are done."""
+        """Called after each step, with the number of steps done in this launch."""
         self._num_steps = num_steps
         if num_steps == self._after_steps:
             self._end()
 
     def close(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if self._memray is not None:
             self._end()
 
@@ -239,28 +241,28 @@ class MemoryRecorder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(f"{path}")  # pyright: ignore[reportPrivateUsage]
-        except OSError as error:  # what is recorded must not end what it is recorded of
+        except OSError as error:  # recording must not end the run
             _log.warning("warning: the history of allocations could not be written: %s", error)
         else:
             _log.info("the history of allocations is in %s; see pytorch.org/memory_viz", path)
 
 
 class _Writer:
-    """Writes traces until a disk is full, or has had enough."""
+    """Writes traces until the disk or the limit is full."""
 
     def __init__(self) -> None:
         self.is_open = True
         self._num_bytes = 0
 
     def write(self, export: Callable[[str], object], path: Path) -> None:
-        # By another name first: a trace is whole, or not there.
+        # Written under another name first, so that a trace is complete or absent.
         partial = path.with_name(f".{os.getpid()}.{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             export(f"{partial}")
             self._num_bytes += partial.stat().st_size
             partial.rename(path)
-        except OSError as error:  # torch also says nothing, and leaves no file
+        except OSError as error:  # torch may also fail silently, without a file
             with suppress(OSError):
                 partial.unlink()
             self._close(f"a trace could not be written ({error})")
@@ -275,24 +277,25 @@ class _Writer:
 
 
 class _Profile:
-    """One profile of this process, under way."""
+    """A running profile of this process."""
 
     def __init__(self, record: profile) -> None:
         self._record = record
 
     @classmethod
     def begin(cls, activities: Iterable[ProfilerActivity], **options: Any) -> _Profile | None:
-        """None where this process has another one."""
+        """Start a profile. None if this process has another one."""
         if not _profiling.acquire(blocking=False):
             return None
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write two lines a trace
+        # Otherwise Kineto prints two lines per trace.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         here = torch.profiler.supported_activities()
         record = profile(activities=here.intersection(activities), **options)
         record.__enter__()
         return cls(record)
 
     def end(self, writer: _Writer, path: Path, facts: dict[str, Any]) -> None:
-        """Write what was recorded, with `facts`."""
+        """Stop, and write the profile with `facts`."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._record.add_metadata_json(FACTS, json.dumps(facts))

@@ -5,8 +5,8 @@
         tracker.log(step, scalars)
         tracker.samples(step, "train", rows, histograms)
 
-Each receives the metrics, a table of sample groups, and where it can draw them histograms. A
-resumed run goes on in the run that the tracker has of it.
+Each receives the metrics, a table of sample groups, and histograms if it can draw them. A resumed
+run continues the same run in the tracker.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from hone.observe.histogram import Histogram
 __all__ = ["TensorBoardTracker", "Tracker", "start_trackers"]
 
 Rows = Sequence[Mapping[str, Any]]
-"""Samples as in `samples.jsonl`."""
+"""Rows of samples as in `samples.jsonl`."""
 
 
 class Tracker(Protocol):
-    """A destination besides the run folder. Events stay in that."""
+    """A destination in addition to the run folder. Events are written to the run folder only."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
@@ -47,22 +47,22 @@ class Tracker(Protocol):
     def samples(
         self, step: int, split: str, rows: Rows, histograms: Mapping[str, Histogram]
     ) -> None:
-        """Record some of a step's samples, whole groups one after the other, and histograms of all
-        of them. `split` is `train` or `eval`."""
+        """Record some of a step's samples, group by group, and histograms of all of them. `split`
+        is `train` or `eval`."""
         ...
 
     def close(self) -> None:
-        """Flush and release; the tracker is not used afterwards."""
+        """Flush and close. The tracker is not used afterwards."""
         ...
 
 
 def start_trackers(
     cfg: LogConfig, run_dir: Path, *, resume_step: int | None, config: Mapping[str, Any]
 ) -> Sequence[Tracker]:
-    """The trackers of `log.to`. `config` is the resolved configuration, `resume_step` the first
-    step that will be computed, or None.
+    """Start the trackers of `log.to`.
 
-    Raises UserError where a package is missing or broken, or a tracker cannot start.
+    `config` is the resolved configuration, `resume_step` the first step that will be computed, or
+    None. Raises UserError if a package is missing or broken, or a tracker cannot start.
     """
     settings: dict[str, Any] = {
         "project": cfg.project,
@@ -84,8 +84,8 @@ def start_trackers(
 
 
 def sample_table(rows: Rows) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of a table of samples: what people compare within a group, with a column for
-    each reward function. Values of a column are of one type or None."""
+    """Columns and rows of a table of samples for comparison within a group, with a column per
+    reward function. Values of a column have one type or are None."""
     functions = list(dict.fromkeys(name for row in rows for name in row["reward_parts"]))
     plain = ["prompt_id", "index", "prompt", "text", "answer", "reward", "advantage"]
     last = ["num_tokens", "stop_reason", "failure"]
@@ -104,8 +104,8 @@ def sample_table(rows: Rows) -> tuple[list[str], list[list[Any]]]:
 class TensorBoardTracker:
     """A TensorBoard event file in `<run_dir>/tensorboard`.
 
-    Written here, and not by TensorBoard's own writer, whose thread prints a traceback where the
-    disk is full and loses the error.
+    TensorBoard's own writer is not used: on a full disk its thread prints a traceback and the error
+    is lost.
     """
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
@@ -120,7 +120,7 @@ class TensorBoardTracker:
         self._file = AppendedFile(run_dir / "tensorboard" / name, "run.dir")
         self._records = records.RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        if resume_step is not None:  # what earlier launches wrote of these steps is not shown
+        if resume_step is not None:  # hides what earlier launches wrote of these steps
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._write(step=resume_step, session_log=start)
 
@@ -172,7 +172,7 @@ def _cell(value: Any) -> str:
 
 
 class WandbTracker:
-    """Weights & Biases, or Trackio, which has the same calls."""
+    """Weights & Biases, or Trackio, whose API is the same."""
 
     def __init__(self, package: Any, run: Any) -> None:
         self._package, self._run = package, run
@@ -198,7 +198,7 @@ class WandbTracker:
 
 
 def _wandb(run_dir: Path, resume_step: int | None, **settings: Any) -> WandbTracker:
-    """A resumed run goes on under the id kept in the run folder."""
+    """Start Weights & Biases. A resumed run continues under the id in the run folder."""
     wandb = _import_tracker("wandb")
     id_file = run_dir / "wandb_id.txt"
     if resume_step is None or not id_file.exists():
@@ -215,7 +215,7 @@ def _wandb(run_dir: Path, resume_step: int | None, **settings: Any) -> WandbTrac
 
 
 def _trackio(resume_step: int | None, **settings: Any) -> WandbTracker:
-    """A resumed run goes on under its name."""
+    """Start Trackio. A resumed run continues under its name."""
     trackio = _import_tracker("trackio")
     resume = "never" if resume_step is None else "allow"
     return WandbTracker(trackio, trackio.init(resume=resume, **settings))
@@ -225,10 +225,8 @@ _MLFLOW_PARAM_CHARS = 500
 
 
 class MLflowTracker:
-    """An MLflow run in the experiment `project`. It draws no histograms.
-
-    A resumed run goes on under the id kept in the run folder.
-    """
+    """An MLflow run in the experiment `project`, without histograms. A resumed run continues under
+    the id in the run folder."""
 
     def __init__(
         self,
@@ -257,7 +255,7 @@ class MLflowTracker:
         self._mlflow.log_dict(config, "config.json")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        # MLflow names may hold letters, digits, and "_-. /:" only: pass@1 is not one.
+        # MLflow allows only letters, digits and "_-. /:" in names, so not pass@1.
         rows = {_mlflow_name(name): value for name, value in scalars.items()}
         self._mlflow.log_metrics(rows, step=step)
 
@@ -266,8 +264,8 @@ class MLflowTracker:
     ) -> None:
         del histograms
         if rows:
-            # Not `log_table`, which breaks at the limit of a tag's length after some hundred calls.
-            # The pages of MLflow show CSV as a table.
+            # Not `log_table`, which fails at the length limit of a tag after some hundred calls.
+            # MLflow's pages show CSV as a table.
             columns, data = sample_table(rows)
             text = StringIO()
             csv.writer(text).writerows([columns, *data])

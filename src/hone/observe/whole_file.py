@@ -1,4 +1,4 @@
-"""Text files that exist whole or not at all."""
+"""Text files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ __all__ = ["whole_file", "write_whole"]
 
 @contextmanager
 def whole_file(path: Path) -> Generator[TextIO]:
-    """A UTF-8 file that appears at `path`, in place of any other, when the block ends well.
-
-    After an error `path` is as it was, and nothing lies beside it. Missing folders are made.
-    Several processes may write one path: the last to end well has it.
-    """
+    """Context manager of a UTF-8 file that replaces `path` when the block succeeds. After an error
+    `path` is unchanged, and no temporary file is left. Missing folders are created. If several
+    processes write the same path, the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

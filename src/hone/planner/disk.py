@@ -1,10 +1,10 @@
-"""What a run that trains writes into its folder, and whether the disk holds it.
+"""Disk use of a training run, and whether the disk has room for it.
 
     use = disk_use(plan)
     use.most_at_end <= free_bytes(cfg.run.dir) + what is there of it already
 
-Counted are the exported models and the states of checkpoints. Records and reports, which are small
-beside them, are not.
+Exported models and the states of checkpoints are counted. Records and reports are not, since they
+are small in comparison.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hone.config.parallel import AxisSizes
 from hone.config.plan import RunPlan
 from hone.config.rules.finding import Finding
 from hone.config.tree import RLConfig, SFTConfig
-from hone.planner.memory import adapter_params, planned_step
+from hone.distributed.settings import AxisSizes
 from hone.planner.run_memory import RunMemory
+from hone.trainer.cost import adapter_params, planned_step
 
 __all__ = ["DiskUse", "check_disk", "disk_use"]
 
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Bytes of a run whose model's shape is known."""
+    """Disk use in bytes of a run whose model's shape is known."""
 
     export: int
-    """The trained models, and adapters."""
+    """The exported models, and adapters."""
     state: int
     """One checkpoint."""
     num_on_the_way: int
-    """Checkpoints that exist at one time before the last step, the one that is being written among
-    them."""
+    """Number of checkpoints that exist at one time before the last step, including the one in
+    writing."""
     num_at_end: int
-    """The same when the last step's is written."""
+    """Number of checkpoints that exist while the last step's is written."""
 
     @property
     def most_on_the_way(self) -> int:
-        """At one time before the end, and then the model."""
+        """The larger of the checkpoints before the end and the exported model."""
         return self.num_on_the_way * self.state + self.export
 
     @property
     def most_at_end(self) -> int:
-        """With the state of the last step."""
+        """Bytes at the end of the run, including the state of the last step."""
         return self.num_at_end * self.state + self.export
 
 
 def disk_use(plan: RunPlan) -> DiskUse | None:
-    """None where nothing is trained, or the model's shape is not known."""
+    """The disk use of a plan; None where nothing is trained, or the model's shape is not known."""
     cfg = plan.config
     if plan.shape is None or plan.trainer is None or not isinstance(cfg, RLConfig | SFTConfig):
         return None
@@ -56,7 +56,7 @@ def disk_use(plan: RunPlan) -> DiskUse | None:
     lora = cfg.model.lora
     export = plan.shape.weight_bytes(widths[cfg.checkpoint.export_dtype])
     export += 4 * adapter_params(plan.shape, lora)
-    alone = AxisSizes()  # so that a part is the whole
+    alone = AxisSizes()  # of one process, so that its part is the whole
     whole = replace(
         plan, roles={name: replace(role, axes=alone) for name, role in plan.roles.items()}
     )
@@ -64,20 +64,21 @@ def disk_use(plan: RunPlan) -> DiskUse | None:
     run = RunMemory(whole)
     if run.critic is not None:
         state += run.critic.state
-        export += run.critic_shape.weight_bytes(plan.num_bytes)
+        export += run.shape_of(plan.roles["critic"]).weight_bytes(plan.num_bytes)
     every, steps = cfg.checkpoint.every_n_steps, cfg.run.steps
     evaluated = cfg.eval.every_n_steps if cfg.checkpoint.keep_best else 0
     num_scheduled, num_evaluated = ((steps - 1) // n if n else 0 for n in (every, evaluated))
-    # Any evaluation may be better than all before; of these the best is kept beside the newest.
+    # Any evaluation may be the best so far, and the best checkpoint is kept in addition to the
+    # newest.
     most = cfg.checkpoint.keep_last + 1 + bool(num_evaluated)
     num_saved = num_scheduled + num_evaluated
     return DiskUse(export, state, min(num_saved, most), min(num_saved + bool(every), most))
 
 
 def check_disk(plan: RunPlan, *, free: int, held: int) -> Iterator[Finding]:
-    """Whether the disk of `run.dir` holds what the run writes: `free` bytes are, and checkpoints
-    that are there have `held`. An error where the model or a checkpoint on the way does not fit,
-    a warning where the state at the end does not."""
+    """Check that the disk of `run.dir`, with `free` bytes and `held` bytes of earlier checkpoints,
+    has room for the run. An error where the model or a checkpoint before the end does not fit, a
+    warning where only the state at the end does not."""
     use = disk_use(plan)
     if use is None:
         return
@@ -114,5 +115,5 @@ def check_disk(plan: RunPlan, *, free: int, held: int) -> Iterator[Finding]:
 
 
 def _gb(num_bytes: int) -> str:
-    """Disks are sold, and `df -H` counts, in powers of ten."""
+    """Size in GB, powers of ten, as disks are sold and `df -H` counts."""
     return f"{num_bytes / 1e9:,.1f} GB"

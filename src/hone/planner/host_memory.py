@@ -20,8 +20,8 @@ from hone.config.plan import Command, RunPlan
 from hone.config.rules.finding import Finding
 from hone.config.tree import RLConfig, SFTConfig
 from hone.hardware import GIB
-from hone.planner.memory import TrainingMemory
 from hone.planner.run_memory import PROCESS_BYTES, RunMemory, sum_in_gib
+from hone.trainer.cost import TrainingMemory
 
 __all__ = [
     "LEAST_LENGTH_SHARE",
@@ -34,35 +34,36 @@ __all__ = [
 ]
 
 LEAST_LENGTH_SHARE = 8
-"""Rows of a run are taken to be at least an eighth of the longest on average, where what it takes
-at least is planned."""
+"""For lower bounds, the average row is assumed to have at least this fraction of the longest row:
+an eighth."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostRole:
-    """Processes of one kind on this host."""
+    """Host memory of the processes of one kind on this host."""
 
     name: str
     number: int
     parts: Mapping[str, int]
-    """Bytes of each of them, by kind, at the widest moment of a step."""
+    """Bytes of one process, by kind, at the peak of a step."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all processes of the role."""
         return self.number * sum(self.parts.values())
 
     def in_words(self) -> str:
-        """Each of them and its parts, in GiB."""
+        """Text with the parts of one process, in GiB."""
         times = f"{self.number} {self.name}s x " if self.number > 1 else f"the {self.name}: "
         return f"{times}{sum_in_gib(self.parts)}"
 
 
 def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list[HostRole]:
-    """What a run takes of this host, on which `num_local` processes of its trainers, or without one
-    of its engines, are; of rows of full length, or `at_least` of `LEAST_LENGTH_SHARE`.
+    """Host memory of a run on this host, where `num_local` of its trainer processes run (or engine
+    processes, without a trainer). Rows have full length; with `at_least`, 1/`LEAST_LENGTH_SHARE` of
+    it.
 
-    Engines and references of a Ray cluster may be elsewhere and are left out.
+    Engines and references of a Ray cluster may be on other hosts and are left out.
     """
     run = RunMemory(plan, length_share=LEAST_LENGTH_SHARE if at_least else 1)
     if not plan.is_on_cpu:
@@ -72,7 +73,7 @@ def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list
     if not (isinstance(plan.config, RLConfig) and plan.config.cluster.address is not None):
         apart = [role for role in plan.roles.values() if role.where == "ray"]
         numbers |= {role.name: role.num_devices for role in apart}
-    if run.is_own_device("critic"):
+    if run.critic is not None and run.critic_beside is None:
         numbers["critic"] = plan.roles["critic"].num_devices
     phases = [(phase.role or first, phase) for phase in run.phases()]
     roles: list[HostRole] = []
@@ -88,7 +89,7 @@ def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list
 
 
 def saves_in_background(cfg: Command) -> bool:
-    """Whether checkpoints are written while training goes on; the last is not."""
+    """Whether checkpoints are written in the background; the last one is not."""
     if not isinstance(cfg, RLConfig | SFTConfig):
         return False
     every = [cfg.checkpoint.every_n_steps]
@@ -97,7 +98,7 @@ def saves_in_background(cfg: Command) -> bool:
 
 
 def saved_at_the_end(cfg: RLConfig | SFTConfig) -> dict[str, Any]:
-    """Settings of `checkpoint` with which nothing is saved before the end."""
+    """Settings of `checkpoint` that save nothing before the end."""
     once: dict[str, Any] = {"every_n_steps": 0}
     checkpoint = cfg.checkpoint.model_copy(update=once)
     if not saves_in_background(cfg.model_copy(update={"checkpoint": checkpoint})):
@@ -106,8 +107,8 @@ def saved_at_the_end(cfg: RLConfig | SFTConfig) -> dict[str, Any]:
 
 
 def _copied(run: RunMemory, name: Literal["policy", "critic"] = "policy") -> dict[str, int]:
-    """What a process that trains a model copies to write it while it goes on: of what several have,
-    one does."""
+    """Bytes that a trainer process copies for a checkpoint in the background; of replicas, one
+    process copies."""
     if run.plan.trainer is None or not saves_in_background(run.plan.config):
         return {}
     axes = run.plan.roles[name].axes
@@ -119,7 +120,7 @@ def _copied(run: RunMemory, name: Literal["policy", "critic"] = "policy") -> dic
 
 
 def trainer_role(step: TrainingMemory, number: int) -> HostRole:
-    """Trainers on a CPU that take such optimizer steps, without an engine."""
+    """Trainer processes on a CPU that make optimizer steps of this memory, without an engine."""
     parts = {**step.parts, "offloaded": step.host, "Python and torch": PROCESS_BYTES}
     return HostRole("trainer", number, parts)
 
@@ -152,13 +153,13 @@ def _offloaded(run: RunMemory, num_local: int) -> Iterator[HostRole]:
 def shortage(
     roles: Sequence[HostRole], *, available: int, takes: str, advice: str, keys: Sequence[str]
 ) -> Finding | None:
-    """The error where what `roles` take is more than is available; `takes` says of what it is the
-    sum. None where it fits."""
+    """The error where `roles` take more than is available; None where they fit. `takes` is the
+    phrase that introduces the sum."""
     needed = sum(role.num_bytes for role in roles)
     if needed <= available:
         return None
     message = (
-        f"by prediction this host's memory does not hold what is asked for: {takes} "
+        f"by prediction this host's memory is too small for the run: {takes} "
         f"{needed / GIB:.1f} GiB ({'; '.join(role.in_words() for role in roles)}), and "
         f"{available / GIB:.1f} GiB are available, {(needed - available) / GIB:.1f} too few. "
         f"{advice}"

@@ -1,14 +1,14 @@
-"""The shortest time a device can take for a step, from the step's actual lengths.
+"""Roofline model: the shortest possible time of a step on a device, from the step's actual lengths.
 
 One decode step of B sequences reads every weight once and every visible key and value once:
 
     t = max(weight_bytes / bandwidth, 2 * params * B / flops) + kv_bytes * sum(context) / bandwidth
 
-of experts those that B tokens are expected to pass. Matrix products and attention follow each
-other, and attention of single queries is always bound by the KV cache. Generation is the sum of t
-over the decode steps while the batch shrinks, plus the FLOPs of the prefill; training is three
-forward passes' FLOPs. Measured times are divided into these limits as `perf/R_gen`, `perf/R_train`
-and `perf/R_step`.
+Of experts, only those that B tokens are expected to pass are read. Matrix products and attention
+follow each other, and attention of single queries is always bound by the KV cache. Generation is
+the sum of t over the decode steps while the batch shrinks, plus the FLOPs of the prefill; training
+is three forward passes' FLOPs. Measured times are divided into these limits as `perf/R_gen`,
+`perf/R_train` and `perf/R_step`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def decode_step_s(
     kv_bytes_per_value: int | None = None,
     packs_rows: bool = False,
 ) -> Floats:
-    """Limit of decode steps in seconds; elementwise over steps.
+    """Lower limit of the time of decode steps in seconds; elementwise over steps.
 
     `num_seqs` sequences advance by one token and read `num_keys` cached keys in all, averaged over
     the layers. A step without sequences takes no time. Keys and values take as many bytes as
@@ -67,7 +67,7 @@ def generation_time_s(
     kv_bytes_per_value: int | None = None,
     packs_rows: bool = False,
 ) -> float:
-    """Limit of generating these samples on one device, in seconds.
+    """Lower limit of the time to generate these samples on one device, in seconds.
 
     Samples start in the given order; when one ends, the next takes its place among the
     `max_num_seqs`. The prefill yields each sample's first token. `prefill_lengths` are the prompts
@@ -101,11 +101,11 @@ def training_flops(
     num_head_tokens: int,
     num_adapter_params: int | None = None,
 ) -> float:
-    """FLOPs of forward and backward over sequences of these lengths, whatever their packing.
+    """FLOPs of forward and backward over sequences of these lengths, for any packing.
 
-    What is computed again to save memory does not count. `num_head_tokens` are the tokens whose
-    logits are needed. With adapters of so many parameters the base is frozen: its matrices have no
-    gradients of their own and pass two products in place of three.
+    Recomputation does not count. `num_head_tokens` are the tokens whose logits are needed. With
+    `num_adapter_params` the base model is frozen: its matrices have no gradients and take two
+    products in place of three.
     """
     if num_adapter_params is None:
         return 3.0 * shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
@@ -123,7 +123,8 @@ def training_time_s(
     passes: float = 3.0,
     num_head_tokens: int | None = None,
 ) -> float:
-    """Limit of training on sequences of these lengths, in seconds, whatever their packing.
+    """Lower limit of the time to train on sequences of these lengths, in seconds; it does not
+    depend on packing.
 
     `passes` counts forwards: 3 is forward and backward, 4 adds old or reference log-probabilities.
     Recomputed activations are the program's own choice and not part of a limit. `num_head_tokens`
@@ -134,8 +135,8 @@ def training_time_s(
 
 
 def _seqs_per_step(durations: Ints, max_num_seqs: int) -> Floats:
-    """Sequences that run at each step, where at most `max_num_seqs` do and a free place is
-    refilled. [steps]"""
+    """Number of running sequences at each step, [steps]; at most `max_num_seqs` run at once, and a
+    free place is refilled."""
     starts = np.zeros(len(durations), dtype=np.int64)
     free_at = durations[:max_num_seqs].tolist()
     heapq.heapify(free_at)

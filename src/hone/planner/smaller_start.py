@@ -1,4 +1,4 @@
-"""Settings with which a run that has no device memory left can be started again."""
+"""Settings for a new launch of a run that has exhausted device memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from operator import attrgetter
 
 from hone.config.plan import RunPlan
 from hone.hardware import GIB, installed_gpu
-from hone.planner.fitting import Change, changed, errors, memory_changes
+from hone.planner.fitting import changed, errors, memory_changes
+from hone.planner.knobs import CACHE, KNOBS, Change
 from hone.planner.run_memory import RunMemory
 
 __all__ = ["smaller_start"]
 
 _LEAST = GIB // 10
-"""Bytes that are worth another start."""
-_TAKEN = {
-    "trainer.max_tokens_per_microbatch",
-    "critic.max_tokens_per_microbatch",
-    "trainer.recompute",
-    "critic.recompute",
-}
-"""What a step gives up without another start."""
-_SHARE = "engine.gpu_memory_utilization"
+"""Smallest saving in bytes that is worth a new launch."""
+_LOWERED = {key for knob in KNOBS if knob.is_lowered_in_a_step for key in knob.keys}
+"""Settings that a running step changes by itself."""
 _UNPLANNED = (ArithmeticError, AssertionError, LookupError, ValueError)
-"""Raised for runs that the planner was not made for: nothing is predicted for them."""
+"""Errors for runs that the planner does not support; nothing is predicted for them."""
 
 
 def smaller_start(plan: RunPlan) -> str:
@@ -33,29 +28,27 @@ def smaller_start(plan: RunPlan) -> str:
     where no setting helps."""
     if not plan.is_on_cpu and plan.devices.gpu is None:
         plan = replace(plan, devices=replace(plan.devices, gpu=installed_gpu()))
-    found: dict[str, str] = {}
+    words_of: dict[str, str] = {}
     for change in _allowed(plan):
         saved = _saved_bytes(plan, change)
         if saved is None or saved > _LEAST:
             words = " with ".join(f"{key} {str(value).lower()}" for key, value in change.items())
             bytes_ = "" if saved is None else f" (by prediction {-saved / GIB:+.1f} GiB)"
-            found.setdefault(" ".join(change), words + bytes_)
-    return f"Start it again with one of these: {'; '.join(found.values())}." if found else ""
+            words_of.setdefault(" ".join(change), words + bytes_)
+    return f"Start it again with one of these: {'; '.join(words_of.values())}." if words_of else ""
 
 
 def _allowed(plan: RunPlan) -> Iterator[Change]:
-    """Changes that the rules allow, and that change something."""
-    known, ladder = errors(plan), [*memory_changes(plan)]
-    if plan.engine is not None and plan.engine.kv_cache_gib is None and not plan.is_apart:
-        ladder.append({_SHARE: max(round(plan.engine.gpu_memory_utilization - 0.1, 2), 0.05)})
-    for change in ladder:
+    """Changes that the rules allow and that differ from the present settings."""
+    known = errors(plan)
+    for change in (*memory_changes(plan), *CACHE.gpu(plan)):
         is_there = all(attrgetter(key)(plan.config) == change[key] for key in change)
-        if not (is_there or _TAKEN & change.keys()) and errors(changed(plan, change)) <= known:
+        if not (is_there or _LOWERED & change.keys()) and errors(changed(plan, change)) <= known:
             yield change
 
 
 def _saved_bytes(plan: RunPlan, change: Change) -> int | None:
-    """Bytes of the fullest device that `change` saves in training; None: not known."""
+    """Bytes that `change` saves on the fullest device in training; None where not known."""
     if plan.is_on_cpu or plan.shape is None or plan.devices.gpu is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What every reward that ships with hone is."""
+"""The base class of built-in rewards, and the error of rewards that call a service."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.base import Section
+from hone.types import FailureKind
 
-__all__ = ["Builtin", "compile_regex"]
+__all__ = ["Builtin", "ServiceError", "compile_regex"]
 
 
 class Builtin(Section):
@@ -18,28 +19,36 @@ class Builtin(Section):
 
     @property
     def isolated(self) -> bool:
-        """Must run in a worker process."""
+        """Whether it must run in a worker process."""
         return False
 
     def check_limit(self, max_completion_tokens: int) -> None:
         """Raise ValueError where the settings contradict the longest completion."""
 
     def limit_time(self, timeout_s: float) -> None:
-        """Told before the first call: after so many seconds a call is ended from outside."""
+        """Set the time after which a call is killed; called before the first call."""
 
     def settle(self, folder: Path | None) -> Sequence[str]:
-        """Get ready in a worker, before the first call. What a call leaves behind belongs into the
-        folder, which is removed when the worker ends, however it does. Gives what the user is to be
-        warned of, each once a run."""
+        """Prepare for calls in a worker; called before the first call. Files of calls must be in
+        `folder`, which is removed however the worker ends. Returns warnings for the user, each of
+        which is shown once a run."""
         return ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
+class ServiceError(Exception):
+    """A service has not answered, or has refused; the text says which and why."""
+
+    def __init__(self, message: str, kind: FailureKind = FailureKind.EXCEPTION) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 @cache
 def compile_regex(pattern: str) -> re.Pattern[str]:
-    """Raises ValueError where the text is no regular expression."""
+    """The compiled pattern. Raises ValueError for an invalid regular expression."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:

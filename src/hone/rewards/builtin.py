@@ -1,8 +1,8 @@
-"""The rewards that ship with hone. Each is a section of settings (`args` in a recipe) that can be
-called with what it needs of a sample.
+"""The built-in rewards. Each is a section of settings (`args` in a recipe) that can be called with
+the fields of a sample that it needs.
 
-`isolated` ones run in worker processes like the code of users: what they do with a completion may
-take for ever. The others are a few string or number operations and run in the caller.
+`isolated` rewards run in worker processes like users' code, since a completion can make them run
+for ever. The others are a few string or number operations and run in the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from hone.address import is_address
-from hone.config.reward import CODE_TIMEOUT_S
 from hone.errors import UserError, did_you_mean
 from hone.extras import import_extra
 from hone.rewards.base import Builtin, compile_regex
@@ -27,6 +26,7 @@ from hone.rewards.code import count_passed, program_in, read_tests
 from hone.rewards.jail import Jail, JailError
 from hone.rewards.judge import Judge
 from hone.rewards.remote import Service
+from hone.rewards.settings import CODE_TIMEOUT_S
 from hone.types import with_opened_tag
 
 __all__ = [
@@ -100,8 +100,8 @@ class Format(Builtin):
         return self.pattern is not None  # a regular expression may backtrack for ever
 
     def __call__(self, *, completion: str, prompt: str = "") -> float:
-        said = {completion, with_opened_tag(prompt, completion)}
-        return float(any(map(self._fits, said)))
+        texts = {completion, with_opened_tag(prompt, completion)}
+        return float(any(map(self._fits, texts)))
 
     def _fits(self, completion: str) -> bool:
         if self.pattern is not None and not compile_regex(self.pattern).search(completion):
@@ -234,7 +234,7 @@ class CodeTests(Builtin):
 
 
 def warm_up_math() -> None:
-    """Import math-verify and fill its pattern caches (0.4 s), and see that it works at all.
+    """Import math-verify, fill its pattern caches (0.4 s), and check that it works.
 
     Unreadable completions score 0, so a broken installation would look like a model that is always
     wrong. Raises UserError where it is missing or broken.
@@ -250,7 +250,7 @@ def warm_up_math() -> None:
 
 @cache
 def _gold(answer: str) -> list[Any]:
-    """The answer as math-verify parses it: the value, and the text as a last resort."""
+    """The answer parsed by math-verify: the value, and the text as a fallback."""
     text = answer.strip()
     if not _DELIMITED.search(text):
         text = rf"\boxed{{{text}}}"
@@ -261,7 +261,7 @@ def _gold(answer: str) -> list[Any]:
 
 
 def _parse(text: str, *, latex_only: bool = False) -> list[Any]:
-    # Imported where it is used: it takes 0.4 s, and the driver only checks settings.
+    # Imported here, since it takes 0.4 s and the driver only checks settings.
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
@@ -286,11 +286,11 @@ def _parse(text: str, *, latex_only: bool = False) -> list[Any]:
 
 
 def _join_thousands(text: str) -> str:
-    """Take the separators out of numbers whose digits are grouped by three.
+    """Remove the separators from numbers whose digits are grouped by three.
 
-    math-verify reads `\\boxed{1 000}` as the product of 1 and 0. A typographic space is a separator
-    wherever it stands between groups; a plain space or comma, which also stands between two numbers
-    of a list, only in the number that a formula begins with.
+    math-verify reads `\\boxed{1 000}` as the product of 1 and 0. A typographic space between groups
+    is always a separator. A plain space or comma may also separate the numbers of a list, so it is
+    removed only from the number at the start of a formula.
     """
     text = _SPACED_NUMBER.sub(lambda match: re.sub(_TYPOGRAPHIC_SPACE, "", match[0]), text)
     return _LEADING_NUMBER.sub(lambda match: match[1] + re.sub("[ ,]", "", match[2]), text)

@@ -1,10 +1,10 @@
-"""Test a program that a model wrote.
+"""Tests programs that a model wrote.
 
     count_passed("def f(x): return x + 1", ["assert f(1) == 2"], monotonic() + 5, jail)
 
-The program runs in a jail (`jail.py`) and gives values; what they are compared with is never in its
-process. Assertions and values of calls are judged in a second process of the jail (`verdicts.py`);
-what a program writes is compared here.
+The program runs in a jail (`jail.py`) and returns values; the expected values are never in its
+process. A second process of the jail (`verdicts.py`) evaluates assertions and the values of calls.
+The output of whole programs is compared in this process.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _PYTHON = ("python", "python3", "py")
 
 
 _MAX_BLANK_BYTES = 1 << 20
-"""What a program may write beyond twice of what is wanted, which only blanks can be: more counts as
-wrong, since reading it would cost the worker seconds."""
+"""Bytes that a program may write beyond twice the expected output. A right answer can exceed it
+only by blanks; more counts as wrong, since reading it would take the worker seconds."""
 _TESTS_NOTHING = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
     *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign),
 )
-"""Statements that no program fails."""
+"""Statements that test nothing, so that every program passes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A test of a whole program: what it reads, and what it must write."""
+    """A test of a whole program: its input, and the expected output."""
 
     stdin: str
     stdout: str
@@ -62,31 +62,32 @@ def program_in(completion: str) -> str:
         elif is_open:
             blocks[-1][1].append(line)
     for tags in (_PYTHON, ("",)):
-        found = [lines for tag, lines in blocks if tag in tags]
-        if found:
-            return "".join(found[-1])
+        tagged = [lines for tag, lines in blocks if tag in tags]
+        if tagged:
+            return "".join(tagged[-1])
     return completion
 
 
 def read_tests(text: str) -> list[str] | list[Example] | list[Call]:
-    """Tests as data sets have them: Python with assertions; a JSON list of such texts, as in MBPP's
-    `test_list`; or a JSON object with the lists `inputs` and `outputs`, as in APPS and TACO, of a
-    whole program, or with `fn_name` of a function, which gets each of `inputs` as its arguments.
+    """Tests in the formats of data sets: Python with assertions; a JSON list of such texts, as in
+    MBPP's `test_list`; or a JSON object with the lists `inputs` and `outputs`, as in APPS and TACO.
+    Such an object tests a whole program, or the function `fn_name`, whose arguments are the items
+    of `inputs`.
 
     Raises ValueError for anything else.
     """
     try:
-        found: Any = json.loads(text)
+        tests: Any = json.loads(text)
     except ValueError:
-        found = [text]
-    if isinstance(found, dict):
-        return _examples(found)
-    if not isinstance(found, list) or not found or not all(isinstance(x, str) for x in found):
+        tests = [text]
+    if isinstance(tests, dict):
+        return _examples(tests)
+    if not isinstance(tests, list) or not tests or not all(isinstance(x, str) for x in tests):
         raise ValueError(
             "the tests are no Python text, no JSON list of texts, and no JSON object with `inputs` "
             "and `outputs`"
         )
-    for test in found:
+    for test in tests:
         try:
             statements = ast.parse(test, "test.py").body
             with warnings.catch_warnings(action="ignore"):
@@ -94,22 +95,22 @@ def read_tests(text: str) -> list[str] | list[Example] | list[Call]:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             why = str(error) or type(error).__name__
             raise ValueError(f"a test is not Python: {why}") from None
-        if all(isinstance(one, _TESTS_NOTHING) for one in statements):
+        if all(isinstance(statement, _TESTS_NOTHING) for statement in statements):
             raise ValueError(
                 "a test only defines things, so every program would pass it; append a call, such "
                 "as `check(add)` in data sets like HumanEval"
             )
-    return found
+    return tests
 
 
-def _examples(found: Mapping[str, Any]) -> list[Example] | list[Call]:
-    inputs, outputs = found.get("inputs"), found.get("outputs")
+def _examples(tests: Mapping[str, Any]) -> list[Example] | list[Call]:
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
         raise ValueError("tests in a JSON object need the lists `inputs` and `outputs`")
     if len(inputs) != len(outputs):
         raise ValueError(f"the tests have {len(inputs)} `inputs` and {len(outputs)} `outputs`")
     pairs = zip(inputs, outputs, strict=True)
-    name = found.get("fn_name")
+    name = tests.get("fn_name")
     if name is not None:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"`fn_name` of the tests is {name!r}, which is no name of a function")
@@ -118,8 +119,8 @@ def _examples(found: Mapping[str, Any]) -> list[Example] | list[Call]:
 
 
 def _call(name: str, given: Any, wanted: Any) -> Call:
-    """A call with a list of arguments; or with a text of one JSON value a line and a JSON value as
-    what is wanted, as LiveCodeBench and data made from it have them."""
+    """A test of a call. `given` is a list of arguments, or, as in LiveCodeBench, a text with one
+    JSON value a line; then `wanted` is a JSON text too."""
     is_text = isinstance(given, str)
     if is_text:
         try:
@@ -147,9 +148,9 @@ def count_passed(
     deadline: float,
     jail: Jail,
 ) -> int:
-    """How many tests pass before `deadline`, a time of `time.monotonic`. Assertions share one
-    process of the program, in order, and so do calls; every example has one, and a folder, so that
-    none finds what another one has left."""
+    """The number of tests that pass before `deadline`, a time of `time.monotonic`. All assertions
+    run in one process of the program, in order, and so do all calls. Each example has its own
+    process and folder, so that it finds no files of another one."""
     texts = [test for test in tests if isinstance(test, str)]
     calls = [asdict(test) for test in tests if isinstance(test, Call)]
     passed = _count_judged(program, "judge", texts, deadline, jail) if texts else 0
@@ -163,8 +164,8 @@ def count_passed(
 def _count_judged(
     program: str, role: str, tests: Sequence[Any], deadline: float, jail: Jail
 ) -> int:
-    """How many tests pass, as a process says that the program cannot reach. What a program sends is
-    read there, and costs this process nothing."""
+    """The number of tests that pass, counted by a judging process that the program cannot reach.
+    That process also reads what the program sends, so a flood of output cannot slow this one."""
     with (
         jail.run() as programs,
         _file_of(program) as text,
@@ -175,7 +176,7 @@ def _count_judged(
         programs.start("serve", [text, of_program.fileno()])
         programs.start(role, [asked, of_judge.fileno(), verdicts.fileno()])
         for end in (of_program, of_judge, verdicts):
-            end.close()  # so that a judge which has ended is seen
+            end.close()  # else `_receive` would not notice that the judge has ended
         passed = 0
         with suppress(TimeoutError):
             while piece := _receive(ours, deadline):
@@ -184,7 +185,7 @@ def _count_judged(
 
 
 def _passes(program: str, test: Example, deadline: float, jail: Jail) -> bool:
-    """Whether a program writes what is wanted, and ends without an error."""
+    """Whether a program writes the expected output and ends without an error."""
     with (
         jail.run() as programs,
         _file_of(program) as text,
@@ -201,13 +202,13 @@ def _passes(program: str, test: Example, deadline: float, jail: Jail) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Without blanks at line ends and empty lines at the end."""
+    """The lines of a text, without blanks at line ends and empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 @contextmanager
 def _file_of(text: str) -> Generator[int]:
-    """The descriptor of a file without a name."""
+    """The descriptor of an unnamed temporary file with this text."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode(errors="replace"))
         file.flush()
@@ -223,6 +224,6 @@ def _linked() -> Generator[tuple[socket.socket, socket.socket]]:
 
 
 def _receive(sock: socket.socket, deadline: float) -> bytes:
-    """Raises TimeoutError at the deadline."""
+    """The next bytes of a socket. Raises TimeoutError at the deadline."""
     sock.settimeout(max(deadline - monotonic(), 0.001))
     return sock.recv(1 << 12)

@@ -1,12 +1,13 @@
-"""Where programs that a model wrote run: processes behind walls, started by a process of their own.
+"""Runs programs that a model wrote in sandboxed processes, which a separate process starts.
 
     jail = Jail()
     with jail.run() as programs:
         pid = programs.start("script", [program, given, written])
         status = programs.wait(pid, deadline)
 
-`launcher.py` is that process and `walls.py` what it raises; SECURITY.md says what they contain.
-What asks it (a reward worker) has keys in its environment, and judges; it never runs a program.
+`launcher.py` is that process, and `walls.py` the sandbox; SECURITY.md says what it contains. The
+reward worker, which has keys in its environment and judges the results, never runs a program
+itself.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ROOT = str(Path(__file__).parents[2])
 _START_S, _END_S = 60.0, 10.0
 
 launchers: set[int] = set()
-"""Process ids of the launchers of this process, which outlive a call of a reward function."""
+"""Process ids of this process's launchers, which stay alive between calls of a reward function."""
 
 
 class JailError(RuntimeError):
@@ -49,16 +50,16 @@ class JailError(RuntimeError):
 
 
 class Jail:
-    """A launcher, started at once, and the folder that its programs may write to.
+    """A launcher process, started at once, and the folder that its programs may write to.
 
-    `folder` is removed by whoever has made it; unset, the jail makes one and removes it. Of
-    `refused`, kinds of walls, it goes without. Raises JailError where it does not start.
+    The caller removes `folder`; by default the jail makes one and removes it. `refused` are kinds
+    of walls to leave out. Raises JailError where the launcher does not start.
     """
 
     def __init__(self, folder: Path | None = None, refused: Sequence[str] = ()) -> None:
         self._own = None if folder is not None else tempfile.mkdtemp(prefix="hone-code-")
         self._folder = Path(folder or self._own or "")
-        self._folder.chmod(0o711)  # programs may be another user's, who passes through
+        self._folder.chmod(0o711)  # programs may run as another user, who must enter the folder
         self._mount = self._folder / "program"
         self._mount.mkdir(mode=0o700, exist_ok=True)
         self._numbers = itertools.count()
@@ -90,7 +91,7 @@ class Jail:
         self._user: int = hello["ready"]
         self._has_tmpfs: bool = hello["tmpfs"]
         self.missing: Mapping[str, str] = hello["missing"]
-        """What no wall of this machine keeps programs from, in words."""
+        """By name of a missing wall: what programs can do on this machine without it."""
 
         with tempfile.TemporaryFile() as empty, self.run() as programs:
             pid = programs.start("trial", [empty.fileno()])
@@ -99,8 +100,8 @@ class Jail:
 
     @contextmanager
     def run(self) -> Generator[Programs]:
-        """Where programs of one test run; when it is left they are killed, and what they have
-        written is removed."""
+        """Run the programs of one test in the block; at its end they are killed, and their files
+        are removed."""
         folder = self._mount
         if not self._has_tmpfs:
             folder = self._folder / f"program-{next(self._numbers)}"
@@ -115,7 +116,7 @@ class Jail:
             try:
                 while self.receive(deadline) != END:
                     pass
-            except TimeoutError:  # what comes later would be taken for the next test's
+            except TimeoutError:  # a later answer would be taken for that of the next test
                 self.close()
                 raise self._lost("it cannot end what it has started") from None
             if not self._has_tmpfs:
@@ -134,16 +135,17 @@ class Jail:
             remove_tree(Path(self._own))
 
     def send(self, message: Any, handles: Sequence[int] = ()) -> None:
-        """Give the launcher a message and descriptors. Raises JailError where it is lost."""
+        """Send the launcher a message and descriptors. Raises JailError where it is lost."""
         try:
             socket.send_fds(self._control, [json.dumps(message).encode()], handles)
         except OSError as error:
             raise self._lost(str(error)) from None
 
     def receive(self, deadline: float) -> Any:
-        """Its next message. Raises TimeoutError at the deadline, JailError where it is lost."""
+        """The launcher's next message. Raises TimeoutError at the deadline, JailError where it is
+        lost."""
         while b"\n" not in self._arrived:
-            if (left_s := deadline - monotonic()) <= 0.0:  # though orphans end without end
+            if (left_s := deadline - monotonic()) <= 0.0:  # also under a flood of ended orphans
                 raise TimeoutError
             self._control.settimeout(left_s)
             try:
@@ -163,15 +165,15 @@ class Jail:
 
 
 class Programs:
-    """What runs in a jail at a time."""
+    """The running programs of a jail."""
 
     def __init__(self, jail: Jail, folder: str) -> None:
         self._jail = jail
         self._folder = folder
 
     def start(self, role: str, handles: Sequence[int]) -> int:
-        """Start a role of the launcher with copies of descriptors, and return its process id
-        there."""
+        """Start a role of the launcher with copies of descriptors, and return its process id in the
+        launcher's process table."""
         self._jail.send({"role": role, "folder": self._folder}, handles)
         deadline = monotonic() + _START_S
         while "started" not in (message := self._jail.receive(deadline)):
@@ -179,7 +181,7 @@ class Programs:
         return message["started"]
 
     def wait(self, pid: int, deadline: float) -> int | None:
-        """The exit code of what has been started; None where the deadline comes first."""
+        """Wait for a started program; its exit code, or None at the deadline."""
         while True:
             try:
                 message = self._jail.receive(deadline)
@@ -190,8 +192,8 @@ class Programs:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder whatever a program has made of it: folders without permissions, or nested
-    deeper than a path may be long. None of its processes may be left."""
+    """Remove a folder even if a program has removed permissions in it, or nested folders deeper
+    than the longest path. None of its processes may be left."""
     mark, numbers = secrets.token_hex(8), itertools.count()
     with suppress(FileNotFoundError):
         folder.chmod(0o700)
@@ -213,7 +215,7 @@ def remove_tree(folder: Path) -> None:
 
 @cache
 def missing_walls() -> Mapping[str, str]:
-    """What no wall of this machine keeps programs from, in words, by the name of the wall."""
+    """By name of a missing wall: what programs can do on this machine without it."""
     jail = Jail()
     try:
         return jail.missing
@@ -223,7 +225,7 @@ def missing_walls() -> Mapping[str, str]:
 
 @cache
 def warn_of(missing: tuple[str, ...]) -> None:
-    """Say once what programs can do here."""
+    """Warn once of what programs can do on this machine."""
     _log.warning(
         "`code_tests` runs programs that a model wrote, and nothing on this machine keeps them "
         "from this: %s. SECURITY.md says what to do.",

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible address that says in words how good a completion is.
+"""LLM as a judge: a model behind an OpenAI-compatible API that rates completions in text.
 
 Source: OpenAI's `POST /chat/completions`, as vLLM, SGLang and others serve it.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from hone.address import address_problem
-from hone.config.data import fill_template, template_fields
+from hone.data.settings import fill_template, template_fields
 from hone.observe.column_values import as_text
 from hone.rewards.base import compile_regex
 from hone.rewards.remote import Remote, shown
@@ -68,7 +68,7 @@ class Judge(Remote):
     def __call__(
         self, *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float]:
-        values = {name: held[0] for name, held in columns.items() if isinstance(held, list)}
+        values = {name: column[0] for name, column in columns.items() if isinstance(column, list)}
         values |= {"prompt": prompts[0], "completion": completions[0]}
         content = {
             "model": self.model,
@@ -82,9 +82,9 @@ class Judge(Remote):
     def _question(self, values: Mapping[str, Any]) -> str:
         def value_of(name: str) -> str:
             if values.get(name) is None:
-                held = ", ".join(sorted(key for key, value in values.items() if value is not None))
+                known = ", ".join(sorted(key for key, value in values.items() if value is not None))
                 raise ValueError(
-                    f"the template names {name!r}, which this row does not have (it has {held}). "
+                    f"the template names {name!r}, which this row does not have (it has {known}). "
                     f"For literal braces write {{{{{name}}}}}."
                 )
             try:
@@ -102,30 +102,31 @@ class Judge(Remote):
                 raise ScoreTypeError(
                     f"answered {shown(answer)}, in which there is no choices[0].message.content"
                 )
-        found = [match[1] for match in compile_regex(self.pattern).finditer(text)]
-        if not found:
+        numbers = [match[1] for match in compile_regex(self.pattern).finditer(text)]
+        if not numbers:
             is_cut = choice.get("finish_reason") == "length"
             raise InvalidScoreError(
                 f"the pattern {self.pattern!r} is not in its answer, which ends {text[-200:]!r}"
                 + f" and was cut at max_tokens ({self.max_tokens})" * is_cut
             )
         try:
-            return float(found[-1])
-        except (TypeError, ValueError):  # None where the group has not taken part
+            return float(numbers[-1])
+        except (TypeError, ValueError):  # None where the group is not part of the match
             raise InvalidScoreError(
-                f"the pattern {self.pattern!r} took {found[-1]!r} out of its answer, which is no "
+                f"the pattern {self.pattern!r} took {numbers[-1]!r} out of its answer, which is no "
                 "number"
             ) from None
 
 
 def _as_text(value: Any) -> str:
-    """Text as it is, the content of a single message, several with roles; else JSON."""
+    """The value as text: text unchanged, the content of a single message, several messages with
+    their roles, and anything else as JSON."""
     match value:
         case str():
             return value
         case [{"content": str(content)}]:
             return content
         case [{"role": _, "content": _}, *_]:
-            return "\n\n".join(f"{each['role']}: {_as_text(each['content'])}" for each in value)
+            return "\n\n".join(f"{turn['role']}: {_as_text(turn['content'])}" for turn in value)
         case _:
             return as_text(value)

@@ -1,10 +1,10 @@
-"""The process that starts programs which a model wrote, each as a copy of itself behind walls.
+"""The process that starts programs which a model wrote, each in a sandboxed fork of itself.
 
     python -I launcher SOCKET FOLDER [REFUSED...]
 
-It is started with an empty environment, reads nothing but which roles to start, and each copy is
-made before the tests are read by anybody in it: so nothing that a program finds in its memory, its
-environment or its frames is worth finding. A role gets its text and its streams as descriptors:
+It starts with an empty environment and reads only which roles to start, and each fork happens
+before it reads any tests. So a program finds no secrets and no expected values in its memory, its
+environment or its frames. A role gets its text and its streams as descriptors:
 
     trial   does nothing, behind the walls: an empty text
     script  runs a program whole: its text, what it reads, what it writes
@@ -55,7 +55,7 @@ from hone.rewards.walls import Walls, enter, raise_walls
 __all__ = ["END", "main"]
 
 END = "end"
-"""What a launcher is sent to kill all that it has started, and says when that is gone."""
+"""Message to a launcher to kill all that it has started, and its answer when that is gone."""
 
 
 def main() -> None:
@@ -68,13 +68,13 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     hello = {"ready": os.geteuid(), "missing": walls.missing, "tmpfs": walls.tmpfs}
     _tell(control, hello)
-    gc.freeze()  # copies then share these pages
-    role = _launch(control, walls)  # comes back in a copy alone
+    gc.freeze()  # forks then share these pages
+    role = _launch(control, walls)  # returns only in a fork
     role()
 
 
 def _launch(control: socket.socket, walls: Walls) -> Callable[[], NoReturn]:
-    """Start what is asked for. Returns in each copy, with what it does."""
+    """Start the requested roles. Returns only in each fork, with the function to run there."""
     ended, wake = socket.socketpair()
     ended.setblocking(False)
     wake.setblocking(False)
@@ -104,7 +104,7 @@ def _launch(control: socket.socket, walls: Walls) -> Callable[[], NoReturn]:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for sock in (control, ended, wake):
-                sock.detach()  # else what has its number later would be closed with it
+                sock.detach()  # else its finalizer would close a later descriptor of this number
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, handler)
@@ -116,32 +116,32 @@ def _launch(control: socket.socket, walls: Walls) -> Callable[[], NoReturn]:
 
 
 def _reap() -> list[tuple[int, int]]:
-    """Children that have ended, with their exit codes; orphans of them too."""
-    found: list[tuple[int, int]] = []
+    """Ended children and adopted orphans, with their exit codes."""
+    ended: list[tuple[int, int]] = []
     with suppress(ChildProcessError):
-        while (one := os.waitpid(-1, os.WNOHANG))[0]:
-            found.append((one[0], os.waitstatus_to_exitcode(one[1])))
-    return found
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append((child[0], os.waitstatus_to_exitcode(child[1])))
+    return ended
 
 
 def _kill_all(walls: Walls, started: Iterable[int]) -> None:
-    """Kill all that has come out of this process, and wait until it is gone."""
+    """Kill all descendants of this process, and wait until they are gone."""
     with suppress(ChildProcessError):
         while True:
             if walls.namespaces:
                 with suppress(ProcessLookupError):
-                    os.kill(-1, signal.SIGKILL)  # all of this process table but its first process
+                    os.kill(-1, signal.SIGKILL)  # all in this PID namespace except this process
             else:
                 for child in _children() or started:
                     with suppress(ProcessLookupError):
                         os.killpg(child, signal.SIGKILL)
                     with suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)
-            os.waitpid(-1, 0)  # an orphan of what has been killed is a child now
+            os.waitpid(-1, 0)  # orphans of killed processes are children of this process now
 
 
 def _children() -> list[int]:
-    """As the kernel lists them, orphans of children too; none where it does not."""
+    """Children of this process and adopted orphans, from the kernel; empty where it has no list."""
     with (
         suppress(FileNotFoundError),
         open(f"/proc/self/task/{os.getpid()}/children") as file,
@@ -154,11 +154,11 @@ def _tell(control: socket.socket, message: Any) -> None:
     control.sendall(json.dumps(message).encode() + b"\n")
 
 
-# ---- in a copy -----------------------------------------------------------------------------------
+# ---- in a fork -----------------------------------------------------------------------------------
 
 
 def _role(name: str, handles: list[int], walls: Walls, folder: str) -> Callable[[], NoReturn]:
-    """What the copy does, behind all walls, with its own descriptors alone."""
+    """Enter the sandbox, close foreign descriptors, and return the function that the fork runs."""
     text, *streams = handles
     null = os.open(os.devnull, os.O_RDWR)
     ours = [*streams, null] if name == "script" else [null, null, null, *streams]
@@ -166,22 +166,22 @@ def _role(name: str, handles: list[int], walls: Walls, folder: str) -> Callable[
     for number, handle in enumerate(moved[1:]):
         os.dup2(handle, number)
     with os.fdopen(moved[0], encoding="utf-8") as file:
-        found = file.read()
+        content = file.read()
     os.closerange(len(ours), os.sysconf("SC_OPEN_MAX"))
     enter(walls, folder)
     sys.argv = ["program.py"]
     if name == "trial":
         return functools.partial(os._exit, 0)
     if name == "script":
-        return functools.partial(_run_script, found)
+        return functools.partial(_run_script, content)
     link = Link(socket.socket(fileno=3))
     if name == "serve":
-        return functools.partial(_serve_program, found, link)
-    return functools.partial({"judge": judge, "calls": judge_calls}[name], found, link, 4)
+        return functools.partial(_serve_program, content, link)
+    return functools.partial({"judge": judge, "calls": judge_calls}[name], content, link, 4)
 
 
 def _exported(module: ModuleType) -> Iterable[tuple[str, Any]]:
-    """What `from module import *` gives."""
+    """The names and values that `from module import *` imports."""
     public = [name for name in vars(module) if not name.startswith("_")]
     return ((name, getattr(module, name)) for name in getattr(module, "__all__", public))
 
@@ -191,19 +191,20 @@ _IMPORTED = (
     *(itertools, functools, operator, io, sys, json, typing, fractions, time),
 )
 _BUILT_INS: dict[str, Any] = {
-    **{name: one for module in _IMPORTED for name, one in _exported(module)},
+    **{name: value for module in _IMPORTED for name, value in _exported(module)},
     **{module.__name__: module for module in _IMPORTED},
     **vars(builtins),
 }
-"""What a program has without an import: also the names that the graders of data sets import before
-it, since solutions in the form of LeetCode's use `List`, `deque` or `bisect_left` so. They are no
-names of the program, which would pass with nothing where tests ask for one of them.
+"""Names that a program has without an import. They include those that the graders of data sets
+import, since solutions in LeetCode's form use `List`, `deque` or `bisect_left` without importing
+them. They are built-ins, not globals of the program: otherwise an empty program would pass where
+tests ask for one of these names.
 
 Source: `lcb_runner/evaluation/testing_util.py` of LiveCodeBench and `eval/testing_util.py` of APPS,
 whose lists these are together.
 """
 _MAX_RECURSION = 50_000
-"""Calls within each other, as LiveCodeBench's grader allows: a search of depth 10,000 is common."""
+"""Recursion limit, as in LiveCodeBench's grader: a search of depth 10,000 is common."""
 
 
 def _module(name: str) -> dict[str, Any]:
@@ -215,8 +216,8 @@ def _module(name: str) -> dict[str, Any]:
 
 
 def _run_script(program: str) -> NoReturn:
-    """Run a program to its end, as Python would, but for freeing its memory piece by piece: of a
-    copy that takes four times as long as all else."""
+    """Run a program to its end like Python, but without freeing its objects at exit: in a fork that
+    took four times as long as everything else."""
     names = _module("__main__")
     status = 0
     try:
@@ -237,7 +238,7 @@ def _run_script(program: str) -> NoReturn:
 
 
 def _serve_program(program: str, link: Link) -> NoReturn:
-    """Run a program, say whether that has worked, and answer what is asked of it."""
+    """Run a program, report whether it loaded, and serve calls of its functions."""
     peer = Peer(link, is_judge=False)
     peer.names = _module("program")
     try:

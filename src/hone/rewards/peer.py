@@ -1,9 +1,9 @@
-"""Values and calls between a program that nobody has vouched for and the process that judges it.
+"""Values and calls between an untrusted program and the process that judges it.
 
-Plain values travel as copies, in JSON with tags. Anything else stays where it is: the other side
-gets a `Remote`, which asks for each use. So a program gives answers, and never sees what they are
-compared with: a `Remote` is equal to no plain value, and a test's value is never handed over for a
-comparison.
+Plain values are sent as copies, in tagged JSON. Any other object stays in its process: the other
+side gets a `Remote`, a proxy that sends a message for each use. So a program returns answers and
+never sees the expected values: a `Remote` is equal to no plain value, and a test's value is never
+sent for a comparison.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SCALARS: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = {
     "date": (lambda x: [x.isoformat()], date.fromisoformat),
     "time": (lambda x: [x.isoformat()], time.fromisoformat),
 }
-"""What goes over as words that JSON has, and how it is made of these again."""
+"""By name of a type: how its values are encoded as lists of JSON values, and decoded again."""
 _COPIED = {
     one: one.__name__
     for one in (
@@ -59,20 +59,20 @@ _COPIED = {
 
 
 class RemoteError(Exception):
-    """The other side has ended, or has sent what is no message."""
+    """The other side has ended, or has sent an invalid message."""
 
 
 class Link:
-    """Messages over a stream socket, one a line."""
+    """JSON messages over a stream socket, one in each line."""
 
     def __init__(self, sock: socket.socket, deadline: float | None = None) -> None:
         self._sock = sock
         self._deadline = deadline
-        """A time of `time.monotonic`, after which the other side counts as ended."""
+        """Time of `time.monotonic` after which the other side counts as ended."""
         self._arrived = bytearray()
 
     def send(self, message: Any) -> None:
-        """Raises RemoteError where the other side has ended."""
+        """Send a message. Raises RemoteError where the other side has ended."""
         self._watch_the_clock()
         try:
             self._sock.sendall(json.dumps(message).encode() + b"\n")
@@ -80,7 +80,7 @@ class Link:
             raise RemoteError(str(error)) from None
 
     def receive(self) -> Any:
-        """The next message. Raises RemoteError where there comes none."""
+        """The next message. Raises RemoteError where the other side ends, or sends none."""
         start = 0
         while (end := self._arrived.find(b"\n", start)) < 0:
             start = len(self._arrived)
@@ -105,32 +105,32 @@ class Link:
         if self._deadline is None:
             return
         left_s = self._deadline - monotonic()
-        if left_s <= 0.0:  # else one that sends without end would go on
+        if left_s <= 0.0:  # a socket timeout alone would not stop a side that keeps sending
             raise RemoteError("the deadline has passed")
         self._sock.settimeout(left_s)
 
 
 class Peer:
-    """One side of a link. The program's side does all that it is asked; the judge's side lets its
-    functions be called, and public attributes of its tests' own objects be used."""
+    """One side of a link. The program's side answers every request. The judge's side only lets its
+    functions be called, and public attributes of objects that tests define be used."""
 
     def __init__(self, link: Link, *, is_judge: bool) -> None:
         self.link = link
         self._is_judge = is_judge
         self._held: dict[int, Any] = {}
-        """What the other side may name, by number."""
+        """Objects for which the other side has a `Remote`, by number."""
         self._numbers: dict[int, int] = {}
         self._classes: dict[int, type] = {}
-        """Exception classes of the program, as the judge knows them."""
+        """The judge's stand-ins for exception classes of the program, by number."""
         self.names: dict[str, Any] = {}
-        """The global names of a program."""
+        """The global names of the program."""
         self.own: Collection[str] = ()
-        """Those that are not the well-known objects of their names."""
+        """Global names that the program has defined itself (`verdicts.own_names`)."""
 
     # ---- asking ----------------------------------------------------------------------------------
 
     def _ask(self, what: str, *words: Any) -> dict[str, Any]:
-        """What the other side answers, which may ask meanwhile."""
+        """Send a request and return the answer; answer the other side's requests meanwhile."""
         self.link.send({"ask": what, "words": words})
         while True:
             message = self.link.receive()
@@ -141,21 +141,22 @@ class Peer:
             self.answer(message)
 
     def result(self, what: str, *words: Any) -> Any:
-        """The value that the other side answers with. Raises what it raises, as far as that is of a
-        built-in class, and RemoteError."""
+        """The value of the other side's answer. Raises the other side's errors, with their built-in
+        base class, and RemoteError."""
         may_end = what == "do" and words[1] == "__next__"
         return self._value_of(self._ask(what, *words), may_end=may_end)
 
     def has(self, names: Collection[str], *, of_its_own: bool = False) -> set[str]:
-        """Which of the global names a program has, or has for something of its own."""
+        """Those of `names` that are globals of the program or, with `of_its_own`, that it has
+        defined itself."""
         answer = self._ask("own" if of_its_own else "has", sorted(names)).get("value")
         if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
             raise RemoteError("no answer")
         return set(names).intersection(answer)
 
     def call(self, number: int, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """The value of a call; what it has done to lists, dicts and sets among `args` is done to
-        these."""
+        """Call a function of the other side and return its value. Changes that it makes to
+        containers among `args` are made to the originals."""
         words = [self.encode(value) for value in args]
         message = self._ask("call", number, words, {k: self.encode(v) for k, v in named.items()})
         if isinstance(after := message.get("after"), list):
@@ -168,24 +169,24 @@ class Peer:
             return self.decode(message["value"])
         kind, text = self.decode(message.get("error")), str(message.get("text"))
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            kind = RuntimeError  # a program that exits ends nothing here
+            kind = RuntimeError  # such as SystemExit, which must not end this process
         if self._is_judge and not may_end and issubclass(kind, StopIteration | StopAsyncIteration):
             kind = RuntimeError  # it would end a loop of the test, as in `all(map(f, xs))`
         try:
             error = kind(text)
-        except TypeError:  # of more arguments, such as UnicodeDecodeError
+        except TypeError:  # a class with more arguments, such as UnicodeDecodeError
             error = RuntimeError(text)
         raise error
 
     # ---- answering -------------------------------------------------------------------------------
 
     def serve(self) -> NoReturn:
-        """Answer until the other side ends, which is a RemoteError."""
+        """Answer requests until the other side ends; then raises RemoteError."""
         while True:
             self.answer(self.link.receive())
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Do what is asked, and send the value or the error."""
+        """Execute a request, and send its value or error."""
         try:
             reply = self._reply(message["ask"], message["words"])
         except RemoteError:
@@ -193,7 +194,7 @@ class Peer:
         except BaseException as error:  # noqa: BLE001 - a program may raise anything
             try:
                 reply = {"error": self.encode(type(error)), "text": str(error)}
-            except Exception:  # noqa: BLE001 - which its own classes may do, too
+            except Exception:  # noqa: BLE001 - the program's error classes may raise anything too
                 reply = {"error": ["class", "RuntimeError"], "text": ""}
         self.link.send(reply)
 
@@ -223,7 +224,7 @@ class Peer:
         return {"value": self.encode(_do(self._held[number], name, *map(self.decode, rest)))}
 
     def _open(self, number: int, name: str) -> Any:
-        """The object whose attribute may be used."""
+        """The object with a number. Raises AttributeError where its attribute may not be used."""
         value = self._held[number]
         if self._is_judge and (name.startswith("_") or type(value).__module__ != "test"):
             raise AttributeError(name)
@@ -232,7 +233,7 @@ class Peer:
     # ---- values ----------------------------------------------------------------------------------
 
     def encode(self, value: Any) -> Any:
-        """A value as JSON has it, with what JSON has not as a list that begins with its kind."""
+        """A value as JSON; types that JSON lacks become lists that begin with the type's tag."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, Remote):
@@ -247,9 +248,9 @@ class Peer:
         if name == "int" and abs(value) < _EXACT:
             return int(value)
         if name == "dict":
-            return ["dict", [[self.encode(key), self.encode(one)] for key, one in value.items()]]
+            return ["dict", [[self.encode(key), self.encode(item)] for key, item in value.items()]]
         if name in _COLLECTIONS:
-            return [name, [self.encode(one) for one in value]]
+            return [name, [self.encode(item) for item in value]]
         return [name, *_SCALARS[name][0](value)]
 
     def _encode_array(self, value: Any) -> Any:
@@ -280,11 +281,11 @@ class Peer:
         if self._is_judge and not callable(value) and type(value).__module__ != "test":
             raise TypeError(f"a test cannot give a {type(value).__name__} to a program")
         number = self._numbers.setdefault(id(value), len(self._numbers))
-        self._held[number] = value  # held, so that its id stays its own
+        self._held[number] = value  # keeps it alive, so that its id is not reused
         return ["mine", number]
 
     def decode(self, word: Any) -> Any:
-        """The value of what `encode` has made. Raises RemoteError for what it never makes."""
+        """Inverse of `encode`. Raises RemoteError for what `encode` never makes."""
         if not isinstance(word, list):
             if isinstance(word, dict):
                 raise RemoteError("no value")
@@ -307,10 +308,10 @@ class Peer:
 
                 return numpy.array(self.decode(words[2]), dtype=words[0]).reshape(words[1])
             case "class":
-                found = getattr(builtins, words[0])
-                if not isinstance(found, type):
+                value = getattr(builtins, words[0])
+                if not isinstance(value, type):
                     raise TypeError("no class")
-                return found
+                return value
             case "error":
                 return self._error_class(*words)
             case "yours":
@@ -321,7 +322,7 @@ class Peer:
                 raise ValueError(kind)
 
     def _error_class(self, number: int, name: str, base: str) -> type:
-        """A class that stands for an exception of the other side, so that a test can catch it."""
+        """A local class for an exception class of the other side, so that a test can catch it."""
         if number not in self._classes:
             kind = getattr(builtins, base)
             if not issubclass(kind, BaseException):
@@ -331,7 +332,7 @@ class Peer:
 
 
 def _become(value: Any, after: Any) -> None:
-    """Make a container what a call has made of its copy."""
+    """Give a container the content that a call has given its copy."""
     if type(value) is not type(after):
         return
     match value:
@@ -388,7 +389,7 @@ class Remote:
 
 
 def number_of(remote: Remote) -> int:
-    """By which the other side knows its object."""
+    """The number of the object on the other side."""
     return object.__getattribute__(remote, "_number")
 
 
@@ -401,8 +402,8 @@ def _ask_to_do(name: str) -> Callable[..., Any]:
 
 
 def _between_two(name: str) -> Callable[[Remote, Any], Any]:
-    """What is asked of the other side where both are its own objects. With a plain value it would
-    learn what a test expects, and could answer as it likes."""
+    """A binary operation, which is sent to the other side only if both operands are its objects. A
+    plain value would show the program what a test expects, and it could answer accordingly."""
 
     def method(self: Remote, other: Any) -> Any:
         return _ask_to_do(name)(self, other) if isinstance(other, Remote) else NotImplemented

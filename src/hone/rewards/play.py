@@ -1,6 +1,6 @@
-"""A user's environment answers a turn of the policy; where that ends the episode, it is scored.
+"""Calls a user's environment with a turn of the policy, and scores the episode where that ends it.
 
-As `score.py`, this is the whole of it without processes; it runs in a worker.
+It runs in a worker, and knows nothing of processes, like `score.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hone.envs.calling import check_args
 from hone.envs.env import Episode
-from hone.errors import did_you_mean
-from hone.rewards.resolve import error_location, resolve
+from hone.rewards.resolve import error_location
 from hone.rewards.score import (
     ENV_NAME,
     RewardFunction,
@@ -24,26 +24,27 @@ from hone.rewards.score import (
     await_result,
     score,
 )
-from hone.rewards.shapes import InvalidScoreError, Part, own_part
-from hone.types import Observation, Sample, StopReason
+from hone.rewards.session_player import SessionCall, SessionPlayer
+from hone.rewards.shapes import FunctionScore, InvalidScoreError, read_score
+from hone.types import FailureKind, Observation, Sample, StopReason
 
-__all__ = ["EpisodeSoFar", "Player", "episode_of", "play"]
+__all__ = ["EpisodeSoFar", "Player", "episode_of", "play", "read_answer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSoFar:
-    """What an environment is given, and what has been counted of its episode."""
+    """The input of an environment, and the totals of its episode."""
 
-    given: Mapping[str, Any]
-    """The fields of `hone.envs.Episode`."""
+    given: Mapping[str, Any] | SessionCall
+    """The fields of `hone.envs.Episode`, or the call of a session."""
     earned: float
-    """The sum of the observations' rewards."""
+    """Sum of the observations' rewards."""
     limit: StopReason | None
-    """Why it must end."""
+    """The limit for which the episode must end now, or None."""
 
 
 def episode_of(sample: Sample, *, max_turns: int) -> EpisodeSoFar:
-    """What an environment is asked of `sample`."""
+    """The episode of a sample whose last turn an environment is to answer."""
     reason = StopReason.MAX_TURNS if len(sample.turns) >= max_turns else StopReason.LENGTH
     return EpisodeSoFar(
         given={
@@ -63,30 +64,38 @@ def episode_of(sample: Sample, *, max_turns: int) -> EpisodeSoFar:
 
 
 def play(
-    env: Player,
+    env: Player | SessionPlayer,
     functions: Sequence[RewardFunction],
     given: Mapping[str, Any],
     episode: EpisodeSoFar,
     *,
     on_call: Callable[[int], None],
 ) -> Verdict:
-    """Ask the environment; where it ends the episode without a reward, call the functions.
+    """Call the environment; where it ends the episode without a reward, call the functions.
 
-    `on_call` gets the index of each function just before it is called, their number for the
-    environment.
+    `on_call` gets the index of each function just before its call; the environment's index is
+    `len(functions)`.
     """
     start = time.perf_counter()
     on_call(len(functions))
     outcome = attempt(env, episode.given)
+    if isinstance(env, SessionPlayer):
+        given = {**given, "environment": env.environment}
+        if isinstance(outcome, Verdict) and outcome.failure is not FailureKind.INVALID:
+            is_lost = not outcome.is_certain and episode.limit is not StopReason.DEADLINE
+            outcome = replace(outcome, is_session_lost=is_lost)
     stop_reason = None
     if isinstance(outcome, Observation):
         if episode.limit is None:
             return Verdict(observation=outcome, seconds=time.perf_counter() - start)
-        stop_reason, outcome = episode.limit, Part(outcome.reward)
-    if isinstance(outcome, Part):
+        stop_reason, outcome = episode.limit, FunctionScore(outcome.reward)
+    if isinstance(outcome, FunctionScore):
+        if outcome.is_truncated:
+            stop_reason = episode.limit or StopReason.MAX_TURNS
         is_scored = outcome.score is not None
-        if is_scored or episode.earned:
-            outcome = replace(outcome, score=(outcome.score or 0.0) + episode.earned)
+        earned = episode.earned + outcome.earned
+        if is_scored or earned:
+            outcome = replace(outcome, score=(outcome.score or 0.0) + earned)
         called = [] if is_scored else functions
         outcome = score(called, given, of_env=outcome, on_call=on_call)
     return replace(outcome, stop_reason=stop_reason, seconds=time.perf_counter() - start)
@@ -97,19 +106,11 @@ class Player:
 
     name = ENV_NAME
 
-    def __init__(self, path: str, args: Mapping[str, Any]) -> None:
-        """Raises ValueError where there is no such class, or it cannot be made."""
-        made = resolve(path, "environment")
+    def __init__(self, made: Any, path: str, args: Mapping[str, Any]) -> None:
+        """Raises ValueError where `made`, which `path` names, cannot be made or has no method for a
+        turn."""
         if inspect.isclass(made):
-            try:
-                inspect.signature(made).bind(**args)
-            except (TypeError, ValueError) as error:
-                names = [name for name in inspect.signature(made).parameters if name != "self"]
-                hint = next((did_you_mean(name, names) for name in args if name not in names), "")
-                raise ValueError(
-                    f"env.args do not fit '{path}', which takes {', '.join(names) or 'nothing'}: "
-                    f"{error}.{hint}"
-                ) from None
+            check_args(path, made, args)
             try:
                 made = made(**args)
             except (Exception, SystemExit) as error:  # foreign code may raise anything
@@ -118,7 +119,8 @@ class Player:
         if not callable(step):
             raise ValueError(
                 f"'{path}' has no method `step`; an environment is a class with "
-                "`step(self, episode)`, which returns what it says, or a reward"
+                "`step(self, episode)`, which returns what it says, or a reward, or one with "
+                "`start(self, row)` and `step(self, action)`"
             )
         try:
             inspect.signature(step).bind(None)
@@ -131,20 +133,22 @@ class Player:
         code = getattr(inspect.unwrap(step), "__code__", None)
         self.file: str | None = code.co_filename if code is not None else None
 
-    def __call__(self, given: Mapping[str, Any]) -> Part | Observation:
+    def __call__(self, given: Mapping[str, Any]) -> FunctionScore | Observation:
         """Answer the last turn. Raises InvalidScoreError, or whatever the environment raises."""
-        answer = self.function(Episode(**given))
-        if inspect.isawaitable(answer):
-            answer = await_result(answer)
-        if isinstance(answer, str):
-            answer = Observation(answer)
-        elif isinstance(answer, Sequence) and not isinstance(answer, bytes):
-            answer = Observation(_messages(answer))
-        return _checked(answer) if isinstance(answer, Observation) else own_part(answer)
+        return read_answer(await_result(self.function(Episode(**given))))
+
+
+def read_answer(answer: Any) -> FunctionScore | Observation:
+    """An environment's answer as an observation or a score. Raises InvalidScoreError."""
+    if isinstance(answer, str):
+        answer = Observation(answer)
+    elif isinstance(answer, Sequence) and not isinstance(answer, bytes):
+        answer = Observation(_messages(answer))
+    return _checked(answer) if isinstance(answer, Observation) else read_score(answer)
 
 
 def _checked(observation: Observation) -> Observation:
-    """Raise InvalidScoreError for what cannot be appended, counted or kept."""
+    """Raise InvalidScoreError for an observation with invalid content, reward or state."""
     content, ids, longest = observation.content, observation.token_ids, observation.max_tokens
     if not isinstance(content, str):
         _messages(content)
@@ -156,7 +160,7 @@ def _checked(observation: Observation) -> Observation:
         raise InvalidScoreError(f"answered with max_tokens={longest!r}; allowed: 1 or more")
     if not all(type(text) is str and text for text in observation.stop):
         raise InvalidScoreError(f"answered with stop={observation.stop!r}; allowed: texts")
-    own_part(observation.reward)
+    read_score(observation.reward)
     try:
         json.dumps(observation.state, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -169,13 +173,13 @@ def _checked(observation: Observation) -> Observation:
 
 def _messages(answer: Sequence[Any]) -> tuple[dict[str, Any], ...]:
     messages = tuple(answer)
-    if not messages or not all(isinstance(one, dict) and "role" in one for one in messages):
+    if not messages or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
         raise InvalidScoreError(
             "answered with a list that is not of chat messages, such as "
             '[{"role": "user", "content": "..."}]'
         )
-    for one in messages:
-        if not isinstance(content := one.get("content", ""), str):
+    for turn in messages:
+        if not isinstance(content := turn.get("content", ""), str):
             raise InvalidScoreError(
                 f"answered with a message whose content is {content!r:.80}; it must be text: "
                 "a chat template would write Python's spelling of anything else"

@@ -1,4 +1,4 @@
-"""The driver's side of scoring in processes that can be killed.
+"""The driver's side of scoring in worker processes, which can be killed.
 
 driver ──samples──► fork server ──one sample at a time──► worker, worker, ...
    ◄──verdicts──────┘          ◄──verdict────────────────────┘
@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -26,40 +27,99 @@ from typing import Any, NoReturn, Protocol
 
 from hone.errors import UserError
 from hone.rewards import wire
+from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.jail import remove_tree, warn_of
 from hone.rewards.play import EpisodeSoFar
 from hone.rewards.score import Verdict
-from hone.rewards.worker import Job, encode_request
+from hone.rewards.settings import RewardConfig
+from hone.rewards.worker import CLOSE, NO_SESSION, FunctionSpec, Job, encode_request
+from hone.rollout.settings import EnvConfig
+from hone.user_code.inherited import inherited
 
-__all__ = ["ONE_THREAD", "Pool", "describe_exit"]
+__all__ = ["ONE_THREAD", "WorkerPool", "describe", "describe_exit", "job_of"]
 
 _log = logging.getLogger(__name__)
 
 FORK_SERVER = "hone.rewards.fork_server"
-# One worker a core: a thread pool in each would only make them fight.
+# There is one worker for each core; thread pools in them would only compete for cores.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+LOAD_TIMEOUT_S = 120.0
+"""Deadline of importing the user's modules, which may load large libraries from a slow disk."""
 _CLOSE_S = 5.0
 _SLOW_IMPORT_S = 10.0
 """Time between warnings of an import that takes long."""
 
 
-class Pool:
-    """Scores samples in killable processes. Workers start when there is work for them.
+def job_of(
+    cfg: RewardConfig, names: Sequence[str], env: EnvConfig, *, tool_format: str | None = None
+) -> Job:
+    """The job of the workers: the functions of `cfg`, with their `names`, and the environment,
+    whose calls of tools are read in `tool_format`."""
+    specs = [*(entry.fn for entry in cfg.functions), env.path or "", *env.tools]
+    return Job(
+        env=_spec_of(env, tool_format) if env.is_set else None,
+        functions=tuple(
+            FunctionSpec(
+                name=name,
+                spec=entry.fn,
+                weight=entry.weight,
+                args=dict(entry.args),
+                whole_groups=entry.whole_groups,
+            )
+            for name, entry in zip(names, cfg.functions, strict=True)
+        ),
+        timeout_s=cfg.timeout_s,
+        load_timeout_s=LOAD_TIMEOUT_S,
+        memory_limit_bytes=int(cfg.memory_limit_gib * 2**30),
+        driver_pid=os.getpid(),
+        import_path=tuple(sys.path),
+        num_workers=cfg.worker_limit,
+        inherits=any(inherited(spec) is not None for spec in specs),
+        may_abstain=cfg.model.path is not None,
+    )
 
-    The first one starts at once. Raises ValueError where it cannot load the functions; `poll` does
-    so for later ones.
+
+def _spec_of(env: EnvConfig, tool_format: str | None) -> EnvSpec:
+    return EnvSpec(
+        path=env.path,
+        args=dict(env.args),
+        tools=env.tools,
+        tool_format=tool_format,
+        max_tool_calls=env.max_tool_calls,
+        max_parallel_calls=env.max_parallel_calls,
+        timeout_s=env.turn_timeout_s,
+        max_sessions=env.concurrency,
+    )
+
+
+def describe(cfg: RewardConfig, env: EnvConfig) -> EnvFacts:
+    """What the environment of a run is: it is loaded in a worker, and ended. Raises ValueError
+    where it cannot be loaded."""
+    pool = WorkerPool(job_of(cfg.model_copy(update={"functions": ()}), (), env))
+    with closing(pool):
+        assert pool.env is not None
+        return pool.env
+
+
+class WorkerPool:
+    """Scores samples in killable processes.
+
+    The first worker starts at once; others start when there are samples for them. Raises ValueError
+    where the first worker cannot load the functions; for later ones `poll` raises it.
     """
 
     def __init__(self, job: Job) -> None:
         self.num_kills = 0
         """Workers killed at a deadline."""
         self.signatures: list[dict[str, Any]] | None = None
-        """Of each function the `columns` of the data that it needs and the `framework` in whose
-        shape it is called; None until the first worker has loaded them."""
+        """For each function: the `columns` of the data that it needs, and the `framework` in whose
+        shape it is called. None until the first worker has loaded the functions."""
+        self.env: EnvFacts | None = None
+        """What the environment is; None without one."""
         self._scratch = None
         if any(function.spec == "code_tests" for function in job.functions):
             self._scratch = tempfile.mkdtemp(prefix="hone-code-")
-            os.chmod(self._scratch, 0o711)  # programs may be another user's, who passes through
+            os.chmod(self._scratch, 0o711)  # programs may run as another user, who must enter it
         self._job = job = replace(job, scratch=self._scratch)
         self._pending: set[int] = set()  # tickets
         self._verdicts: list[tuple[int, Verdict]] = []
@@ -86,12 +146,20 @@ class Pool:
         ticket: int,
         given: dict[str, Any] | list[dict[str, Any]],
         episode: EpisodeSoFar | None = None,
+        *,
+        session: int = 0,
+        kind: int = NO_SESSION,
     ) -> None:
-        """Queue one sample, to be scored from `given` (see `score.arguments`), with an environment
-        to be answered from `episode`; or a list of them, to be scored together."""
+        """Queue a sample to be scored from `given` (see `score.arguments`); with an environment,
+        `episode` is its input, and with sessions it goes to the worker of `session`. A list of
+        `given` is scored in one call."""
         assert ticket not in self._pending, f"{ticket=}"
         self._pending.add(ticket)
-        self._stream.put(encode_request(ticket, given, episode))
+        self._stream.put(encode_request(ticket, given, episode, session=session, kind=kind))
+
+    def close_session(self, session: int) -> None:
+        """Close a session, after the call that it is in."""
+        self._stream.put(encode_request(-1, [], None, session=session, kind=CLOSE))
 
     def poll(self, timeout_s: float) -> list[tuple[int, Verdict]]:
         """Tickets and verdicts since the last poll; waits at most `timeout_s` for the first."""
@@ -105,13 +173,13 @@ class Pool:
             self._wait(left)
 
     def cancel(self) -> None:
-        """Give up on all samples: no verdict comes of them. What workers hold they still score."""
+        """Drop all samples: `poll` returns no verdicts on them. Workers finish what they score."""
         self._pending.clear()
         self._verdicts.clear()
         self._stream.put(b"")
 
     def close(self) -> None:
-        """Kill all workers and whatever they started; return when they are gone."""
+        """Kill all workers and all of their descendants; return when they are gone."""
         self._stream.close()
         try:
             self._process.wait(_CLOSE_S)
@@ -126,15 +194,15 @@ class Pool:
         select.select([sock], [sock] if self._stream.has_outgoing else [], [], timeout_s)
 
     def _receive(self) -> None:
-        """Take in what the fork server has sent. Raises ValueError where a worker cannot load the
+        """Process the fork server's messages. Raises ValueError where a worker cannot load the
         functions, and UserError where the fork server has ended."""
         self._stream.flush()
         for body in self._stream.take():
-            what, *rest = pickle.loads(body)
-            if what == "error":
+            kind, *rest = pickle.loads(body)
+            if kind == "error":
                 raise ValueError(*rest)
-            if what == "signatures":
-                self.signatures, missing = rest
+            if kind == "signatures":
+                self.signatures, missing, self.env = rest
                 if missing:
                     warn_of(tuple(missing))
                 continue
@@ -153,17 +221,17 @@ class Pool:
             )
 
     def _how_it_ended(self) -> str:
-        """How the fork server has ended, whose connection is closed."""
+        """How the fork server has ended; its connection is closed."""
         try:
             return describe_exit(self._process.wait(_CLOSE_S))
-        except subprocess.TimeoutExpired:  # its code has closed the connection, or it is stuck
+        except subprocess.TimeoutExpired:  # user code has closed the connection, or it hangs
             self._process.kill()
             self._process.wait()
             return "its connection was closed, and it has been killed"
 
 
 class _Process(Protocol):
-    """What `subprocess.Popen` and a fork have in common."""
+    """The common interface of `subprocess.Popen` and `_Fork`."""
 
     def wait(self, timeout: float | None = None) -> int: ...
     def kill(self) -> None: ...
@@ -174,8 +242,8 @@ class _Fork:
 
     def __init__(self, run: Callable[[], NoReturn]) -> None:
         with warnings.catch_warnings():
-            # Python warns of threads, whose locks a fork may find taken. It takes none of them:
-            # it runs the reward functions and what they call.
+            # Python warns that other threads may hold locks at the fork. The fork takes none of
+            # these locks: it only runs the reward functions and what they call.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -186,7 +254,7 @@ class _Fork:
         while True:
             try:
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has waited for it
+            except ChildProcessError:  # other code of this process has reaped it
                 return 0
             if pid:
                 return os.waitstatus_to_exitcode(status)
@@ -217,7 +285,7 @@ def _start_fork_server(job: Job) -> tuple[_Process, wire.Stream]:
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, for people."""
+    """A description of how a process ended."""
     if status >= 0:
         return f"exit code {status}"
     name = signal.Signals(-status).name

@@ -1,8 +1,8 @@
-"""Rewards from a service over HTTP, and what calls of any service have in common.
+"""Rewards from a service over HTTP, and the base class of rewards that call services.
 
-A call is made in a reward worker, which waits for the answer: its deadline holds whatever the
-service, the network or a regular expression over the answer does. Worker processes wait as well as
-threads would (docs/design/remote-rewards.md has the measurement).
+A reward worker makes the call and waits for the answer, so its deadline also covers the service,
+the network and a regular expression over the answer. Waiting processes cost no more than waiting
+threads (docs/design/remote-rewards.md has the measurement).
 
 Source: OpenRLHF's `--reward.remote_url` (`openrlhf/utils/agent.py`, `openrlhf/cli/serve_rm.py`).
 """
@@ -28,31 +28,23 @@ from pydantic import Field, PrivateAttr, model_validator
 from hone.address import address_problem
 from hone.config.secret import VARIABLE, variables_of, with_variables
 from hone.observe.column_values import json_value
-from hone.rewards.base import Builtin
+from hone.rewards.base import Builtin, ServiceError
 from hone.rewards.shapes import ScoreTypeError
 from hone.types import FailureKind
 
-__all__ = ["Remote", "Service", "ServiceError", "shown"]
+__all__ = ["Remote", "Service", "shown"]
 
 MAX_ANSWER_BYTES = 4 * 2**20
-"""Largest answer of a service that is read."""
+"""Largest answer of a service, in bytes."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 8.0
-"""Between attempts: at most so long before the second one, twice as long before each next one."""
+"""Pause before the second attempt, which doubles before each next one, and the longest pause."""
 _MARGIN_S, _MARGIN_SHARE = 0.5, 0.1
-"""What is left of `reward.timeout_s` for the reason to come before the worker is killed: so many
-seconds, at most this share."""
+"""Margin before `reward.timeout_s`, in seconds and as its largest share: a call ends so much
+earlier, so that its error is reported before the worker is killed."""
 _SHOWN_CHARS = 200
-"""Of an answer, in messages."""
+"""Characters of an answer that are shown in messages."""
 _SECRET = re.compile("auth|cookie|key|secret|token", re.IGNORECASE)
-"""Names of headers whose values are not to be written into a run folder."""
-
-
-class ServiceError(Exception):
-    """A service has not answered, or has refused; the text says which, and how."""
-
-    def __init__(self, message: str, kind: FailureKind = FailureKind.EXCEPTION) -> None:
-        super().__init__(message)
-        self.kind = kind
+"""Names of headers whose values must not be written into a run folder."""
 
 
 class Remote(Builtin):
@@ -86,11 +78,11 @@ class Remote(Builtin):
         self._timeout_s = timeout_s - min(_MARGIN_S, _MARGIN_SHARE * timeout_s)
 
     def post(self, url: str, content: Mapping[str, Any]) -> Any:
-        """What the service at `url` answers to `content`, both as JSON.
+        """Post `content` to `url` as JSON, and return the JSON answer.
 
         Attempts are repeated, with growing pauses, after the statuses 429 and 5xx and where the
-        connection is refused or lost. Raises ServiceError without an answer, ScoreTypeError where
-        it is not JSON.
+        connection is refused or lost. Raises ServiceError without an answer, and ScoreTypeError
+        for an answer that is not JSON.
         """
         secrets = {
             name: _read_variable(name)
@@ -101,7 +93,7 @@ class Remote(Builtin):
         url = with_variables(url, secrets)
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         for name, value in self.headers.items():
-            headers[name] = VARIABLE.sub(lambda found: secrets[found[1]], value)
+            headers[name] = VARIABLE.sub(lambda match: secrets[match[1]], value)
         data = json.dumps(content, default=json_value).encode()
         limit = f"{self._timeout_s:g} s of `reward.timeout_s`"
         deadline, wait_s, attempts = monotonic() + self._timeout_s, _FIRST_WAIT_S, 0
@@ -112,7 +104,7 @@ class Remote(Builtin):
                 body = _attempt(Request(url, data, headers), left_s, secrets.values())
                 break
             except _TransientError as error:
-                pause_s = wait_s * random.uniform(0.5, 1.0)  # else all workers come back at once
+                pause_s = wait_s * random.uniform(0.5, 1.0)  # so that workers do not retry at once
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
                 if monotonic() + pause_s >= deadline:
                     raise ServiceError(f"{error} ({attempts} attempts in {limit})") from None
@@ -126,15 +118,15 @@ class Remote(Builtin):
 
 
 class Service(Remote):
-    """The reward that an address gives to `{"query": [...], "prompts": [...], "labels": [...]}`,
-    lists of one sample or of a whole group, in its answer `{"rewards": [...]}`.
+    """A service that gets `{"query": [...], "prompts": [...], "labels": [...]}`, with lists of one
+    sample or of a whole group, and answers `{"rewards": [...]}`.
 
-    The query is the rendered prompt with the completion. `scores` and `extra_logs` beside the
-    rewards become metrics.
+    The query is the rendered prompt with the completion. `scores` and `extra_logs` in the answer
+    become metrics.
     """
 
     url: str
-    """The address, which each sample is posted to."""
+    """The address, to which each sample is posted."""
 
     @model_validator(mode="after")
     def _check(self) -> Service:
@@ -173,36 +165,36 @@ def _read_variable(name: str) -> str:
 
 
 class _TransientError(Exception):
-    """What another attempt may mend."""
+    """An error after which another attempt may succeed."""
 
 
 def _attempt(request: Request, timeout_s: float, secrets: Iterable[str]) -> str:
-    """The text of one answer, in which secrets are replaced. Raises _TransientError, TimeoutError,
-    or ServiceError for what another attempt does not mend."""
+    """The text of one answer, with secrets replaced. Raises _TransientError, TimeoutError, and
+    ServiceError for errors that another attempt would repeat."""
     try:
         with _opener().open(request, timeout=timeout_s) as response:
             text = _read(response, secrets)
-            if response.length:  # read() does not raise where it is given a size
+            if response.length:  # read(size) does not raise at the end of an incomplete answer
                 raise _TransientError("the connection was closed within the answer")
             return text
     except HTTPError as error:
         with error:
             reason = _without(secrets, f"{error.reason}")
-            told = f"HTTP status {error.code} ({reason}): {shown(_read(error, secrets))}"
+            message = f"HTTP status {error.code} ({reason}): {shown(_read(error, secrets))}"
         if error.code == 429 or error.code >= 500:
-            raise _TransientError(told) from None
+            raise _TransientError(message) from None
         if location := error.headers.get("Location"):
-            told += f"; it has moved to {_without(secrets, location)}"
-        raise ServiceError(told) from None
+            message += f"; it has moved to {_without(secrets, location)}"
+        raise ServiceError(message) from None
     except (OSError, HTTPException) as error:
         cause = error.reason if isinstance(error, URLError) else error
         if isinstance(cause, TimeoutError):
             raise TimeoutError from None
         kind = _TransientError if isinstance(cause, ConnectionError) else ServiceError
-        told = f"cannot be reached: {type(cause).__name__}: {_without(secrets, str(cause))}"
+        message = f"cannot be reached: {type(cause).__name__}: {_without(secrets, str(cause))}"
         if isinstance(cause, ssl.SSLCertVerificationError):
-            told += ". Of an authority of your own, name the certificate in SSL_CERT_FILE"
-        raise kind(told) from None
+            message += ". If you have your own certificate authority, set SSL_CERT_FILE to its file"
+        raise kind(message) from None
 
 
 def _read(answer: IO[bytes], secrets: Iterable[str]) -> str:
@@ -213,7 +205,7 @@ def _read(answer: IO[bytes], secrets: Iterable[str]) -> str:
 
 
 def _without(secrets: Iterable[str], text: str) -> str:
-    """What a service says, in which secrets are replaced, also as they stand in its address."""
+    """A service's text with secrets replaced, also in the URL-quoted forms of its address."""
     for secret in secrets:
         for form in (secret, quote(secret, safe=""), quote(secret), quote_plus(secret)):
             text = text.replace(form, "***")
@@ -221,19 +213,20 @@ def _without(secrets: Iterable[str], text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """What a service has answered, or its beginning, for messages."""
+    """An answer of a service, or its beginning, for messages."""
     text = value if isinstance(value, str) else json.dumps(value)
     return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirect would turn a POST into a GET, and take the key to another host."""
+    """Turns redirects into errors: they would make a GET of a POST, and send the key to another
+    host."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """None: the answer is an error."""
+        """Return None, so that the redirect is an HTTPError."""
 
 
 @cache
 def _opener() -> OpenerDirector:
-    """Made once: reading the certificates of this host takes some 20 ms."""
+    """The opener of all requests, cached since reading this host's certificates takes 20 ms."""
     return build_opener(HTTPSHandler(context=ssl.create_default_context()), _NoRedirects())

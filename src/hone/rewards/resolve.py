@@ -1,5 +1,5 @@
-"""From the name of a reward in a recipe to a function: `package.module:function` or
-`path/to/file.py:function`. Everything that can be wrong with it is a ValueError that says so.
+"""Imports the function that a recipe names: `package.module:function` or
+`path/to/file.py:function`. Every problem with the name or the function is a ValueError.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["check_signature", "error_location", "resolve"]
 
 
 def resolve(spec: str, what: str = "reward function") -> Callable[..., Any]:
-    """Import the function or class that `spec` names, unless it is inherited. Runs the user's
-    module: call it in a worker only. `what` it is, for messages.
+    """The function or class that `spec` names, inherited or imported. It runs the user's module, so
+    call it only in a worker. `what` is its kind, for messages.
 
     Raises ValueError saying what is missing, with the nearest name where there is one.
     """
@@ -59,10 +59,10 @@ def _a(what: str) -> str:
 def check_signature(
     function: Callable[..., Any], spec: str, args: Mapping[str, Any], *, whole_groups: bool = False
 ) -> dict[str, Any]:
-    """The `columns` that `function` needs beside a sample's arguments and `args`, and the
+    """The `columns` that `function` needs besides a sample's arguments and `args`, and the
     `framework` in whose shape it is called.
 
-    Raises ValueError where it cannot be called with these.
+    Raises ValueError where it cannot be called with them.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -81,8 +81,8 @@ def check_signature(
 
 
 def error_location(error: BaseException, file: str | None = None) -> str:
-    """`file.py:12: ValueError: text` for the innermost frame in `file` of an error in foreign code,
-    or for the innermost of all where it has none."""
+    """`file.py:12: ValueError: text` for an error in foreign code, at the innermost frame in
+    `file`, or at the innermost frame of all where none is in `file`."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next(
         (f for f in reversed(frames) if f.filename == file), frames[-1] if frames else None

@@ -1,7 +1,7 @@
-"""Several named functions score one sample; their weighted sum is its reward.
+"""Scoring of one sample by several named functions, whose weighted sum is its reward.
 
-This is the whole of scoring, without processes: the same code runs in a worker (functions of the
-user, mathematics) and in the caller (trusted built-ins).
+This code knows nothing of processes: it runs in workers (users' functions, mathematics) and in the
+caller (trusted built-ins).
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from functools import cache
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
-from hone.rewards.base import Builtin
-from hone.rewards.remote import ServiceError
+from hone.rewards.base import Builtin, ServiceError
 from hone.rewards.resolve import error_location
-from hone.rewards.shapes import InvalidScoreError, Part, ScoreTypeError, call_arguments, read_parts
+from hone.rewards.shapes import (
+    DeadlineError,
+    FunctionScore,
+    InvalidScoreError,
+    ScoreTypeError,
+    call_arguments,
+    read_scores,
+)
 from hone.types import FailureKind, Observation, Reward, Sample, StopReason
 from hone.user_code.signatures import shape_of
 
@@ -39,7 +45,7 @@ __all__ = [
 MAX_DETAIL_CHARS = 2000
 
 ENV_NAME = "env"
-"""What an environment's share of a reward is called."""
+"""Name of an environment's score among the parts of a reward."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -47,19 +53,22 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outcome for one sample: a reward, or why there is none, or an observation upon which its
-    episode goes on; or those of several samples that were scored in one call. Exactly one of
-    them."""
+    """The outcome for one sample: exactly one of a reward, a failure, or an observation with which
+    its episode continues. Or, in `of_group`, the verdicts on samples that were scored in one
+    call."""
 
     reward: Reward | None = None
     of_group: tuple[Verdict, ...] = ()
     observation: Observation | None = None
     stop_reason: StopReason | None = None
-    """The limit that has ended an episode which would have gone on."""
+    """The limit that has ended an episode; None where the environment ended it."""
     failure: FailureKind | None = None
     detail: str = ""
     is_certain: bool = False
-    """The failure does not depend on the completion: any other one fails as well."""
+    """The failure does not depend on the completion: every other one would fail too."""
+    is_session_lost: bool = False
+    """The session of an episode has failed or its process has ended, so that the episode may be
+    played again from its start."""
     seconds: float = 0.0
 
 
@@ -67,18 +76,20 @@ class Scoring(Protocol[T_co]):
     """A reward function, or an environment."""
 
     name: str
-    function: Callable[..., Any]
     file: str | None
-    """Where it is written, for messages."""
+    """Its source file, for messages."""
+
+    @property
+    def function(self) -> Callable[..., Any]: ...
 
     def __call__(self, given: Any, /) -> T_co:
-        """Raises InvalidScoreError, or whatever the user's code raises."""
+        """Call it. Raises InvalidScoreError, or whatever the user's code raises."""
         ...
 
 
 class RewardFunction:
-    """A function with its name, weight and arguments, called with what its signature names, in the
-    shape that it shows."""
+    """A function with its name, weight and arguments. It is called in the shape of its signature,
+    with the arguments that the signature names."""
 
     def __init__(
         self,
@@ -90,7 +101,7 @@ class RewardFunction:
         whole_groups: bool = False,
     ) -> None:
         self.whole_groups = whole_groups
-        """It is called with all samples of a prompt, else with one."""
+        """Whether it is called with all samples of a prompt, rather than with one."""
         self.function = function
         self.name = name
         self.weight = weight
@@ -101,7 +112,7 @@ class RewardFunction:
         self._shape = shape_of(self._parameters.values())
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 
-    def __call__(self, givens: Sequence[Mapping[str, Any]]) -> list[Part]:
+    def __call__(self, givens: Sequence[Mapping[str, Any]]) -> list[FunctionScore]:
         """Score samples in one call. Raises InvalidScoreError, or whatever the function raises."""
         logged: dict[str, Any] = {}
         available = call_arguments(self._shape, givens, self.args, logged)
@@ -118,15 +129,13 @@ class RewardFunction:
                     f"'{self.name}' needs '{name}', which is neither in its args nor a column of "
                     f"this row (columns: {columns})"
                 )
-        value = self.function(**chosen)
-        if inspect.isawaitable(value):
-            value = await_result(value)
-        return read_parts(value, self._shape, logged, len(givens))
+        value = await_result(self.function(**chosen))
+        return read_scores(value, self._shape, logged, len(givens))
 
 
 def arguments(sample: Sample, *, max_completion_tokens: int) -> dict[str, Any]:
-    """What calls of reward functions are made of: `hone.user_code.signatures.GIVEN`, in that order,
-    then what other frameworks give."""
+    """The values from which the arguments of reward functions are taken: those of
+    `hone.user_code.signatures.GIVEN`, in that order, then those that other frameworks need."""
     metadata, unrendered = dict(sample.prompt.metadata), sample.prompt.unrendered
     return {
         "completion": sample.text,
@@ -149,16 +158,17 @@ def score(
     functions: Sequence[RewardFunction],
     given: Mapping[str, Any],
     *,
-    of_env: Part | None = None,
+    of_env: FunctionScore | None = None,
     on_call: Callable[[int], None] | None = None,
     may_abstain: bool = False,
 ) -> Verdict:
-    """Call every function but those of whole groups, and sum weight x score over those that apply,
-    and what an environment has said. All may abstain where a whole group is still to be scored.
+    """Call all functions except those of whole groups, and sum weight x score over those that
+    apply, plus the score of an environment.
 
-    `on_call` gets the index of each function just before it is called. An error in a function
-    becomes a failed verdict, never a score. Where nothing applies there is no score either, but
-    with `may_abstain` a total of 0 without parts, to which something else will be added.
+    `on_call` gets the index of each function just before its call. An error in a function is a
+    failure, never a score. Where no function applies, the sample fails too, except with
+    `may_abstain` or where functions of whole groups follow: then the total is 0 without parts, to
+    which another score will be added.
     """
     start = time.perf_counter()
     weighted = [] if of_env is None else [(ENV_NAME, 1.0, of_env)]
@@ -182,10 +192,10 @@ def score_group(
     *,
     on_call: Callable[[int], None],
 ) -> Verdict:
-    """Call every function of whole groups once with all of `givens`: a verdict of each, or one
-    failure of all. `on_call` as in `score`."""
+    """Call each function of whole groups once with all samples `givens`. The verdict has one
+    verdict for each sample, or is one failure of all. `on_call` is that of `score`."""
     start = time.perf_counter()
-    called: list[list[tuple[str, float, Part]]] = []
+    called: list[list[tuple[str, float, FunctionScore]]] = []
     for index, function in enumerate(functions):
         if not function.whole_groups:
             continue
@@ -195,13 +205,16 @@ def score_group(
             return replace(outcome, seconds=time.perf_counter() - start)
         called.append([(function.name, function.weight, part) for part in outcome])
     seconds = time.perf_counter() - start
-    found = [_combine(one, may_abstain=True, seconds=seconds) for one in zip(*called, strict=True)]
-    return Verdict(of_group=tuple(found), seconds=seconds)
+    verdicts = [
+        _combine(weighted, may_abstain=True, seconds=seconds)
+        for weighted in zip(*called, strict=True)
+    ]
+    return Verdict(of_group=tuple(verdicts), seconds=seconds)
 
 
 def add_own(own: Verdict, in_group: Verdict, *, may_abstain: bool = False) -> Verdict:
-    """What functions have said of one sample by itself, a reward, and of it `in_group`.
-    `may_abstain` as in `score`."""
+    """The sum of a sample's verdict by functions of single samples, which has a reward, and of its
+    verdict `in_group`. `may_abstain` is that of `score`."""
     seconds = own.seconds + in_group.seconds
     if in_group.reward is None:
         return replace(in_group, seconds=seconds)
@@ -212,7 +225,7 @@ def add_own(own: Verdict, in_group: Verdict, *, may_abstain: bool = False) -> Ve
 
 
 def attempt(function: Scoring[T], given: Any) -> T | Verdict:
-    """What `function` says of `given`, or the verdict that it has failed."""
+    """The result of `function` for `given`, or a failed verdict where it raises."""
     try:
         return function(given)
     except InvalidScoreError as error:
@@ -220,6 +233,8 @@ def attempt(function: Scoring[T], given: Any) -> T | Verdict:
         is_certain = isinstance(error, ScoreTypeError)
     except ServiceError as error:
         kind, detail, is_certain = error.kind, str(error), True
+    except DeadlineError as error:
+        kind, detail, is_certain = FailureKind.TIMEOUT, str(error), False
     except MemoryError:
         kind, detail, is_certain = FailureKind.OUT_OF_MEMORY, "ran out of memory", False
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
@@ -230,14 +245,14 @@ def attempt(function: Scoring[T], given: Any) -> T | Verdict:
 
 
 def _is_certain(error: BaseException, function: Scoring[Any]) -> bool:
-    """Whether the error is one of the function's text or call, which no completion avoids."""
+    """Whether the error is in the function's code or call, so that every completion causes it."""
     if isinstance(function.function, Builtin):
-        # These give every completion a number, and say so of a row that is wrong. Anything else is
-        # of this host, as a full disk, or of a library that the completion has led astray.
+        # Built-ins score every completion, and raise ValueError for a bad row. Other errors come
+        # from this host, such as a full disk, or from a library that cannot handle the completion.
         return isinstance(error, ValueError)
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.startswith("<") and frame.filename != function.file for frame in frames):
-        return False  # raised by code that the function has executed: perhaps the completion
+        return False  # raised in code that the function executes, perhaps the completion
     match error:
         case UnboundLocalError():
             return False
@@ -246,13 +261,13 @@ def _is_certain(error: BaseException, function: Scoring[Any]) -> bool:
         case AttributeError():
             return isinstance(error.obj, ModuleType)
         case TypeError():
-            return frames[-1].filename == __file__  # of the call itself
+            return frames[-1].filename == __file__  # the call itself does not fit the signature
         case _:
             return False
 
 
 def _combine(
-    weighted: Sequence[tuple[str, float, Part]], *, may_abstain: bool, seconds: float
+    weighted: Sequence[tuple[str, float, FunctionScore]], *, may_abstain: bool, seconds: float
 ) -> Verdict:
     total, named = 0.0, dict[str, float]()
     for name, weight, part in weighted:
@@ -266,8 +281,8 @@ def _combine(
 def _checked(
     total: float, named: Mapping[str, float], *, may_abstain: bool, seconds: float
 ) -> Verdict:
-    """The reward, unless nothing scored the sample (further numbers have a `/`), or it is not
-    finite."""
+    """The verdict with this reward; a failure where it is not finite, or where nothing scored the
+    sample (names with a `/` are metrics, not scores)."""
     if not may_abstain and all("/" in name for name in named):
         detail = "every reward function returned None, so nothing scored this sample"
     elif not math.isfinite(total):
@@ -278,14 +293,14 @@ def _checked(
     return Verdict(failure=FailureKind.INVALID, detail=detail, seconds=seconds)
 
 
-def await_result(value: Awaitable[Any]) -> Any:
-    """What an awaitable of foreign code gives."""
-    return _event_loop().run(_await(value))
+def await_result(value: Any) -> Any:
+    """What foreign code returned, or what it gives once it is awaited."""
+    return _event_loop().run(_await(value)) if inspect.isawaitable(value) else value
 
 
 @cache
 def _event_loop() -> asyncio.Runner:
-    """One event loop for all calls: clients that users keep in a module belong to a loop."""
+    """One event loop for all calls: clients that users keep in a module belong to one loop."""
     return asyncio.Runner()
 
 

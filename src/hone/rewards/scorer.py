@@ -1,61 +1,57 @@
-"""Rewards for samples, while the caller does other work.
+"""Asynchronous scoring of samples, while the caller does other work.
 
     with Scorer(cfg.reward, max_completion_tokens=1024) as scorer:
         scorer.submit(sample)
         for sample in scorer.poll():
             sample.reward or sample.failure
 
-Every sample comes back exactly once, with either a reward or a failure; one that goes on in an
-environment with `observation`, to be submitted again after its next turn. No failure ever turns
-into a number.
+Every sample is returned exactly once, with either a reward or a failure. A sample whose episode
+continues is returned with `observation`, and is submitted again after its next turn. No failure
+ever becomes a number.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import re
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hone.address import names_code
-from hone.config.env import EnvConfig
-from hone.config.reward import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
 from hone.errors import UserError
 from hone.rewards.base import Builtin
-from hone.rewards.builtin import build
-from hone.rewards.play import EpisodeSoFar, episode_of
-from hone.rewards.pool import Pool
 from hone.rewards.resolve import check_signature
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score
-from hone.rewards.worker import EnvSpec, FunctionSpec, Job
+from hone.rewards.settings import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
+from hone.rollout.settings import EnvConfig
 from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
-from hone.user_code.inherited import inherited
 from hone.user_code.signatures import SHAPES, Shape, missing_column
+
+if TYPE_CHECKING:
+    from hone.rewards.environment import EnvFacts
+    from hone.rewards.live_sessions import LiveSessions
+    from hone.rewards.play import EpisodeSoFar
+    from hone.rewards.pool import WorkerPool
 
 __all__ = ["FailureRateError", "Scorer", "ScorerStats", "check_failure_rate", "describe_failures"]
 
 _log = logging.getLogger(__name__)
 
-LOAD_TIMEOUT_S = 120.0
-"""Deadline of importing the user's modules, which may draw in large libraries from a cold disk."""
 _NUM_TIMES = 10_000
 _FIRST_CALLS = 24
-"""So many failures and no score say that no sample will ever be scored."""
+"""After this many failures and no score, no sample is expected ever to be scored."""
 _WAIT_S = 5.0
-"""How long scoring may keep the caller waiting before anything is said of it."""
+"""Time that the caller waits for scores before `on_wait` is called, in seconds."""
 
 
 class FailureRateError(ValueError):
-    """Too many samples of a step could not be scored.
-
-    `samples` are those that were looked at, with what failed among them.
-    """
+    """Too many samples of a step could not be scored. `samples` are the samples of the check, with
+    the failed ones."""
 
     def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
         super().__init__(message)
@@ -69,31 +65,33 @@ class ScorerStats:
     num_scored: int
     """Samples with a reward."""
     num_failed: Mapping[FailureKind, int]
-    """Samples without one, by kind; kinds that never occurred are left out."""
+    """Failed samples by kind; kinds that never occurred are left out."""
     num_pending: int
     num_kills: int
     """Workers killed at a deadline."""
+    num_restarts: int = 0
+    """Episodes played again from their start, because their session was lost."""
     p99_s: float
-    """99th percentile of the time in reward functions, over the last 10,000 samples; nan: none."""
+    """99th percentile of the time in reward functions, over the last 10,000 samples, or nan."""
     model_s: float = 0.0
     """Time in a reward model."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Samples of a prompt that functions compare, once each has been scored by itself."""
+    """Samples of a prompt, for functions that compare them after each was scored by itself."""
 
     num_left: int
-    """Of them that have not been, or have not failed."""
+    """Samples that have not been scored by themselves, and have not failed."""
     scored: list[tuple[Sample, Verdict]] = field(default_factory=list[tuple[Sample, Verdict]])
 
 
 class Scorer:
     """Scores samples by the configured environment and functions.
 
-    Where all of them are trusted built-ins they run here, in `submit`; otherwise all run in worker
-    processes. Raises ValueError for a function that cannot be found, loaded or called as it is
-    configured, and FailureRateError when none of the first samples can be scored.
+    Where all of them are trusted built-ins, they run in this process, in `submit`; otherwise all
+    run in worker processes. Raises ValueError for a function that cannot be found, loaded or called
+    as configured, and FailureRateError when none of the first samples can be scored.
     """
 
     def __init__(
@@ -102,41 +100,50 @@ class Scorer:
         *,
         max_completion_tokens: int,
         env: EnvConfig | None = None,
+        tool_format: str | None = None,
         trusted: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """`trusted` are functions that run here as built-ins do, by their names in `cfg`."""
+        """`tool_format` is the format of the policy's calls of tools (`env.tool_format`), None
+        where the environment has no tools. `trusted` are functions that run in this process like
+        built-ins, by their names in `cfg`."""
         env, trusted = env or EnvConfig(), trusted or {}
-        self.max_turns = env.max_turns if env.path is not None else 1
-        """Turns of an episode; where one is the last, a sample `must_end`."""
+        self.max_turns = env.max_turns if env.is_set else 1
+        """Largest number of turns of an episode; after the last one a sample `must_end`."""
+        self.max_turn_tokens = env.max_turn_tokens if env.is_set else None
+        """Longest turn of an episode, in tokens; None: what is left of the episode."""
         self.on_wait: Callable[[str], None] | None = None
-        """Called with a text on how far scoring is, where the caller has waited for nothing else
-        for some seconds."""
+        """Callback with a text on the progress of scoring, after the caller has waited only for
+        scores for some seconds."""
         self._cfg = cfg
         self._first_failures: list[Sample] = []
         self._batch: Counter[str] = Counter()
-        """Of the samples since nothing was pending: how many came, came to a verdict, failed."""
+        """Counts since nothing was pending: samples submitted, done, and failed by kind."""
         self._waiting_since: float | None = None
         self._max_completion_tokens = max_completion_tokens
         self.takes_whole_groups = any(entry.whole_groups for entry in cfg.functions)
         """All samples of a prompt must be submitted together."""
-        self._asked: dict[int, tuple[Sample, _Group | None] | _Group] = {}
-        """What workers have: a sample, with its group where functions compare them, or a group; by
-        ticket."""
+        self._submitted: dict[int, tuple[Sample, _Group | None] | _Group] = {}
+        """Requests to workers by ticket: a sample (with its group, where functions compare
+        samples), or a whole group."""
         self._num_open = 0
-        """Samples that were submitted and have no verdict."""
+        """Submitted samples without a verdict."""
         self._done: list[Sample] = []
         self._num_submitted = 0
         self._num_scored = 0
         self._num_failed: Counter[FailureKind] = Counter()
         self._times_s: deque[float] = deque(maxlen=_NUM_TIMES)
         self._inline: list[RewardFunction] = []
-        self._pool: Pool | None = None
-        self._has_env = env.path is not None
+        self._pool: WorkerPool | None = None
+        self._has_env = env.is_set
+        self._episode_of: Callable[[Sample], EpisodeSoFar] | None = None
+        self.sessions: LiveSessions | None = None
+        """The live objects of episodes, where the environment has them; then a sample is submitted
+        before its first turn too."""
         self._has_answered = False
-        """An observation has come: samples can be scored as far as is known."""
+        """Whether the environment has answered, so that samples are not expected to fail."""
         self._may_abstain = cfg.model.path is not None
-        """A reward model scores too, elsewhere."""
-        if not cfg.has_parts and not self._has_env:
+        """Whether a reward model scores samples too, outside of this class."""
+        if not cfg.has_parts and env.path is None:
             raise ValueError("`reward.functions` is empty; name one, such as `exact_match`")
         builtins = _builtins(cfg, max_completion_tokens)
         names = cfg.names
@@ -145,23 +152,38 @@ class Scorer:
             for entry, builtin in zip(cfg.functions, builtins, strict=True)
         ]
         if self._has_env or any(function is None for function in functions):
-            self._pool = Pool(_job(cfg, names, env))
+            self._pool = self._start_workers(names, env, tool_format)
             return
         for name, entry, function in zip(names, cfg.functions, functions, strict=True):
             assert function is not None
             self._inline.append(RewardFunction(function, name=name, weight=entry.weight, args={}))
 
+    def _start_workers(
+        self, names: Sequence[str], env: EnvConfig, tool_format: str | None
+    ) -> WorkerPool:
+        # Imported only where workers are used.
+        from hone.rewards.live_sessions import LiveSessions
+        from hone.rewards.play import episode_of
+        from hone.rewards.pool import WorkerPool, job_of
+
+        pool = WorkerPool(job_of(self._cfg, names, env, tool_format=tool_format))
+        if pool.env is not None and pool.env.has_sessions:
+            self.sessions = LiveSessions(pool, env, max_tokens=self._max_completion_tokens)
+        elif self._has_env:
+            self._episode_of = partial(episode_of, max_turns=self.max_turns)
+        return pool
+
     @classmethod
     def in_process(cls, function: Callable[..., Any], *, max_completion_tokens: int) -> Scorer:
         """A scorer of one function, which runs in this process, inside `submit`.
 
-        There is no worker, no deadline and no limit on memory: a function that may hang or crash is
-        better named in `RewardConfig`. Its parameters say what it needs, as in recipes:
-        `completion`, `prompt`, `answer`, `max_completion_tokens` (the longest completion), any
-        column of the data. It returns a number, or a dict with `score` and further numbers. Where
-        it raises, the sample has failed and gets no score.
+        There is no worker, no deadline and no memory limit: name a function that may hang or crash
+        in `RewardConfig` instead. The function gets the arguments that its parameters name, as in
+        recipes: `completion`, `prompt`, `answer`, `max_completion_tokens` (the longest completion),
+        or any column of the data. It returns a number, or a dict with `score` and further numbers.
+        Where it raises, the sample has failed and gets no score.
 
-        Raises ValueError where it has other parameters, or they cannot be seen.
+        Raises ValueError where it has other parameters, or they cannot be inspected.
         """
         spec = f"{function.__module__}:{getattr(function, '__name__', type(function).__name__)}"
         check_signature(function, spec, {})
@@ -170,17 +192,18 @@ class Scorer:
 
     def check_data(
         self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]
-    ) -> Sample | None:
-        """Find mistakes of functions before any sample is drawn: look for the columns that they
-        need in all of `prompts`, then call each function once, with the first prompt and its answer
-        as the completion, of which `encode` makes the token ids. An environment is called with it
-        as the only turn: where that does not end the episode, the sample is returned.
+    ) -> list[Sample]:
+        """Find mistakes in reward functions before any sample is drawn. All of `prompts` must have
+        the columns that functions need. Then each function is called once, with the first prompt
+        and its answer as the completion; `encode` converts text to token ids. An environment is
+        called with that completion as the only turn. Returned are the samples whose `observation`
+        is what it says: before the turn, where a session says something then, and after it.
 
-        Raises UserError naming the row, and warns where a call fails as it might for this
-        completion alone.
+        Raises UserError naming the row. A failure that may depend on this completion is only a
+        warning.
         """
         signatures = (
-            [check_signature(each.function, each.name, {}) for each in self._inline]
+            [check_signature(function.function, function.name, {}) for function in self._inline]
             if self._pool is None
             else self._pool.signatures or []
         )
@@ -204,13 +227,14 @@ class Scorer:
             for name in signature["columns"]:
                 lacking = [p for p in prompts if _lacks(p, name)]
                 if lacking:
-                    found = [(f"row {prompt.id}", _held(prompt)) for prompt in lacking]
-                    raise UserError(missing_column(entry.fn, name, found, f"{len(prompts):,} rows"))
-        return self._try_out(prompts[0], encode) if prompts else None
+                    rows = [(f"row {prompt.id}", _columns(prompt)) for prompt in lacking]
+                    raise UserError(missing_column(entry.fn, name, rows, f"{len(prompts):,} rows"))
+        return self._try_out(prompts[0], encode) if prompts else []
 
-    def _try_out(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> Sample | None:
+    def _try_out(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> list[Sample]:
         text = prompt.answer or prompt.text
         token_ids = encode(text)
+        said = list[Sample]()
         sample = Sample(
             id=f"{prompt.id}/trial",
             prompt=prompt,
@@ -227,6 +251,14 @@ class Scorer:
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
             verdict = score(self._inline, given, may_abstain=self._may_abstain)
+        elif self.sessions is not None:
+            opened = replace(sample, token_ids=[], turns=[])
+            verdict = self._of_session(self._pool, self.sessions, opened, given)
+            if verdict.observation is not None:
+                opened.observation = verdict.observation
+                said += [opened] if verdict.observation.content else []
+                verdict = self._of_session(self._pool, self.sessions, sample, given)
+                self.sessions.end(sample)
         else:
             verdict = self._wait_for(self._pool, given, self._episode(sample))
             if self.takes_whole_groups and verdict.reward is not None:
@@ -245,16 +277,28 @@ class Scorer:
                 raise UserError(problem)
             _log.warning("warning: %s", problem)
         sample.observation = verdict.observation
-        return sample if verdict.observation is not None else None
+        return said if verdict.observation is None else [*said, sample]
+
+    def _of_session(
+        self, pool: WorkerPool, sessions: LiveSessions, sample: Sample, given: dict[str, Any]
+    ) -> Verdict:
+        """Start a session or pass it a turn, and wait for the verdict."""
+        sessions.submit(self._new_ticket(), sample, given)
+        verdict = self._next_verdict(pool)
+        sessions.take(sample, verdict)
+        return verdict
 
     def _wait_for(
         self,
-        pool: Pool,
+        pool: WorkerPool,
         given: dict[str, Any] | list[dict[str, Any]],
         episode: EpisodeSoFar | None = None,
     ) -> Verdict:
-        """The verdict on one request; nothing else is under way."""
+        """Submit one request and wait for its verdict; nothing else may be pending."""
         pool.submit(self._new_ticket(), given, episode)
+        return self._next_verdict(pool)
+
+    def _next_verdict(self, pool: WorkerPool) -> Verdict:
         verdicts: list[tuple[int, Verdict]] = []
         while not verdicts:
             verdicts = pool.poll(timeout_s=1.0)
@@ -266,13 +310,13 @@ class Scorer:
         return self._num_submitted - 1
 
     def _episode(self, sample: Sample) -> EpisodeSoFar | None:
-        return episode_of(sample, max_turns=self.max_turns) if self._has_env else None
+        return None if self._episode_of is None else self._episode_of(sample)
 
     def submit(self, *samples: Sample) -> None:
-        """Begin to score `samples`; `poll` returns each when it is done. Where functions take whole
-        groups, they are all of a prompt.
+        """Start to score `samples`; `poll` returns each when it is done. Where functions take whole
+        groups, pass all samples of a prompt in one call.
 
-        One that has failed already comes back as it is.
+        A sample that has failed already is returned unchanged.
         """
         group = _Group(len(samples)) if self.takes_whole_groups else None
         for sample in samples:
@@ -283,6 +327,8 @@ class Scorer:
         if sample.failure is not None:
             self._num_failed[sample.failure] += 1
             self._done.append(sample)
+            if self.sessions is not None:
+                self.sessions.end(sample)
             if group is not None:
                 group.num_left -= 1
             return
@@ -295,19 +341,25 @@ class Scorer:
             self._finish(sample, score(self._inline, given, may_abstain=self._may_abstain))
             return
         ticket = self._new_ticket()
-        self._asked[ticket] = (sample, group)
-        self._pool.submit(ticket, given, self._episode(sample))
+        self._submitted[ticket] = (sample, group)
+        if self.sessions is not None:
+            self.sessions.submit(ticket, sample, given)
+        else:
+            self._pool.submit(ticket, given, self._episode(sample))
 
-    def _take(self, pool: Pool, ticket: int, verdict: Verdict) -> None:
-        """A verdict on a sample, or on a group."""
-        asked = self._asked.pop(ticket)
-        if isinstance(asked, _Group):
-            each = verdict.of_group or (verdict,) * len(asked.scored)  # one failure of all
-            for (sample, own), in_group in zip(asked.scored, each, strict=True):
+    def _take(self, pool: WorkerPool, ticket: int, verdict: Verdict) -> None:
+        """Process a verdict on a sample, or on a group."""
+        request = self._submitted.pop(ticket)
+        if isinstance(request, _Group):
+            # A failed call fails all samples of the group.
+            verdicts = verdict.of_group or (verdict,) * len(request.scored)
+            for (sample, own), in_group in zip(request.scored, verdicts, strict=True):
                 verdict = add_own(own, in_group, may_abstain=self._may_abstain)
                 self._finish(sample, verdict)
             return
-        sample, group = asked
+        sample, group = request
+        if self.sessions is not None:
+            self.sessions.take(sample, verdict)
         if group is None or verdict.failure is not None:
             self._finish(sample, verdict)
         else:
@@ -316,16 +368,16 @@ class Scorer:
             return
         group.num_left -= 1
         if group.num_left == 0 and group.scored:
-            group.scored.sort(key=lambda one: one[0].index)  # however fast each was scored
+            group.scored.sort(key=lambda scored: scored[0].index)  # not by the speed of scoring
             ticket = self._new_ticket()
-            self._asked[ticket] = group
+            self._submitted[ticket] = group
             limit = self._max_completion_tokens
-            givens = [arguments(one, max_completion_tokens=limit) for one, _ in group.scored]
+            givens = [arguments(scored, max_completion_tokens=limit) for scored, _ in group.scored]
             pool.submit(ticket, givens)
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
-        """Samples that have come to a verdict, or are to go on; waits at most `timeout_s` for the
-        first one."""
+        """Samples with a verdict, or with an observation to continue from; waits at most
+        `timeout_s` for the first one."""
         if self._pool is not None:
             for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
                 self._take(self._pool, ticket, verdict)
@@ -348,17 +400,35 @@ class Scorer:
             others = batch["failed"] - timeouts
             self.on_wait(text + (f", {others:,} failed" if others else ""))
 
+    def rest(self) -> list[Sample]:
+        """Give the places of sessions to others until `wake`; nothing else may be submitted by
+        their owner meanwhile. Returns the samples whose sessions wait for a place, which are no
+        longer pending."""
+        if self.sessions is None:
+            return []
+        taken = [self._submitted.pop(ticket) for ticket in self.sessions.rest()]
+        self._num_open -= len(taken)
+        self._batch["samples"] -= len(taken)
+        return [entry[0] for entry in taken if isinstance(entry, tuple)]
+
+    def wake(self) -> None:
+        """Go on after `rest`."""
+        if self.sessions is not None:
+            self.sessions.wake()
+
     def cancel(self) -> None:
-        """Give up on all pending samples: `poll` returns none of them."""
+        """Drop all pending samples: `poll` returns none of them."""
         if self._pool is not None:
             self._pool.cancel()
-        self._asked.clear()
+        if self.sessions is not None:
+            self.sessions.cancel()
+        self._submitted.clear()
         self._num_open = 0
         self._done.clear()
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Score all of `samples` and return them in the same order. Nothing else may be pending.
-        Where functions take whole groups, they are all of one prompt."""
+        Where functions take whole groups, all samples must be of one prompt."""
         assert self.pending == 0, f"{self.pending=}"
         self.submit(*samples)
         while self.pending:
@@ -366,8 +436,13 @@ class Scorer:
         return list(samples)
 
     @property
+    def environment(self) -> EnvFacts | None:
+        """What the environment is; None without one."""
+        return None if self._pool is None else self._pool.env
+
+    @property
     def uses_workers(self) -> bool:
-        """Scoring takes CPU time of other processes, beside whatever the caller does."""
+        """Whether scoring runs in other processes, and takes their CPU time."""
         return self._pool is not None
 
     @property
@@ -382,11 +457,12 @@ class Scorer:
             num_failed=dict(self._num_failed),
             num_pending=self.pending,
             num_kills=self._pool.num_kills if self._pool else 0,
+            num_restarts=0 if self.sessions is None else self.sessions.num_restarts,
             p99_s=times[math.ceil(0.99 * len(times)) - 1] if times else math.nan,
         )
 
     def close(self) -> None:
-        """End all workers and everything they started. Pending samples get no verdict."""
+        """Kill all workers and their descendants. Pending samples get no verdict."""
         if self._pool is not None:
             self._pool.close()
 
@@ -398,8 +474,8 @@ class Scorer:
 
     def _finish(self, sample: Sample, verdict: Verdict) -> None:
         self._num_open -= 1
-        said = (verdict.reward, verdict.failure, verdict.observation)
-        assert sum(one is not None for one in said) == 1, f"{sample.id=} {verdict=}"
+        outcomes = (verdict.reward, verdict.failure, verdict.observation)
+        assert sum(outcome is not None for outcome in outcomes) == 1, f"{sample.id=} {verdict=}"
         sample.observation = verdict.observation
         sample.stop_reason = verdict.stop_reason or sample.stop_reason
         sample.reward = verdict.reward
@@ -408,10 +484,15 @@ class Scorer:
             sample.reward = replace(sample.reward, total=total)
         sample.failure = verdict.failure
         sample.failure_detail = verdict.detail
+        if self._has_env and sample.turns:
+            sample.turns[-1].env_s = verdict.seconds
         if verdict.observation is not None:
             self._has_answered = True
         elif verdict.failure is None:
             self._num_scored += 1
+        elif self.sessions is not None and self.sessions.is_restarting(sample):
+            self._done.append(sample)  # it has not failed yet
+            return
         else:
             self._num_failed[verdict.failure] += 1
             self._batch["failed"] += 1
@@ -443,12 +524,12 @@ def _called_with(shape: Shape, *, whole_groups: bool) -> str:
 
 
 def _lacks(prompt: Prompt, column: str) -> bool:
-    """Whether its row lacks a column that a function needs, or the answer."""
-    return prompt.answer is None if column == "answer" else column not in _held(prompt)
+    """Whether the prompt's row lacks a column that a function needs, or the answer."""
+    return prompt.answer is None if column == "answer" else column not in _columns(prompt)
 
 
-def _held(prompt: Prompt) -> list[str]:
-    """The columns that hold something in its row."""
+def _columns(prompt: Prompt) -> list[str]:
+    """The columns of the prompt's row that are not null."""
     return [name for name, value in prompt.metadata.items() if value is not None]
 
 
@@ -457,9 +538,9 @@ def check_failure_rate(
 ) -> None:
     """Raise FailureRateError where the share of failed samples exceeds `limit` (0 to 1).
 
-    The share is of `num_samples`, where `samples` are the first of so many: scoring the others
-    cannot bring it under the limit any more. The text names the most frequent kind of failure, with
-    one example.
+    Where `samples` are the first of `num_samples`, the share is that of all `num_samples`: once it
+    exceeds the limit, scoring the others cannot change that. The text names the most frequent kind
+    of failure, with an example.
     """
     failed = [sample for sample in samples if sample.failure is not None]
     total = len(samples) if num_samples is None else num_samples
@@ -476,9 +557,8 @@ def check_failure_rate(
 
 
 def describe_failures(samples: Sequence[Sample]) -> str:
-    """The kinds of failure by number, and an example of the commonest cause of the commonest.
-
-    At least one of `samples` must have failed.
+    """The number of failures of each kind, and an example of the commonest cause of the commonest
+    kind. At least one of `samples` must have failed.
     """
     failed = [sample for sample in samples if sample.failure is not None]
     kinds = Counter(sample.failure for sample in failed)
@@ -495,18 +575,20 @@ def describe_failures(samples: Sequence[Sample]) -> str:
 
 
 def _cause(detail: str) -> str:
-    """A failure without what differs from sample to sample: the place and the type of an exception
-    (`score: rewards.py:12: KeyError: 'x'`)."""
-    found = re.match(r".*?:\d+: \w+", detail, re.DOTALL)
-    return found[0] if found else detail
+    """The part of a failure's detail that is equal for samples with the same cause: the location
+    and type of an exception, such as `score: rewards.py:12: KeyError`."""
+    match = re.match(r".*?:\d+: \w+", detail, re.DOTALL)
+    return match[0] if match else detail
 
 
 def _builtins(cfg: RewardConfig, max_completion_tokens: int) -> list[Builtin | None]:
-    """The built-in behind each function, None for the user's own, which are not touched here."""
+    """The built-in reward of each function; None for users' functions, which are not imported."""
     builtins: list[Builtin | None] = []
     for index, entry in enumerate(cfg.functions):
         builtin = None
         if not names_code(entry.fn):
+            from hone.rewards.builtin import build
+
             try:
                 builtin = build(entry.fn, entry.args)
                 builtin.check_limit(max_completion_tokens)
@@ -514,28 +596,3 @@ def _builtins(cfg: RewardConfig, max_completion_tokens: int) -> list[Builtin | N
                 raise ValueError(f"reward.functions[{index}] ({entry.fn}): {error}") from None
         builtins.append(builtin)
     return builtins
-
-
-def _job(cfg: RewardConfig, names: Sequence[str], env: EnvConfig) -> Job:
-    specs = [*(entry.fn for entry in cfg.functions), env.path or ""]
-    return Job(
-        env=EnvSpec(path=env.path, args=dict(env.args)) if env.path is not None else None,
-        functions=tuple(
-            FunctionSpec(
-                name=name,
-                spec=entry.fn,
-                weight=entry.weight,
-                args=dict(entry.args),
-                whole_groups=entry.whole_groups,
-            )
-            for name, entry in zip(names, cfg.functions, strict=True)
-        ),
-        timeout_s=cfg.timeout_s,
-        load_timeout_s=LOAD_TIMEOUT_S,
-        memory_limit_bytes=int(cfg.memory_limit_gib * 2**30),
-        driver_pid=os.getpid(),
-        import_path=tuple(sys.path),
-        num_workers=cfg.worker_limit,
-        inherits=any(inherited(spec) is not None for spec in specs),
-        may_abstain=cfg.model.path is not None,
-    )

@@ -1,7 +1,7 @@
-"""What a reward function is called with, and what its result means, by the shape of its signature.
+"""Arguments and results of reward functions, by the shape of their signature.
 
-A function of TRL or OpenRLHF takes lists: it gets lists of one sample, so that each sample has its
-deadline and its own failure, or lists of all samples of a prompt, with `whole_groups`.
+Functions of TRL and OpenRLHF take lists. They get lists of one sample, so that each sample has its
+own deadline and failure, or with `whole_groups` lists of all samples of a prompt.
 
 Sources: TRL `GRPOTrainer._calculate_rewards`, verl `NaiveRewardManager`, OpenRLHF's
 `examples/python/reward_func.py`.
@@ -19,12 +19,13 @@ from typing import Any
 from hone.user_code.signatures import GIVEN, Shape
 
 __all__ = [
+    "DeadlineError",
+    "FunctionScore",
     "InvalidScoreError",
-    "Part",
     "ScoreTypeError",
     "call_arguments",
-    "own_part",
-    "read_parts",
+    "read_score",
+    "read_scores",
 ]
 
 
@@ -32,16 +33,25 @@ class InvalidScoreError(Exception):
     """A reward function returned something that is not a score."""
 
 
+class DeadlineError(Exception):
+    """An episode has passed its deadline and has no score."""
+
+
 class ScoreTypeError(InvalidScoreError):
-    """What it returned is not even of a type that a score may have."""
+    """A reward function returned a value of a type that no score has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one function said about one sample; None: it does not apply."""
+class FunctionScore:
+    """The score of one sample by one function, with further numbers; the score None means that the
+    function does not apply."""
 
     score: float | None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    is_truncated: bool = False
+    """For an environment: a limit has ended the episode, or the environment has cut it."""
+    earned: float = 0.0
+    """For an environment: the reward of an observation that came too late to be shown."""
 
 
 def call_arguments(
@@ -50,9 +60,9 @@ def call_arguments(
     args: Mapping[str, Any],
     logged: dict[str, Any],
 ) -> dict[str, Any]:
-    """All that a function of this shape may ask for by name, from what is `given` of each sample
-    (see `score.arguments`) and its own `args`. What a function of TRL logs while it runs comes into
-    `logged`. Only a shape that takes lists is called with several."""
+    """All arguments that a function of this shape may name, from the values of each sample (see
+    `score.arguments`) and its own `args`. Metrics that a function of TRL logs are added to
+    `logged`. Only a shape that takes lists gets several samples."""
     given = givens[0]
     columns: Mapping[str, Any] = given["metadata"]
     match shape.framework:
@@ -84,7 +94,9 @@ def _trl(givens: Sequence[Mapping[str, Any]], logged: dict[str, Any]) -> dict[st
     def log_extra(name: str, values: Sequence[Any]) -> None:
         logged[name] = values
 
-    return {
+    live = [given["environment"] for given in givens if "environment" in given]
+    environments = {"environments": live} if live else {}
+    return environments | {
         "prompts": [given["unrendered"] for given in givens],
         "completions": [
             given["completion"]
@@ -101,11 +113,13 @@ def _trl(givens: Sequence[Mapping[str, Any]], logged: dict[str, Any]) -> dict[st
     }
 
 
-def read_parts(value: object, shape: Shape, logged: Mapping[str, Any], num: int) -> list[Part]:
-    """Check what a function of this shape returned for `num` samples, with what it has `logged`;
-    its part of each.
+def read_scores(
+    value: object, shape: Shape, logged: Mapping[str, Any], num: int
+) -> list[FunctionScore]:
+    """The scores in the result of a function of this shape for `num` samples, with the metrics that
+    it has `logged`.
 
-    Raises InvalidScoreError for what is no score, and for a number that is not finite.
+    Raises InvalidScoreError for results that are not scores or not finite.
     """
     match shape.framework:
         case "TRL":
@@ -118,27 +132,29 @@ def read_parts(value: object, shape: Shape, logged: Mapping[str, Any], num: int)
             score, others = _split(value, "rewards")
             extra = others.pop("extra_logs", None)
             others |= extra if isinstance(extra, Mapping) else {}
-            scores = [_finite(one, "a score") for one in _each(score, num)]
+            scores = [_finite(value, "a score") for value in _each(score, num)]
         case _:
-            return [own_part(value)]
+            return [read_score(value)]
     return [
-        Part(None if score is None else _finite(score, "a score"), _numbers(others, index, num))
+        FunctionScore(
+            None if score is None else _finite(score, "a score"), _numbers(others, index, num)
+        )
         for index, score in enumerate(scores)
     ]
 
 
-def own_part(value: object) -> Part:
-    """A number, a bool, None, or a mapping with `score` and further numbers. Raises
-    InvalidScoreError."""
+def read_score(value: object) -> FunctionScore:
+    """The score in a result of hone's own shape: a number, a bool, None, or a mapping with `score`
+    and further numbers. Raises InvalidScoreError."""
     if not isinstance(value, Mapping):
-        return Part(None if value is None else _finite(value, "a score"))
+        return FunctionScore(None if value is None else _finite(value, "a score"))
     score, others = _split(value, "score")
     metrics = {str(key): _finite(item, f"metric '{key}'") for key, item in others.items()}
-    return Part(None if score is None else _finite(score, "a score"), metrics)
+    return FunctionScore(None if score is None else _finite(score, "a score"), metrics)
 
 
 def _split(value: object, key: str) -> tuple[object, dict[str, Any]]:
-    """The score of a mapping, and what else is in it."""
+    """The score in a mapping, and its other items."""
     if not isinstance(value, Mapping):
         return value, {}
     if key not in value:
@@ -147,14 +163,14 @@ def _split(value: object, key: str) -> tuple[object, dict[str, Any]]:
 
 
 def _plain(value: object) -> Any:
-    """Tensors and arrays as numbers and lists of numbers."""
+    """Tensors and arrays as numbers and lists of numbers; other values unchanged."""
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else value
 
 
 def _each(value: object, num: int) -> list[Any]:
-    """The values of a list, tuple, tensor or array with one for each of `num` samples; a single one
-    as it is."""
+    """The values of a list, tuple, tensor or array with one value for each of `num` samples; for
+    one sample also a single value."""
     value = _plain(value)
     if not isinstance(value, list | tuple):
         if num == 1:
@@ -164,11 +180,11 @@ def _each(value: object, num: int) -> list[Any]:
         raise ScoreTypeError(
             f"returned {len(value)} values for a list of {num}; return one for each completion"
         )
-    return [_each(one, 1)[0] if isinstance(one, list | tuple) else one for one in value]
+    return [_each(item, 1)[0] if isinstance(item, list | tuple) else item for item in value]
 
 
 def _of_list(value: object, num: int) -> list[Any]:
-    """The values of a list with one for each of `num` samples, which a function of TRL returns."""
+    """The values of a TRL function's list, one for each of `num` samples."""
     if not isinstance(_plain(value), list | tuple):
         raise ScoreTypeError(
             f"returned {value!r:.80}; a function that takes `completions` is called as TRL's, with "
@@ -179,14 +195,14 @@ def _of_list(value: object, num: int) -> list[Any]:
 
 
 def _numbers(values: Mapping[str, Any], index: int, num: int) -> dict[str, float]:
-    """The finite numbers among what a function reports beside the scores of `num` samples, of the
-    one at `index` where there is a list of them; all else is left out."""
+    """The finite numbers among the further results of a function, for the sample at `index`: a list
+    of `num` values has one for each sample. Other values are left out."""
     plain = {name: _plain(value) for name, value in values.items()}
     plain = {
         k: v[index] if isinstance(v, list | tuple) and len(v) == num else v
         for k, v in plain.items()
     }
-    # A diagnostic of 0 / 0 must not cost the sample its reward.
+    # A diagnostic that is NaN must not fail the sample.
     numbers = {k: float(v) for k, v in plain.items() if isinstance(v, Real)}
     return {k: number for k, number in numbers.items() if math.isfinite(number)}
 

@@ -1,8 +1,8 @@
-"""Judge what a program gives: a 1 for each test that passes, a 0 for another.
+"""Judges a program: writes a 1 for each test that passes, and a 0 for each other one.
 
-This is what the second process of a jail does (`launcher.py`): it asks a program by a link, behind
-walls and until a deadline of its own, since tests are code too and what a program sends is its own
-choice. Its verdicts are all that a reward worker reads.
+It runs in a second sandboxed process of a jail (`launcher.py`) with its own deadline, since tests
+are code too, and a program may send anything. It calls the program over a link. A reward worker
+reads only its verdicts.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ __all__ = ["Call", "judge", "judge_calls", "own_names"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A test of a function: what it is called with, and the value that is wanted, as JSON has
-    them."""
+    """A test of a function: its arguments and the expected value, as JSON values."""
 
     name: str
     given: Sequence[Any]
     value: Any
     may_be_wrapped: bool = True
-    """The value that is wanted may stand in a list of its own."""
+    """The expected value may be the only item of a list."""
 
     @property
     def args(self) -> list[Any]:
-        return [_with_numbers(one) for one in self.given]
+        return [_with_numbers(item) for item in self.given]
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value counts as the one wanted, as the data sets' own graders have it: a tuple
-        is a list.
+        """Whether a value equals the expected one by the rules of the data sets' own graders: a
+        tuple equals a list.
 
         Source: `eval/testing_util.py` of APPS, which TACO's grader comes from, and
         `lcb_runner/evaluation/testing_util.py` of LiveCodeBench, whose values are never wrapped.
@@ -59,27 +58,28 @@ class Call:
         wanted = [self.value]
         if self.may_be_wrapped and isinstance(self.value, list) and self.value:
             wanted.append(self.value[0])
-        return any(_as_lists(value) == _as_lists(one) for one in map(_with_numbers, wanted))
+        return any(_as_lists(value) == _as_lists(item) for item in map(_with_numbers, wanted))
 
 
 def _as_lists(value: Any) -> Any:
-    """A value in which tuples are lists, as JSON has them."""
+    """The value with all tuples converted to lists."""
     if isinstance(value, list | tuple):
-        return [_as_lists(one) for one in value]
+        return [_as_lists(item) for item in value]
     if isinstance(value, dict):
-        return {key: _as_lists(one) for key, one in value.items()}
+        return {key: _as_lists(item) for key, item in value.items()}
     return value
 
 
 def _with_numbers(value: Any) -> Any:
-    """A dict whose keys are all whole numbers, which JSON makes texts; anything else as it is."""
+    """A dict whose keys are texts of whole numbers (JSON has no others) with numbers as keys; any
+    other value unchanged."""
     if isinstance(value, dict) and all(re.fullmatch(r"-?\d+", key) for key in value):
-        return {int(key): one for key, one in value.items()}
+        return {int(key): item for key, item in value.items()}
     return value
 
 
 def judge_calls(calls: str, link: Link, verdicts: int) -> NoReturn:
-    """Call a function of a program with all arguments, one after the other."""
+    """Run tests of a program's function one after the other, and write the verdicts."""
     peer = Peer(link, is_judge=True)
     function = None
     if _is_loaded(link):
@@ -98,7 +98,7 @@ def _is_loaded(link: Link) -> bool:
 
 
 def _named(peer: Peer, name: str) -> Any:
-    """The method of `class Solution` of the name, or else the function."""
+    """The method of the program's `class Solution` with this name, or else the function."""
     if peer.has(["Solution"]):
         return getattr(peer.result("name", "Solution")(), name)
     return peer.result("name", name)
@@ -111,33 +111,33 @@ _MODULES = (
     *("random", "heapq", "bisect", "json", "decimal", "fractions", "statistics", "datetime"),
     *("time", "typing", "numpy"),
 )
-"""Modules that tests use without importing them, since programs mostly have."""
+"""Modules that tests use without importing them, since most programs import them."""
 _SHORT_NAMES = {"np": "numpy", "dt": "datetime"}
 _HOLDERS = (builtins, math, collections, itertools, functools, fractions, copy)
-"""Whose names tests use the same way."""
+"""Modules whose members tests use without importing them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """A statement of a test, at its outermost level."""
+    """A top-level statement of a test."""
 
     code: CodeType
     names: frozenset[str]
-    """Global names that stand in it."""
+    """Global names that it uses."""
     assigned: frozenset[str]
-    """Those that it gives a value, other than by an import."""
+    """Global names that it assigns, other than by an import."""
 
 
 def judge(tests: str, link: Link, verdicts: int) -> NoReturn:
-    """Run tests one after the other."""
+    """Run assertions one after the other, and write the verdicts."""
     texts: list[str] = json.loads(tests)
     if _is_loaded(link):
         scopes = [_global_names(text) for text in texts]
         made = set[str]().union(*(made for _, made in scopes))
         pairs = zip(texts, scopes, strict=True)
-        found = [_statements(text, used | made) for text, (used, made) in pairs]
-        lender = _Lender(Peer(link, is_judge=True), list(itertools.chain(*found)), made)
-        for statements in found:
+        tests_statements = [_statements(text, used | made) for text, (used, made) in pairs]
+        lender = _Lender(Peer(link, is_judge=True), list(itertools.chain(*tests_statements)), made)
+        for statements in tests_statements:
             try:
                 for statement in statements:
                     lender.lend(statement.names)
@@ -150,11 +150,11 @@ def judge(tests: str, link: Link, verdicts: int) -> NoReturn:
 
 
 def _global_names(text: str) -> tuple[set[str], set[str]]:
-    """The global names that a test uses, and those that it gives a value itself."""
+    """The global names that a test uses, and those that it assigns."""
     used: set[str] = set()
     made: set[str] = set()
     scopes = [symtable.symtable(text, "test.py", "exec")]
-    for scope in scopes:  # which grows
+    for scope in scopes:  # the list grows during the loop
         for symbol in filter(symtable.Symbol.is_global, scope.get_symbols()):
             if symbol.is_referenced():
                 used.add(symbol.get_name())
@@ -167,9 +167,9 @@ def _global_names(text: str) -> tuple[set[str], set[str]]:
 def _statements(text: str, global_names: Set[str]) -> list[_Statement]:
     body = ast.parse(text, "test.py").body
     features = [
-        one for one in body if isinstance(one, ast.ImportFrom) and one.module == "__future__"
+        node for node in body if isinstance(node, ast.ImportFrom) and node.module == "__future__"
     ]
-    found: list[_Statement] = []
+    statements: list[_Statement] = []
     for part in body:
         code = compile(ast.Module([*features, part], []), "test.py", "exec", dont_inherit=True)
         used: set[str] = set()
@@ -187,61 +187,64 @@ def _statements(text: str, global_names: Set[str]) -> list[_Statement]:
                 case _:
                     pass
         names = (used | assigned) & global_names
-        found.append(_Statement(code, frozenset(names), frozenset(assigned & global_names)))
-    return found
+        statements.append(_Statement(code, frozenset(names), frozenset(assigned & global_names)))
+    return statements
 
 
 def _linked(statements: Sequence[_Statement]) -> dict[str, Set[str]]:
-    """By the names that statements assign, the names of all that have to do with them."""
-    assigned = set[str]().union(*(one.assigned for one in statements))
-    found: dict[str, Set[str]] = {}
-    for one in statements:
-        joined = set(one.names).union(*(found[name] for name in one.names if name in found))
-        found |= dict.fromkeys(joined & assigned, joined)
-    return found
+    """For each assigned name, all names in statements that share assigned names with it, directly
+    or through others."""
+    assigned = set[str]().union(*(statement.assigned for statement in statements))
+    linked: dict[str, Set[str]] = {}
+    for statement in statements:
+        names = statement.names
+        joined = set(names).union(*(linked[name] for name in names if name in linked))
+        linked |= dict.fromkeys(joined & assigned, joined)
+    return linked
 
 
 class _Lender:
-    """What tests use and have not made: of the program, and of well-known modules.
+    """Provides the names that tests use without assigning them, from the program or from well-known
+    modules.
 
-    With `set` of its own a program could make `set(f(x)) == set(y)` true. So where a statement has
-    built-in and well-known names, one of them is the program's own at most, and only where no other
-    name of the program stands in it, nor in a statement that it shares a name with which tests
-    assign: it is what they test. Well-known functions that the program does not have are not lent
-    then, since it would pass with nothing. It is settled before the first test, so that no program
-    can change it in a call.
+    A program that defines its own `set` could make `set(f(x)) == set(y)` true. So at most one of
+    the built-in and well-known names in a statement is taken from the program, and only if the
+    statement, and those linked to it by names that tests assign, use no other name of the program:
+    then that name is what they test. In this case well-known functions that the program does not
+    have are not provided, since an empty program would pass. The program's names are asked before
+    the first test, so that no call can change the choice.
     """
 
     def __init__(self, peer: Peer, statements: Sequence[_Statement], made: Set[str]) -> None:
-        """`made` are the names that tests give a value."""
+        """`made` are the names that tests assign."""
         self.names: dict[str, Any] = {"__name__": "test"}
         """The global names of tests."""
         self._peer = peer
         self._made = made
         self._linked = _linked(statements)
         self._lent: dict[str, Any] = {}
-        known = set(filter(_is_known, set[str]().union(*(one.names for one in statements))))
+        known = set(filter(_is_known, set[str]().union(*(s.names for s in statements))))
         self._held = peer.has(known)
         self._own = peer.has(known, of_its_own=True)
 
     def lend(self, used: Set[str]) -> None:
-        """Make `names` what a statement needs in which the names `used` stand."""
+        """Set `names` for a statement that uses the names `used`."""
         together = set(used).union(*(self._linked[name] for name in used if name in self._linked))
         own, known = self._divide(together)
         lent, names = self._lent, self.names
         of_tests = {name for name in names if name not in lent or names[name] is not lent[name]}
         for name in [name for name in lent if _is_known(name) and name not in of_tests]:
-            del lent[name]  # of a statement where it was divided in another way
+            del lent[name]  # it was provided for a statement with another choice
             names.pop(name, None)
         wanted = own | {name for name in used if not _is_known(name)}
         held = self._peer.has(wanted - of_tests)
         lent |= {name: self._peer.result("name", name) for name in sorted(held)}
         lent |= {name: _known(name) for name in known - of_tests}
-        names |= {name: one for name, one in lent.items() if name not in of_tests}
+        names |= {name: value for name, value in lent.items() if name not in of_tests}
 
     def _divide(self, together: Set[str]) -> tuple[Set[str], Set[str]]:
-        """Of the well-known names among those that stand together, the program's own, and those
-        that are lent for what they are."""
+        """The well-known names among `together` that are taken from the program, and those that are
+        taken from their modules."""
         known = set(filter(_is_known, together))
         if together - known - self._made:
             return set(), known
@@ -273,12 +276,12 @@ def _known(name: str) -> Any:
 
 
 def own_names(names: Mapping[str, Any]) -> set[str]:
-    """Those of a program's global names that are not what tests are lent for them."""
+    """The global names of a program whose values are not the well-known objects of these names."""
 
     def is_lent(name: str) -> bool:
         is_module = name in _MODULES or name in _SHORT_NAMES
         if is_module and _SHORT_NAMES.get(name, name) not in sys.modules:
-            return False  # and need not be imported to be compared
+            return False  # the program has not imported it; no need to import it here
         return _is_known(name) and names[name] is _known(name)
 
     return {name for name in names if not is_lent(name)}

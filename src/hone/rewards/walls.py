@@ -1,8 +1,9 @@
-"""Walls around programs that a model wrote, of what the kernel offers to this user.
+"""The sandbox ("walls") of programs that a model wrote, from the kernel features that this user may
+use: namespaces, Landlock, seccomp and another user id.
 
-It runs in the process that starts programs (`launcher.py`): `raise_walls` once, `enter` in each
-program's process before the program begins. Where the kernel refuses one, `Walls.missing` says what
-a program can do. Linux alone has them.
+It runs in the process that starts programs (`launcher.py`): `raise_walls` once, and `enter` in each
+program's process before the program starts. Where the kernel refuses a wall, `Walls.missing` says
+what a program can do. Only Linux has them.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from dataclasses import dataclass
 __all__ = ["KINDS", "MAX_FILE_BYTES", "MAX_FOLDER_BYTES", "Walls", "enter", "raise_walls"]
 
 KINDS = ("user", "namespaces", "landlock", "seccomp")
-"""What walls are made of; tests refuse them one by one."""
+"""Kinds of walls; tests leave them out one by one."""
 MAX_FILE_BYTES = 1 << 26
 MAX_FOLDER_BYTES = 1 << 28
 _MAX_FILES = 1 << 14
 _MAX_OPEN_FILES = 256
 _MAX_PROCESSES = 64
 _FIRST_USER, _NUM_USERS = 61184, 4336
-"""Users that systemd sets apart for processes that need one for a while, so nobody else is one."""
+"""User ids that systemd reserves for temporary users (DynamicUser), so no real user has them."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Those that are up."""
+    """The walls that are in place."""
 
     user: bool = False
     """Programs run as a user that owns nothing. Only root can do that."""
     is_root: bool = False
-    """They run as root, of which no limit counts processes."""
+    """Programs run as root, whose processes no limit counts."""
     outranked: bool = False
-    """Other processes of this user have capabilities, which programs have not."""
+    """Other processes of this user have capabilities, which programs lack."""
     namespaces: bool = False
-    """They have a network, a process table and mounts of their own."""
+    """Programs have their own network, process table and mounts."""
     own_proc: bool = False
-    """`/proc` shows that process table."""
+    """`/proc` shows only that process table."""
     tmpfs: bool = False
     """The folder of a program is a file system in memory, which ends with the program."""
     read_only: bool = False
-    """No other file system can be changed: neither files nor their permissions and times."""
+    """All other file systems are read-only: files, permissions and times."""
     landlock: int = 0
     """Version of Landlock; 0: none."""
     seccomp: bool = False
@@ -58,16 +59,16 @@ class Walls:
 
     @property
     def missing(self) -> dict[str, str]:
-        """What is open on this machine, in words, by the name of the wall."""
+        """By name of a missing wall: what programs can do without it."""
         is_hidden = self.namespaces or self.user or self.outranked or self.landlock > 0
-        is_apart = self.namespaces or self.user or self.seccomp
+        is_isolated = self.namespaces or self.user or self.seccomp
         sockets = "sockets of this host that are files" if self.namespaces else "the network"
-        found = {
+        walls = {
             "secrets": (
-                is_hidden and is_apart,
+                is_hidden and is_isolated,
                 "read the environment of your other processes, and read and change their memory",
             ),
-            "signals": (is_apart, "end your other processes"),
+            "signals": (is_isolated, "end your other processes"),
             "network": (self.seccomp, f"use {sockets}"),
             "files": (
                 self.landlock > 0 and (self.read_only or self.user or self.seccomp),
@@ -79,27 +80,27 @@ class Walls:
                 "start many processes before they are counted, twice a second",
             ),
         }
-        return {name: text for name, (is_up, text) in found.items() if not is_up}
+        return {name: text for name, (is_up, text) in walls.items() if not is_up}
 
 
 # ---- raised once, by the process that starts programs --------------------------------------------
 
 
 def raise_walls(folder: str, refused: Collection[str] = ()) -> Walls:
-    """Put this process behind what it can raise once, so that its children are there too, and see
-    what else they will be able to raise. `refused` are KINDS to go without.
+    """Raise the walls that children of this process inherit, and find out which others they can
+    raise themselves. `refused` are KINDS to leave out.
 
-    With namespaces it goes on in a child, the first process of its own process table: this process
-    waits for it, and ends with it.
+    With namespaces it continues in a child, the first process of a new process table: this process
+    waits for the child, and ends with it.
     """
     if sys.platform != "linux":
         return Walls()
     _end_with_parent()
     has_capabilities = _has_capabilities()
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory ends, programs end before the trainer does
+        file.write("1000")  # when memory is exhausted, the kernel kills programs before the trainer
     is_other = "user" not in refused and os.geteuid() == 0 and _become_nobody(folder)
-    _end_with_parent()  # which a change of the user forgets
+    _end_with_parent()  # again, since a change of the user resets it
     has_own_proc = has_tmpfs = is_read_only = False
     has_namespaces = "namespaces" not in refused and _enter_namespaces()
     if has_namespaces:
@@ -111,7 +112,7 @@ def raise_walls(folder: str, refused: Collection[str] = ()) -> Walls:
     else:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _drop_capabilities()
-    _prctl(_PR_SET_DUMPABLE, 0)  # else a program could look into this process and its siblings
+    _prctl(_PR_SET_DUMPABLE, 0)  # else a program could read the memory of this process and siblings
     return Walls(
         user=is_other,
         is_root=os.geteuid() == 0,
@@ -135,7 +136,7 @@ def _end_with_parent() -> None:
 
 
 def _become_nobody(folder: str) -> bool:
-    """Turn from root into a user that owns nothing; False where that is refused, or where such a
+    """Change from root to a user that owns nothing; False where that is refused, or where such a
     user could not read Python or reach the folder."""
     user = _FIRST_USER + os.getpid() % _NUM_USERS
     folders = [os.path.dirname(os.__file__), *filter(os.path.isdir, sys.path)]
@@ -143,8 +144,8 @@ def _become_nobody(folder: str) -> bool:
         os.setgroups([])
         os.setegid(user)
         os.seteuid(user)
-        for one in folders:
-            os.listdir(one)
+        for path in folders:
+            os.listdir(path)
         os.stat(folder)
         is_readable = os.access(sys.executable, os.X_OK, effective_ids=True)
     except OSError:
@@ -164,7 +165,8 @@ _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 
 
 def _enter_namespaces() -> bool:
-    """Go on as the first process of namespaces of its own; False where they are refused."""
+    """Continue in a child that is the first process of new namespaces; False where the kernel
+    refuses them."""
     user, group = os.geteuid(), os.getegid()
     kinds = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     if _libc.unshare(kinds) != 0:
@@ -204,8 +206,7 @@ _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000
 
 
 def _make_read_only() -> bool:
-    """Let nothing be changed on what is mounted now; False where the kernel (before 5.12) does not
-    know how."""
+    """Make all current mounts read-only; False where the kernel (before 5.12) cannot."""
     attributes = struct.pack("=4Q", _MOUNT_ATTR_RDONLY, 0, 0, 0)  # set, clear, propagation, user
     words = (_AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
     return _libc.syscall(_MOUNT_SETATTR, *words) == 0
@@ -215,14 +216,14 @@ def _make_read_only() -> bool:
 
 
 def enter(walls: Walls, folder: str) -> None:
-    """Put this process behind all walls, with `folder` as the place that it may write to.
+    """Put this process behind all walls; it may only write to `folder`.
 
-    Raises OSError where one cannot be raised that was found to be there.
+    Raises OSError where a wall that `raise_walls` has found cannot be raised.
     """
     os.setsid()
     if walls.tmpfs and not (_libc.unshare(_CLONE_NEWNS) == 0 and _mount_folder(folder)):
         raise OSError(ctypes.get_errno(), "no folder in memory")
-    work = f"{folder}/{os.getpid()}"  # which a program may remove, other than a mount
+    work = f"{folder}/{os.getpid()}"  # unlike the mount itself, a program may remove it
     os.mkdir(work)
     os.chdir(work)
     bounds = [
@@ -231,7 +232,8 @@ def enter(walls: Walls, folder: str) -> None:
         (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
     ]
     if "forks" not in walls.missing:
-        bounds.append((resource.RLIMIT_NPROC, _MAX_PROCESSES))  # else those of the trainer count
+        # Only then: otherwise the trainer's processes, of the same user, would count too.
+        bounds.append((resource.RLIMIT_NPROC, _MAX_PROCESSES))
     for kind, most in bounds:
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -258,9 +260,9 @@ def _prctl(option: int, value: int, pointer: object = None) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Give up all, and what a program that is executed could get back."""
+    """Give up all capabilities, including those that an executed program could get back."""
     for capability in range(64):
-        # Refused without the right to, where a program gets none, since it gets no privileges.
+        # It fails without CAP_SETPCAP; then programs get no privileges anyway (NO_NEW_PRIVS).
         _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     if _libc.capset(header, bytes(24)) != 0:
@@ -276,7 +278,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14  # and to truncate
 _FILE_RIGHTS = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}
-"""By version, 1 above the highest right; later ones have the same."""
+"""By Landlock version, the bit above the highest file right; later versions have that of 5."""
 _NET_SINCE, _SCOPES_SINCE = 4, 6
 
 _READABLE = (
@@ -291,8 +293,8 @@ def _landlock_version() -> int:
 
 
 def _restrict_files(version: int, folder: str, *, has_own_proc: bool) -> None:
-    """Allow to read Python and the system's libraries, and to write `folder`; and where Landlock
-    does more than files, no TCP, no signals and no abstract sockets to others."""
+    """Allow reading Python and the system's libraries, and writing to `folder`. Later versions of
+    Landlock also forbid TCP, signals and abstract sockets to other processes."""
     rights = _FILE_RIGHTS.get(version, _FILE_RIGHTS[5]) - 1
     fields = [rights]
     if version >= _NET_SINCE:
@@ -310,7 +312,7 @@ def _restrict_files(version: int, folder: str, *, has_own_proc: bool) -> None:
         try:
             handle = os.open(place, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            continue  # what this machine has not
+            continue  # it does not exist on this machine
         if not os.path.isdir(place):
             granted &= _OF_FILES
         rule = struct.pack("=Qi", granted & rights, handle)
@@ -413,27 +415,27 @@ _CHANGES = {
     "removexattrat": (466, 466),
     "truncate": (76, 45),
 }
-"""What Landlock lets an owner do to any file, and before its version 3 shorten it. ARM has the
-later ones of a kind alone."""
+"""Calls by which an owner may change any file in spite of Landlock; before its version 3 that
+includes truncation. ARM has only the later call of each kind."""
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _SOCKETPAIR, _DATAGRAM = (53, 199), 2
-"""A socket of a pair that is not connected for good can send to those of other programs."""
+"""A datagram socket of a pair can be reconnected, and send to sockets of other programs."""
 _KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
 _FCNTL, _IOCTL = (72, 25), (16, 29)
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
-"""With these the kernel sends a signal of choice to a process of choice."""
+"""Commands that make the kernel send any signal to any process."""
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
-"""With these it stops who opens a file, and tells what others do in a folder."""
+"""Commands that block others who open a file, and report what they do in a folder."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Where a machine's numbers stand above, and what the kernel calls it."""
+"""By machine: the column of its call numbers above, and its audit architecture in the kernel."""
 _MACHINE = _MACHINES.get(platform.machine())
 _ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _X32_CALLS = 0x40000000
 
 _Instruction = tuple[int, int, int, int]
-"""Code, instructions to skip where the condition holds, where it does not, operand."""
+"""Code; instructions to skip where the condition holds, and where it does not; operand."""
 
 
 def _has_seccomp() -> bool:
@@ -442,16 +444,16 @@ def _has_seccomp() -> bool:
 
 
 def _instructions(*, may_signal: bool, may_change: bool) -> list[_Instruction]:
-    """The filter, which the kernel runs before each system call. `may_signal`: a namespace keeps
-    signals in; else a process may signal itself alone. `may_change`: something else keeps a
-    program from changing files of others; else it may change no permissions and times at all."""
+    """The filter that the kernel runs before each system call. With `may_signal` a namespace limits
+    signals; otherwise a process may only signal itself. With `may_change` another wall protects
+    foreign files; otherwise no permissions and times may be changed at all."""
     assert _MACHINE is not None
     column, name = _MACHINE
     refuse: _Instruction = (_RETURN, 0, 0, _EPERM)
     allow: _Instruction = (_RETURN, 0, 0, _ALLOW)
 
     def load_argument(index: int) -> _Instruction:
-        return (_LOAD, 0, 0, 16 + 8 * index)  # its lower half
+        return (_LOAD, 0, 0, 16 + 8 * index)  # the lower 32 bits
 
     def of(numbers: tuple[int, int], *block: _Instruction) -> list[_Instruction]:
         return [(_IF_EQUAL, 0, len(block), numbers[column]), *block]
@@ -459,27 +461,28 @@ def _instructions(*, may_signal: bool, may_change: bool) -> list[_Instruction]:
     def unless(condition: int, value: int, end: _Instruction) -> list[_Instruction]:
         return [(condition, 0, 1, value), end]
 
-    found = [(_LOAD, 0, 0, 4), (_IF_EQUAL, 1, 0, name), refuse, (_LOAD, 0, 0, 0)]
+    filters = [(_LOAD, 0, 0, 4), (_IF_EQUAL, 1, 0, name), refuse, (_LOAD, 0, 0, 0)]
     if column == 0:
-        found += unless(_IF_AT_LEAST, _X32_CALLS, refuse)
+        filters += unless(_IF_AT_LEAST, _X32_CALLS, refuse)
     refused = _REFUSED_CALLS if may_change else _REFUSED_CALLS | _CHANGES
     for numbers in refused.values():
-        found += of(numbers, refuse)
-    found += of(_CLONE3, (_RETURN, 0, 0, _ENOSYS))  # C libraries then use clone, seen through here
+        filters += of(numbers, refuse)
+    # ENOSYS makes C libraries use clone, whose flags the filter can read.
+    filters += of(_CLONE3, (_RETURN, 0, 0, _ENOSYS))
     namespaces = unless(_IF_BITS, _CLONE_NEWUSER, refuse)
-    found += of(_CLONE, load_argument(0), *namespaces, allow)
-    found += of(_PRLIMIT, load_argument(0), *unless(_IF_EQUAL, 0, allow), refuse)
-    found += of(_SOCKETPAIR, load_argument(1), *unless(_IF_BITS, _DATAGRAM, refuse), allow)
+    filters += of(_CLONE, load_argument(0), *namespaces, allow)
+    filters += of(_PRLIMIT, load_argument(0), *unless(_IF_EQUAL, 0, allow), refuse)
+    filters += of(_SOCKETPAIR, load_argument(1), *unless(_IF_BITS, _DATAGRAM, refuse), allow)
     commands = [x for value in (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)
                 for x in unless(_IF_EQUAL, value, refuse)]  # fmt: skip
-    found += of(_FCNTL, load_argument(1), *commands, allow)
+    filters += of(_FCNTL, load_argument(1), *commands, allow)
     owners = [x for value in (_FIOSETOWN, _SIOCSPGRP) for x in unless(_IF_EQUAL, value, refuse)]
-    found += of(_IOCTL, load_argument(1), *owners, allow)
+    filters += of(_IOCTL, load_argument(1), *owners, allow)
     if not may_signal:
         itself = unless(_IF_EQUAL, os.getpid(), allow)
-        found += of(_KILL, load_argument(0), *itself, refuse)
-        found += of(_TGKILL, load_argument(0), *itself, refuse)
-    return [*found, allow]
+        filters += of(_KILL, load_argument(0), *itself, refuse)
+        filters += of(_TGKILL, load_argument(0), *itself, refuse)
+    return [*filters, allow]
 
 
 def _filter_calls(instructions: list[_Instruction]) -> None:

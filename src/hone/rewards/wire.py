@@ -10,7 +10,7 @@ from collections.abc import Iterator
 __all__ = ["MAX_RESULT_BYTES", "ProtocolError", "Stream", "receive", "send"]
 
 MAX_RESULT_BYTES = 1 << 20
-"""Largest message accepted from a worker, which runs code nobody has vouched for."""
+"""Largest message accepted from a worker, which runs untrusted code."""
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 16
@@ -42,7 +42,7 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
 
 
 class Stream:
-    """An end of a socket that never blocks, whatever the other side does or fails to do."""
+    """One end of a socket that never blocks, whatever the other side does."""
 
     def __init__(self, sock: socket.socket, *, max_bytes: int | None = MAX_RESULT_BYTES) -> None:
         sock.setblocking(False)

@@ -1,4 +1,4 @@
-"""What runs inside a worker process: load the functions, then score samples until the driver is
+"""The code of a worker process: it loads the functions, then scores samples until the driver is
 gone. The process may loop, crash or be killed at any moment; `fork_server.py` handles that.
 """
 
@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,19 +24,25 @@ import psutil
 from hone.address import names_code
 from hone.rewards import wire
 from hone.rewards.builtin import build
+from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.jail import launchers
 from hone.rewards.play import EpisodeSoFar, Player, play
 from hone.rewards.resolve import check_signature, resolve
 from hone.rewards.score import ENV_NAME, RewardFunction, Verdict, score, score_group
+from hone.rewards.session_player import SessionPlayer
 from hone.types import FailureKind
 
 __all__ = [
-    "EnvSpec",
+    "CLOSE",
+    "NO_SESSION",
+    "START",
+    "STEP",
     "FunctionSpec",
     "Job",
     "become_subreaper",
     "encode_request",
     "load",
+    "session_of",
     "size_of",
     "ticket_of",
     "work",
@@ -55,16 +61,8 @@ class FunctionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvSpec:
-    """The environment of `env`."""
-
-    path: str
-    args: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every worker of a pool gets."""
+    """The configuration of all workers of a pool."""
 
     functions: tuple[FunctionSpec, ...]
     env: EnvSpec | None = None
@@ -73,27 +71,27 @@ class Job:
     load_timeout_s: float
     """Deadline of importing all functions."""
     memory_limit_bytes: int
-    """Address space of one process, beside what it inherits."""
+    """Address space of one process, on top of what it inherits."""
     driver_pid: int
     import_path: tuple[str, ...]
     """`sys.path` of the driver."""
     num_workers: int
     inherits: bool = False
-    """Some functions are the driver's own, so that the fork server is a fork of the driver."""
+    """Some functions are objects of the driver, so the fork server is a fork of the driver."""
     scratch: str | None = None
-    """Where workers have a folder each for what programs write; None where none runs programs."""
+    """Folder with a folder of each worker, for files of programs; None where no programs run."""
     may_abstain: bool = False
-    """As of `hone.rewards.score.score`."""
+    """The argument `may_abstain` of `hone.rewards.score.score`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What may be called, by the index that a worker tells of it."""
+        """Names of functions and environment, by the index that a worker reports."""
         return (*(function.name for function in self.functions), *([ENV_NAME] * bool(self.env)))
 
     @property
     def described(self) -> str:
-        """What is imported, for messages."""
-        parts = [f"env.path ({self.env.path})"] if self.env is not None else []
+        """The configuration keys with what they import, for messages."""
+        parts = [self.env.described] if self.env is not None else []
         if self.functions:
             specs = ", ".join(function.spec for function in self.functions)
             parts.append(f"reward.functions ({specs})")
@@ -101,51 +99,95 @@ class Job:
 
 
 def work(sock: socket.socket, job: Job, folder: Path | None) -> NoReturn:
-    """Score what arrives on `sock` for the rest of this process's life. What programs of
-    completions write is in `folder`."""
-    taken = psutil.Process().memory_info().vms if job.inherits else 0
-    _isolate(job.memory_limit_bytes + taken)
+    """Score the requests that arrive on `sock` until this process ends. Programs in completions
+    write to `folder`."""
+    inherited_bytes = psutil.Process().memory_info().vms if job.inherits else 0
+    _isolate(job.memory_limit_bytes + inherited_bytes)
     pid = os.getpid()
 
     def send(message: Mapping[str, Any]) -> None:
         if os.getpid() != pid:
-            os._exit(0)  # a child that the user's code forked has returned from it
+            os._exit(0)  # this is a child that the user's code forked, and it has returned here
         wire.send(sock, json.dumps(message).encode())
 
-    def tell(index: int) -> None:
-        send({"function": index})
-
     try:
-        env, functions, signatures, warnings = load(job, folder)
+        loaded, functions, signatures, warnings = load(job, folder)
     except ValueError as error:
         send({"error": str(error)[: wire.MAX_RESULT_BYTES // 8]})
         os._exit(0)
-    send({"signatures": signatures, "warnings": warnings})
+    env, facts = (None, None) if loaded is None else loaded
+    described = None if facts is None else asdict(facts)
+    send({"signatures": signatures, "warnings": warnings, "env": described})
     helpers = {child.pid for child in psutil.Process().children(recursive=True)}
-    while (request := wire.receive(sock)) is not None:
-        ticket = ticket_of(request)
-        send({"function": len(functions) if env is not None else 0})
-        given, episode = pickle.loads(memoryview(request)[_HEADER.size :])
-        if isinstance(given, list):
-            verdict = score_group(functions, given, on_call=tell)
-        elif env is not None:
-            verdict = play(env, functions, given, episode, on_call=tell)
-        else:
-            verdict = score(functions, given, on_call=tell, may_abstain=job.may_abstain)
-        if os.getpid() == pid:
-            _kill_children(keep=helpers)
-        send(_plain(ticket, verdict))
-        if verdict.failure is FailureKind.OUT_OF_MEMORY:
-            break  # what filled the memory may still be referenced
+    server = _Server(job, env, functions, send, helpers, pid)
+    while (request := wire.receive(sock)) is not None and server.serve(request):
+        pass
     os._exit(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """Serves the requests of one worker."""
+
+    job: Job
+    env: Player | SessionPlayer | None
+    functions: list[RewardFunction]
+    send: Callable[[Mapping[str, Any]], None]
+    helpers: set[int]
+    """Processes that loading the functions has started, which live as long as the worker."""
+    pid: int
+    """The worker's process, of which the user's code may have made a fork that returns here."""
+
+    def serve(self, request: bytes) -> bool:
+        """Answer a request; whether the worker can serve more."""
+        _, asked = session_of(request)
+        if asked == CLOSE:
+            self._close_session()
+            return True
+        ticket = ticket_of(request)
+        self._report_call(len(self.functions) if self.env is not None else 0)
+        given, episode = pickle.loads(memoryview(request)[_HEADER.size :])
+        verdict = self._verdict(given, episode)
+        # A session may have started processes that it needs, also to close.
+        if asked == NO_SESSION and os.getpid() == self.pid:
+            _kill_children(keep=self.helpers)
+        plain = _plain(ticket, verdict)
+        self.send(plain)
+        if asked != NO_SESSION and "observation" not in plain:
+            self._close_session()
+        # The objects that filled the memory may still be referenced.
+        return verdict.failure is not FailureKind.OUT_OF_MEMORY
+
+    def _verdict(self, given: Any, episode: Any) -> Verdict:
+        functions, report = self.functions, self._report_call
+        if isinstance(given, list):
+            return score_group(functions, given, on_call=report)
+        if self.env is not None:
+            return play(self.env, functions, given, episode, on_call=report)
+        return score(functions, given, on_call=report, may_abstain=self.job.may_abstain)
+
+    def _close_session(self) -> None:
+        assert isinstance(self.env, SessionPlayer)
+        self._report_call(len(self.functions))
+        self.env.close()
+        _kill_children(keep=self.helpers)
+        self.send({"closed": True})
+
+    def _report_call(self, index: int) -> None:
+        self.send({"function": index})
 
 
 def load(
     job: Job, folder: Path | None
-) -> tuple[Player | None, list[RewardFunction], list[dict[str, Any]], list[str]]:
-    """Environment and functions of a job, ready to be called; of each function the `columns` of
-    the data that it needs and the `framework` in whose shape it is called; and what the user is to
-    be warned of.
+) -> tuple[
+    tuple[Player | SessionPlayer, EnvFacts] | None,
+    list[RewardFunction],
+    list[dict[str, Any]],
+    list[str],
+]:
+    """The environment of a job with what it is; the functions; the signature of each function (the
+    `columns` of the data that it needs, and the `framework` in whose shape it is called); and
+    warnings for the user.
 
     Raises ValueError for the first bad one.
     """
@@ -173,22 +215,42 @@ def load(
                 whole_groups=spec.whole_groups,
             )
         )
-    env = Player(job.env.path, job.env.args) if job.env is not None else None
-    return env, functions, signatures, warnings
+    loaded = None
+    if job.env is not None:
+        # With the shapes and tools that it imports, only where there is an environment.
+        from hone.rewards.load_environment import load_environment
+
+        loaded = load_environment(job.env)
+    return loaded, functions, signatures, warnings
 
 
-_HEADER = struct.Struct("<qq")
-"""The ticket, and how many samples are scored together; 0: one by itself."""
+NO_SESSION, START, STEP, CLOSE = range(4)
+"""What a request asks of the session that it names: nothing, since it names none; to be made; to
+answer; to be closed, which has no verdict."""
+
+_HEADER = struct.Struct("<qqqb")
+"""The ticket; the number of samples to score in one call, 0 for a single sample; the session; and
+what is asked of it."""
 
 
 def encode_request(
-    ticket: int, given: dict[str, Any] | list[dict[str, Any]], episode: EpisodeSoFar | None
+    ticket: int,
+    given: dict[str, Any] | list[dict[str, Any]],
+    episode: EpisodeSoFar | None,
+    *,
+    session: int = 0,
+    kind: int = NO_SESSION,
 ) -> bytes:
-    """The message that asks a worker to score one sample, or to answer its last turn; or to score
-    a list of them together."""
+    """A request to score one sample or answer its last turn, or to score a list in one call."""
     request = pickle.dumps((given, episode), protocol=pickle.HIGHEST_PROTOCOL)
     num = len(given) if isinstance(given, list) else 0
-    return _HEADER.pack(ticket, num) + request
+    return _HEADER.pack(ticket, num, session, kind) + request
+
+
+def session_of(request: bytes) -> tuple[int, int]:
+    """The session of an encoded request, and what is asked of it."""
+    _, _, session, kind = _HEADER.unpack_from(request)
+    return session, kind
 
 
 def ticket_of(request: bytes) -> int:
@@ -197,23 +259,24 @@ def ticket_of(request: bytes) -> int:
 
 
 def size_of(request: bytes) -> int:
-    """How many samples an encoded request asks to score together; 0: one by itself."""
+    """The number of samples to score in one call in an encoded request; 0 for a single sample."""
     return _HEADER.unpack_from(request)[1]
 
 
 def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
-    """A verdict for JSON, of which no more is sent than is accepted."""
+    """A verdict as a JSON value; a failure in its place where it exceeds `MAX_RESULT_BYTES`."""
     plain: dict[str, Any] = {"ticket": ticket, "seconds": verdict.seconds}
     if verdict.failure is not None:
         return plain | {
             "failure": verdict.failure,
             "detail": verdict.detail,
             "is_certain": verdict.is_certain,
+            "is_session_lost": verdict.is_session_lost,
         }
     if verdict.observation is not None:
         plain["observation"] = asdict(verdict.observation)
     elif verdict.of_group:
-        plain["of_group"] = [_plain(ticket, one) for one in verdict.of_group]
+        plain["of_group"] = [_plain(ticket, of_sample) for of_sample in verdict.of_group]
     else:
         assert verdict.reward is not None, f"{verdict=}"
         plain |= {
@@ -230,7 +293,8 @@ def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
 
 
 def _isolate(memory_limit_bytes: int) -> None:
-    """Own process group, no output, no core files, bounded memory, death with the fork server."""
+    """Give this process its own process group, no output, no core files, a memory limit, and death
+    with the fork server."""
     os.setsid()
     become_subreaper()
     if sys.platform == "linux":
@@ -263,34 +327,34 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _has_children_but(known: set[int]) -> bool:
-    """Whether this process has others, as the kernel lists them: far sooner than by the parents of
-    all processes. True where it does not list them."""
-    found: set[int] = set()
+    """Whether this process has children other than `known`, from the kernel's list, which is far
+    faster than reading the parents of all processes. True where the kernel has no list."""
+    children: set[int] = set()
     try:
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/children") as file:
-                found.update(map(int, file.read().split()))
+                children.update(map(int, file.read().split()))
     except FileNotFoundError:
         return True
-    return not found <= known
+    return not children <= known
 
 
 def _kill_children(*, keep: set[int]) -> None:
-    """Kill every process the last call left behind; `keep` started while loading."""
+    """Kill every process that the last call left running, except `keep`, which loading started."""
     while True:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return  # the usual case, at the cost of one system call
+            return  # the usual case, which takes one system call
         if not _has_children_but(keep | launchers):
             return
         left = [
-            one
+            process
             for child in psutil.Process().children()
-            if child.pid not in launchers  # which end what they have started
-            for one in (child, *child.children(recursive=True))
-            if one.pid not in keep
+            if child.pid not in launchers  # a launcher ends its own children
+            for process in (child, *child.children(recursive=True))
+            if process.pid not in keep
         ]
         if not left:
             return
@@ -298,5 +362,5 @@ def _kill_children(*, keep: set[int]) -> None:
             try:
                 child.kill()
             except psutil.Error:
-                continue  # gone already
+                continue  # it has ended
         time.sleep(0.001)

@@ -1,12 +1,12 @@
-"""A stream of prompts in, groups of completions out, in the order of the prompts.
+"""Batch inference: a stream of prompts becomes groups of completions, in the order of the prompts.
 
     batch = Batch(prompts, Runner(engine, scorer, episodes), sampling=..., ...)
     while not batch.is_done:
         for number, samples in batch.step():
             ...
 
-Memory holds the requests of a bounded window of prompts, the samples that wait for scores, and the
-groups that are kept back by a longer one before them.
+Memory holds the requests of a bounded window of prompts, the samples that wait for scores, and
+finished groups that wait for an earlier group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCORING_SHARE = 4
 
 
 class Batch:
-    """Groups of samples of numbered prompts, each submitted, scored and handed out once."""
+    """Groups of samples of numbered prompts; each is submitted, scored and returned once."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class Batch:
         num_samples: int,
         max_in_engine: int,
     ) -> None:
-        """`max_in_engine` bounds the samples that may need the engine at once, above which no
-        further prompt is read."""
+        """`max_in_engine` is the number of samples that may need the engine at once; no further
+        prompt is read beyond it."""
         self._prompts, self._runner, self._sampling = prompts, runner, sampling
         self._num_samples, self._max_in_engine = num_samples, max_in_engine
         self._window: deque[RunningGroup] = deque()
-        """Groups that are unfinished, or behind one that is."""
+        """Groups that are unfinished, or that wait for an unfinished group before them."""
         self._has_prompts = True
 
     @property
@@ -48,13 +48,14 @@ class Batch:
         return not self._has_prompts and not self._window
 
     def step(self) -> list[tuple[int, list[Sample]]]:
-        """Make one step; the next groups, with their numbers, that have ended. Raises as the
-        prompts, the engine and the scorer do."""
+        """Make one engine step; return the next finished groups with their prompts' numbers. Raises
+        the errors of the prompts, the engine and the scorer."""
         runner = self._runner
         self._fill()
         runner.step()
         limit = _SCORING_SHARE * self._max_in_engine
-        while runner.scorer is not None and runner.scorer.pending > limit:
+        # Samples that wait for a session's place get one only if the engine goes on.
+        while runner.scorer is not None and runner.scorer.pending - runner.num_waiting > limit:
             runner.poll(SCORE_WAIT_S)
         ended: list[tuple[int, list[Sample]]] = []
         while self._window and self._window[0].complete:
@@ -63,11 +64,12 @@ class Batch:
         return ended
 
     def _fill(self) -> None:
-        while self._has_prompts and self._runner.num_unfinished < self._max_in_engine:
+        entries, room = list[RunningGroup](), self._max_in_engine - self._runner.num_unfinished
+        while self._has_prompts and room > 0:
             number, prompt = next(self._prompts, (0, None))
             if prompt is None:
                 self._has_prompts = False
-                return
+                break
             entry = RunningGroup.of(
                 prompt,
                 self._sampling,
@@ -76,5 +78,8 @@ class Batch:
                 indices=range(self._num_samples),
                 order=number,
             )
-            self._window.append(entry)
-            self._runner.submit([entry])
+            entries.append(entry)
+            room -= self._num_samples
+        if entries:  # in one call, since an engine in another process gets one message a step
+            self._window += entries
+            self._runner.submit(entries)

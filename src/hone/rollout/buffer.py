@@ -1,7 +1,8 @@
-"""The groups between the draw of their prompt and the step that trains them.
+"""The groups whose prompts have been drawn and which have not been trained yet.
 
-The runner plays a group; the buffer names it, keeps it until it is trained, counts what its step
-took, and saves it. The collector decides how many groups are started and which of them make a step.
+The runner generates and scores a group. The buffer gives it an id, keeps it until it is trained,
+counts what its step used, and saves it in checkpoints. The collector decides how many groups are
+started and which of them form a step.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from hone.algorithms.advantages import has_spread
-from hone.config.rollout import RolloutConfig
 from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.requests import sampling_params
 from hone.rollout.runner import Ended, Runner, RunningGroup, SampleScorer
+from hone.rollout.settings import RolloutConfig
 from hone.rollout.state import (
     group_from_dict,
     group_to_dict,
@@ -37,7 +38,7 @@ __all__ = [
     "PromptSource",
     "apply_masks",
     "check_failures",
-    "teaches",
+    "has_reward_variance",
 ]
 
 Progress = Callable[[int, int], None]
@@ -52,39 +53,40 @@ class PromptSource(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class InFlightGroup(RunningGroup):
-    """A group whose prompt has been drawn and which is not trained yet."""
+    """A group whose prompt has been drawn and which has not been trained yet."""
 
     start_version: int = 0
-    """Version of the weights when it was submitted first."""
+    """Version of the weights when the group was first submitted."""
     rank: int = 0
-    """The process that generates it. The others receive it when it is complete, or when the step
-    ends."""
+    """The process that generates the group. The others receive it when it is complete, or when the
+    step ends."""
     aborted_count: int = 0
-    """Changes of weights, or ends of a step, that interrupted it."""
+    """Number of weight updates and ends of steps that interrupted the group."""
     is_shared: bool = False
-    """All processes hold all of its samples."""
+    """All processes have all of its samples."""
 
     def is_overdue(self, max_aborted_count: int | None) -> bool:
-        """Whether it has been interrupted so often that it must finish before the next time."""
+        """Whether it was interrupted so often that it must finish before the next interruption."""
         limit = max_aborted_count
         return limit is not None and self.aborted_count >= limit and not self.generated
 
 
 class _Totals(NamedTuple):
-    """Running totals, of which `counts` gets the difference."""
+    """Running totals of engine and scorer; `counts` gets the differences."""
 
     engine: EngineStats
     scorer: ScorerStats
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_cut: int
     read_at_s: float
 
 
 @dataclass(slots=True)
 class Buffer:
-    """Groups that have been started and not trained, by id, in the order of their draw.
+    """Groups that have been started and not trained, by id, in the order of their prompts.
 
-    `runner` plays those of this process.
+    `runner` generates the groups of this process.
     """
 
     runner: Runner
@@ -92,12 +94,12 @@ class Buffer:
     prompts: PromptSource
     cfg: RolloutConfig
     counts: RolloutCounts = field(default_factory=RolloutCounts)
-    """What is added to; whoever starts a new count replaces it."""
+    """The counters of the current step; the collector replaces them when the next step begins."""
     by_id: dict[str, InFlightGroup] = field(default_factory=dict[str, InFlightGroup])
     _sampling: SamplingParams = field(init=False)
     _num_started: int = 0
     _counted: _Totals = field(init=False)
-    """The totals that are in `counts` already."""
+    """The totals up to which `counts` has been updated."""
 
     def __post_init__(self) -> None:
         self._sampling = sampling_params(self.cfg, self.cfg.stop)
@@ -111,7 +113,7 @@ class Buffer:
 
     @property
     def num_unfinished(self) -> int:
-        """Samples that are not finished, as far as is known."""
+        """Samples that are unfinished, or may get another turn."""
         return sum(len(entry.requests) + entry.undecided for entry in self)
 
     def draw(self, num_prompts: int, *, step: int, version: int) -> list[InFlightGroup]:
@@ -134,7 +136,7 @@ class Buffer:
         return drawn
 
     def step(self) -> list[InFlightGroup]:
-        """`Runner.step`; return the groups that it makes complete."""
+        """Call `Runner.step` and return the groups that it completes."""
         runner, num_steps = self.runner, self.runner.num_steps
         completed = self._completed(runner.step())
         if runner.num_steps > num_steps:
@@ -145,7 +147,7 @@ class Buffer:
         return completed
 
     def poll(self, timeout_s: float) -> list[InFlightGroup]:
-        """`Runner.poll`; return the groups that it makes complete."""
+        """Call `Runner.poll` and return the groups that it completes."""
         return self._completed(self.runner.poll(timeout_s))
 
     def _completed(self, ended: Ended) -> list[InFlightGroup]:
@@ -154,31 +156,34 @@ class Buffer:
         return [self.by_id[entry.group.id] for entry in ended.groups]
 
     def pop(self, entry: InFlightGroup) -> Group:
-        """Take a group out of the buffer; nothing of it is under way."""
+        """Remove a complete group from the buffer."""
         return self.by_id.pop(entry.group.id).group
 
     # -- counts ----------------------------------------------------------------------------------
 
     def start_counting(self) -> None:
-        """Leave out of `counts` what engine and scorer have done since the last `count`."""
+        """Exclude from `counts` what engine and scorer have done since the last `count`."""
         runner = self.runner
         self._counted = _Totals(
             runner.engine.stats(),
             self.scorer.stats(),
             runner.num_prompt_tokens,
             runner.num_cached_tokens,
+            0 if runner.episodes.render is None else runner.episodes.render.num_cut,
             monotonic(),
         )
 
     def count(self) -> None:
-        """Add what engine and scorer have done since to `counts`."""
+        """Add to `counts` what engine and scorer have done since the last count."""
         before, counts = self._counted, self.counts
         self.start_counting()
         now = self._counted
         counts.counted_s += now.read_at_s - before.read_at_s
         counts.num_prompt_tokens += now.num_prompt_tokens - before.num_prompt_tokens
         counts.num_cached_tokens += now.num_cached_tokens - before.num_cached_tokens
+        counts.num_cut_messages += now.num_cut - before.num_cut
         counts.num_kills += now.scorer.num_kills - before.scorer.num_kills
+        counts.num_restarts += now.scorer.num_restarts - before.scorer.num_restarts
         counts.reward_p99_s = now.scorer.p99_s
         counts.reward_model_s += now.scorer.model_s - before.scorer.model_s
         engine, earlier = now.engine, before.engine
@@ -193,15 +198,18 @@ class Buffer:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All groups and the running number of the next one, as JSON-able values. Nothing may be in
-        the engine or with the scorer."""
+        """All groups and the number of the next one, as JSON values. Engine and scorer must have no
+        requests and samples."""
         return {
             "num_started": self._num_started,
             "groups": [
                 {
                     "group": group_to_dict(entry.group),
                     "requests": {str(i): request_to_dict(r) for i, r in entry.requests.items()},
-                    "episodes": {str(i): sample_to_dict(s) for i, s in entry.episodes.items()},
+                    "episodes": {
+                        str(i): sample_to_dict(s, entry.group.prompt)
+                        for i, s in entry.episodes.items()
+                    },
                     "order": entry.order,
                     "start_version": entry.start_version,
                     "aborted_count": entry.aborted_count,
@@ -234,15 +242,17 @@ class Buffer:
 def check_failures(
     entries: Iterable[InFlightGroup], cfg: RolloutConfig, limit: float, *, num_wanted: int
 ) -> None:
-    """Raise FailureRateError where a step that takes `num_wanted` of the groups `entries` has
-    more failed samples than the share `limit`, whichever it takes and however the rest is scored.
+    """Raise FailureRateError where a step of `num_wanted` of the groups `entries` must exceed the
+    share `limit` of failed samples, whichever groups it takes and however the rest is scored.
 
-    With dynamic sampling a group may be dropped until it is complete and known to be kept.
+    With dynamic sampling only complete groups that are kept count, since others may be dropped.
     """
     entries = list(entries)
     num_left_over = max(len(entries) - num_wanted, 0)
     if cfg.dynamic_sampling:
-        entries = [entry for entry in entries if entry.complete and teaches(entry.group, cfg)]
+        entries = [
+            entry for entry in entries if entry.complete and has_reward_variance(entry.group, cfg)
+        ]
     groups = sorted((entry.group.samples for entry in entries), key=_num_failed)
     samples = list(chain(*groups[: max(len(groups) - num_left_over, 0)]))
     check_failure_rate(samples, limit, num_samples=cfg.prompts_per_step * cfg.n_samples_per_prompt)
@@ -252,9 +262,9 @@ def _num_failed(samples: Sequence[Sample]) -> int:
     return sum(sample.failure is not None for sample in samples)
 
 
-def teaches(group: Group, cfg: RolloutConfig) -> bool:
-    """Whether dynamic sampling keeps a group: its valid samples earned different rewards, and their
-    mean lies in `rollout.reward_range`."""
+def has_reward_variance(group: Group, cfg: RolloutConfig) -> bool:
+    """Whether dynamic sampling keeps a group: the rewards of its valid samples differ, and their
+    mean lies in `rollout.reward_range`. Other groups have no gradient."""
     rewards = [sample.reward.total for sample in group.samples if sample.valid and sample.reward]
     if len(rewards) < 2 or not has_spread(rewards):
         return False
@@ -263,11 +273,16 @@ def teaches(group: Group, cfg: RolloutConfig) -> bool:
 
 
 def apply_masks(groups: Iterable[Group], cfg: RolloutConfig) -> None:
-    """Mask what `cfg` keeps out of the loss."""
+    """Mask truncated samples or off-policy tokens, where `cfg` excludes them from the loss. Both
+    concern an episode as a whole: all paths of a truncated one are masked, and all tokens that are
+    older than its newest one, whichever path has that."""
     for sample in (sample for group in groups for sample in group.samples):
+        paths = (*sample.branches, sample)
         if cfg.truncated_samples == "mask" and sample.truncated:
-            sample.loss_mask = PerToken("b", bytes(len(sample.token_ids)))
+            for path in paths:
+                path.loss_mask = PerToken("b", bytes(len(path.token_ids)))
         elif cfg.mask_off_policy_tokens:
-            newest = max(sample.weight_versions, default=0)
-            masked = zip(sample.loss_mask, sample.weight_versions, strict=True)
-            sample.loss_mask = PerToken("b", [mask and own == newest for mask, own in masked])
+            newest = max((v for path in paths for v in path.weight_versions), default=0)
+            for path in paths:
+                masked = zip(path.loss_mask, path.weight_versions, strict=True)
+                path.loss_mask = PerToken("b", [mask and v == newest for mask, v in masked])

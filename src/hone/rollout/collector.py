@@ -1,25 +1,25 @@
-"""Collects the scored groups that each step trains, from one buffer of groups in flight.
+"""Collects the scored groups of each training step, from one buffer of groups in flight.
 
 Weights have versions: version v is the policy after v updates. `pipeline` says how far sampling may
-run ahead of the training.
+run ahead of training.
 
-*Not ahead* (`pipeline.max_staleness` 0): a step starts `prompts_per_step` groups
-and waits for all. With `oversample_prompts` it starts more, stops as soon as enough are generated,
-and carries the rest over: unfinished samples are resumed from their tokens in the next step. With
-`dynamic_sampling` groups of equal rewards are dropped, and another round starts as many as are
-missing. Engine steps alone decide which groups make a step, never how fast rewards are computed, so
+*Synchronous* (`pipeline.max_staleness` 0): a step starts `prompts_per_step` groups and waits for
+all. With `oversample_prompts` it starts more, stops as soon as enough are generated, and carries
+the rest over: unfinished samples are resumed from their tokens in the next step. With
+`dynamic_sampling`, groups of equal rewards are dropped, and another round starts as many as are
+missing. Only engine steps decide which groups form a step, never the speed of reward functions, so
 the same seed gives the same run.
 
-*Ahead*: the engine samples while the trainer trains. A group may be trained in the update of
-version u only while u is at most `max_staleness` above the version that started it, so it has a
-deadline, and a later group never has an earlier one. The number of groups in flight is bounded such
-that all can meet their deadlines, and a batch is chosen such that the others still can
-(`hone.planner.staleness.choose`). Where a sample must be in a batch and is not complete, the step
+*Ahead* (asynchronous): the engine samples while the trainer trains. The update to version u + 1 may
+train a group only while u is at most `max_staleness` above the version that started the group. So
+each group has a deadline, and deadlines ascend. The number of groups in flight is bounded so that
+all of them can meet their deadlines, and a batch is chosen so that the others still can
+(`hone.rollout.staleness.choose`). Where a group must be in a batch and is not complete, the step
 waits for it.
 
-Several processes, each with an engine of its own, collect together where sampling is not ahead: all
-draw all prompts, each generates every n-th group and receives the others'. They decide by what all
-of them know, so all hold the same groups in the same order, those that one process alone would.
+In synchronous mode several processes, each with its own engine, collect together: each process
+draws all prompts, generates every n-th group and receives the groups of the others. Decisions use
+only what all processes know, so all have the same groups in the same order as a single process.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ from threading import Event
 from time import monotonic, perf_counter
 from typing import Any
 
-from hone.config.pipeline import PipelineConfig
-from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
-from hone.planner.staleness import choose, too_late
 from hone.rollout.buffer import (
     Buffer,
     InFlightGroup,
@@ -46,7 +43,7 @@ from hone.rollout.buffer import (
     PromptSource,
     apply_masks,
     check_failures,
-    teaches,
+    has_reward_variance,
 )
 from hone.rollout.comm import Comm, SingleProcess
 from hone.rollout.counts import RolloutCounts
@@ -54,6 +51,8 @@ from hone.rollout.episodes import Episodes, RenderTurn
 from hone.rollout.evaluate import evaluate
 from hone.rollout.requests import Decode
 from hone.rollout.runner import SCORE_WAIT_S, Runner, SampleScorer
+from hone.rollout.settings import PipelineConfig, RolloutConfig
+from hone.rollout.staleness import choose, too_late
 from hone.rollout.state import sample_of_values, sample_values
 from hone.types import Group, Prompt, Request, Sample, SamplingEngine
 
@@ -63,25 +62,27 @@ __all__ = ["Collector", "Comm", "SingleProcess"]
 MAX_REFILL_ROUNDS = 10
 """Rounds of further prompts of `dynamic_sampling` before a step goes on with fewer."""
 REPORT_S = 0.5
-"""How often the progress of a step ahead of the training is counted: over all groups in flight."""
+"""Seconds between two counts of progress with sampling ahead, since a count visits all groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupUpdate:
-    """What the process that generates a group sends to the others, which know its prompt."""
+    """A group as one process sends it to the others, without its prompt, which they know; samples
+    with a prompt of their own have it."""
 
     samples: list[dict[str, Any]]
     requests: Mapping[int, Request]
-    """Of each unfinished sample, by index, with the tokens so far of its turn."""
+    """Requests of unfinished samples, by index, with the tokens so far of their turns."""
     episodes: Mapping[int, dict[str, Any]]
-    """The earlier turns of those."""
+    """Earlier turns of unfinished samples, by index."""
 
     @classmethod
     def of(cls, entry: InFlightGroup) -> _GroupUpdate:
+        prompt = entry.group.prompt
         return cls(
-            [sample_values(sample) for sample in entry.group.samples],
+            [sample_values(sample, prompt) for sample in entry.group.samples],
             dict(entry.requests),
-            {index: sample_values(sample) for index, sample in entry.episodes.items()},
+            {index: sample_values(sample, prompt) for index, sample in entry.episodes.items()},
         )
 
     def apply(self, entry: InFlightGroup) -> None:
@@ -95,11 +96,11 @@ class _GroupUpdate:
 
 @dataclass(slots=True)
 class _Rounds:
-    """The rounds in which dynamic sampling looks for a batch ahead of the training: a round is as
-    many groups as the one before it dropped."""
+    """The rounds of dynamic sampling with sampling ahead: each round has as many groups as the
+    round before it dropped."""
 
     num_left: int
-    """Groups of this round that have no rewards yet; 0 once no group is missing."""
+    """Groups of this round without rewards so far; 0 once no group is missing."""
     max_rounds: int
     num_dropped: int = 0
     num_rounds: int = 1
@@ -124,8 +125,8 @@ class _Rounds:
 
 @dataclass(slots=True)
 class Collector:
-    """Drives an engine and a scorer over a stream of prompts, and gives each step of training its
-    groups of scored samples. A step of the loop is
+    """Drives an engine and a scorer over a stream of prompts, and returns the scored groups of each
+    training step. A step of the loop is
 
         groups = collector.collect(step)
         with collector.background():
@@ -133,9 +134,9 @@ class Collector:
         with collector.pause(step):
             ...                                # push the weights to the engine
 
-    The engine may be one that samples by itself; its `step` then returns after a short time even if
-    nothing has finished. All of its requests, and all samples of the scorer, must be the
-    collector's, except inside `idle`. Between steps that are not ahead it is idle anyway.
+    A remote engine samples by itself; its `step` then returns after a short time even if nothing
+    has finished. Only the collector may use the engine and the scorer, except inside `idle`. In
+    synchronous mode both are idle between steps anyway.
     """
 
     engine: SamplingEngine
@@ -143,45 +144,45 @@ class Collector:
     prompts: PromptSource
     rollout_cfg: RolloutConfig
     decode: Decode
-    """Token ids of a completion to its text (`hone.models.tokenizer.decoder`)."""
+    """Converts the token ids of a completion to text (`hone.models.tokenizer.decoder`)."""
     pipeline_cfg: PipelineConfig = field(default_factory=PipelineConfig)
-    """By default sampling and training take turns."""
+    """Default: synchronous."""
     seed: int = 0
-    """It draws all samples."""
+    """Seed from which the seeds of all samples are derived."""
     max_failure_rate: float = 1.0
-    """Failed samples of a step, as a share (0 to 1), that end the run."""
+    """Largest share (0 to 1) of failed samples in a step; more end the run."""
     render: RenderTurn | None = None
-    """Of observations; needed with an environment."""
+    """Renders observations; required with an environment."""
     comm: Comm = field(default_factory=SingleProcess)
     on_complete: Callable[[Group], None] | None = None
-    """Called ahead of the training with each complete group that will be trained, in the thread
-    that polls."""
+    """Callback, with sampling ahead, for each complete group that will be trained; it runs in the
+    polling thread."""
     counts: RolloutCounts = field(default_factory=RolloutCounts)
-    """Of the last step: what happened since the one before it."""
+    """Counters of the last step, from the end of the step before it."""
     _counting: RolloutCounts = field(init=False)
-    """Of the step that comes next."""
+    """Counters of the next step."""
     _runner: Runner = field(init=False)
     _buffer: Buffer = field(init=False)
     _kept: list[InFlightGroup] = field(default_factory=list[InFlightGroup])
-    """Groups of the step that is being collected, taken from the buffer in earlier rounds."""
+    """Groups of the step being collected, taken from the buffer in earlier rounds."""
     _rounds: _Rounds = field(init=False)
     _version: int | None = None
-    """The engine's, as of the last `collect` or change of weights."""
+    """Version of the engine's weights, as of the last `collect` or weight sync."""
     _next_update: int = 0
-    """The update that the next batch is for: at the current version, or at the next one."""
+    """The update that will train the next batch: at the current version, or at the next one."""
     _num_assigned: int = 0
     _num_failed: int = 0
-    """Failed samples, of all so far, that `_check_failures` has seen."""
+    """Failed samples up to the last call of `_check_failures`."""
     _progress: tuple[int, int] = (0, 0)
-    """What was told last, counted at `_progress_since`."""
+    """The last reported progress, counted at `_progress_since`."""
     _progress_since: float = 0.0
     _wanted_before: float = math.inf
-    """Groups drawn before it may change that there is no batch yet, once they are complete."""
+    """While there is no batch, only groups drawn before this order can make one possible."""
     _has_wanted: bool = False
-    """One has become complete."""
+    """Whether such a group has become complete."""
     _is_idle: bool = True
     _inside: str = ""
-    """The context that the caller must leave before it asks for anything else."""
+    """Name of the context manager that the caller must leave before other calls."""
 
     def __post_init__(self) -> None:
         self._counting = RolloutCounts()
@@ -201,10 +202,10 @@ class Collector:
     def collect(self, step: int, progress: Progress | None = None) -> list[Group]:
         """The scored groups of `step`, in the order in which their prompts were drawn.
 
-        Fewer than `prompts_per_step` only where dynamic sampling has used up its rounds. The engine
-        holds version `step` - 1. `progress` is called after each step of it. Raises
-        FailureRateError as soon as a process alone has more failed samples than `max_failure_rate`
-        allows of the step.
+        There are fewer than `prompts_per_step` only where dynamic sampling has used up its rounds.
+        The engine must have version `step` - 1. `progress` is called after each engine step. Raises
+        FailureRateError as soon as one process has more failed samples than `max_failure_rate`
+        allows for the whole step.
         """
         assert not self._inside, f"leave {self._inside}() first"
         if self._is_idle:
@@ -227,8 +228,9 @@ class Collector:
 
     @contextmanager
     def background(self) -> Generator[None]:
-        """Inside, the caller trains. Ahead of it, a thread polls, and the collector may not be
-        called: an error of the thread is raised at the end, or becomes a note of the caller's."""
+        """Sample in a background thread while the caller trains in the block; in synchronous mode
+        do nothing. The collector may not be called in the block. An error of the thread is raised
+        at the end, or added as a note to the caller's error."""
         if not self._is_ahead:
             yield
             return
@@ -251,9 +253,10 @@ class Collector:
 
     @contextmanager
     def pause(self, version: int, progress: Progress | None = None) -> Generator[None]:
-        """Inside, the engine receives `version`; unfinished samples are as `pipeline.in_flight`
-        says, and nothing is polled. Samples that were interrupted `rollout.max_aborted_count` times
-        are finished before, with `progress` called after each step of the engine."""
+        """Stop polling for the block, in which the caller pushes weights of `version`.
+        `pipeline.in_flight` decides what happens to unfinished samples. Samples that were
+        interrupted `rollout.max_aborted_count` times are finished before the block; `progress` is
+        called after each engine step."""
         assert not self._inside, f"leave {self._inside}() first"
         if self._runner.is_submitted and not self._is_idle:
             self._stop_for_weights(progress)
@@ -266,8 +269,9 @@ class Collector:
 
     @contextmanager
     def idle(self) -> Generator[None]:
-        """Inside, engine and scorer are the caller's, for an evaluation or a checkpoint: samples
-        keep their tokens, not their keys and values. No interruption for `max_aborted_count`."""
+        """Give engine and scorer to the caller in the block, for an evaluation or a checkpoint.
+        Unfinished samples keep their tokens and lose their KV cache. This does not count as an
+        interruption for `max_aborted_count`."""
         assert not self._inside, f"leave {self._inside}() first"
         if self._is_idle:
             yield
@@ -284,7 +288,7 @@ class Collector:
         progress: Progress | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> list[Sample] | None:
-        """As `hone.rollout.evaluate.evaluate`; while idle. Collective."""
+        """Call `hone.rollout.evaluate.evaluate`; legal only inside `idle`. Collective."""
         assert self._is_idle, "only inside idle()"
         return evaluate(
             prompts,
@@ -303,6 +307,7 @@ class Collector:
         return Episodes(
             decode=self.decode,
             max_turns=self.scorer.max_turns,
+            max_turn_tokens=self.scorer.max_turn_tokens,
             render=self.render,
             run_seed=self.seed,
             purpose=purpose,
@@ -325,18 +330,23 @@ class Collector:
 
     def _generate(self, num_groups: int, progress: Progress | None) -> None:
         """Run the engine until enough groups are generated, then wait for their scores."""
-        all_are_needed = len(self._buffer) <= num_groups  # then no process must ask the others
+        all_are_needed = len(self._buffer) <= num_groups  # then processes need not communicate
+        self._wait_for_answers(all_are_needed)
         while self._runner.is_sampling if all_are_needed else self._must_step(num_groups):
             self._buffer.step()
-            while not all_are_needed and self._runner.num_undecided:
-                # Which groups make the step must not depend on how fast samples are answered.
-                self._buffer.poll(SCORE_WAIT_S)
+            self._wait_for_answers(all_are_needed)
             self._check_failures(num_groups)
             self._report(progress, num_groups)
         while any(entry.generated and entry.unscored for entry in self._own()):
             self._buffer.poll(SCORE_WAIT_S)
             self._check_failures(num_groups)
             self._report(progress, num_groups)
+
+    def _wait_for_answers(self, all_are_needed: bool) -> None:
+        """Wait for the environment, since which groups make the step must not depend on how fast it
+        answers."""
+        while not all_are_needed and self._runner.num_unanswered:
+            self._buffer.poll(SCORE_WAIT_S)
 
     def _must_step(self, num_groups: int) -> bool:
         """Whether engines must make another step: all processes together have generated too few
@@ -350,25 +360,26 @@ class Collector:
         return num_busy > 0 and (num_overdue > 0 or num_generated < num_groups)
 
     def _keep_complete(self) -> None:
-        """Take complete groups, oldest first, until there are enough; drop what does not teach."""
+        """Take complete groups, oldest first, until there are enough. Dynamic sampling drops groups
+        without reward variance."""
         cfg = self.rollout_cfg
         for entry in list(self._buffer):
             if not entry.complete or len(self._kept) == cfg.prompts_per_step:
                 continue
             group = self._buffer.pop(entry)
-            if cfg.dynamic_sampling and not teaches(group, cfg):
+            if cfg.dynamic_sampling and not has_reward_variance(group, cfg):
                 self._counting.count_dropped(group)
             else:
                 self._kept.append(entry)
 
     def _share(self, entries: Iterable[InFlightGroup]) -> None:
-        """Send the other processes these groups of ours, and take theirs over."""
+        """Send these groups of this process to the others, and receive theirs."""
         updates = {e.group.id: _GroupUpdate.of(e) for e in entries if not e.is_shared}
         start = perf_counter()
-        everyones = self.comm.gather(updates)
+        updates_by_rank = self.comm.gather(updates)
         self._counting.wait_s += perf_counter() - start
-        for rank, theirs in enumerate(everyones):
-            for group_id, update in theirs.items():
+        for rank, received in enumerate(updates_by_rank):
+            for group_id, update in received.items():
                 entry = self._buffer.by_id[group_id]
                 if rank != self.comm.rank:
                     update.apply(entry)
@@ -399,12 +410,12 @@ class Collector:
         return batch
 
     def _choose_batch(self, num_complete: int) -> list[InFlightGroup] | None:
-        """The groups that the next update trains, of `num_complete` that could be; None: not yet.
-        Only what has become complete before the last one looked at, or was dropped, changes the
-        answer."""
+        """The groups that the next update trains, from `num_complete` complete ones; None where
+        there is no batch yet. Then the answer can change only when a group drawn before
+        `_wanted_before` completes, or when a group is dropped."""
         size, used_up = self.rollout_cfg.prompts_per_step, self._rounds.are_used_up
         self._wanted_before = math.inf
-        if num_complete < size and not used_up:  # without a look at all that are in flight
+        if num_complete < size and not used_up:  # avoids a pass over all groups in flight
             return None
         entries = list(self._buffer)
         is_complete = [entry.complete for entry in entries]
@@ -429,18 +440,18 @@ class Collector:
         return self._runner.has_requests or self.scorer.pending > 0
 
     def _step(self, *, admits: bool = True) -> int:
-        """How many groups this has made complete, but for those that are dropped."""
+        """Poll once; the number of groups that it completed, without dropped ones."""
         num_complete = self._keep(self._buffer.step())
         if admits and self._is_ahead:
             self._admit()
         return num_complete
 
     def _keep(self, completed: Iterable[InFlightGroup]) -> int:
-        """Drop the groups that do not teach; how many are left."""
+        """With sampling ahead, drop groups without reward variance; the number of groups left."""
         drops, num_kept = self.rollout_cfg.dynamic_sampling and self._is_ahead, 0
         for entry in completed:
             if drops:
-                is_kept = teaches(entry.group, self.rollout_cfg)
+                is_kept = has_reward_variance(entry.group, self.rollout_cfg)
                 self._rounds.count(is_kept)
                 if not is_kept:
                     self._counting.count_dropped(self._buffer.pop(entry))
@@ -456,7 +467,7 @@ class Collector:
             self._step()
 
     def _poll_while(self, condition: Callable[[], bool], progress: Progress | None) -> None:
-        """Poll without starting anything."""
+        """Poll without starting new groups."""
         while condition():
             self._step(admits=False)
             self._report(progress, len(self._buffer))
@@ -479,7 +490,7 @@ class Collector:
         return [entry for entry in self._buffer if entry.rank == self.comm.rank]
 
     def _assign_to_ranks(self, entries: Iterable[InFlightGroup]) -> list[InFlightGroup]:
-        """Give each group to the next process; those of this one."""
+        """Assign groups to processes in turn; return those of this process."""
         own: list[InFlightGroup] = []
         for entry in entries:
             entry.rank = self._num_assigned % self.comm.size
@@ -513,15 +524,15 @@ class Collector:
             self._runner.resume(self._assign_to_ranks(self._buffer))
 
     def _withdraw(self) -> None:
-        """Take all requests out of the engine; their tokens are kept, and they go first later."""
+        """Abort all requests of the engine. Their tokens are kept, and they are resumed first."""
         self._runner.withdraw()
         for entry in self._buffer:
             entry.prioritise()
 
     def _set_version(self, version: int) -> None:
-        """The engine samples with `version` from now on. Drop groups that this makes too old: there
-        are some only in a run that was resumed with a smaller staleness, before any is submitted.
-        """
+        """Note that the engine has weights of `version`, and drop groups that are too old for it.
+        There are such groups only when a run was resumed with a smaller `max_staleness`, before any
+        request is submitted."""
         assert version == self.engine.weight_version, f"{version=} {self.engine.weight_version=}"
         if version == self._version:
             return
@@ -553,7 +564,7 @@ class Collector:
     def _resume(self) -> None:
         self._is_idle = False
         self._buffer.start_counting()
-        if self._version is not None:  # else the first step submits, at the version that it has
+        if self._version is not None:  # else the first `collect` submits, when it knows the version
             self._submit_withdrawn()
 
     def _count_interruption(self) -> None:
@@ -562,16 +573,15 @@ class Collector:
         self._counting.num_carried_samples = self._buffer.num_unfinished
 
     def state_dict(self) -> dict[str, Any]:
-        """Complete groups, unfinished samples and the running number of groups, as JSON-able
-        values; while idle. The same in all processes, and for any number of them."""
+        """Complete groups, unfinished samples and the number of groups started, as JSON values.
+        Legal only inside `idle`. Equal in all processes, and for any number of processes."""
         assert self._is_idle, "only inside idle()"
         return self._buffer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`, of a run with any other `rollout` and `pipeline` settings.
+        """Restore `state_dict`; `rollout` and `pipeline` settings may have changed.
 
-        Groups that can no longer be trained within the bound on staleness are dropped by the next
-        `collect`, and counted.
+        The next `collect` drops and counts groups that exceed `max_staleness`.
         """
         assert not len(self._buffer)
         self._buffer.load_state_dict(state)
@@ -602,8 +612,8 @@ class Collector:
             check_failures(self._buffer, self.rollout_cfg, limit, num_wanted=num_wanted)
 
     def _report(self, progress: Progress | None, num_groups: int, *, every_s: float = 0.0) -> None:
-        """Call `progress` with the samples of the `num_groups` groups of ours that lead, which are
-        counted again `every_s`."""
+        """Call `progress` with finished and wanted samples of this process's `num_groups` groups
+        that are furthest; they are counted at most every `every_s` seconds."""
         if progress is None:
             return
         if (now := monotonic()) >= self._progress_since + every_s:

@@ -1,4 +1,4 @@
-"""How processes that collect together exchange what each of them knows."""
+"""Communication between processes that collect together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Comm(Protocol):
         ...
 
     def total(self, *counts: int) -> tuple[int, ...]:
-        """Each count, added up over all processes. Called at every step of an engine."""
+        """Each count, summed over all processes. Called at every engine step."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a rollout counts while it makes the groups of a step."""
+"""Counters of a rollout for one step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["RolloutCounts"]
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """What happened to the groups of one step, in all processes together."""
+    """Counters of one step, over all processes."""
 
     num_dropped_groups: int = 0
-    """Dropped by dynamic sampling since all rewards are equal, or their mean out of range."""
+    """Groups that dynamic sampling dropped: rewards are equal, or their mean is out of range."""
     num_dropped_failures: int = 0
-    """Samples of these that failed."""
+    """Failed samples in dropped groups."""
     num_refill_rounds: int = 0
     num_carried_samples: int = 0
-    """Unfinished samples handed to the next step, or when the weights changed."""
+    """Unfinished samples at the end of the step, or at the last weight sync."""
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
@@ -30,34 +30,39 @@ class RolloutCounts:
     num_generated_tokens: int = 0
     engine_busy_s: float = 0.0
     counted_s: float = 0.0
-    """Time in which engines were counted. Of the process where it is longest."""
+    """Time over which the engines' counters were taken; the longest of all processes."""
     sum_waiting: int = 0
-    """Requests without a place in their engine, added up over `num_polls` looks."""
+    """Requests waiting in engines, summed over `num_polls` polls."""
     num_polls: int = 0
     max_kv_cache_usage: float = 0.0
     """Largest share of KV blocks in use, 0 to 1."""
     kv_cache_bytes: int = 0
-    """Of the caches of all engines."""
+    """KV caches of all engines."""
     weight_bytes: int = 0
-    """Of the weights that engines hold beside the trainer's."""
+    """Engines' own weights; those shared with a colocated trainer do not count."""
     num_kills: int = 0
     """Reward workers killed at their deadline."""
+    num_cut_messages: int = 0
+    """Messages of environments that have lost their middle (`env.max_observation_tokens`)."""
+    num_restarts: int = 0
+    """Episodes played again from their start, because their session was lost."""
     reward_p99_s: float = math.nan
-    """99th percentile of the time in reward functions; nan where nothing was scored. Of the process
-    where it is largest."""
+    """99th percentile of the time in reward functions, the largest of all processes; nan where
+    nothing was scored."""
     reward_model_s: float = 0.0
-    """Time in a reward model. Of the process where it is largest."""
+    """Time in a reward model, the largest of all processes."""
     wait_s: float = 0.0
-    """Longest time that a process waited for the others' groups, or for its batch ahead of the
-    training."""
+    """Longest time that a process waited for the groups of the others or, with sampling ahead, for
+    its batch."""
     staleness: list[int] | None = None
-    """Ahead of the training, updates between the weights that began a group and its training."""
+    """With sampling ahead: for each group, updates between the weights that started it and its
+    training."""
     num_too_old: int = 0
     """Groups dropped because they could not be trained within `pipeline.max_staleness`."""
     num_buffered_groups: int = 0
     """Complete groups left when the batch was taken."""
     num_in_flight_samples: int = 0
-    """Unfinished samples when the batch was taken, those begun in its place included."""
+    """Unfinished samples when the batch was taken, including those started in its place."""
 
     def count_dropped(self, group: Group) -> None:
         """Count a group that dynamic sampling drops."""
@@ -93,5 +98,7 @@ _OF_ONE_PROCESS = (
     "kv_cache_bytes",
     "weight_bytes",
     "num_kills",
+    "num_restarts",
+    "num_cut_messages",
 )
-"""Counts of what a process does with its own groups; the others are equal in all."""
+"""Counters of a process's own groups, which are summed; the others are equal in all processes."""

@@ -1,11 +1,11 @@
-"""A reward model's part of a reward: the last stage before a sample counts as scored.
+"""Scoring by a reward model: the last stage before a sample counts as scored.
 
 completion ─┬─► Scorer: functions, in their workers ─────────────────────────┐
             └─► Transcripts: text, ids ─► passes of the model ─► its score ──┴─► weighted sum
 
-The model lies whole on the device of the process that collects, or copies of it have devices of
-their own: their passes are scored beside generation and training. It is frozen, so that a score
-depends on the sample alone: groups are filtered by it, the best are kept, advantages made of it.
+The model is colocated (whole on the collecting process's device) or remote (copies on their own
+devices, which score during generation and training). It is frozen, so a score depends only on the
+sample: groups are filtered by rewards, and advantages are computed from them.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.algorithms.algorithm import Outputs
 from hone.algorithms.preferences.reward_model import valued_at_end
-from hone.config.algorithm import Output
-from hone.config.data import DataConfig
-from hone.config.reward import REWARD_MODEL, RewardConfig
-from hone.config.trainer import SFTTrainerConfig
+from hone.algorithms.settings import Output
 from hone.data.chat import Renderer
 from hone.data.columns import Example
+from hone.data.settings import DataConfig
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
 from hone.rewards.scorer import Scorer, ScorerStats
+from hone.rewards.settings import REWARD_MODEL, RewardConfig
+from hone.rollout.runner import Sessions
 from hone.rollout.scorer_pool import ScorerPool
+from hone.trainer.build import frozen_model
 from hone.trainer.collating import collate
-from hone.trainer.parallel_model import ParallelModel
+from hone.trainer.settings import SFTTrainerConfig
 from hone.types import FailureKind, Prompt, Reward, Row, Sample, with_opened_tag
 
-__all__ = ["Judge", "PooledRewardModel", "RewardModel", "Transcripts"]
+__all__ = ["PooledRewardModel", "RewardModel", "RewardModelScorer", "Transcripts"]
 
 _MAX_POLLS = 32
-"""Polls, one a step of the engine, that a sequence waits for others to fill its pass: a pass of few
-tokens takes about as long as a step."""
+"""Most polls, one for each engine step, that a sequence waits for others to fill its pass: a small
+pass takes about as long as an engine step."""
 _MAX_KEPT = 100_000
-"""Scores of earlier sequences that are kept for equal ones."""
+"""Largest number of scores that are kept for equal sequences."""
 
 
 class Transcripts:
-    """Prompts with their completions as a reward model reads them, in its own tokens.
+    """Renders prompts with their completions for a reward model, in its own tokens.
 
-    Always by way of text: the model may have other tokens, and a template of its own
-    (`Renderer.transcript`). A truncated completion has no end token.
+    The text is rendered and tokenised again, since the model may have another tokenizer and chat
+    template (`Renderer.transcript`). A truncated completion has no end token.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class Transcripts:
         vocab_size: int,
         path: str,
     ) -> None:
-        """`max_tokens` is the model's context, `vocab_size` the number of its tokens, `path` its
-        name for messages. Raises UserError where its tokenizer cannot render what `data` asks
-        for."""
+        """`max_tokens` is the model's context, `vocab_size` the size of its vocabulary, `path` its
+        name for messages. Raises UserError where its tokenizer cannot render what `data` requires.
+        """
         self.max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._path = path
@@ -113,26 +114,26 @@ _Sequences = Sequence[Sequence[int]]
 
 
 class SequenceScorer(Protocol):
-    """A reward model, here or elsewhere."""
+    """A reward model, colocated or remote."""
 
     def begin(self, sequences: _Sequences, /) -> Future[list[float]]:
-        """Begin to score sequences of ids, each at its last token, in one pass. The future raises
-        WorkersLostError where those that score are gone."""
+        """Start to score sequences of ids, each at its last token, in one pass. The future raises
+        WorkersLostError where all remote scorers are lost."""
         ...
 
 
 class RewardModel:
-    """A sequence classifier with one label, which is frozen."""
+    """A frozen sequence classifier with one label, on this process's device."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        """`module` is of `load_value_model`, on its device."""
+        """`module` is a model of `load_value_model`, on its device."""
         self._pad_id: int | None = module.config.pad_token_id
-        # Not compiled: it would take a minute before the first score, for passes that are few.
+        # Not compiled: compilation takes a minute before the first score, and passes are few.
         cfg = SFTTrainerConfig(compile=False)
-        self._model = ParallelModel.frozen(module, cfg, Mesh.alone(module.device))
+        self._model = frozen_model(module, cfg, Mesh.alone(module.device))
 
     def begin(self, sequences: _Sequences) -> Future[list[float]]:
-        """Scored before this returns."""
+        """Score sequences before returning; the future is done."""
         done: Future[list[float]] = Future()
         values = self.score(_rows(sequences, self._pad_id), _VALUES)
         done.set_result(values[0].tolist())
@@ -140,8 +141,8 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row], outputs: frozenset[Output]) -> npt.NDArray[np.float32]:
-        """The values, all that there is of `outputs`, of the trained tokens of `rows` in one pass,
-        one row's after the other's: [1, N]."""
+        """The values of the trained tokens of `rows`, row after row, from one pass: [1, N].
+        `outputs` must be `values` alone."""
         assert outputs == _VALUES, outputs
         if not rows:
             return np.zeros((1, 0), np.float32)
@@ -150,22 +151,22 @@ class RewardModel:
 
 
 class PooledRewardModel:
-    """Copies of it on devices of their own."""
+    """Remote copies of a reward model."""
 
     def __init__(self, pool: ScorerPool, *, pad_id: int | None) -> None:
-        """`pad_id` is the model's padding."""
+        """`pad_id` is the model's padding token."""
         self._pool = pool
         self._pad_id = pad_id
 
     def begin(self, sequences: _Sequences) -> Future[list[float]]:
-        """Scored in the background."""
+        """Score sequences in the background."""
         rows, done = _rows(sequences, self._pad_id), Future[list[float]]()
 
         def answer(scoring: Future[list[Outputs]]) -> None:
             if (error := scoring.exception()) is not None:
                 done.set_exception(error)
             else:
-                done.set_result([found["values"].item() for found in scoring.result()])
+                done.set_result([outputs["values"].item() for outputs in scoring.result()])
 
         self._pool.begin(rows, [range(len(rows))], _VALUES).add_done_callback(answer)
         return done
@@ -175,8 +176,8 @@ _VALUES = frozenset[Output]({"values"})
 
 
 def _rows(sequences: _Sequences, pad_id: int | None) -> list[Row]:
-    """Sequences that are valued at their last token. Padding at the end does not count, as in
-    transformers: a model whose end token pads too is read, and was trained, before it."""
+    """Rows that are valued at their last token before padding, as in transformers. For a model that
+    pads with its end token this is the token before the end token, in training as well."""
     return [valued_at_end(f"{number}", ids, pad_id=pad_id) for number, ids in enumerate(sequences)]
 
 
@@ -185,7 +186,7 @@ _Ids = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Pending:
-    """A sample on its way: done once both have scored it."""
+    """A sample that waits for the model or for the functions."""
 
     sample: Sample
     ids: _Ids = ()
@@ -193,11 +194,11 @@ class _Pending:
     problem: str = ""
     """Why the model gives no score."""
     is_returned: bool = False
-    """The functions have."""
+    """Whether the functions have scored it."""
 
     @property
     def num_tokens(self) -> int:
-        """Of its pass, with the token behind it."""
+        """Tokens in its pass, with the one that `valued_at_end` appends."""
         return len(self.ids) + 1
 
     @property
@@ -205,12 +206,12 @@ class _Pending:
         return self.is_returned and (self.score is not None or bool(self.problem))
 
 
-class Judge:
+class RewardModelScorer:
     """Scores samples by a reward model and by `functions`; a `SampleScorer`.
 
-    A pass is made where sequences fill it, where one has waited for some polls, or where the
-    caller has nothing else to do: so what is in a pass depends on the steps of the engine, and not
-    on how fast functions are. Equal sequences that are under way together have equal scores.
+    A pass starts when sequences fill it, when one has waited for `_MAX_POLLS` polls, or when the
+    caller has nothing else to do. So the contents of passes depend on engine steps, not on the
+    speed of functions. Equal sequences that are pending together get equal scores.
     """
 
     def __init__(
@@ -223,23 +224,27 @@ class Judge:
         self._model, self._transcripts, self._functions = model, transcripts, functions
         self._cfg, self._max_tokens = cfg, cfg.model.max_tokens_per_forward
         self._pending: dict[str, _Pending] = {}
-        """Samples, by id."""
+        """Samples without a complete reward, by id."""
         self._queue: deque[_Pending] = deque()
-        """Those of them that wait for a pass."""
+        """Samples that wait for a pass."""
         self._num_queued = 0
-        """Tokens of these."""
+        """Tokens in the queue."""
         self._num_polls = 0
-        """Since the last pass, or since something waits for one."""
+        """Polls since the last pass, or since the queue was empty."""
         self._known: dict[_Ids, float] = {}
-        self._asked: dict[_Ids, list[_Pending]] = {}
-        """By a sequence that is in a pass, who waits for its score."""
+        self._waiting: dict[_Ids, list[_Pending]] = {}
+        """By a sequence in a running pass: the samples that wait for its score."""
         self._passes: dict[Future[list[float]], list[_Ids]] = {}
-        """Those that are under way, and their sequences."""
+        """Running passes with their sequences."""
         self._busy_s = 0.0
 
     @property
     def max_turns(self) -> int:
         return self._functions.max_turns
+
+    @property
+    def max_turn_tokens(self) -> int | None:
+        return self._functions.max_turn_tokens
 
     @property
     def pending(self) -> int:
@@ -249,8 +254,12 @@ class Judge:
     def takes_whole_groups(self) -> bool:
         return self._functions.takes_whole_groups
 
+    @property
+    def sessions(self) -> Sessions | None:
+        return self._functions.sessions
+
     def submit(self, *samples: Sample) -> None:
-        """As `Scorer.submit`."""
+        """Start to score samples, like `Scorer.submit`."""
         if not self._pending:
             self._known.clear()
         for sample in samples:
@@ -262,7 +271,7 @@ class Judge:
         self._functions.submit(*samples)
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
-        """As `Scorer.poll`; the passes that are due are made first."""
+        """Return scored samples, like `Scorer.poll`; start the passes that are due first."""
         self._num_polls += bool(self._queue)
         is_due = timeout_s > 0 or self._num_polls >= _MAX_POLLS
         while self._queue and (is_due or self._num_queued >= self._max_tokens):
@@ -280,12 +289,23 @@ class Judge:
             self._add(pending)
         return [pending.sample for pending in done]
 
+    def rest(self) -> list[Sample]:
+        """Like `Scorer.rest`."""
+        samples = self._functions.rest()
+        for sample in samples:
+            del self._pending[sample.id]
+        return samples
+
+    def wake(self) -> None:
+        """Like `Scorer.wake`."""
+        self._functions.wake()
+
     def cancel(self) -> None:
-        """As `Scorer.cancel`."""
+        """Drop all pending samples, like `Scorer.cancel`."""
         self._functions.cancel()
         self._pending.clear()
         self._queue.clear()
-        self._asked.clear()
+        self._waiting.clear()
         self._passes.clear()
         self._num_queued = self._num_polls = 0
 
@@ -312,7 +332,7 @@ class Judge:
             self._num_queued += pending.num_tokens
 
     def _begin_pass(self) -> None:
-        """Of the first of the queue that fit into it."""
+        """Start a pass of the first samples of the queue that fit into it."""
         start, taken, num_tokens = perf_counter(), list[_Pending](), 0
         while self._queue and (
             not taken or num_tokens + self._queue[0].num_tokens <= self._max_tokens
@@ -325,30 +345,30 @@ class Judge:
         for pending in taken:
             if pending.ids in self._known:
                 pending.score = self._known[pending.ids]
-            elif pending.ids in self._asked:
-                self._asked[pending.ids].append(pending)
+            elif pending.ids in self._waiting:
+                self._waiting[pending.ids].append(pending)
             else:
-                self._asked[pending.ids] = [pending]
+                self._waiting[pending.ids] = [pending]
                 sequences.append(pending.ids)
         if sequences:
             self._passes[self._model.begin(sequences)] = sequences
         self._busy_s += perf_counter() - start
 
     def _take_passes(self) -> bool:
-        """Whether any was through. Raises what the model has raised."""
+        """Take the scores of finished passes; whether there were any. Raises the model's errors."""
         done = [scoring for scoring in self._passes if scoring.done()]
         for scoring in done:
             sequences = self._passes.pop(scoring)
             for ids, score in zip(sequences, scoring.result(), strict=True):
                 self._known[ids] = score
-                for pending in self._asked.pop(ids):
+                for pending in self._waiting.pop(ids):
                     pending.score = score
         while len(self._known) > _MAX_KEPT:
             del self._known[next(iter(self._known))]
         return bool(done)
 
     def _add(self, pending: _Pending) -> None:
-        """Add the model's part to what the functions have said."""
+        """Add the model's weighted score to the reward of the functions."""
         sample = pending.sample
         if sample.failure is not None or sample.reward is None:
             return

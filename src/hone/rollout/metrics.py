@@ -1,4 +1,4 @@
-"""What a step's groups say about themselves: the metrics that are always on."""
+"""Metrics of a step's groups, which are always logged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["rollout_metrics"]
 
 
 def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
-    """Metrics under `rollout/` and `reward/`, and those of sampling ahead.
+    """Metrics of samples, rewards, engines and sampling ahead.
 
-    Failed samples are counted and enter no mean.
+    Failed samples are counted and left out of means.
     """
     samples = [sample for group in groups for sample in group.samples]
     valid = [sample for sample in samples if sample.valid]
@@ -39,7 +39,7 @@ def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
 
 
 def _machine_metrics(counts: RolloutCounts) -> Metrics:
-    """How engine and reward workers fared."""
+    """Metrics of engines and reward workers."""
     metrics: Metrics = {
         "engine/preemptions": Sum(counts.num_preemptions),
         "engine/lost": Sum(counts.num_lost_engines),
@@ -52,6 +52,10 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
         "mem/engine_weights_gib": Last(counts.weight_bytes / 2**30),
         "time/generate/wait_s": Last(counts.wait_s),
     }
+    if counts.num_cut_messages:
+        metrics["rollout/cut_observations"] = Sum(counts.num_cut_messages)
+    if counts.num_restarts:
+        metrics["rollout/restarted_episodes"] = Sum(counts.num_restarts)
     if not math.isnan(counts.reward_p99_s):
         metrics["time/reward/p99_s"] = Last(counts.reward_p99_s)
     if counts.kv_cache_bytes:
@@ -62,7 +66,7 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
 
 
 def _ahead_metrics(counts: RolloutCounts) -> Metrics:
-    """How far sampling was ahead of training; nothing where it never is."""
+    """Metrics of sampling ahead; empty in synchronous mode."""
     if counts.staleness is None:
         return {}
     return {
@@ -85,12 +89,18 @@ def _reward_metrics(valid: Sequence[Sample]) -> Metrics:
 
 def _sample_metrics(samples: Sequence[Sample], valid: Sequence[Sample]) -> Metrics:
     lengths = [float(sample.num_sampled) for sample in valid]
-    versions = [float(v) for one in samples for v in {*one.weight_versions} if v != NOT_SAMPLED]
+    versions = [
+        float(version)
+        for sample in samples
+        for path in (sample, *sample.branches)
+        for version in {*path.weight_versions}
+        if version != NOT_SAMPLED
+    ]
     stops = Counter(sample.stop_reason for sample in samples)
     failures = Counter(sample.failure for sample in samples)
     metrics: Metrics = {
         "rollout/completion_tokens": Distribution.of(lengths),
-        "rollout/prompt_tokens/mean": Mean.of([float(len(s.prompt.token_ids)) for s in samples]),
+        "rollout/prompt_tokens/mean": Mean.of([float(len(s.opening_ids)) for s in samples]),
         "rollout/num_tokens": Sum(sum(lengths)),
         "rollout/samples": Sum(len(samples)),
         "rollout/valid": Sum(len(valid)),
@@ -107,14 +117,22 @@ def _sample_metrics(samples: Sequence[Sample], valid: Sequence[Sample]) -> Metri
 
 
 def _episode_metrics(valid: Sequence[Sample]) -> Metrics:
-    """How long episodes were; nothing where all were of one turn."""
-    if all(len(sample.turns) <= 1 for sample in valid):
+    """Lengths of episodes; empty where all have one turn. Rows are counted where a history was
+    rewritten."""
+    paths = [(sample, *sample.branches) for sample in valid]
+    num_turns = [sum(len(path.turns) for path in own) for own in paths]
+    if all(number <= 1 for number in num_turns):
         return {}
-    inserted = [float(len(s.token_ids) - s.num_sampled) for s in valid]
-    return {
-        "rollout/turns": Distribution.of([float(len(sample.turns)) for sample in valid]),
+    num_tokens = [sum(len(path.token_ids) for path in own) for own in paths]
+    inserted = [float(n - s.num_sampled) for n, s in zip(num_tokens, valid, strict=True)]
+    metrics: Metrics = {
+        "rollout/turns": Distribution.of([float(number) for number in num_turns]),
         "rollout/observation_tokens": Distribution.of(inserted),
     }
+    if any(sample.branches for sample in valid):
+        num_rows = [float(len(sample.trained_paths)) for sample in valid]
+        metrics["rollout/rows_per_episode"] = Distribution.of(num_rows)
+    return metrics
 
 
 def _group_metrics(groups: Sequence[Group]) -> Metrics:
@@ -124,7 +142,7 @@ def _group_metrics(groups: Sequence[Group]) -> Metrics:
         rewards = [s.reward.total for s in group.valid_samples if s.reward is not None]
         if len(group.samples) > 1:  # a lone sample is not compared within its group
             flat.append(len(rewards) < 2 or not has_spread(rewards))
-        distinct = {bytes(array("i", sample.token_ids)) for sample in group.samples}
+        distinct = {_tokens(sample) for sample in group.samples}
         duplicates += len(group.samples) - len(distinct)
         num_samples += len(group.samples)
     return {
@@ -133,3 +151,9 @@ def _group_metrics(groups: Sequence[Group]) -> Metrics:
         "rollout/zero_spread_share": Mean.of(flat),
         "rollout/duplicate_share": Mean(duplicates, num_samples),
     }
+
+
+def _tokens(sample: Sample) -> tuple[object, ...]:
+    """A key that is equal for samples with the same tokens on all paths."""
+    paths = sample.paths.values()
+    return tuple((path.prompt_ids, bytes(array("i", path.token_ids))) for path in paths)

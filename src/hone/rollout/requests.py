@@ -1,4 +1,4 @@
-"""Seeds and distributions of requests."""
+"""Seeds and sampling parameters of requests."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hone.config.rollout import FilteredSamplingConfig, RolloutConfig
+from hone.rollout.settings import FilteredSamplingConfig, RolloutConfig
 from hone.types import SamplingParams
 
 __all__ = ["Decode", "request_seed", "sampling_params"]
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, without those that end or pad."""
+"""Converts token ids to text, without end and padding tokens."""
 
 
 def request_seed(run_seed: int, purpose: str, number: int, prompt_id: str, index: int) -> int:
-    """Seed of one sample: 63 bits that depend on what it is, not on where or when it is drawn.
+    """Seed of one sample: 63 bits that depend only on these arguments, not on the worker or the
+    time. So any number of workers draws the same samples.
 
-    `number` tells apart the times that one prompt is sampled in a run.
-
-    Computed before any splitting, so any number of workers draws the same samples.
+    `number` distinguishes repeated draws of one prompt in a run.
     """
     key = f"{run_seed}/{purpose}/{number}/{prompt_id}/{index}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
@@ -29,14 +28,14 @@ def request_seed(run_seed: int, purpose: str, number: int, prompt_id: str, index
 def sampling_params(
     cfg: RolloutConfig | FilteredSamplingConfig, stop: Sequence[str | int]
 ) -> SamplingParams:
-    """What the requests of a section share; `stop` ends them."""
-    kept: dict[str, Any] = {}
+    """The sampling parameters of a section's requests, with the stop strings and ids `stop`."""
+    filters: dict[str, Any] = {}
     if isinstance(cfg, FilteredSamplingConfig):
-        kept = {"top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p}
+        filters = {"top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p}
     return SamplingParams(
         max_tokens=cfg.max_completion_tokens,
         temperature=cfg.temperature,
         stop=tuple(text for text in stop if isinstance(text, str)),
         stop_token_ids=tuple(number for number in stop if isinstance(number, int)),
-        **kept,
+        **filters,
     )

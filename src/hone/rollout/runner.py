@@ -1,4 +1,4 @@
-"""Plays episodes: the one place where samples go from prompt to score, turn by turn.
+"""Runs episodes: the one place where samples go from prompt to score, turn by turn.
 
     runner = Runner(engine, scorer, episodes)
     runner.submit(groups)
@@ -6,17 +6,17 @@
         for group in runner.step().groups:
             ...                                    # all of its samples have a reward or a failure
 
-A *group* is driven from inside: its ended turns go to the scorer, in whose workers an environment
-may answer them. An *opened episode* is driven from outside: its ended turns come out of `step`, and
-the caller answers them with `extend` or `close`. Both go through the same requests, tokens and
-seeds, so that the same texts give the same sample.
+The runner drives a *group* itself: its finished turns go to the scorer, in whose workers an
+environment may answer them. The caller drives an *opened episode*: `step` returns its finished
+turns, and the caller answers them with `extend` or `close`. Both use the same requests, tokens and
+seeds, so the same texts give the same sample.
 
     submit, open ──► engine ──► ended turn ──► scorer, or the caller
                        ▲                          │ observation, extend        │ reward, close
                        └── next turn ◄────────────┘                            ▼ scored sample
 
-Training (`Buffer`), evaluation and batch inference own a runner each, and say which groups start.
-A runner belongs to one thread at a time.
+Training (`Buffer`), evaluation and batch inference each have a runner, and decide which groups
+start. Only one thread at a time may use a runner.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import NamedTuple, Protocol, Self
 
 from hone.rewards.scorer import ScorerStats
@@ -46,7 +47,7 @@ from hone.types import (
 __all__ = ["SCORE_WAIT_S", "Ended", "Runner", "RunningGroup", "SampleScorer"]
 
 SCORE_WAIT_S = 0.05
-"""Longest wait for a score at a time, where the engine has nothing to do."""
+"""Longest wait for a score while the engine has no requests."""
 
 
 class SampleScorer(Protocol):
@@ -55,39 +56,57 @@ class SampleScorer(Protocol):
     def submit(self, *samples: Sample) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
     def cancel(self) -> None: ...
+    def rest(self) -> list[Sample]: ...
+    def wake(self) -> None: ...
     @property
     def pending(self) -> int: ...
     @property
     def max_turns(self) -> int: ...
     @property
+    def max_turn_tokens(self) -> int | None: ...
+    @property
     def takes_whole_groups(self) -> bool: ...
+    @property
+    def sessions(self) -> Sessions | None: ...
     def stats(self) -> ScorerStats: ...
+
+
+class Sessions(Protocol):
+    """The part of `hone.rewards.live_sessions.LiveSessions` that a rollout needs."""
+
+    @property
+    def num_waiting(self) -> int: ...
+    def may_restart(self, sample: Sample) -> bool: ...
+    def restarts(self, sample: Sample) -> bool: ...
+    def end(self, sample: Sample) -> None: ...
+    def is_live(self, sample: Sample) -> bool: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningGroup:
-    """A group on the way from its prompt to its scored samples."""
+    """A group whose samples are being generated or scored."""
 
     group: Group
-    """Its samples are those that have ended, in the order of `index` once it is complete."""
+    """The group with the samples that have ended, sorted by `index` once it is complete."""
     sampling: SamplingParams
-    """Shared by the first turns; `max_tokens` bounds a whole episode."""
+    """Sampling parameters of the first turns; `max_tokens` bounds a whole episode."""
     order: int
-    """The engine gets next turns in this order, and within a group in that of their indices."""
+    """Next turns are submitted in this order, and within a group by the index of the sample."""
     number: int
-    """Distinguishes the times that one prompt is sampled in a run; part of the seeds."""
+    """Distinguishes repeated draws of one prompt in a run; part of the seeds."""
     requests: dict[int, Request]
-    """Requests that the engine has not finished, by index of the sample; after an abort they hold
+    """Requests that the engine has not finished, by index of the sample; after an abort they have
     the tokens so far."""
     episodes: dict[int, Sample] = field(default_factory=dict[int, Sample])
-    """The earlier turns of `requests`, by index; and samples that have ended and wait, for all of
-    the group where reward functions compare them, or for the caller that drives them."""
+    """Samples by index: those of `requests` with their earlier turns, and finished ones that wait
+    for the rest of the group (where reward functions compare samples) or for the caller of an
+    opened episode."""
     unscored: int = 0
-    """Samples that are with the scorer, or with the caller that drives them."""
+    """Samples that the scorer, or the caller of an opened episode, has."""
     undecided: int = 0
-    """Samples among `unscored` that may come back for another turn."""
+    """Samples among `unscored` that may get another turn."""
     is_opened: bool = False
-    """It is one episode, driven from outside."""
+    """Whether it is an opened episode, driven by the caller."""
 
     @classmethod
     def of(
@@ -102,7 +121,7 @@ class RunningGroup:
         number: int = 0,
         is_opened: bool = False,
     ) -> Self:
-        """A group whose first turns are to be sampled, one for each of the indices of samples."""
+        """A new group with a request for the first turn of each sample in `indices`."""
         return cls(
             group=Group(id=group_id, prompt=prompt, samples=[]),
             sampling=sampling,
@@ -130,40 +149,40 @@ class RunningGroup:
         return len(self.group.samples) + num_waiting + self.unscored - self.undecided
 
     def prioritise(self) -> None:
-        """Let the engine admit it before groups that have no tokens yet."""
+        """Let the engine admit its requests before those of new groups."""
         self.requests = {i: replace(r, priority=-1) for i, r in self.requests.items()}
 
 
 class Ended(NamedTuple):
-    """What a step has brought to an end."""
+    """The groups and turns that a step has finished."""
 
     groups: list[RunningGroup]
-    """Groups of which all samples are scored."""
+    """Groups all of whose samples are scored."""
     turns: list[Sample]
-    """Opened episodes whose turn has ended: the caller answers with `extend` or `close`."""
+    """Opened episodes whose turn has ended; the caller answers with `extend` or `close`."""
 
 
 @dataclass(slots=True)
 class Runner:
     """Drives an engine and a scorer over groups and opened episodes.
 
-    While it has requests, all requests of the engine and all samples of the scorer are its own.
-    Without a scorer a sample ends with its first turn, and has no reward.
+    While it has requests, nothing else may use the engine and the scorer. Without a scorer a sample
+    ends with its first turn and has no reward.
     """
 
     engine: SamplingEngine
     scorer: SampleScorer | None
     episodes: Episodes
     groups: dict[str, RunningGroup] = field(default_factory=dict[str, RunningGroup])
-    """Groups and opened episodes that have not ended, by id."""
+    """Groups and opened episodes that have not ended, by group id."""
     is_submitted: bool = True
     """False between `withdraw` and `resume`, while the engine has no requests."""
     num_ended: int = 0
     """Samples of groups that have ended."""
     num_failed: int = 0
-    """Samples among these without a reward since they have failed."""
+    """Samples among these that have failed."""
     num_undecided: int = 0
-    """Samples with the scorer that may come back for another turn."""
+    """Samples with the scorer that may get another turn."""
     num_steps: int = 0
     """Steps of the engine that `step` has made."""
     num_prompt_tokens: int = 0
@@ -171,49 +190,67 @@ class Runner:
     num_cached_tokens: int = 0
     """Tokens among these that the engine has read from its prefix cache."""
     _num_requests: int = 0
-    """Requests that the engine has, or gets with the next step."""
+    """Requests of the engine, and those of the next step."""
     _next_turns: list[Request] = field(default_factory=list[Request])
     """Requests to be submitted by the next step."""
     _ended: Ended = field(default_factory=lambda: Ended([], []))
     """Returned by the next `step` or `poll`."""
     _dropped: set[str] = field(default_factory=set[str])
-    """Requests of closed episodes that had just finished when they were aborted."""
+    """Ids of requests of closed episodes that had just finished when they were aborted."""
     _num_opened: int = 0
+    _sent_at: dict[str, float] = field(default_factory=dict[str, float])
+    """When each request that the engine has was submitted, by its id and `time.perf_counter`."""
+
+    @property
+    def sessions(self) -> Sessions | None:
+        """The live objects of the groups' episodes, where the environment has them."""
+        return None if self.scorer is None else self.scorer.sessions
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is work for the engine."""
+        """Whether the engine has requests, or gets some with the next step."""
         return self.engine.has_unfinished or bool(self._next_turns)
 
     @property
     def is_sampling(self) -> bool:
-        """Whether there is work for the engine, or may be once the scorer has answered."""
+        """Whether the engine has requests, or may get some once the scorer has answered."""
         return self.has_requests or self.num_undecided > 0
 
     @property
+    def num_waiting(self) -> int:
+        """Samples with the scorer that wait for the place of a session, which takes turns of
+        others."""
+        return 0 if self.sessions is None else self.sessions.num_waiting
+
+    @property
+    def num_unanswered(self) -> int:
+        """Samples with the scorer that may get another turn, and do not wait for a session."""
+        return self.num_undecided - self.num_waiting
+
+    @property
     def num_unfinished(self) -> int:
-        """Samples that may need the engine again, as far as is known."""
+        """Samples that need the engine, or may need it for another turn."""
         return self._num_requests + self.num_undecided
 
     # -- groups, driven from inside --------------------------------------------------------------
 
     def submit(self, groups: Iterable[RunningGroup]) -> None:
-        """Submit the unfinished requests of groups, together."""
-        requests: list[Request] = []
-        for entry in groups:
-            if not entry.complete:
-                self.groups[entry.group.id] = entry
-                requests += entry.requests.values()
-        self._num_requests += len(requests)
+        """Submit the unfinished requests of groups in one call."""
+        entries = [entry for entry in groups if not entry.complete]
+        for entry in entries:
+            self._start_sessions(entry)
+        requests = [request for entry in entries for request in entry.requests.values()]
         if requests:
-            self.engine.submit(requests)
+            self._send(requests)  # first: the engine may refuse them
+        self.groups.update((entry.group.id, entry) for entry in entries)
+        self._num_requests += len(requests)
 
     def step(self) -> Ended:
-        """Make one step of the engine and take what the scorer has; where the engine has nothing to
-        do, wait at most `SCORE_WAIT_S` for a score."""
+        """Make one engine step and take finished scores. Where the engine has no requests, wait at
+        most `SCORE_WAIT_S` for a score."""
         if self._next_turns:
-            # However fast each was answered, the engine gets them in the same order.
-            self.engine.submit(sorted(self._next_turns, key=self._place))
+            # Sorted, so that their order does not depend on the speed of the environment.
+            self._send(sorted(self._next_turns, key=self._place))
             self._next_turns.clear()
         elif not self.engine.has_unfinished:
             return self.poll(SCORE_WAIT_S)
@@ -223,14 +260,15 @@ class Runner:
         return self.poll()
 
     def poll(self, timeout_s: float = 0.0) -> Ended:
-        """Wait at most `timeout_s` for a score, without a step of the engine."""
+        """Wait at most `timeout_s` for a score, without an engine step."""
         for sample in [] if self.scorer is None else self.scorer.poll(timeout_s):
             entry = self.groups[sample.id.rpartition("/")[0]]
-            entry.unscored -= 1
-            entry.undecided -= not sample.must_end
-            self.num_undecided -= not sample.must_end
+            self._returned(entry, sample)
             if sample.observation is None:
-                self._end(entry, sample)
+                if self.sessions is not None and self.sessions.restarts(sample):
+                    self._start(entry, self._begin(entry, sample.index, sample.attempt + 1))
+                else:
+                    self._end(entry, sample)
             elif not self._go_on(entry, sample):
                 self._score(entry, sample)
         ended = self._ended
@@ -240,13 +278,13 @@ class Runner:
         return _NOTHING
 
     def withdraw(self) -> None:
-        """Abort all requests of the engine. Their samples keep the tokens so far, and go on with
-        `resume`; scores still come out of `poll`."""
+        """Abort all requests of the engine. Samples keep their tokens so far until `resume`; `poll`
+        still returns scores."""
         waiting = {request.id for request in self._next_turns}
         requests = (
             request for entry in self.groups.values() for request in entry.requests.values()
         )
-        running = [*(one.id for one in requests if one.id not in waiting), *self._dropped]
+        running = [*(r.id for r in requests if r.id not in waiting), *self._dropped]
         self._next_turns.clear()
         self.is_submitted = False
         for completion in self.engine.abort(running) if running else []:
@@ -254,17 +292,41 @@ class Runner:
         while self.engine.has_unfinished:  # requests that had just finished
             for completion in self.engine.step():
                 self._on_completion(completion)
-            # Requests of an engine that was lost meanwhile wait for another, which may never come.
+            # The requests of an engine that was lost meanwhile are queued for another, which may
+            # never come.
             for completion in self.engine.abort(running):
                 self._on_completion(completion)
         self._num_requests = 0
+        for sample in [] if self.scorer is None else self.scorer.rest():
+            entry = self.groups[sample.id.rpartition("/")[0]]
+            self._returned(entry, sample)
+            self._start(entry, sample)
+
+    def _first_request(
+        self, entry: RunningGroup, index: int, prompt: Prompt | None = None
+    ) -> Request:
+        """The request for the first turn of a sample, after `prompt`, by default the group's."""
+        return self.episodes.first_request(
+            f"{entry.group.id}/{index}",
+            entry.group.prompt if prompt is None else prompt,
+            entry.sampling,
+            number=entry.number,
+        )
 
     def resume(self, groups: Iterable[RunningGroup]) -> None:
-        """Go on after `withdraw` with these groups and with all opened episodes. What else it had
-        is no longer its own: another process may go on with it."""
+        """Continue after `withdraw` with these groups and with all opened episodes. Other groups
+        are dropped: another process may continue with them."""
+        groups = [*groups]
         opened = [entry for entry in self.groups.values() if entry.is_opened]
+        if self.sessions is not None:
+            kept = {entry.group.id for entry in (*groups, *opened)}
+            dropped = (x for group_id, x in self.groups.items() if group_id not in kept)
+            for sample in (sample for entry in dropped for sample in entry.episodes.values()):
+                self.sessions.end(sample)
         self.groups.clear()
         self.is_submitted = True
+        if self.scorer is not None:
+            self.scorer.wake()
         self.submit([*groups, *opened])
 
     # -- episodes, driven from outside -----------------------------------------------------------
@@ -272,10 +334,11 @@ class Runner:
     def open(
         self, prompt: Prompt, sampling: SamplingParams, *, number: int | None = None, index: int = 0
     ) -> str:
-        """Begin an episode with the turn that answers `prompt`; its id.
+        """Start an episode with the first turn after `prompt`, and return the episode's id.
 
-        It has the seed of sample `index` of a group `number` of this prompt. Unset, each episode
-        has a number of its own.
+        It has the seed of sample `index` in group `number` of this prompt; by default each episode
+        gets another number. Raises the engine's ValueError where that refuses the request; then no
+        episode is open.
         """
         order, self._num_opened = self._num_opened, self._num_opened + 1
         entry = RunningGroup.of(
@@ -288,25 +351,26 @@ class Runner:
             number=order if number is None else number,
             is_opened=True,
         )
-        self.groups[entry.group.id] = entry
         if self.is_submitted:
             self.submit([entry])
+        else:
+            self.groups[entry.group.id] = entry
         return entry.requests[index].id
 
     def extend(self, episode_id: str, answer: Observation | str | Sequence[Message]) -> bool:
-        """Append what answers the last turn, as an environment's answer is, and ask for the next
-        turn. False where none is left: of turns, of tokens, or since the answer cannot be rendered,
-        which fails the sample. Then the episode can only be closed.
+        """Append the answer to the last turn, like an environment's answer, and request the next
+        turn. False where no turn or no token is left, or where the answer cannot be rendered, which
+        fails the sample. Then the episode can only be closed.
 
         Raises ValueError where there is no such episode, or its turn has not ended.
         """
         entry, index = self._opened(episode_id)
         if entry.requests:
-            raise ValueError(f"the last turn of episode {episode_id!r} is still sampled")
+            raise ValueError(f"the last turn of episode {episode_id!r} is still being sampled")
         sample = entry.episodes[index]
         if not sample.must_end:
-            is_whole = isinstance(answer, Observation)
-            sample.observation = answer if is_whole else Observation(answer)
+            is_observation = isinstance(answer, Observation)
+            sample.observation = answer if is_observation else Observation(answer)
             if self._go_on(entry, sample):
                 entry.unscored = entry.undecided = 0
                 return True
@@ -323,21 +387,22 @@ class Runner:
         failure: FailureKind | None = None,
         detail: str = "",
     ) -> Sample:
-        """End an episode; its sample has `reward`, or `failure`. One that has failed keeps its
-        failure, and a reward that is no finite number fails it.
+        """End an episode and return its sample with `reward` or `failure`. A sample that has failed
+        keeps its failure, and a reward that is not finite fails it.
 
-        A turn that is still sampled is aborted, and its tokens are no part of the sample. Raises
+        A turn that is still being sampled is aborted, and its tokens are not in the sample. Raises
         ValueError where there is no such episode.
         """
         entry, index = self._opened(episode_id)
         del self.groups[entry.group.id]
+        self._sent_at.pop(episode_id, None)
         sample = entry.episodes.get(index) or self.episodes.begin(
             entry.group.prompt, episode_id, number=entry.number
         )
         if entry.requests and self.is_submitted:
             self._num_requests -= 1
             if any(request.id == episode_id for request in self._next_turns):
-                self._next_turns = [one for one in self._next_turns if one.id != episode_id]
+                self._next_turns = [r for r in self._next_turns if r.id != episode_id]
             elif not self.engine.abort([episode_id]):
                 self._dropped.add(episode_id)
         if isinstance(reward, float | int):
@@ -358,8 +423,60 @@ class Runner:
 
     # -- of one sample ---------------------------------------------------------------------------
 
+    def _start_sessions(self, entry: RunningGroup) -> None:
+        """Start the sessions of a group's unfinished samples that have none, since they have not
+        begun or another process began them. Their requests for the first turns are made when their
+        sessions have said what goes before."""
+        if self.sessions is None or entry.is_opened:
+            return
+        for index in sorted(entry.requests):
+            sample = entry.episodes.get(index)
+            if sample is None or not self.sessions.is_live(sample):
+                attempt = 0 if sample is None else sample.attempt
+                self._start(entry, self._begin(entry, index, attempt))
+
+    def _begin(self, entry: RunningGroup, index: int, attempt: int) -> Sample:
+        sample_id = f"{entry.group.id}/{index}"
+        sample = self.episodes.begin(entry.group.prompt, sample_id, number=entry.number)
+        sample.attempt = attempt
+        return sample
+
+    def _start(self, entry: RunningGroup, sample: Sample) -> None:
+        """Start the session of a sample without turns, or leave that to `resume` while nothing is
+        submitted."""
+        assert self.scorer is not None
+        if not self.is_submitted:
+            entry.requests[sample.index] = self._first_request(entry, sample.index)
+            entry.episodes[sample.index] = sample
+            return
+        entry.requests.pop(sample.index, None)
+        entry.episodes.pop(sample.index, None)
+        entry.unscored += 1
+        entry.undecided += 1
+        self.num_undecided += 1
+        self.scorer.submit(sample)
+
+    def _returned(self, entry: RunningGroup, sample: Sample) -> None:
+        """Take note that the scorer has a sample no longer."""
+        may_go_on = self._may_go_on(sample)
+        entry.unscored -= 1
+        entry.undecided -= may_go_on
+        self.num_undecided -= may_go_on
+
+    def _may_go_on(self, sample: Sample) -> bool:
+        """Whether a sample that the scorer has may need the engine again."""
+        return not sample.must_end or (
+            self.sessions is not None and self.sessions.may_restart(sample)
+        )
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+        now = perf_counter()
+        self._sent_at.update((request.id, now) for request in requests)
+
     def _on_completion(self, completion: Completion) -> None:
         """Take a completion, finished or aborted, from the engine."""
+        sent_at = self._sent_at.pop(completion.request_id, None)
         group_id, _, place = completion.request_id.rpartition("/")
         entry = self.groups.get(group_id)
         if entry is None:
@@ -379,6 +496,8 @@ class Runner:
             entry.group.prompt, completion.request_id, number=entry.number
         )
         self.episodes.take(sample, completion, max_tokens=entry.sampling.max_tokens)
+        if sent_at is not None:
+            sample.turns[-1].policy_s = perf_counter() - sent_at
         if entry.is_opened:
             entry.episodes[index] = sample
             entry.unscored, entry.undecided = 1, int(not sample.must_end)
@@ -395,18 +514,17 @@ class Runner:
             return
         waiting = sorted(entry.episodes.keys() - entry.requests.keys())
         samples = [entry.episodes.pop(index) for index in waiting]
-        num_undecided = sum(not one.must_end for one in samples)
+        num_undecided = sum(map(self._may_go_on, samples))
         entry.unscored += len(samples)
         entry.undecided += num_undecided
         self.num_undecided += num_undecided
         self.scorer.submit(*samples)
 
     def _go_on(self, entry: RunningGroup, sample: Sample) -> bool:
-        """Ask for the turn after an observation; False where there can be none."""
-        first = self.episodes.first_request(
-            sample.id, sample.prompt, entry.sampling, number=entry.number
-        )
-        request = self.episodes.next_request(sample, first)
+        """Request the turn after an observation; False where there can be none."""
+        first = self._first_request(entry, sample.index, sample.prompt)
+        limit = entry.sampling.max_tokens
+        request = self.episodes.next_request(sample, first, max_tokens=limit)
         if request is None:
             return False
         entry.episodes[sample.index] = sample
@@ -422,7 +540,7 @@ class Runner:
         entry.group.samples.append(sample)
         if entry.complete:
             del self.groups[entry.group.id]
-            entry.group.samples.sort(key=lambda one: one.index)
+            entry.group.samples.sort(key=lambda ended: ended.index)
             self._ended.groups.append(entry)
 
     def _place(self, request: Request) -> tuple[int, int]:
@@ -431,4 +549,4 @@ class Runner:
 
 
 _NOTHING = Ended([], [])
-"""Shared by all steps that end nothing; nobody appends to it."""
+"""Shared by all steps that finish nothing, and never changed."""

@@ -1,9 +1,9 @@
-"""A pool of scorers: frozen models that score rows on devices of their own.
+"""A pool of remote scorers: frozen models (reference, teacher, reward model) on their own devices.
 
-Rows come cut into passes: those of a step together, or of groups and samples as they end. A pass
-goes to the scorer with the fewest tokens before it, in the order in which they come, so that all
-end at about the same time where the largest are first. A scorer has two passes at most, one that it
-computes and one that waits. Which scorer computes a pass cannot be seen in its numbers.
+The caller splits rows into passes, for a whole step at once or for groups and samples as they
+finish. A pass goes to the scorer with the fewest queued tokens, in order; if the largest passes
+come first, all scorers finish at about the same time. A scorer has at most two passes, one that it
+computes and one that waits. Results do not depend on which scorer computes a pass.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.algorithm import Outputs
-from hone.config.algorithm import Output
-from hone.config.cluster import ScorerName
+from hone.algorithms.settings import Output
 from hone.distributed.pool import Member, Pending, Pool, Worker
+from hone.distributed.settings import RoleName
 from hone.types import EngineLostError, Row
 
 __all__ = ["ScorerPool"]
 
 AHEAD = 2
-"""Passes that a scorer has at a time."""
+"""Largest number of passes of a scorer at a time."""
 WAIT_S = 0.02
-"""Longest wait for one scorer before the others are looked at."""
+"""Longest wait for one scorer before the others are checked."""
 
 _Rows = Sequence[Row]
 
@@ -44,53 +44,54 @@ class _Pass:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What one call has asked for."""
+    """One call of `begin`."""
 
     rows: _Rows
     passes: Sequence[Sequence[int]]
     outputs: frozenset[Output]
     future: Future[list[Outputs]] = field(default_factory=Future[list[Outputs]])
     results: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Outputs of the passes that are through, [K, N]: those of the rows one after the other."""
+    """Outputs of finished passes by number, with the outputs' names sorted: [number of outputs, N]
+    or [.., N, K], for the trained tokens of the pass's rows one after the other."""
 
-    def found(self) -> list[Outputs]:
+    def outputs_by_row(self) -> list[Outputs]:
         names = sorted(self.outputs)
-        kinds = {name: torch.int32 if name == "top_ids" else torch.float32 for name in names}
-        found: list[Outputs] = [dict.fromkeys(names, torch.empty(0)) for _ in self.rows]
+        dtypes = {name: torch.int32 if name == "top_ids" else torch.float32 for name in names}
+        by_row: list[Outputs] = [dict.fromkeys(names, torch.empty(0)) for _ in self.rows]
         for number, indices in enumerate(self.passes):
             lengths = [self.rows[i].num_trained for i in indices]
-            values = self.results[number].split(lengths, dim=1)
-            for i, of_row in zip(indices, values, strict=True):
-                of_names = zip(names, of_row.clone(), strict=True)
-                found[i] = {name: values.to(kinds[name]) for name, values in of_names}
-        return found
+            results = self.results[number].split(lengths, dim=1)
+            for i, result in zip(indices, results, strict=True):
+                named = zip(names, result.clone(), strict=True)
+                by_row[i] = {name: values.to(dtypes[name]) for name, values in named}
+        return by_row
 
 
 @dataclass(slots=True, eq=False)
 class _Member(Member[_Pass]):
     calls: deque[tuple[str, Pending]] = field(default_factory=deque[tuple[str, Pending]])
-    """Of its passes, by id, in the order in which it computes them."""
+    """Pending calls of its passes with their ids, in the order in which it computes them."""
     has_scored: bool = False
 
 
 class ScorerPool(Pool[_Pass, _Member]):
-    """What a frozen model says of rows, from several workers that have one each.
+    """Scores rows by a frozen model, of which each of several workers has a copy.
 
-    Workers reach what has the method `score` of `hone.trainer.scorer.FrozenScorer`. The first pass,
-    which may compile, may take `start_timeout_s` too.
+    Each worker calls a remote object with the method `score` of `hone.trainer.frozen.FrozenScorer`.
+    The first pass of a scorer may compile, so its limit is `start_timeout_s`.
     """
 
     task_words = "passes"
 
-    def __init__(self, role: ScorerName, workers: Sequence[Worker], **supervision: Any) -> None:
-        """Takes the arguments of `Pool`."""
+    def __init__(self, role: RoleName, workers: Sequence[Worker], **supervision: Any) -> None:
+        """`supervision` are the arguments of `Pool`."""
         self.role = role
         first: Output = "values" if role == "reward_model" else "logprobs"
         self.first_call = ("score", [], frozenset({first}))
         super().__init__(workers, **supervision)
         self._new: SimpleQueue[_Job] = SimpleQueue()
         self._jobs: dict[int, _Job] = {}
-        """Those that are under way, by number."""
+        """Unfinished jobs, by number."""
         self._num_jobs = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"hone-{role}s")
         self._is_closed = Event()
@@ -101,26 +102,26 @@ class ScorerPool(Pool[_Pass, _Member]):
     ) -> Future[list[Outputs]]:
         """Score the trained tokens of `rows` in `passes`, lists of row indices, in the background.
 
-        The future is of the `outputs` of each row, [N_i] or [N_i, K] on the CPU; one in no pass has
-        no values. It raises WorkersLostError, and what a scorer refuses.
+        The future gives the `outputs` of each row, [N_i] or [N_i, K] on the CPU; a row in no pass
+        has empty ones. It raises WorkersLostError, and the errors of scorers.
         """
         job = _Job(rows, passes, outputs)
         self._new.put(job)
-        served = self._thread.submit(self._serve)  # takes it up where no earlier one does
+        served = self._thread.submit(self._serve)  # ends at once where an earlier one took the job
         served.add_done_callback(self._on_end)
         return job.future
 
     def close(self) -> None:
-        """End all scorers, and what they compute."""
+        """End all scorers, also those that compute."""
         self._is_closed.set()
-        self._thread.shutdown(cancel_futures=True)  # so that none is restarted after this
+        self._thread.shutdown(cancel_futures=True)  # after this no scorer is restarted
         for member in self._members:
             member.worker.kill()
 
     # -- in the thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Score until nothing is left."""
+        """Serve jobs until none is left."""
         if self._failure is not None:
             raise self._failure
         while self._take_new() or self._jobs:
@@ -129,7 +130,7 @@ class ScorerPool(Pool[_Pass, _Member]):
             self._look_at_all()
 
     def _on_end(self, served: Future[None]) -> None:
-        """What ends one call ends all, and later ones."""
+        """Pass an error to the futures of all jobs, and keep it for later jobs."""
         if served.cancelled() or (error := served.exception()) is None:
             return
         self._failure = error
@@ -139,7 +140,7 @@ class ScorerPool(Pool[_Pass, _Member]):
         self._jobs.clear()
 
     def _take_new(self) -> bool:
-        """Whether there was any."""
+        """Take new jobs from the queue; whether there was any."""
         taken = False
         while True:
             try:
@@ -149,20 +150,22 @@ class ScorerPool(Pool[_Pass, _Member]):
             taken, number = True, self._num_jobs
             self._num_jobs += 1
             self._jobs[number] = job
-            tasks = [_Pass([_inputs(job.rows[i]) for i in own], job.outputs) for own in job.passes]
+            tasks = [
+                _Pass([_inputs(job.rows[i]) for i in indices], job.outputs)
+                for indices in job.passes
+            ]
             self._add((f"{number}/{n}", task) for n, task in enumerate(tasks))
             self._end(number)
 
     def _end(self, number: int) -> None:
-        """Answer a call all of whose passes are through."""
+        """Set the result of a job once all of its passes are done."""
         job = self._jobs[number]
         if len(job.results) == len(job.passes):
             del self._jobs[number]
-            job.future.set_result(job.found())
+            job.future.set_result(job.outputs_by_row())
 
     def _look_at_all(self) -> None:
-        for index in range(len(self._members)):
-            self._look_at_start(self._members[index])
+        self._check_starts()
         self._assign()
         busy = [member for member in self._members if member.calls]
         if not busy and self._jobs:
@@ -171,15 +174,8 @@ class ScorerPool(Pool[_Pass, _Member]):
         for member in busy:
             self._look_at(member, max(deadline - monotonic(), 0.0))
 
-    def _look_at_start(self, member: _Member) -> None:
-        if member.starting is None or self._poll_start(member, 0.0):
-            return
-        if self._is_live(member):
-            member.note_silence()
-            self._lose_silent(member, self._start_timeout_s, "it has not started")
-
     def _look_at(self, member: _Member, wait_s: float) -> None:
-        """Take what a scorer has computed, or judge its silence."""
+        """Take the result of a scorer's first pass, or check how long it has been silent."""
         task_id, call = member.calls[0]
         try:
             values = call.result(wait_s)
@@ -189,7 +185,7 @@ class ScorerPool(Pool[_Pass, _Member]):
             self._lose_silent(member, limit_s, "it does not answer")
         except EngineLostError as error:
             self._lose(member, error.cause)
-        except RuntimeError as error:  # of the device, which another process may get over
+        except RuntimeError as error:  # a device error, which a new process may not have
             self._lose(member, f"{type(error).__name__}: {error}")
         else:
             number, _, index = task_id.partition("/")
@@ -225,5 +221,11 @@ class ScorerPool(Pool[_Pass, _Member]):
 
 
 def _inputs(row: Row) -> Row:
-    """What decides the outputs of a row, and nothing else of it."""
-    return Row(id=row.id, group_id=row.group_id, token_ids=row.token_ids, loss_mask=row.loss_mask)
+    """A copy of a row with only the fields that determine its outputs."""
+    return Row(
+        id=row.id,
+        group_id=row.group_id,
+        token_ids=row.token_ids,
+        loss_mask=row.loss_mask,
+        model_input=row.model_input,
+    )

@@ -1,4 +1,4 @@
-"""Groups and requests as JSON-able values, for checkpoints; samples for other processes."""
+"""Groups and requests as JSON values, for checkpoints; samples as dicts, for other processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def request_from_dict(data: Mapping[str, Any]) -> Request:
 
 
 def _fields(value: Request | Sample) -> dict[str, Any]:
-    """All fields, nested; values of tokens as lists."""
+    """All fields, nested; per-token arrays as lists."""
     return asdict(value, dict_factory=_with_lists)
 
 
@@ -52,35 +52,47 @@ def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: list(item) if isinstance(item, array) else item for name, item in items}
 
 
-def sample_values(sample: Sample) -> dict[str, Any]:
-    """All fields but the prompt, for a process that knows it."""
-    names = (field.name for field in fields(Sample))
-    return {name: getattr(sample, name) for name in names if name != "prompt"}
-
-
-def sample_of_values(values: Mapping[str, Any], prompt: Prompt) -> Sample:
-    """Inverse of `sample_values`."""
-    return Sample(prompt=prompt, **values)
-
-
-def group_to_dict(group: Group) -> dict[str, Any]:
-    """All fields, nested; the prompt once, not in every sample."""
-    samples = [sample_to_dict(sample) for sample in group.samples]
-    return {"id": group.id, "prompt": asdict(group.prompt), "samples": samples}
-
-
-def sample_to_dict(sample: Sample) -> dict[str, Any]:
-    """All fields but the prompt, nested."""
-    values = _fields(sample)
-    del values["prompt"]
-    values["routes"] = _routes_to_dict(sample.routes)
+def sample_values(sample: Sample, known: Prompt) -> dict[str, Any]:
+    """All fields, for a process that has the prompt `known`: the sample's prompt is left out where
+    it is that one."""
+    names = [field.name for field in fields(Sample)]
+    values = {name: getattr(sample, name) for name in names}
+    if sample.prompt is known:
+        del values["prompt"]
     return values
 
 
-def sample_from_dict(data: Mapping[str, Any], prompt: Prompt) -> Sample:
+def sample_of_values(values: Mapping[str, Any], known: Prompt) -> Sample:
+    """Inverse of `sample_values`."""
+    all_values: dict[str, Any] = {"prompt": known, **values}
+    return Sample(**all_values)
+
+
+def group_to_dict(group: Group) -> dict[str, Any]:
+    """All fields, nested; the prompt once, and again in a sample only where that has its own."""
+    samples = [sample_to_dict(sample, group.prompt) for sample in group.samples]
+    return {"id": group.id, "prompt": asdict(group.prompt), "samples": samples}
+
+
+def sample_to_dict(sample: Sample, known: Prompt) -> dict[str, Any]:
+    """All fields, nested; the prompt only where it is not the prompt `known`. The times of turns
+    are left out: they are of no use to who goes on, and differ between checkpoints that are equal
+    else."""
+    values = _fields(sample)
+    if sample.prompt is known:
+        del values["prompt"]
+    for path, own in zip((values, *values["branches"]), (sample, *sample.branches), strict=True):
+        path["routes"] = _routes_to_dict(own.routes)
+        for turn in path["turns"]:
+            del turn["policy_s"], turn["env_s"]
+    return values
+
+
+def sample_from_dict(data: Mapping[str, Any], known: Prompt) -> Sample:
     """Inverse of `sample_to_dict`."""
-    sample = _SAMPLE.validate_python({**data, "prompt": prompt})
-    sample.routes = _routes_from_dict(sample.routes)
+    sample = _SAMPLE.validate_python({"prompt": known, **data})
+    for path in (sample, *sample.branches):
+        path.routes = _routes_from_dict(path.routes)
     return sample
 
 

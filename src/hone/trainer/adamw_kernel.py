@@ -1,5 +1,6 @@
-"""AdamW with bfloat16 moments on CUDA, one pass over all that it touches. Needs triton."""
-# A launch takes `num_warps`, which the types of triton do not know.
+"""AdamW with bfloat16 moments on CUDA, in one pass over masters, gradients and moments. Needs
+triton."""
+# A kernel launch takes `num_warps`, which triton's type hints do not know.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def adamw_bfloat16(
     correction1: float,
     correction2: float,
 ) -> None:
-    """`hone.trainer.update_rules.adamw_bfloat16_` of flat tensors, moments as int16 bits. `offset`,
-    `row` and `stride` are those of `FlatLayout`."""
+    """Triton version of `hone.trainer.narrow_moments.adamw_bfloat16_`: flat tensors, moments as
+    int16 bits. `offset`, `row` and `stride` are those of `FlatLayout`."""
     size = master.numel()
     if size == 0:
         return
@@ -94,8 +95,8 @@ def _adamw_kernel(  # noqa: PLR0917
     if IN_ONE_PIECE:
         place = first_index + i
     else:
-        # Only the block's start is divided in 64 bits, which for every element would take longer
-        # than its memory.
+        # Only the block's start is divided in 64 bits. A 64-bit division for every element would
+        # take longer than the memory traffic.
         first = first_index + start
         column = (first % row).to(tl.int32) + tl.arange(0, BLOCK)
         place = (first // row + column // row) * stride + column % row
@@ -112,13 +113,14 @@ def _widened(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _rounded(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    """Adding 16 random bits below the last that stays carries with the probability of what goes."""
+    """Stochastic rounding: adding 16 random bits below the last kept bit carries into it with the
+    probability of the fraction that is cut off."""
     return ((x.to(tl.uint32, bitcast=True) + noise) >> 16).to(tl.int16)
 
 
 @triton.jit
 def _noise(index: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """32 bits from index and seed: the finaliser of MurmurHash3."""
+    """32 pseudo-random bits from index and seed, by the finaliser of MurmurHash3."""
     x = index * 0x9E3779B1 + seed.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35

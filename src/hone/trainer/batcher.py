@@ -1,6 +1,7 @@
-"""Rows to optimizer steps, to the passes of every rank, to micro-batches.
+"""Cutting rows into optimizer steps, the passes of every rank, and micro-batches.
 
-Pure: a function of rows and configuration, so every rank that holds all rows computes all of it.
+The result depends on rows and configuration alone, so every rank that has all rows computes the
+whole plan without a message.
 """
 
 from __future__ import annotations
@@ -14,45 +15,49 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 from hone.distributed.mesh import Mesh
+from hone.families.registry import spec_of
+from hone.model_input import TEXT_ONLY, InputSpec
 from hone.models.support import head_dim_of
 from hone.trainer.collating import collate, empty_batch
 from hone.trainer.packing import AttentionCost, Cost, Plan, plan, units_of
 from hone.trainer.prefixes import pass_tokens, shared_prefixes
+from hone.trainer.settings import SFTTrainerConfig, TrainerConfig
 from hone.types import LossExtent, MicroBatch, Row
 
 __all__ = ["Batcher", "PassKind"]
 
 PassKind = Literal["backward", "forward"]
-"""Passes with gradient, and without."""
+"""Kinds of passes: with gradient, and without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batcher:
-    """How rows are cut. Token budgets are those of one device."""
+    """Cuts rows into passes. Token budgets are those of one device."""
 
     max_tokens: int
-    """Of a pass with gradient."""
+    """Tokens of a pass with gradient."""
     max_tokens_forward: int | None
-    """Of a pass without; None: `micro_batch_size`."""
+    """Tokens of a pass without gradient; None: `micro_batch_size` counts."""
     micro_batch_size: int | None
-    """Rows of a pass with gradient, in place of a number of tokens."""
+    """Rows of a pass with gradient; None: its cap is a number of tokens."""
     cost: Cost
     shares_prefixes: bool = True
-    """Whether rows of a group bring their prompt into a pass once, where one device has whole
+    """Whether the rows of a group compute their prompt once a pass, where each device has whole
     rows."""
+    inputs: InputSpec = TEXT_ONLY
+    """Inputs of the model other than token ids."""
     shuffle: bool = False
-    """Whether groups are drawn in a new order in each epoch; else one optimizer step has all rows,
-    in their order."""
+    """Whether groups are drawn in a new order in each epoch; otherwise one optimizer step has all
+    rows, in their order."""
     num_epochs: int = 1
     groups_per_step: int | None = None
-    """Of an optimizer step; None: all."""
+    """Groups of an optimizer step; None: all groups."""
     seed: int = 0
     """Orders groups."""
-    lowered: dict[PassKind, int] = field(default_factory=dict[PassKind, int])
-    """Caps in place of the configured ones, since memory has ended. A larger unit still has its
-    pass."""
+    oom_caps: dict[PassKind, int] = field(default_factory=dict[PassKind, int])
+    """Token caps, reduced after an out-of-memory error. A unit larger than its cap still gets a
+    pass of its own."""
 
     @classmethod
     def of(
@@ -63,8 +68,8 @@ class Batcher:
         seed: int = 0,
         exact: bool = False,
     ) -> Batcher:
-        """As configured, for `model` before anything has been done to it. In `exact` mode each row
-        is computed as the engine does, with its own prompt."""
+        """The batcher that `cfg` asks for. `model` is the unchanged module. In `exact` mode each
+        row is computed as in the engine, with its own prompt."""
         is_rollout = isinstance(cfg, TrainerConfig)
         usual = 2 * cfg.max_tokens_per_microbatch if cfg.micro_batch_size is None else None
         return cls(
@@ -73,6 +78,7 @@ class Batcher:
             micro_batch_size=cfg.micro_batch_size,
             cost=_attention_cost(model),
             shares_prefixes=not exact,
+            inputs=spec_of(model.config.model_type).inputs,
             shuffle=is_rollout,
             num_epochs=cfg.num_epochs if is_rollout else 1,
             groups_per_step=cfg.prompts_per_minibatch if is_rollout else None,
@@ -96,18 +102,18 @@ class Batcher:
         return steps
 
     def makes_several_steps(self, rows: Sequence[Row]) -> bool:
-        """Whether `optimizer_steps` gives more than one."""
+        """Whether `optimizer_steps` gives more than one step."""
         num_groups = len(_by_group(rows))
         return self.num_epochs > 1 or num_groups > self._groups_per_step(num_groups)
 
     def passes(self, rows: Sequence[Row], kind: PassKind, mesh: Mesh) -> Plan:
-        """Row indices of each pass of each rank along data. Raises ValueError as
+        """Row indices of each pass of each rank along the data axis. Raises ValueError as
         `packing.plan`."""
         num_ranks, sharers = mesh.data.size, mesh.context.size
         return self._cut(rows, kind, num_ranks, sharers=sharers)
 
     def configured(self, kind: PassKind) -> int:
-        """The cap of the configuration: tokens of one device, or rows (`counts_rows`)."""
+        """The configured cap: tokens of one device, or rows (`counts_rows`)."""
         if kind == "forward" and self.max_tokens_forward is not None:
             return self.max_tokens_forward
         return self.micro_batch_size or self.max_tokens
@@ -118,20 +124,20 @@ class Batcher:
         return self.micro_batch_size is not None and not by_tokens
 
     def lower(self, kind: PassKind, rows: Sequence[Row], mesh: Mesh) -> int | None:
-        """Halve what the fullest pass of `rows` holds, down to their largest unit; the new cap, or
-        None where the fullest has no more than that."""
+        """Halve the cap of the fullest pass of `rows`, down to their largest unit. Returns the new
+        cap, or None where the fullest pass has only one unit."""
         sharers = mesh.context.size
         of_ranks = self.passes(rows, kind, mesh)
         fullest = max(self._sizes(rows, chain(*of_ranks), kind, sharers))
         largest = self._largest_unit(rows, kind, sharers)
         if fullest <= largest:
             return None
-        self.lowered[kind] = max(fullest // 2, largest)
-        return self.lowered[kind]
+        self.oom_caps[kind] = max(fullest // 2, largest)
+        return self.oom_caps[kind]
 
     def plan_scoring_passes(self, rows: Sequence[Row], num_devices: int) -> list[list[int]]:
-        """Row indices of the passes in which `num_devices`, each with a whole model, score all
-        trained tokens: the most expensive first, and of like sums for each device.
+        """Row indices of the passes in which `num_devices` devices, each with a whole model, score
+        all trained tokens: the most expensive first, with similar sums of cost for each device.
 
         With one device these are the passes of one process. Raises ValueError as `packing.plan`.
         """
@@ -147,9 +153,9 @@ class Batcher:
         *,
         per: LossExtent = "trained",
     ) -> Iterator[MicroBatch]:
-        """Each pass of a rank when it is asked for; in host memory where it will be split over the
-        context axis. `weights` and `per` as in `collating.collate`. Those without `ids` hold no
-        rows: they run what other ranks run."""
+        """Yield the micro-batch of each pass of a rank when it is needed; in host memory where it
+        will be split over the context axis. `weights` and `per` as in `collating.collate`. A
+        micro-batch without `ids` has no rows: its rank runs it only to take part in collectives."""
         device = mesh.device if mesh.context.size == 1 else "cpu"
         prefixes = self._prefixes(rows, mesh.context.size)
         for indices in passes:
@@ -160,15 +166,16 @@ class Batcher:
                     device,
                     per=per,
                     prefixes=[prefixes[i] for i in indices],
+                    inputs=self.inputs,
                 )
             else:
-                yield empty_batch(device)
+                yield empty_batch(device, inputs=self.inputs)
 
     def _groups_per_step(self, num_groups: int) -> int:
         return self.groups_per_step or max(num_groups, 1)
 
     def _prefixes(self, rows: Sequence[Row], sharers: int) -> list[int]:
-        """`shared_prefixes` where they are shared."""
+        """Lengths by `shared_prefixes`, or all 0 where prompts are not shared."""
         if self.shares_prefixes and sharers == 1:
             return shared_prefixes(rows)
         return [0] * len(rows)
@@ -176,7 +183,7 @@ class Batcher:
     def _sizes(
         self, rows: Sequence[Row], passes: Iterable[Sequence[int]], kind: PassKind, sharers: int
     ) -> list[int]:
-        """Of passes, in what the cap counts."""
+        """Size of each pass in the unit of its cap: tokens or rows."""
         if self.counts_rows(kind):
             return [len(own) for own in passes]
         prefixes = self._prefixes(rows, sharers)
@@ -192,14 +199,14 @@ class Batcher:
     def _cut(
         self, rows: Sequence[Row], kind: PassKind, num_ranks: int, *, sharers: int = 1
     ) -> Plan:
-        """A unit without trained tokens is in no pass. `sharers` devices share the tokens of
-        one."""
+        """The plan of passes. A unit without trained tokens is in none. `sharers` devices share the
+        tokens of a pass."""
         units = units_of(rows)
         trained = [i for unit in units if any(rows[i].num_trained for i in unit) for i in unit]
         prefixes = self._prefixes(rows, sharers)
         cap = self.configured(kind)
-        if kind in self.lowered:
-            cap = min(cap, max(self.lowered[kind], self._largest_unit(rows, kind, sharers)))
+        if kind in self.oom_caps:
+            cap = min(cap, max(self.oom_caps[kind], self._largest_unit(rows, kind, sharers)))
         passes = plan(
             [rows[i] for i in trained],
             max_tokens=cap * sharers,

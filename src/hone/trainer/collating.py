@@ -1,4 +1,4 @@
-"""Rows to the tensors of a forward pass, laid end to end without padding."""
+"""Packing rows into the tensors of a forward pass, end to end without padding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.model_input import TEXT_ONLY, InputSpec
+from hone.positions import packed_positions
 from hone.trainer.packing import units_of
 from hone.trainer.prefixes import left_out, sharers_of
 from hone.types import Extent, LossExtent, MicroBatch, PackedKeys, Row
@@ -19,20 +21,24 @@ __all__ = ["check_rows", "collate", "empty_batch", "on_device", "to_device"]
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
-def empty_batch(device: torch.device | str) -> MicroBatch:
-    """What a rank without rows runs, so that it takes part in every collective of a pass: a
+def empty_batch(device: torch.device | str, *, inputs: InputSpec = TEXT_ONLY) -> MicroBatch:
+    """Micro-batch for a rank without rows, which must take part in every collective of a pass: a
     sequence that belongs to no row, with weights of zero. It has no `ids`."""
     row = Row(id="", token_ids=[0] * 4, loss_mask=[False, True, True, True])
-    return replace(collate([row], [0.0], device), ids=())
+    return replace(collate([row], [0.0], device, inputs=inputs), ids=())
 
 
-def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ValueError, naming the row, where one trains its first token, which nothing predicts,
-    or where a column is not there on all rows or none, alike, with a value for all that it is
-    per."""
+def check_rows(rows: Sequence[Row], inputs: InputSpec = TEXT_ONLY) -> None:
+    """Check rows before they are packed. Raises ValueError, naming the row, for a row that trains
+    its first token (which nothing predicts), for inputs that the model does not take, and for a
+    column that only some rows have or whose shape is wrong."""
     for row in rows:
         if row.loss_mask and row.loss_mask[0]:
             raise ValueError(f"sequence {row.id!r} trains its first token: nothing predicts it")
+        if row.model_input.contents and (
+            refusal := inputs.refusal(row.model_input, row.num_tokens)
+        ):
+            raise ValueError(f"sequence {row.id!r} {refusal}")
     counts: list[dict[Extent, int]] = [
         {"trained": row.num_trained, "token": row.num_tokens, "row": 1} for row in rows
     ]
@@ -73,20 +79,25 @@ def collate(
     *,
     per: LossExtent = "trained",
     prefixes: Sequence[int] | None = None,
+    inputs: InputSpec = TEXT_ONLY,
 ) -> MicroBatch:
-    """Lay rows end to end. `weights` holds one weight a row, carried by each of its trained tokens,
-    by the row, or, that of its first row, by its unit, as `per` says. With `prefixes`, of
-    `shared_prefixes`, the first row of a group has its prefix for all.
+    """Pack rows end to end. `weights` has one weight a row; `per` says what carries it: each
+    trained token, the row, or the unit (which takes the weight of its first row). With `prefixes`
+    from `shared_prefixes`, only the first row of a group brings the prompt. `inputs` are those of
+    the model's family.
 
     Raises as `check_rows`.
     """
-    check_rows(rows)
+    check_rows(rows, inputs)
     device = torch.device(device)
-    absent = [0] * len(rows) if prefixes is None else left_out(rows, prefixes)
+    prefixes = [0] * len(rows) if prefixes is None else prefixes
+    absent = left_out(rows, prefixes)
     lengths = [row.num_tokens for row in rows]
     borders = np.concatenate([[0], np.cumsum(lengths)])
     token_ids = np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows])
-    positions = np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)
+    _, positions = packed_positions(
+        lengths, inputs=[row.model_input for row in rows], rule=inputs.positions
+    )
     mask = np.concatenate([np.asarray(row.loss_mask, dtype=bool) for row in rows])
     assert len(mask) == len(token_ids), f"{len(mask)=} {len(token_ids)=}"
     trained = np.flatnonzero(mask)
@@ -102,12 +113,12 @@ def collate(
     def send(array: np.ndarray[Any, Any] | Tensor) -> Tensor:
         return to_device(torch.as_tensor(array), device)
 
-    packed, places = _packed(rows, absent, borders)
+    packed, places = _packed(rows, prefixes, absent, borders)
     own_lengths = [length - less for length, less in zip(lengths, absent, strict=True)]
     own_borders = np.concatenate([[0], np.cumsum(own_lengths)])
     return MicroBatch(
         input_ids=send(token_ids[packed]),
-        position_ids=send(positions[packed]),
+        position_ids=send(positions.take(packed, axis=-1)),
         cu_seqlens=send(own_borders.astype(np.int32)),
         max_seqlen=max(own_lengths),
         keys=_keys(places, borders, lengths, send) if any(absent) else None,
@@ -125,17 +136,21 @@ def collate(
     )
 
 
-def _packed(rows: Sequence[Row], absent: Sequence[int], borders: Ints) -> tuple[Ints, Ints]:
-    """Which of all K tokens of the rows are packed, [T], and the place [K] of each token, or of its
-    like in the first row of the group, among those."""
+def _packed(
+    rows: Sequence[Row], prefixes: Sequence[int], absent: Sequence[int], borders: Ints
+) -> tuple[Ints, Ints]:
+    """Indices [T] of the packed tokens among all K tokens of the rows, and the packed place [K] of
+    each token; a token of a shared prefix has the place of its copy in the first row of the group
+    that has the prefix."""
     is_packed = np.ones(borders[-1], dtype=bool)
     for start, less in zip(borders[:-1], absent, strict=True):
         is_packed[start : start + less] = False
     places = np.cumsum(is_packed) - 1
     first: dict[str, int] = {}
-    for row, start, less in zip(rows, borders[:-1], absent, strict=True):
-        begins = first.setdefault(sharers_of(row), start)
-        places[start : start + less] = places[begins : begins + less]
+    for row, prefix, start, less in zip(rows, prefixes, borders[:-1], absent, strict=True):
+        if prefix:
+            begins = first.setdefault(sharers_of(row), start)
+            places[start : start + less] = places[begins : begins + less]
     return np.flatnonzero(is_packed), places
 
 
@@ -173,7 +188,8 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there; from host memory by way of pinned pages, so that nothing waits."""
+    """Copy of the tensor on the device; from host memory through pinned pages, so that nothing
+    waits."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,4 +1,5 @@
-"""A micro-batch over the context axis: its tokens split, the log-probs of all ranks gathered.
+"""Context parallelism of a micro-batch: its tokens are split, and the logprobs of all ranks
+gathered.
 
     share = split(batch, mesh)
     hidden = hidden_states(model, share.input_ids, share.position_ids, share.context)
@@ -20,34 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.attention import ContextParallel, PackedContext
-from hone.attention.context_parallel import padded_tokens, token_ranges
+from hone.attention.token_shares import padded_tokens, token_ranges
 from hone.distributed.mesh import Axis, Mesh
 from hone.models.routes import unrecorded
 from hone.trainer.collating import to_device
+from hone.trainer.shard import MicroBatchShard, whole_shard
 from hone.types import MicroBatch
 
-__all__ = ["Share", "gather", "own_part", "share_of_layers", "split"]
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank of the context axis computes of a micro-batch; tensors on the mesh's device.
-
-    t is the same on all ranks; n differs, and may be 0.
-    """
-
-    input_ids: Tensor  # [t] int64
-    position_ids: Tensor  # [t] int64, within the sequence, as in the whole row
-    context: PackedContext
-    predict_index: Tensor  # [n] int64 into [t]
-    labels: Tensor  # [n] int64
-    others: _Others | None
-    """None where this rank has the whole row."""
+__all__ = ["ContextShard", "gather", "own_part", "share_of_layers", "split"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """Where the trained tokens of all ranks of the context axis go."""
+    """Places of the trained tokens of all ranks of the context axis, for `gather`."""
 
     axis: Axis
     own: Tensor  # [n] int64 into [N]: this rank's
@@ -55,46 +41,40 @@ class _Others:
     places: Tensor  # [N] int64 into [size * longest]: each token among those of all ranks
 
 
+@dataclass(frozen=True, slots=True)
+class ContextShard(MicroBatchShard):
+    """The share of one rank among several of the context axis."""
+
+    others: _Others
+
+
 def share_of_layers(batch: MicroBatch, mesh: Mesh) -> int:
-    """Tokens of `batch` that this rank has between layers: its share of those of the context axis,
-    dealt out over the tensor axis."""
+    """Number of tokens of `batch` that this rank has between layers: its share along the context
+    axis, divided again along the tensor axis."""
     ring, ulysses = mesh.ring.size, mesh.ulysses.size
     num_tokens = padded_tokens(batch.num_tokens, ring=ring, ulysses=ulysses)
     return -(-num_tokens // (ring * ulysses * mesh.tensor.size))
 
 
-def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Share:
-    """This rank's share of `batch`, which every rank of `mesh.context` must bring alike.
+def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> MicroBatchShard:
+    """This rank's share of `batch`, which must be the same on every rank of `mesh.context`.
 
     The row is padded at its end by a sequence that trains nothing, so that all shares are equal.
-    With one rank along context the share is the batch. `batch` lies in host memory
-    (`collate(..., "cpu")`), so that nothing here waits for a device; its tensors are copied to
-    `mesh.device` without waiting either. With `replays_routes` tokens pass the experts of the
-    column `routes`, but for batches that hold no rows. Raises ValueError where the batch lies on a
-    device and would have to be read.
+    With one rank along context the share is the batch. `batch` lies in host memory (`collate(...,
+    "cpu")`), so that nothing here waits for a device; its tensors are copied to `mesh.device`
+    without waiting either. With `replays_routes` tokens pass the experts of the column `routes`,
+    except in batches without rows. Raises ValueError where the batch lies on a device and would
+    have to be read.
     """
-    move = partial(to_device, device=mesh.device)
-    routes = batch.column("routes") if replays_routes and batch.ids else None
     if mesh.context.size == 1:
-        return Share(
-            input_ids=move(batch.input_ids),
-            position_ids=move(batch.position_ids),
-            context=PackedContext(
-                cu_seqlens=move(batch.cu_seqlens),
-                max_seqlen=batch.max_seqlen,
-                lengths=batch.lengths,
-                keys=batch.keys,
-                routes=None if routes is None else move(routes),
-            ),
-            predict_index=move(batch.predict_index),
-            labels=move(batch.labels),
-            others=None,
-        )
+        return whole_shard(batch, mesh.device, replays_routes=replays_routes)
     if batch.input_ids.device.type != "cpu":
         raise ValueError(
             f"a micro-batch on {batch.input_ids.device} cannot be split without waiting for the "
             'device; collate it on "cpu", split moves it'
         )
+    move = partial(to_device, device=mesh.device)
+    routes = batch.column("routes") if replays_routes and batch.ids else None
     ring, ulysses, rank = mesh.ring, mesh.ulysses, mesh.context.rank
     num_tokens = padded_tokens(batch.num_tokens, ring=ring.size, ulysses=ulysses.size)
     padding = num_tokens - batch.num_tokens
@@ -112,9 +92,9 @@ def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Sha
     places = torch.empty_like(owner_N)
     for other, tokens in enumerate(trained):
         places[tokens] = other * longest + torch.arange(len(tokens))
-    return Share(
+    return ContextShard(
         input_ids=move(F.pad(batch.input_ids, (0, padding))[own_tokens]),
-        position_ids=move(torch.cat([batch.position_ids, torch.arange(padding)])[own_tokens]),
+        position_ids=move(_padded(batch.position_ids, padding)[..., own_tokens]),
         context=replace(
             context, parallel=ContextParallel(ring=ring, ulysses=ulysses), routes=own_routes
         ),
@@ -129,7 +109,13 @@ def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Sha
     )
 
 
-def gather(values_n: Tensor, share: Share) -> Tensor:
+def _padded(positions: Tensor, padding: int) -> Tensor:
+    """Positions [T] or [A, T], extended by those of a text sequence of `padding` tokens."""
+    added = torch.arange(padding).expand(*positions.shape[:-1], padding)
+    return torch.cat([positions, added], dim=-1)
+
+
+def gather(values_n: Tensor, share: MicroBatchShard) -> Tensor:
     """One value for each trained token of the micro-batch, from those of this rank's tokens.
 
     `values_n` is [n] or [n, ...] in the order of `share.predict_index`; the result is [N] or
@@ -138,16 +124,14 @@ def gather(values_n: Tensor, share: Share) -> Tensor:
     result, not a sum over ranks, since every rank computes the same objective from the result.
     Backward must run on every rank, as the layers' own collectives do.
     """
-    if share.others is None:
-        return values_n
-    return _Gather.apply(values_n, share.others)
+    return _Gather.apply(values_n, share.others) if isinstance(share, ContextShard) else values_n
 
 
-def own_part(values_N: Tensor, share: Share) -> Tensor:
-    """Of one value for each trained token of the micro-batch those of this rank's tokens, on their
-    device."""
+def own_part(values_N: Tensor, share: MicroBatchShard) -> Tensor:
+    """This rank's entries of `values_N` (one value for each trained token of the micro-batch), on
+    the device of its tokens."""
     values_N = to_device(values_N, share.labels.device)
-    return values_N if share.others is None else values_N[share.others.own]
+    return values_N[share.others.own] if isinstance(share, ContextShard) else values_N
 
 
 class _Gather(torch.autograd.Function):
@@ -167,8 +151,8 @@ class _Gather(torch.autograd.Function):
 
 
 def _places(num_tokens: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """For each token of the padded row, [T] int64: the rank along context that has it, and where
-    there."""
+    """For each token of the padded row, two tensors [T] int64: its rank along the context axis, and
+    its index on that rank."""
     owner, local = torch.empty(2, num_tokens, dtype=torch.int64).unbind(0)
     sizes = {"ring": mesh.ring.size, "ulysses": mesh.ulysses.size}
     for rank in range(mesh.context.size):

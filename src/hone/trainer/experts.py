@@ -1,8 +1,8 @@
 """Expert parallelism of the trained model: each rank of the expert axis holds some experts.
 
 Parameters of `mlp.experts` become DTensors over the expert axis, which divides their first
-dimension (Lepikhin et al., arXiv:2006.16668); FSDP shards what is left over `Mesh.expert_fsdp`.
-Everything else of a layer is as without experts: ranks of this axis train different tokens. A layer
+dimension (Lepikhin et al., arXiv:2006.16668); FSDP shards what is left over `Mesh.expert_fsdp`. All
+other parts of a layer are as in a dense model: ranks of this axis train different tokens. A layer
 sends the hidden state of each token to the ranks of its experts and gets their outputs back:
 
     own tokens ──sort by expert──► all-to-all ──sort by expert──► grouped products of own experts
@@ -45,13 +45,13 @@ def divide_experts(model: PreTrainedModel, mesh: Mesh) -> None:
     if mesh.expert_mesh is None:
         return
     size = mesh.expert_mesh.size()
-    found = [experts for layer in decoder_layers(model) if (experts := experts_of(layer))]
-    if not found and mesh.pipeline.size == 1:  # else others may have them all
+    blocks = [experts for layer in decoder_layers(model) if (experts := experts_of(layer))]
+    if not blocks and mesh.pipeline.size == 1:  # else others may have them all
         raise ValueError(
             f"trainer.parallel.expert_parallel_size is {size}, but the model "
             f"({model.config.model_type}) has no experts. Leave it at 1."
         )
-    for experts in found:
+    for experts in blocks:
         number = len(cast(Tensor, experts.gate_up_proj))
         if number % size:
             raise ValueError(
@@ -68,7 +68,7 @@ def experts_of(layer: nn.Module) -> nn.Module | None:
 
 
 class DividedExperts(SplitModule):
-    """transformers' experts, of which this rank holds E / size."""
+    """transformers' experts module with this rank's E / size experts."""
 
     placements: ClassVar[dict[str, Placement]] = {"gate_up_proj": Shard(0), "down_proj": Shard(0)}
     gate_up_proj: nn.Parameter
@@ -79,8 +79,8 @@ class DividedExperts(SplitModule):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator has no type
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """Of own tokens [T, D], the ids of their experts and their gate weights [T, K]; [T, D].
-        Collective over the expert axis, as its backward is."""
+        """Outputs [T, D] of own tokens [T, D], from the ids of their experts and their gate
+        weights, both [T, K]. Forward and backward are collective over the expert axis."""
         mesh = cast(Any, self.gate_up_proj).device_mesh
         gate_up_E2ID, down_EDI = (own_part(w) for w in (self.gate_up_proj, self.down_proj))
         num_own, size, group = len(gate_up_E2ID), mesh.size(), mesh.get_group()
@@ -95,7 +95,7 @@ class DividedExperts(SplitModule):
         rows_RD = _Exchange.apply(
             hidden_states[order // num_choices], sent_rows, received_rows, group
         )
-        # They came by sender, of each by expert.
+        # The rows arrive ordered by sender, and within each sender by expert.
         ids = torch.arange(num_own, device=counts.device).repeat(size)
         by_expert = ids.repeat_interleave(received).argsort(stable=True)
         ends = received.view(size, -1).sum(0).cumsum(0).int()
@@ -115,8 +115,8 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [S, D], `sent[i]` of them in turn to rank i, to those that come, `received[i]` from it;
-    gradients go back the same way."""
+    """All-to-all exchange: rows [S, D] go out, `sent[i]` of them in turn to rank i, and
+    `received[i]` rows come from rank i. Gradients take the opposite way."""
 
     @staticmethod
     def forward(
@@ -133,6 +133,6 @@ class _Exchange(torch.autograd.Function):
 def _exchange(
     rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    found = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+    received_rows = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(received_rows, rows.contiguous(), received, sent, group=group)
+    return received_rows

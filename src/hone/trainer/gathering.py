@@ -1,7 +1,7 @@
-"""Whole tensors from parts that processes hold, many of them in one collective.
+"""Gathering of whole tensors from the shards of all processes, many in one collective.
 
-A model of 8B weights has 399 tensors, most of them small: asked for one by one, each costs more in
-launches and in waiting for the other processes than in bytes.
+A model of 8B weights has 399 tensors, most of them small: gathered one by one, each costs more time
+in launches and in waiting for the other processes than in the transfer of bytes.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from hone.trainer.tensor import gather_rows
+from hone.trainer.row_shares import gather_rows
 
 __all__ = ["whole", "wholes"]
 
 _Axes = dict[tuple[DeviceMesh, tuple[Placement, ...]], dist.ProcessGroup | None]
 
 GATHER_BYTES = 1 << 27
-"""Whole tensors that are gathered at a time; a larger one is gathered alone."""
+"""Bytes of whole tensors that are gathered in one collective; a larger tensor is gathered alone."""
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathered from all processes that have parts of it. Collective."""
+    """The whole tensor, gathered from all processes that have parts of it. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor
     local, grid = tensor.to_local(), tensor.device_mesh
-    if local.device.type != grid.device_type:  # offloaded: what gathers it is on the devices
+    if local.device.type != grid.device_type:  # offloaded; collectives run on the devices
         tensor = DTensor.from_local(
             local,
             grid,
@@ -39,7 +39,7 @@ def whole(tensor: Tensor) -> Tensor:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-    # One axis after the other, which is how shards over several have been cut.
+    # One axis after the other, in the order in which the shards were cut.
     placements = list(tensor.placements)
     for dim in range(len(placements)):
         placements[dim] = Replicate()
@@ -51,8 +51,8 @@ def wholes(tensors: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
     """Each tensor as `whole(tensor.to(dtype))` gives it, in order. Collective.
 
     Neighbours whose rows are distributed evenly over one and the same axis are gathered together,
-    up to `GATHER_BYTES` of them. They are gathered when the first is asked for, each is made when
-    it is asked for itself, and exists as long as the caller holds it.
+    up to `GATHER_BYTES` of them. A group is gathered when its first tensor is requested; each whole
+    tensor is made when it is requested, and exists as long as the caller refers to it.
     """
     known: _Axes = {}
     kinds = groupby(tensors, lambda item: (_axis(item[0], known), item[1]))
@@ -110,5 +110,5 @@ def _together(
     gathered = gather_rows(own[None], axis)
     del own, parts
     for tensor, (start, end) in zip(group, pairwise(ends), strict=True):
-        # Of a tensor that was gathered alone this is the buffer itself.
+        # For a tensor that was gathered alone this is the buffer itself.
         yield gathered[:, start:end].reshape(tensor.shape)

@@ -1,49 +1,44 @@
-"""Gradients that wait in host memory, between micro-batches and for the optimizer's step."""
+"""Gradients in host memory, between micro-batches and until the optimizer's step."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import islice
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.checkpoint.sharded import local_part
-from hone.trainer.offload import BUCKET_BYTES, CopyStream, host_tensors, mark_of, wait_for
-from hone.trainer.precision import accumulation_dtype
+from hone.trainer.offload import CopyStream, host_tensors, mark_of, wait_for
+from hone.trainer.pieces import (
+    BUCKET_BYTES,
+    Piece,
+    accumulation_dtype,
+    norm_of_pieces,
+    pieces_of,
+)
 
-__all__ = ["HostGradients", "Piece", "norm_of_pieces", "pieces_of"]
-
-_PIECE_ELEMENTS = BUCKET_BYTES // 4
-"""Gradients are copied, and their norms taken, in pieces of so many elements at most."""
-
-
-class Piece(NamedTuple):
-    """Elements `start` to `stop` of what this process holds of a parameter, flat."""
-
-    name: str
-    start: int
-    stop: int
+__all__ = ["HostGradients"]
 
 
 class HostGradients:
-    """Adds gradients up on the device, and keeps the sums in pinned host memory between.
+    """Adds gradients up on the device, and keeps the sums in pinned host memory between
+    micro-batches.
 
-    A gradient that backward brings is added to what the host had, which has been fetched meanwhile:
-    the order in which backward brings them is known from the first micro-batch. The sums, and so
-    their bits, are those of gradients that stay on the device. Copies go both ways beside backward,
-    each way over a window of device memory; where that is full, backward waits.
+    Each fresh gradient is added to the sum so far, which has been fetched from the host in advance:
+    the first micro-batch shows the order in which backward produces gradients. The sums have the
+    same bits as those of gradients that stay on the device. Copies in both directions overlap with
+    backward, each through a window of device memory; when a window is full, backward waits.
     """
 
     def __init__(
         self, like: Mapping[str, Tensor], device: torch.device, *, window_bytes: int
     ) -> None:
-        """Of parameters `like`; of DTensors this process's part. The window is `window_bytes`, or a
-        bucket where that is more. A compiled layer brings all its gradients at once: a window of
-        that size lets the next layer proceed. Raises UserError where the host has too little
-        memory.
+        """The gradients have the layout of the parameters `like`; of a DTensor, this process's
+        part. The window is `window_bytes`, but at least one bucket. A compiled layer produces all
+        its gradients at once, and a window of their size lets the next layer go on. Raises
+        UserError where the host has too little memory.
         """
         self.device = device
         parts = {name: local_part(tensor) for name, tensor in like.items()}
@@ -53,7 +48,7 @@ class HostGradients:
         self._window = max(window_bytes, BUCKET_BYTES)
         self._norms: dict[str, Tensor] = {}
         self._order: dict[Piece, int] = {}
-        """In which backward brings pieces."""
+        """Order in which backward produces pieces."""
         self._arriving, self._going = CopyStream(device), CopyStream(device)
         self._stored: dict[Piece, torch.Event | None] = {}
         self._ahead: dict[Piece, tuple[Tensor, torch.Event | None]] = {}
@@ -61,8 +56,8 @@ class HostGradients:
 
     @torch.no_grad()
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add in float32 to what the parameter's gradient has so far. `gradient`, on the device,
-        may be freed afterwards."""
+        """Add `gradient`, a tensor on the device, to the parameter's float32 sum. It may be freed
+        afterwards."""
         host, is_first = self._host[name], name not in self._norms
         norms: list[Tensor] = []
         start = 0
@@ -81,8 +76,8 @@ class HostGradients:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Local float32 tensors by parameter, in the order of the parameters. They have
-        arrived."""
+        """Local float32 sums by parameter, in the order of the parameters. Waits until all copies
+        have arrived."""
         self._settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -90,12 +85,12 @@ class HostGradients:
 
     @property
     def norms(self) -> dict[str, Tensor]:
-        """2-norms of the pieces of each (`pieces_of`), [K] on the device."""
+        """2-norms of the pieces of each gradient (`pieces_of`), [K] on the device."""
         return {name: self._norms[name] for name in self._host if name in self._norms}
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of the sums in host memory."""
         return sum(host.nbytes for host in self._host.values())
 
     def clear(self) -> None:
@@ -116,8 +111,8 @@ class HostGradients:
         return sum(value.nbytes for value, _ in self._leaving)
 
     def _release_oldest(self) -> None:
-        """Free what has been leaving for longest. Later work waits until it has: it may be given
-        the same memory."""
+        """Free the device memory of the oldest copy to the host. Later work, which may get the same
+        memory, waits until that copy is complete."""
         _, is_out = self._leaving.popleft()
         wait_for(is_out)
 
@@ -137,7 +132,8 @@ class HostGradients:
             self._ahead[piece] = value, self._arriving.mark()
 
     def _fetch_ahead(self, piece: Piece) -> None:
-        """Fetch what backward will bring after `piece`, a window of it."""
+        """Fetch the sums of the pieces that backward produces after `piece`, as many as a window
+        has room for."""
         num_bytes = sum(value.nbytes for value, _ in self._ahead.values())
         for following in islice(self._order, self._order[piece] + 1, None):
             if num_bytes >= self._window or following.name not in self._norms:
@@ -156,14 +152,3 @@ class HostGradients:
 
     def _on_host(self, piece: Piece) -> Tensor:
         return self._host[piece.name].view(-1)[piece.start : piece.stop]
-
-
-def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A local tensor, flat, in the pieces that are copied."""
-    return tensor.reshape(-1).split(_PIECE_ELEMENTS)
-
-
-def norm_of_pieces(tensors: Iterable[Tensor]) -> Tensor:
-    """2-norm of local tensors, a scalar, in the order of operations that all gradients share: the
-    norm of their pieces' norms."""
-    return nn.utils.get_total_norm([piece for tensor in tensors for piece in pieces_of(tensor)])

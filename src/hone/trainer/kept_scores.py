@@ -2,8 +2,8 @@
 
     <folder>/<digest>.npy       [N] float32, trained tokens of all rows, one row's after the other's
 
-The digest is of everything that they follow from: weights, rows, settings, torch and device. So a
-file is never wrong, only no longer asked for; with anything changed there is another.
+The digest covers everything that the values depend on: weights, rows, settings, torch and device.
+So a file is never wrong: after a change another file is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.algorithm import Outputs
-from hone.config.algorithm import Output
+from hone.algorithms.settings import Output
 from hone.errors import UserError
 from hone.observe.disk import writing
 from hone.trainer.scorer import RowScorer
@@ -36,10 +36,10 @@ Values = npt.NDArray[np.float32]
 
 
 class KeptScores:
-    """Implements `RowScorer` for rows that were scored before, which it knows by their ids."""
+    """A `RowScorer` that looks up the scores of rows by their ids."""
 
     def __init__(self, rows: Sequence[Row], values: Values) -> None:
-        """`values` as in the file."""
+        """`values` are in the layout of the file."""
         parts = torch.from_numpy(values).split([row.num_trained for row in rows])
         self._known = dict(zip((row.id for row in rows), parts, strict=True))
 
@@ -47,8 +47,9 @@ class KeptScores:
     def of(
         cls, rows: Sequence[Row], scorer: RowScorer, trainer: Trainer, folder: Path, settings: str
     ) -> KeptScores:
-        """Those of `scorer`, which says what the weights of `trainer` say as they are now: from the
-        file, or computed and written. `settings` is what else the numbers follow from. Collective.
+        """The scores of `rows` by `scorer`, read from the file or computed and written. `scorer`
+        must compute with the present weights of `trainer`; `settings` names all else that the
+        scores depend on. Collective.
 
         Raises UserError where the file is damaged, DiskError where it cannot be written.
         """
@@ -58,21 +59,21 @@ class KeptScores:
         values = mesh.broadcast(_read(path, rows) if mesh.is_first else None)
         if values is None:
             outputs = frozenset[Output]({"logprobs"})
-            found = [of_row["logprobs"] for of_row in scorer.begin(rows, outputs)()]
-            values = torch.cat([torch.empty(0), *found]).numpy()
+            scores = [of_row["logprobs"] for of_row in scorer.begin(rows, outputs)()]
+            values = torch.cat([torch.empty(0), *scores]).numpy()
             if mesh.is_first:
                 _write(path, values)
-                told = "%s rows scored by the reference, and kept in %s"
-                _log.info(told, f"{len(rows):,}", path)
+                template = "%s rows scored by the reference, and kept in %s"
+                _log.info(template, f"{len(rows):,}", path)
         elif mesh.is_first:
-            _log.info("what the reference says of %s rows: %s", f"{len(rows):,}", path)
+            _log.info("logprobs of %s rows by the reference read from %s", f"{len(rows):,}", path)
         return cls(rows, values)
 
     def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
-        """Nothing is computed. Raises KeyError for other rows."""
+        """Look the scores up; nothing is computed. Raises KeyError for an unknown row."""
         assert outputs == {"logprobs"}, f"{outputs=}"
-        found: list[Outputs] = [{"logprobs": self._known[row.id]} for row in rows]
-        return lambda: found
+        scores: list[Outputs] = [{"logprobs": self._known[row.id]} for row in rows]
+        return lambda: scores
 
 
 def _digest(trainer: Trainer, rows: Sequence[Row], settings: str) -> str:
@@ -82,7 +83,8 @@ def _digest(trainer: Trainer, rows: Sequence[Row], settings: str) -> str:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(_bytes(tensor))
     for row in rows:
-        digest.update(repr((row.id, row.token_ids, row.loss_mask)).encode())
+        content = row.id, row.token_ids, row.loss_mask, *row.model_input.key
+        digest.update(repr(content).encode())
     return trainer.mesh.broadcast(digest.hexdigest())
 
 
@@ -92,7 +94,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _read(path: Path, rows: Sequence[Row]) -> Values | None:
-    """What the file holds; None where there is none."""
+    """The values of the file; None where it does not exist."""
     if not path.exists():
         return None
     num_tokens = sum(row.num_trained for row in rows)
@@ -106,7 +108,7 @@ def _read(path: Path, rows: Sequence[Row]) -> Values | None:
 
 
 def _write(path: Path, values: Values) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with writing(path, "algorithm.reference_cache", values.nbytes):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""What `hone.trainer.logprobs` does with a chunk of logits, each in one pass over them, by Triton.
+"""Triton kernels for a chunk of logits in `hone.trainer.logprobs`, each one pass over the logits.
 
-The statistics read the logits once; the gradient reads them once and writes its own format. Besides
-the products, a chunk's logits are so read once in forward and once in backward.
+The statistics read the logits once; the gradient reads them once and writes its own format. So,
+apart from the matrix products, a chunk's logits are read once in forward and once in backward.
 
 This module imports triton; `hone.trainer.logprobs` imports it only where it is used.
 """
-# A launch passes plain numbers for constexpr parameters and takes `num_warps`, which the types of
-# triton do not know; kernels take their pointers by position, some of which may be None.
+# A launch passes plain numbers for constexpr parameters and takes `num_warps`, which triton's type
+# hints do not know; kernels take their pointers by position, some of which may be None.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportUnnecessaryComparison=false
 # ruff: noqa: PLR0917
 
@@ -32,7 +32,8 @@ def part_statistics(
     softcap: float | None,
     with_entropy: bool,
 ) -> Tensor:
-    """`hone.trainer.logprobs.part_statistics` of float32 logits with contiguous rows."""
+    """Triton version of `hone.trainer.logprobs.part_statistics` for float32 logits with contiguous
+    rows."""
     num_rows, num_words = logits_CV.shape
     statistics_SC = logits_CV.new_empty((4 if with_entropy else 3, num_rows))
     if num_rows:
@@ -65,7 +66,8 @@ def logits_gradient(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`hone.trainer.logprobs.logits_gradient` of float32 logits with contiguous rows."""
+    """Triton version of `hone.trainer.logprobs.logits_gradient` for float32 logits with contiguous
+    rows."""
     num_rows, num_words = logits_CV.shape
     gradient_CV = torch.empty_like(logits_CV, dtype=dtype)
     with_entropy = entropy_C is not None and grad_entropy_C is not None
@@ -122,12 +124,13 @@ def _statistics_kernel(
         if HAS_SOFTCAP:
             x = tl.where(word < num_words, _cap(x, softcap), float("-inf"))
         x = x / temperature
-        # One exponential: of the distance between the new value and the maximum so far.
+        # One exponential is enough: that of the distance between the new value and the maximum so
+        # far.
         rises = x > maximum
         step = tl.where(x == float("-inf"), float("-inf"), x - maximum)
         shrink = tl.exp(-tl.abs(step))
         if WITH_ENTROPY:
-            # Of a lane without values before, nothing shrinks.
+            # A lane without earlier values has nothing to rescale.
             old = tl.where(maximum == float("-inf"), 0.0, shrink * (moment - mass * step))
             new = moment + tl.where(shrink > 0.0, shrink * step, 0.0)
             moment = tl.where(rises, old, new)

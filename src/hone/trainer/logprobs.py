@@ -1,7 +1,7 @@
 """Log-probability and entropy of trained tokens without holding the logits of all of them.
 
 Logits of 32k tokens over 152k words are 20 GB in float32. Here the head runs over a chunk of tokens
-at a time, forward and again in backward, so that memory is `chunk_tokens x V` whatever N is. The
+at a time, in forward and again in backward, so that memory is `chunk_tokens x V` for any N. The
 logits of the last chunk stay until backward, which begins with them: only the others are computed
 again. A pass drops those of one before it whose backward is still to come.
 
@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hone.config.algorithm import Output
+from hone.algorithms.settings import Output
 from hone.distributed.mesh import Axis
 from hone.models.decoder import head_product, head_weight, logit_softcap
-from hone.trainer.precision import accumulation_dtype
-from hone.trainer.tensor import first_row, gather_rows
+from hone.trainer.pieces import accumulation_dtype
+from hone.trainer.row_shares import first_row, gather_rows
 
 __all__ = ["token_logprobs", "token_scores"]
 
@@ -90,7 +90,7 @@ def token_scores(
     exact: bool = False,
     tensor: Axis | None = None,
 ) -> dict[Output, Tensor]:
-    """As `token_logprobs`, by name, and what else is asked for of each distribution: with
+    """The outputs of `token_logprobs` by name, and further outputs of each distribution: with
     `at_ids_NK` the log-probabilities of those words as `logprobs_at`, [N, K] and differentiable;
     with `top_k`, without gradient, the likeliest words as `top_ids`, int32, and `top_logprobs`, the
     likeliest first: all, of a smaller vocabulary; with `with_mean`, without gradient too, the mean
@@ -116,7 +116,7 @@ def token_scores(
         scores = _Scores(*_ChunkedLogprobs.apply(head, (labels_N, at_ids_NK), hidden_ND, weight_VD))
     else:
         scores = head.score(hidden_ND, labels_N, at_ids_NK, weight_VD)
-    found: dict[Output, Tensor | None] = {
+    by_name: dict[Output, Tensor | None] = {
         "logprobs": scores.logprobs,
         "entropy": scores.entropy,
         "mean_logits": scores.mean_logits,
@@ -124,7 +124,7 @@ def token_scores(
         "top_ids": scores.top_ids,
         "top_logprobs": scores.top_logprobs,
     }
-    return {output: value for output, value in found.items() if value is not None}
+    return {output: value for output, value in by_name.items() if value is not None}
 
 
 def _own_rows(model: PreTrainedModel, ranks: Axis) -> tuple[Tensor, int]:
@@ -143,7 +143,7 @@ def _own_rows(model: PreTrainedModel, ranks: Axis) -> tuple[Tensor, int]:
 
 
 class _Scores(NamedTuple):
-    """One value a token, [N] each, but for those of K words."""
+    """Outputs of each token, [N] each, or [N, K] for those of K words."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -164,13 +164,13 @@ class _Head:
     with_entropy: bool
     with_mean: bool
     num_words: int
-    """Of all ranks."""
+    """Size of the vocabulary over all ranks."""
     top_k: int
     exact: bool
     ranks: Axis
     first: int
-    """Number of the first row of `weight_VD`, from which labels and ids count; those of other ranks
-    lie outside."""
+    """Vocabulary index of the first row of `weight_VD`. Labels and ids are counted from it; those
+    of other ranks lie outside."""
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Tokens of each chunk, in order. The first may be smaller, so that the last, whose logits
@@ -186,7 +186,7 @@ class _Head:
         weight_VD: Tensor,
         kept: list[Tensor] | None = None,
     ) -> _Scores:
-        """What is asked for of all tokens. `kept` receives the logits of the last chunk."""
+        """The requested outputs of all tokens. `kept` receives the logits of the last chunk."""
         statistics: list[Tensor] = []
         exact_logprobs: list[Tensor] = []
         top: list[tuple[Tensor, Tensor]] = []
@@ -250,7 +250,8 @@ class _Head:
         """
         scattered: list[tuple[Tensor, Tensor]] = []
         if at is not None:
-            # Each word's own part is scattered by itself; what all words get is of the sum.
+            # Each word's own term is scattered; the term that all words share depends only on the
+            # sum.
             at_ids_CK, grad_CK = at
             grad_label_C = per_token["grad_logprobs_C"]
             assert grad_label_C is not None
@@ -273,9 +274,9 @@ class _Head:
         return grad_CV
 
     def _mean_row(self, weight_VD: Tensor) -> Tensor | None:
-        """Own share of the mean row of the head, [D], whose product with a hidden state is that of
-        its mean logit: a mean over V logits of each token would be a pass over all of them. None
-        where it is not asked for, or logits are capped, which is not linear."""
+        """This rank's share of the mean row of the head, [D]. Its product with a hidden state is
+        the mean logit, which saves a pass over the V logits of each token. None where the mean is
+        not requested, or where logits are capped, since capping is not linear."""
         if not self.with_mean or self.softcap is not None:
             return None
         wide = accumulation_dtype(weight_VD.dtype)
@@ -284,30 +285,31 @@ class _Head:
     def _mean_logits(
         self, hidden_CD: Tensor, mean_row_D: Tensor | None, logits_CV: Tensor
     ) -> Tensor:
-        """Own share of each token's mean of scaled logits, [C]."""
+        """This rank's share of each token's mean of scaled logits, [C]."""
         if mean_row_D is None:
             sum_C = _capped(logits_CV.detach(), self.softcap).sum(-1)
             return sum_C / (self.num_words * self.temperature)
         return hidden_CD.detach().to(mean_row_D.dtype) @ mean_row_D
 
     def _scaled_at(self, logits_CV: Tensor, ids_CK: Tensor) -> Tensor:
-        """Scaled logits [C, K], 0 of words of other ranks."""
+        """Scaled logits [C, K]; 0 for words of other ranks."""
         place, is_own = _own_place(ids_CK, logits_CV)
         scaled_CK = _capped(logits_CV.gather(-1, place), self.softcap) / self.temperature
         return torch.where(is_own, scaled_CK, 0.0)
 
     def _slope(self, logits_CK: Tensor) -> Tensor:
-        """Of the scaled logit by the logit."""
+        """Derivative of the scaled logit with respect to the logit."""
         capped_CK = _capped(logits_CK, self.softcap)
         if self.softcap is None:
             return torch.full_like(capped_CK, 1 / self.temperature)
         return (1 - (capped_CK / self.softcap).square()) / self.temperature
 
     def _top(self, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of the whole vocabulary and scaled logits of this rank's likeliest words."""
-        found = logits_CV.topk(min(self.top_k, logits_CV.shape[-1]))
-        scaled_CK = _capped(found.values, self.softcap) / self.temperature
-        return (found.indices + self.first).int(), scaled_CK
+        """The likeliest words of this rank: their ids in the whole vocabulary, and their scaled
+        logits."""
+        top = logits_CV.topk(min(self.top_k, logits_CV.shape[-1]))
+        scaled_CK = _capped(top.values, self.softcap) / self.temperature
+        return (top.indices + self.first).int(), scaled_CK
 
     def _top_of_ranks(self, ids_NK: Tensor, scaled_NK: Tensor) -> tuple[Tensor, Tensor]:
         if self.ranks.group is None:
@@ -316,12 +318,12 @@ class _Head:
             gather_rows(x[None], self.ranks.group).transpose(0, 1).flatten(1)
             for x in (ids_NK, scaled_NK)
         )
-        found = scaled.topk(min(self.top_k, scaled.shape[-1]))
-        return ids.gather(-1, found.indices), found.values
+        top = scaled.topk(min(self.top_k, scaled.shape[-1]))
+        return ids.gather(-1, top.indices), top.values
 
 
 def _own_place(ids: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Where ids lie among the columns, and whether they do; 0 where they do not."""
+    """Column of each id, and whether this rank has it; the column is 0 where it has not."""
     is_own = (ids >= 0) & (ids < logits_CV.shape[-1])
     return ids.where(is_own, 0), is_own
 
@@ -350,7 +352,7 @@ def _combine(statistics_RSN: Tensor) -> _Scores:
 
 
 class _Newest(threading.local):
-    """What a thread's newest pass has kept for its backward."""
+    """The logits that a thread's newest pass has kept for its backward."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -360,7 +362,8 @@ _newest = _Newest()
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """`_Head.score`; backward computes the logits of all chunks but the last a second time."""
+    """Autograd function of `_Head.score`; backward recomputes the logits of all chunks but the
+    last."""
 
     @staticmethod
     def forward(
@@ -372,7 +375,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """`ids` are the labels [N] and other words [N, K]."""
         labels_N, at_ids_NK = ids
-        _newest.kept.clear()  # so that there is one chunk however many passes are under way
+        _newest.kept.clear()  # so only one chunk exists, with any number of passes under way
         ctx.kept = _newest.kept = list[Tensor]()  # a saved tensor could not be freed halfway
         scores = head.score(hidden_ND, labels_N, at_ids_NK, weight_VD, ctx.kept)
         ctx.head = head
@@ -420,7 +423,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_ND[rows])
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
-            del grad_logits_CV  # likewise
+            del grad_logits_CV  # before the next chunk's
         if grad_hidden_ND is not None and head.ranks.size > 1:
             dist.all_reduce(grad_hidden_ND, group=head.ranks.group)
         return None, None, grad_hidden_ND, grad_weight_VD
@@ -431,7 +434,8 @@ def _add_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
     if sum_VD.dtype == a_VC.dtype:
         sum_VD.addmm_(a_VC, b_CD)
     elif sum_VD.is_cuda:
-        # The product reads and writes the sum itself: no product of its own, no pass over both.
+        # `addmm` reads and writes the sum itself, which saves a tensor for the product and a pass
+        # over both.
         torch.addmm(sum_VD, a_VC, b_CD, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
         sum_VD += a_VC @ b_CD
@@ -476,7 +480,7 @@ def logits_gradient(
 ) -> Tensor:
     """Gradient with respect to the logits, [C, V] in `dtype`.
 
-    Of the entropy none where `grad_entropy_C` is None.
+    The entropy's gradient is left out where `grad_entropy_C` is None.
     """
     capped_CV = _capped(logits_CV, softcap)
     log_p_CV = capped_CV / temperature - normaliser_C[:, None]
@@ -497,13 +501,13 @@ def logits_gradient(
 
 
 def _capped(logits_CV: Tensor, softcap: float | None) -> Tensor:
-    """In float32 or wider."""
+    """Logits after the softcap, in float32 or wider."""
     wide_CV = logits_CV.to(accumulation_dtype(logits_CV.dtype))
     return wide_CV if softcap is None else torch.tanh(wide_CV / softcap) * softcap
 
 
 def _operations(logits_CV: Tensor) -> Any:
-    """The module whose functions take this chunk of logits: Triton's on CUDA, or this one."""
+    """The module that computes this chunk of logits: Triton's on CUDA, otherwise this one."""
     if logits_CV.is_cuda and logits_CV.dtype == torch.float32:
         from hone.trainer import logprob_kernels  # needs triton, absent on CPUs
 

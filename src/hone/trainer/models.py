@@ -1,4 +1,4 @@
-"""The models of a run by role, and what a step does with them.
+"""The models of a run by role, and their part in a step.
 
 rows, metrics = models.prepare(algorithm, batch, version=step - 1)
 metrics |= models.update(algorithm, rows, step)
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from hone.algorithms.algorithm import Algorithm, Outputs
-from hone.observe.merged_trace import RANGE
 from hone.observe.metrics import Last, Metrics
-from hone.trainer.scorer import FrozenScorer, RowScorer
+from hone.observe.ranges import RANGE
+from hone.trainer.frozen import FrozenScorer
+from hone.trainer.scorer import RowScorer
 from hone.trainer.shown_tokens import ShownTokens
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
@@ -29,21 +30,22 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class Models:
-    """What trains and what scores in this process. Passes that the algorithm does not need are not
+    """The trainers and scorers of this process. Passes that the algorithm does not need are not
     made."""
 
     learners: Mapping[str, Trainer]
-    """The roles that learn, in the order in which they do: `policy`, `critic`."""
+    """Trainers of the trained roles, in the order of their updates: `policy`, `critic`."""
     scorers: Mapping[str, RowScorer] = field(default_factory=dict[str, RowScorer])
-    """The other roles, such as `reference`."""
+    """Scorers of the other roles, such as `reference`."""
     parity: ParityGate | None = None
-    """Compares what engines recorded with the policy, before anything is trained on it."""
+    """Compares the logprobs that engines recorded with the policy's, before the first update."""
     share: Callable[[Mapping[str, Any]], dict[str, Any]] = dict[str, Any]
-    """What is found here by name, with what the processes of other roles have found. Collective."""
+    """Merges this process's results by name with those of the processes of other roles.
+    Collective."""
 
     @property
     def trainer(self) -> Trainer:
-        """Of the policy. Raises KeyError in processes that train another model."""
+        """The policy's trainer. Raises KeyError in processes that train another model."""
         return self.learners["policy"]
 
     @property
@@ -65,9 +67,9 @@ class Models:
         version: int,
         kept: dict[str, list[Outputs]] | None = None,
     ) -> tuple[list[Row], Metrics]:
-        """The rows to train of what a step has collected, with everything that the losses need.
-        `version` is that of the policy that is about to be trained. `kept` is what roles that do
-        not learn have said of the same batch before, and takes what they say now. Collective.
+        """Make the rows to train from the batch of a step, with all columns that the losses need.
+        `version` is that of the policy before this update. `kept` has the outputs of untrained
+        roles from an earlier call for the same batch, and receives those of this call. Collective.
 
         Raises UserError where engines and trainer disagree in the first step of a launch."""
         rows = algorithm.rows(batch, version)
@@ -86,9 +88,9 @@ class Models:
         *,
         shown_ids: frozenset[str] = frozenset(),
     ) -> Metrics:
-        """Train on `rows` every role that learns in `step`; those of `shown_ids` then have what the
-        policy says of their tokens, as columns. What the policy's `train/` metrics are
-        for it, `<role>/` ones are for another role. Collective."""
+        """Train on `rows` every role that learns in `step`. Rows of `shown_ids` then have the
+        policy's outputs for their tokens as columns. Metrics of the policy begin with `train/`,
+        those of another role with `<role>/`. Collective."""
         metrics: Metrics = {}
         shown = ShownTokens(shown_ids) if shown_ids else None
         for role, trainer in self.learners.items():
@@ -97,13 +99,15 @@ class Models:
                     own = trainer.update(rows, shown if role == "policy" else None)
                 prefix = "train/" if role == "policy" else f"{role}/"
                 metrics |= {key.replace("train/", prefix): value for key, value in own.items()}
-        if shown is not None and "policy" in self.learners:  # once all have trained on equal rows
+        if (
+            shown is not None and "policy" in self.learners
+        ):  # after all updates, so that all roles train on equal rows
             shown.add_to(rows, self.trainer.mesh)
         return self.share(metrics | self._memory())
 
     def _memory(self) -> Metrics:
-        """What each role here holds on the device between its passes, in GiB, of this process, and
-        what it has given up."""
+        """Metrics of each role in this process: GiB on the device between passes, and its
+        reductions after out-of-memory errors."""
         held = {role: trainer.device_bytes for role, trainer in self.learners.items()}
         frozen = {r: s for r, s in self.scorers.items() if isinstance(s, FrozenScorer)}
         held |= {role: scorer.device_bytes for role, scorer in frozen.items()}
@@ -115,7 +119,7 @@ class Models:
         return metrics
 
     def sleep(self) -> None:
-        """Let all that learn leave the device to an engine, as `Trainer.sleep`."""
+        """Free device memory of all trained roles for an engine, by `Trainer.sleep`."""
         for trainer in self.learners.values():
             trainer.sleep()
 
@@ -129,9 +133,9 @@ class Models:
     ) -> None:
         """Add the outputs that the algorithm reads, as columns `<output>/<role>`.
 
-        What learns is scored where the algorithm asks for it, or where several optimizer steps
-        share the rows: with one step it has not moved when its loss is computed. What is elsewhere
-        computes meanwhile; every process gets what all have found.
+        A trained role is scored where the algorithm asks for it, or where several optimizer steps
+        share the rows: with a single step its weights are unchanged when the loss is computed.
+        Remote scorers compute at the same time; every process gets the outputs of all.
         """
         wanted = dict(algorithm.needs.scores)
         for role, trainer in self.learners.items():
@@ -149,8 +153,8 @@ class Models:
                 own[role] = pending[role]()
         scored: dict[str, list[Outputs]] = self.share(own)
         missing = sorted(wanted.keys() - scored.keys())
-        assert not missing, f"the algorithm needs models that the run has not: {missing}"
-        kept |= {role: found for role, found in scored.items() if role in self.scorers}
+        assert not missing, f"the algorithm needs models that the run does not have: {missing}"
+        kept |= {role: outputs for role, outputs in scored.items() if role in self.scorers}
         for role, of_rows in scored.items():
-            for row, found in zip(rows, of_rows, strict=True):
-                row.columns |= {f"{output}/{role}": Column(v) for output, v in found.items()}
+            for row, outputs in zip(rows, of_rows, strict=True):
+                row.columns |= {f"{output}/{role}": Column(v) for output, v in outputs.items()}

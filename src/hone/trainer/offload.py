@@ -1,4 +1,4 @@
-"""What of training waits in host memory, and how it is copied.
+"""Offloading of the trainer's state to host memory.
 
 Four things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
 masters and moments, which each step streams through the device piece by piece (`stream_buckets`),
@@ -28,7 +28,6 @@ from hone.errors import UserError
 from hone.hardware import GIB
 
 __all__ = [
-    "BUCKET_BYTES",
     "ActivationOffload",
     "Bucket",
     "CopyStream",
@@ -40,16 +39,12 @@ __all__ = [
     "wait_for",
 ]
 
-BUCKET_BYTES = 128 << 20
-"""Device memory of one of the two buckets that a step streams through: long enough copies to run
-at the bus's rate, and 256 MiB in all."""
-
 _ALIGNMENT = 256
 _BUFFER_STEP = 2 << 20
 
 
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
-"""Tensors one after the other, each at an aligned place."""
+"""Shape and dtype of tensors that lie one after the other, each at an aligned place."""
 
 
 def host_tensors(layout: Layout, device: torch.device, *, purpose: str) -> list[Tensor]:
@@ -57,8 +52,8 @@ def host_tensors(layout: Layout, device: torch.device, *, purpose: str) -> list[
 
     The pages belong to no other allocation and go back to the system with the last of the tensors.
     torch's own pinned memory is rounded up to a power of two, and cached for ever. Raises UserError
-    where the host has less memory or will not lock it; `purpose` says there what it was for and how
-    to need less.
+    where the host has less memory or will not lock it; `purpose` is the beginning of its message:
+    what the memory is for, and how to need less.
     """
     num_bytes = max(_num_bytes(layout), 1)
     available = psutil.virtual_memory().available
@@ -72,7 +67,7 @@ def host_tensors(layout: Layout, device: torch.device, *, purpose: str) -> list[
     if device.type == "cuda":
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
-        flat.zero_()  # touched by all cores at once; locking would do it page by page
+        flat.zero_()  # all cores touch the pages at once; locking alone would do so page by page
         runtime: Any = torch.cuda.cudart()
         address = flat.data_ptr()
         status = int(runtime.cudaHostRegister(address, num_bytes, 0))
@@ -88,19 +83,19 @@ def host_tensors(layout: Layout, device: torch.device, *, purpose: str) -> list[
 
 
 def layout_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Layout:
-    """Of tensors like these, of `dtype` if given."""
+    """The layout of tensors of these shapes, of `dtype` if given."""
     return [(tensor.shape, dtype or tensor.dtype) for tensor in tensors]
 
 
 class CopyStream:
-    """A stream beside the current one. On a CPU there is none, and every copy ends at once."""
+    """A CUDA stream for copies. On a CPU there is none, and every copy is synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def after(self, *marks: torch.Event | None) -> Generator[None]:
-        """What is launched inside runs on this stream, once the marked work is done."""
+        """Context in which launches go to this stream and run after the marked work."""
         if self._stream is None:
             yield
             return
@@ -111,17 +106,17 @@ class CopyStream:
             yield
 
     def mark(self) -> torch.Event | None:
-        """The end of what the stream has been given so far."""
+        """Event at the end of the work that this stream has so far."""
         return None if self._stream is None else self._stream.record_event()
 
 
 def mark_of(device: torch.device) -> torch.Event | None:
-    """The end of what the current stream has been given so far."""
+    """Event at the end of the work that the current stream has so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def wait_for(mark: torch.Event | None) -> None:
-    """Let the current stream wait; the host does not."""
+    """Let the current stream wait for the event; the host does not wait."""
     if mark is not None:
         torch.cuda.current_stream().wait_event(mark)
 
@@ -129,21 +124,21 @@ def wait_for(mark: torch.Event | None) -> None:
 class ActivationOffload:
     """Keeps tensors saved for backward in host memory, and fetches them one ahead of their use.
 
-    Tensors are asked for in the opposite order of their saving. The copy out runs beside the layer
-    that saved the tensor, the copy back beside the backward of the layer above it. The newest
-    tensor stays on the device as well: it is the first that is asked for.
+    Backward needs tensors in the opposite order of their saving. The copy to the host overlaps with
+    the layer that saved the tensor, the copy back with the backward of the layer above it. The
+    newest tensor also stays on the device, since backward needs it first.
     """
 
     def __init__(self) -> None:
         self._copies: CopyStream | None = None
         self._free: list[Tensor] = []
-        """Flat bytes in host memory."""
+        """Free buffers in host memory, flat bytes."""
         self._newest: tuple[_Kept, Tensor] | None = None
         self.num_buffers = 0
         """Host buffers that exist, in use or free."""
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Tensors saved inside are kept in host memory."""
+        """Context in which tensors that autograd saves are kept in host memory."""
         return saved_tensors_hooks(self._keep, self._fetch)
 
     def _keep(self, tensor: Tensor) -> _Kept | Tensor:
@@ -191,8 +186,8 @@ class ActivationOffload:
                 kept.incoming = value, self._copies.mark()
 
     def _release_newest(self) -> weakref.ref[_Kept] | None:
-        """Drop the newest tensor from the device. Later work waits until it has left: it may be
-        given the same memory."""
+        """Drop the newest tensor from the device. Later work, which may get the same memory, waits
+        until its copy is complete."""
         if self._newest is None:
             return None
         kept, _ = self._newest
@@ -231,7 +226,7 @@ class _Kept:
     host: Tensor
     device: torch.device
     below: weakref.ref[_Kept] | None
-    """What was saved before, and is asked for next."""
+    """The tensor that was saved before this one, which backward needs next."""
     is_out: torch.Event | None = None
     incoming: tuple[Tensor, torch.Event | None] | None = None
 
@@ -241,7 +236,7 @@ class Bucket(NamedTuple):
 
     changed: Sequence[Tensor]
     read: Sequence[Tensor] = ()
-    """What does not come back."""
+    """Tensors that are read on the device and not copied back."""
 
 
 def stream_buckets(
@@ -263,7 +258,7 @@ def stream_buckets(
             slot = index % 2
             layout = layout_of((*bucket.changed, *bucket.read))
             if slots[slot].nbytes < _num_bytes(layout):
-                wait_for(has_left[slot])  # before its memory is anybody's
+                wait_for(has_left[slot])  # before its memory is used again
                 slots[slot] = torch.empty(_num_bytes(layout), dtype=torch.uint8, device=device)
                 has_left[slot] = mark_of(device)
             carved, num_changed = _carve(slots[slot], layout), len(bucket.changed)
@@ -284,7 +279,7 @@ def stream_buckets(
 class StateOffload:
     """Moves device tensors to host memory and back, in place: references to them stay valid.
 
-    Their host copies are made in the first round and used again in every other of like tensors.
+    Host buffers are allocated at the first `offload` and used again for tensors of the same layout.
     """
 
     def __init__(self) -> None:
@@ -299,9 +294,9 @@ class StateOffload:
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their device memory, down to the driver.
 
-        Until `restore` none of them may be used. What is not torch's own memory, as that of a file
-        which a CPU has mapped, stays. Raises UserError, with nothing moved, where the host has too
-        little memory.
+        Until `restore` none of them may be used. Memory that torch does not own, such as a mapped
+        file on a CPU, stays. Raises UserError, with nothing moved, where the host has too little
+        memory.
         """
         assert not self._away, "tensors that are away would be lost"
         own = (t.untyped_storage() for t in tensors)
@@ -324,7 +319,7 @@ class StateOffload:
         self._away = away
 
     def host_copy(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor holds that is away, on the host; None for others."""
+        """The host copy of a tensor that is away; None for other tensors."""
         own = tensor.untyped_storage()
         for storage, host in self._away:
             if storage is own:
@@ -335,7 +330,7 @@ class StateOffload:
 
     def restore(self) -> None:
         """Bring every tensor back. Where the device has too little memory, all stay away and
-        torch.OutOfMemoryError is raised; legal again later."""
+        torch.OutOfMemoryError is raised; it can be called again later."""
         try:
             for storage, host in self._away:
                 storage.resize_(host.nbytes)
@@ -348,7 +343,7 @@ class StateOffload:
 
 
 def _free(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Give the memory to the driver, from which an engine takes its own."""
+    """Return the memory to the driver, from which an engine allocates."""
     is_cuda = False
     for storage in storages:
         is_cuda = storage.device.type == "cuda"
@@ -358,7 +353,7 @@ def _free(storages: Iterable[torch.UntypedStorage]) -> None:
 
 
 def _whole_storage(storage: torch.UntypedStorage) -> Tensor:
-    """Its bytes, as a tensor that autograd does not know."""
+    """The bytes of a storage as a tensor outside autograd."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -1,4 +1,4 @@
-"""One step of the optimizer: clip, apply, measure.
+"""The optimizer's step: clip, apply, measure.
 
 masters, gradients       `Policy`, or shards of them: `ShardedPolicy`
 moments                  `ParameterOptimizer`: AdamW, Muon
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hone.checkpoint.sharded import StoredTensor, local_part
-from hone.config.trainer import OptimizerConfig
 from hone.observe.metrics import Last, Mean, Metrics
 from hone.trainer.policy import BasePolicy
 from hone.trainer.schedule import lr_scale
+from hone.trainer.settings import OptimizerConfig
 from hone.trainer.update_rules import ParameterOptimizer
 
 __all__ = ["Optimizer"]
 
 
 class Optimizer:
-    """Moves the masters of a policy by the gradient that backward has left with it."""
+    """Updates the masters of a policy with its accumulated gradient."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class Optimizer:
         total_steps: int,
         offload: bool = False,
     ) -> None:
-        """`total_steps` is for the schedule. `offload` keeps moments in pinned host memory. Raises
-        as `ParameterOptimizer`."""
+        """`total_steps` is the length of the learning-rate schedule. `offload` keeps moments in
+        pinned host memory. Raises as `ParameterOptimizer`."""
         self.num_steps = 0
         """Steps done."""
         self._policy = policy
@@ -71,9 +71,9 @@ class Optimizer:
         return weights | {f"optimizer/{n}": t for n, t in self._rule.state_dict().items()}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
-        """Take over what `state_dict` gave, of whatever processes. Of what is stored each process
-        reads its own parts, one tensor after the other. Raises ValueError where it belongs to
-        another model."""
+        """Load the state of `state_dict`, saved by any number of processes. From stored tensors
+        each process reads its own parts, one tensor after the other. Raises ValueError where the
+        state belongs to another model."""
         self._policy.load_masters(_with_prefix(tensors, "weights/"))
         moments = _with_prefix(tensors, "optimizer/")
         for key in list(moments):
@@ -82,7 +82,7 @@ class Optimizer:
         self._rule.load_state_dict(moments)
 
     def device_tensors(self) -> list[Tensor]:
-        """Masters and moments, as far as they are not offloaded."""
+        """Masters and moments that are on the device."""
         masters = () if self._policy.masters_on_host else self._policy.masters.values()
         return [*masters, *self._rule.device_tensors()]
 

@@ -1,17 +1,18 @@
-"""What a step does where device memory ends in its passes.
+"""Recovery of a step whose passes run out of device memory.
 
-    found = repair.until_it_fits("backward", rows, compute, discard=policy.drop_gradient)
+    result = repair.until_it_fits("backward", rows, compute, discard=policy.drop_gradient)
 
-One process gives up what the attempt has made, takes the next rung and computes the same step
-again: fewer tokens a pass, down to the longest row, then `recompute full`. Weights of tokens are
-settled over the whole step, so its gradient is that of a step that never failed.
+A single process discards the results of the attempt, reduces its memory use and computes the same
+step again: first with fewer tokens a pass, down to the longest row, then with `recompute full`. The
+weights of tokens are fixed over the whole step, so its gradient is that of a step that never
+failed.
 
-With several processes every pass is a sequence of collectives: the others are inside one. The step
-is aborted, and a new launch goes on from the last checkpoint with the rung that is noted.
+With several processes every pass is a sequence of collectives, and the others wait inside one. The
+step is aborted, and a new launch goes on from the last checkpoint with the noted reduction.
 
     <run.dir>/out_of_memory.json       {"policy/backward": {"configured": 16384, "now": 8192}}
 
-What is noted holds for later launches, until the setting is changed or the file removed.
+A note applies to later launches, until the setting is changed or the file removed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import Any, TypeVar
 import torch
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
-from hone.config.trainer import SFTTrainerConfig, cap_key
 from hone.distributed.mesh import Mesh
 from hone.models.failed_pass import free_failed_pass
 from hone.observe.metrics import Last, Metrics, Sum
 from hone.observe.whole_file import write_whole
+from hone.trainer.attempts import Attempts
 from hone.trainer.batcher import Batcher, PassKind
-from hone.trainer.recompute import recompute_fully
+from hone.trainer.settings import SFTTrainerConfig, cap_key
 from hone.types import Row
 
 __all__ = ["Repair", "RestartError"]
@@ -44,11 +45,11 @@ _log = logging.getLogger(__name__)
 
 
 class RestartError(torch.OutOfMemoryError):
-    """Memory has ended among several processes; another launch goes on with less."""
+    """One of several processes ran out of memory; a new launch goes on with a reduced setting."""
 
 
-class Repair:
-    """What the passes of one role have given up since memory ended."""
+class Repair(Attempts):
+    """Retries passes of one role with less memory after out-of-memory errors."""
 
     def __init__(
         self,
@@ -59,34 +60,31 @@ class Repair:
         folder: Path | None = None,
         on_exhausted: Callable[[], str] | None = None,
     ) -> None:
-        """`on_exhausted` is called where nothing is left to give up, and returns a sentence on what
-        another start can change; without it nothing is given up, and errors stay as they are.
-        `folder` keeps notes, which are taken over and logged. Collective."""
-        self.num_failures = 0
-        """Since `take_metrics` was last called."""
+        """`on_exhausted` is called when no further reduction is possible, and returns a sentence on
+        the settings that would help; without it there is no retry, and errors are raised unchanged.
+        `folder` keeps notes of reductions, which are applied and logged. Collective."""
         self._mesh = mesh
         self._role = role
         self._path = None if folder is None else folder / NOTES
         self._on_exhausted = on_exhausted
         self._noted = self._read_notes()
         self._own = cfg
+        super().__init__(cfg, role=role)
         if self._in_force("recompute", cfg.recompute) is not None:
-            cfg = recompute_fully(cfg)
-        self.cfg = cfg
-        """The configuration, with what is noted."""
+            self.cfg = cfg.recomputing_all()
 
     def adopt(self, batcher: Batcher, recompute: Callable[[], bool] = lambda: False) -> None:
-        """Lower the caps of `batcher` as noted, and from now on where memory ends. `recompute`
-        switches recomputation of all layers on; it returns False where there is none to switch."""
+        """Apply the noted caps to `batcher`, and lower them after later out-of-memory errors.
+        `recompute` switches recomputation of all layers on; it returns False where it cannot."""
         self._batcher, self._recompute = batcher, recompute
         kinds: tuple[PassKind, PassKind] = ("backward", "forward")
         for kind in kinds:
             if (cap := self._in_force(kind, batcher.configured(kind))) is not None:
-                batcher.lowered[kind] = cap
+                batcher.oom_caps[kind] = cap
 
     def take_metrics(self) -> Metrics:
-        """Caps that are lowered, and how often memory has ended since this was last called."""
-        caps = self._batcher.lowered.items()
+        """The reduced caps, and the number of out-of-memory errors since the last call."""
+        caps = self._batcher.oom_caps.items()
         metrics: Metrics = {f"mem/{self._role}_{kind}_cap": Last(cap) for kind, cap in caps}
         if self.num_failures:
             metrics[f"mem/{self._role}_replays"] = Sum(self.num_failures)
@@ -101,10 +99,9 @@ class Repair:
         *,
         discard: Callable[[], None] = lambda: None,
     ) -> T:
-        """What `compute` returns, whose passes over `rows` are cut by the batcher. After each
-        failure what it held is freed, `discard` called and random generators put back.
+        """Result of `compute`, retried after out-of-memory errors with the random state restored.
 
-        Raises torch.OutOfMemoryError where no rung is left, and RestartError with several
+        Raises torch.OutOfMemoryError where no reduction is left, and RestartError with several
         processes.
         """
         if self._on_exhausted is None:
@@ -115,13 +112,13 @@ class Repair:
             try:
                 return compute()
             except torch.OutOfMemoryError as error:
-                told = str(error)
+                message = str(error)
                 discard()
                 free_failed_pass(error, self._mesh.device)
             restore_random_state(random_state)
             self.num_failures += 1
             place = f"out of memory in a {kind} pass of the {self._role}"
-            if may_be_fragments and self._mesh.world.size == 1 and _is_fragmented(told):
+            if may_be_fragments and self._mesh.world.size == 1 and _is_fragmented(message):
                 may_be_fragments = False
                 _log.warning(
                     "warning: %s, though enough was free in fragments. The step is computed again "
@@ -130,30 +127,26 @@ class Repair:
                     place,
                 )
                 continue
-            rung = self._take_rung(kind, rows, told)
+            reduction = self._reduce(kind, rows, message)
             if self._mesh.world.size > 1:
                 raise RestartError(
                     f"{place}. Other processes wait in the same step, which is lost: started "
-                    f"again, the run goes on from its last checkpoint with {rung}, as {self._path} "
-                    f"says. Set that in the recipe to keep it.\nFrom torch: {told}"
+                    f"again, the run goes on from its last checkpoint with {reduction}, as "
+                    f"{self._path} says. Set that in the recipe to keep it.\nFrom torch: {message}"
                 )
             _log.warning(
                 "warning: %s. The step is computed again, and the run goes on, with %s. Set that "
                 "in the recipe to keep it.",
                 place,
-                rung,
+                reduction,
             )
 
-    def exhausted(self, what: str, told: str) -> torch.OutOfMemoryError:
-        """The end of a run in which `what` does not fit, and what another start can change."""
-        rest = "" if self._on_exhausted is None else self._on_exhausted()
-        return torch.OutOfMemoryError(
-            f"{what} of the {self._role} does not fit, and a run under way has nothing else to "
-            f"give up. {rest}\nFrom torch: {told}"
-        )
+    def _advice(self) -> str:
+        return "" if self._on_exhausted is None else self._on_exhausted()
 
-    def _take_rung(self, kind: PassKind, rows: Sequence[Row], told: str) -> str:
-        """Give up the next rung, and note it; returns the key and value that ask for it."""
+    def _reduce(self, kind: PassKind, rows: Sequence[Row], message: str) -> str:
+        """Apply the next reduction and note it; returns the key and value that would configure
+        it."""
         configured: object = self._batcher.configured(kind)
         now: object = self._batcher.lower(kind, rows, self._mesh)
         if isinstance(now, int):
@@ -164,20 +157,20 @@ class Repair:
             key, value = f"{'critic' if self._role == 'critic' else 'trainer'}.recompute", "full"
             self._note("recompute", self._own.recompute, value)
         else:
-            raise self.exhausted(f"a {kind} pass over the longest row alone", told)
+            raise self.exhausted(f"a {kind} pass over the longest row alone", message)
         return f"{key} {value}"
 
     # -- notes -----------------------------------------------------------------------------------
 
     def _in_force(self, name: str, configured: object) -> Any:
-        """What is noted in place of a setting, and is told; None without a note, or where the
-        setting has changed since."""
+        """The noted value that replaces a setting, which is also logged; None without a note, or
+        where the setting has changed since."""
         noted = self._noted.get(f"{self._role}/{name}")
         if noted is None or noted["configured"] != configured:
             return None
         if self._mesh.is_first:
             _log.warning(
-                "warning: %s of the %s is %s in place of %s, with which memory has ended; "
+                "warning: %s of the %s is %s in place of %s, which ran out of memory; "
                 "remove %s to try again",
                 "recompute" if name == "recompute" else f"the cap of {name} passes",
                 self._role,
@@ -188,26 +181,28 @@ class Repair:
         return noted["now"]
 
     def _read_notes(self) -> Mapping[str, Mapping[str, Any]]:
-        """As the first process finds them."""
-        found: Mapping[str, Mapping[str, Any]] = {}
+        """The notes that the first process reads, on all processes."""
+        notes: Mapping[str, Mapping[str, Any]] = {}
         if self._path is not None and self._mesh.is_first and self._path.is_file():
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-        return self._mesh.broadcast(found) if self._path is not None else found
+            notes = json.loads(self._path.read_text(encoding="utf-8"))
+        return self._mesh.broadcast(notes) if self._path is not None else notes
 
     def _note(self, name: str, configured: object, now: object) -> None:
         if self._path is None:
             return
         notes: dict[str, Any] = {}
-        if self._path.is_file():  # other roles have their own
+        if self._path.is_file():  # which has notes of other roles too
             notes = json.loads(self._path.read_text(encoding="utf-8"))
         notes[f"{self._role}/{name}"] = {"configured": configured, "now": now}
         write_whole(self._path, json.dumps(notes, indent=1) + "\n", "run.dir")
 
 
-def _is_fragmented(told: str) -> bool:
-    """Whether torch's allocator held, in pieces, as much as was asked for."""
-    asked = re.search(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)", told)
-    free = re.search(r"([\d.]+) (GiB|MiB|KiB|bytes) is reserved by PyTorch but unallocated", told)
+def _is_fragmented(message: str) -> bool:
+    """Whether torch's allocator had as much as was requested, in fragments."""
+    asked = re.search(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)", message)
+    free = re.search(
+        r"([\d.]+) (GiB|MiB|KiB|bytes) is reserved by PyTorch but unallocated", message
+    )
     if asked is None or free is None:
         return False
     return float(free[1]) * _UNITS[free[2]] >= float(asked[1]) * _UNITS[asked[2]]

@@ -1,11 +1,11 @@
-"""Rows to micro-batches: which sequences share a forward pass where.
+"""Packing plan: the sequences that share each forward pass of each rank.
 
     for indices in plan(rows, num_ranks=4, max_tokens=16384)[rank]:
         batch = collate([rows[i] for i in indices], [weights[i] for i in indices], device)
 
 A pass never holds more than `max_tokens` tokens. Within that cap passes are balanced by estimated
-FLOPs, since attention makes one long sequence more expensive than many short ones of as many tokens
-in all.
+FLOPs, since attention makes one long sequence more expensive than many short ones with the same
+number of tokens in all.
 
 The plan is a pure function of the rows, so every rank that holds all rows computes all of
 it and needs no message; `digest` is what ranks compare before they rely on that.
@@ -31,13 +31,14 @@ from hone.types import Row
 __all__ = ["AttentionCost", "Cost", "Plan", "digest", "plan", "units_of"]
 
 Cost = Callable[[int], float]
-"""Relative time of a forward pass over one sequence of so many tokens; must not decrease."""
+"""Relative time of a forward pass over one sequence of a given number of tokens; must not
+decrease."""
 
 Plan = list[list[list[int]]]
 """Row indices of each pass of each rank; all ranks have the same number of passes."""
 
 _HALVINGS = 12
-"""Of the range in which the cost of the fullest pass is sought."""
+"""Number of bisections of the range of the fullest pass's cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,15 @@ class AttentionCost:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Rows that share a pass whatever happens: those of a unit."""
+    """Rows that must share a pass: those of a unit."""
 
     rows: list[int]
     group: str
     size: int
-    """In what the cap counts, where its group's prefix is there already."""
+    """Size in the unit of the cap, without the group's prefix."""
     cost: float
     prefix_size: int = 0
-    """What the prefix takes more where it is not."""
+    """Additional size of the group's prefix, for the first item of a group in a pass."""
     prefix_cost: float = 0.0
 
 
@@ -80,13 +81,13 @@ def plan(
     cost: Cost | None = None,
     prefixes: Sequence[int] | None = None,
 ) -> Plan:
-    """Cut rows into passes, equally many for each of `num_ranks`; deterministic.
+    """Cut rows into passes, the same number for each of `num_ranks`; deterministic.
 
-    With `micro_batch_size` a pass takes at most that many rows, whatever their length; otherwise
-    at most `max_tokens` tokens. Rows of a unit share a pass. As few passes as the cap allows are
+    With `micro_batch_size` a pass takes at most that many rows, whatever their length; otherwise at
+    most `max_tokens` tokens. Rows of a unit share a pass. As few passes as the cap allows are
     balanced by `cost` (default: tokens), the most expensive units first, each into the cheapest
-    pass where it fits. Ranks wait for each other in every pass, so those that run at the same time
-    are of like cost; the sums over a rank's passes are balanced after that. Passes without rows
+    pass where it fits. Ranks wait for each other in every pass, so passes that run at the same time
+    have similar costs; the sums over a rank's passes are balanced after that. Passes without rows
     come last.
 
     With `prefixes`, of `shared_prefixes`, another plan is made, whose passes are filled group by
@@ -103,10 +104,10 @@ def plan(
         return _balanced(apart, capacity, num_ranks)[1]
     together = _items(rows, prefixes, cost, counts_rows=counts_rows)
     _require_fitting(rows, together, micro_batch_size, capacity)
-    found = [_filled(together, capacity, num_ranks)]
+    candidates = [_filled(together, capacity, num_ranks)]
     if all(item.size <= capacity for item in apart):
-        found.append(_balanced(apart, capacity, num_ranks))
-    return min(found, key=itemgetter(0))[1]
+        candidates.append(_balanced(apart, capacity, num_ranks))
+    return min(candidates, key=itemgetter(0))[1]
 
 
 def _items(
@@ -177,9 +178,9 @@ def _filled(items: Sequence[_Item], capacity: int, num_ranks: int) -> tuple[floa
     low, high = sum(loads) / most if most else 0.0, max(loads, default=0.0)
     for _ in range(_HALVINGS):
         limit = (low + high) / 2
-        found = _fill(in_order, capacity, limit)
-        if len(found[0]) <= most:
-            (bins, loads), high = found, limit
+        filled = _fill(in_order, capacity, limit)
+        if len(filled[0]) <= most:
+            (bins, loads), high = filled, limit
         else:
             low = limit
     return _assign_to_ranks(bins, loads, num_ranks)
@@ -188,7 +189,7 @@ def _filled(items: Sequence[_Item], capacity: int, num_ranks: int) -> tuple[floa
 def _fill(
     items: Sequence[_Item], capacity: int, limit: float
 ) -> tuple[list[list[int]], list[float]]:
-    """Rows and cost of each bin. A bin ends where the next item is beyond the cap or `limit`."""
+    """Rows and cost of each bin. A bin ends before an item that would exceed the cap or `limit`."""
     bins: list[list[int]] = []
     loads: list[float] = []
     room, group = 0, ""
@@ -230,13 +231,14 @@ def _too_large(rows: Sequence[Row], size: int, micro_batch_size: int | None, cap
 
 
 def digest(rows: Sequence[Row], passes: Plan) -> str:
-    """A few characters that differ where rows or plans do: by ids, lengths and order."""
+    """A short hash of rows (ids, lengths, order) and plan, by which ranks compare them."""
     content = ([(row.id, row.num_tokens) for row in rows], passes)
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
 
 
 def _fewest_bins(sizes: Sequence[int], capacity: int) -> int:
-    """A lower bound: of rows above `capacity / (k + 1)` a bin holds at most k."""
+    """A lower bound on the number of bins: a bin has room for at most k rows above `capacity / (k +
+    1)`."""
     large = (sum(size * (k + 1) > capacity for size in sizes) for k in range(1, 9))
     return max(ceil(sum(sizes) / capacity), *(ceil(n / k) for k, n in enumerate(large, start=1)))
 
@@ -263,8 +265,9 @@ def _place(
 def _assign_to_ranks(
     bins: Sequence[list[int]], loads: Sequence[float], num_ranks: int
 ) -> tuple[float, Plan]:
-    """Bins to the passes of ranks: neighbours in cost run together, the most expensive of them on
-    the rank that has least so far. And how long that takes, in what costs are."""
+    """The time (in the unit of costs) and the plan of bins assigned to ranks: bins of neighbouring
+    costs run at the same time, the most expensive of them on the rank with the smallest sum so
+    far."""
     padding = -len(bins) % num_ranks
     bins, loads = [*bins, *([] for _ in range(padding))], [*loads, *[0.0] * padding]
     order = sorted(range(len(bins)), key=lambda b: (-loads[b], bins[b]))

@@ -1,11 +1,11 @@
 """Pipeline stages of the trained model: each process holds neighbouring layers, and passes hidden
 states on.
 
-A stage runs the model's own forward, in which modules that other stages hold give back what they
-are given; what enters is embeddings in the first stage and hidden states in the others. Losses and
-log-probabilities are the last stage's. Micro-batches follow each other as 1F1B has it
-(PipeDream-Flush, Narayanan et al., arXiv:2006.09503): of S stages, stage s is at most S - s forward
-passes ahead of backward. `timetable` for S = 3, with four micro-batches:
+A stage runs the model's own forward, in which modules of other stages return their input unchanged.
+The first stage's input is embeddings, that of the others hidden states. The last stage computes
+losses and log-probabilities. Micro-batches follow each other in the order 1F1B (PipeDream-Flush,
+Narayanan et al., arXiv:2006.09503): of S stages, stage s is at most S - s forward passes ahead of
+backward. `timetable` for S = 3, with four micro-batches:
 
     stage 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
     stage 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
@@ -20,16 +20,17 @@ takes a V-th of the time, and so does waiting for the first and the last. S = 2,
     stage 0   F00 F01 F20 F21 F02 B20 F03 B21 F22 B00 F23 B01 ... B22 ... B23 B02 B03
     stage 1   ... F10 F11 F30 B30 F31 B31 F12 B10 F13 B11 F32 B32 F33 B33 B12 B13 ...
 
-All processes make the same timetable, and each works off its own row. What a pass makes is sent and
-asked for behind the passes of that time, before those of the next. So no pass waits for another of
-the same time or a later one, and processes never wait for each other in a circle, not even where
-all that was asked for has to come first. On a GPU it has to for what waits for the whole device, as
-the first launch of a kernel and the release of memory do.
+All processes make the same timetable, and each executes its own row. Results are sent, and receives
+posted, after the passes of a time step and before those of the next. So no pass waits for another
+of the same or a later time step, and processes never wait for each other in a circle, even where
+all posted receives must complete first. On a GPU that happens with calls that wait for the whole
+device, such as the first launch of a kernel and the release of memory.
 
-All stages have the same micro-batches, so what travels has a shape that both sides know: a rank of
-the tensor and context axes sends its share of the tokens to the rank of the next stage that has the
-same. Hidden states and their gradients have a process group each, and so have those that go round
-from the last process to the first: in one, processes that send to each other would both wait.
+All stages have the same micro-batches, so both sides know the shape of every message: a rank of the
+tensor and context axes sends its share of the tokens to the rank of the next stage that has the
+same share. Hidden states and their gradients have a process group each, and so have those that go
+from the last process back to the first: in a single group, two processes that send to each other
+would both wait.
 
 A tied embedding lies in the first and in the last stage, which add up their gradients of it.
 
@@ -52,10 +53,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part
-from hone.config.parallel import passes_in_flight, rounds
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
-from hone.families.stages import stage_layers
+from hone.families.stages import passes_in_flight, rounds, stage_layers
 from hone.models.decoder import Elsewhere, head_weight
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head
@@ -65,7 +65,6 @@ from hone.types import MicroBatch
 __all__ = [
     "Pass",
     "Pipeline",
-    "add_tied_gradients",
     "cut_stage",
     "of_all_stages",
     "tied_weight",
@@ -75,10 +74,11 @@ __all__ = [
 
 
 def cut_stage(model: PreTrainedModel, mesh: Mesh) -> None:
-    """Take what other stages of `mesh` hold out of `model`, in place; nothing with one stage.
+    """Remove the modules of other stages of `mesh` from `model`, in place; with one stage
+    nothing changes.
 
-    Before anything else is done to its modules. Every process brings the same model; one whose
-    weights are deferred will read its own alone.
+    Call it before any other change of the modules. Every process passes the same model;
+    with deferred weights each will read only its own.
     """
     axis = mesh.pipeline
     if axis.size == 1:
@@ -110,7 +110,7 @@ def cut_stage(model: PreTrainedModel, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _OwnWeights:
-    """A source of weights without those of other stages."""
+    """A source of weights that leaves out those of other stages."""
 
     source: WeightSource
     elsewhere: frozenset[str]
@@ -124,8 +124,8 @@ class _OwnWeights:
 
 
 class Pass(NamedTuple):
-    """Of a micro-batch through a group of layers, whose numbers count through all stages: of S
-    stages, group g is in stage g % S."""
+    """One pass of a micro-batch through a group of layers. Groups are numbered over all stages:
+    with S stages, group g is in stage g % S."""
 
     group: int
     batch: int
@@ -133,20 +133,20 @@ class Pass(NamedTuple):
 
     @property
     def before(self) -> Pass:
-        """The pass whose result enters this one."""
+        """The pass whose result is the input of this one."""
         return self._replace(group=self.group + (1 if self.is_backward else -1))
 
     @property
     def after(self) -> Pass:
-        """The pass that the result of this one enters."""
+        """The pass whose input is the result of this one."""
         return self._replace(group=self.group + (-1 if self.is_backward else 1))
 
 
 def timetable(
     num_stages: int, virtual_stages: int, num_batches: int, *, with_backward: bool = True
 ) -> list[list[Pass | None]]:
-    """What each stage does at a time, None where it waits: [time][stage], of passes that take
-    equally long."""
+    """The pass of each stage at each time, [time][stage], where all passes take equally long; None
+    where the stage waits."""
     groups = range(num_stages * virtual_stages)
     remaining = [
         deque(_in_order(stage, num_stages, virtual_stages, num_batches, with_backward))
@@ -183,12 +183,12 @@ def _in_order(
 
 
 _MOST_SENT = 4
-"""Messages that may be on their way: a stage that runs ahead waits."""
+"""Largest number of unfinished sends; a stage that runs ahead of its receiver waits."""
 
 Run = Callable[[MicroBatch, Tensor | None, int], Any]
-"""The forward of one of this stage's groups of layers, by its number among them, of what enters it,
-[1, T, D] or None in the first of all: hidden states [1, T, D], or in the last of all whatever is
-wanted of them."""
+"""The forward of one group of layers, from the micro-batch, the group's input [1, T, D] (None for
+the first group of all stages) and its number in this stage. It returns hidden states [1, T, D], or
+for the last group of all stages the requested outputs."""
 
 
 class _BeginBackward(Protocol):
@@ -197,17 +197,17 @@ class _BeginBackward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What backward of a pass needs."""
+    """Input and output of a forward pass, kept for its backward."""
 
     entered: Tensor | None
-    """A leaf, whose gradient goes back."""
+    """The input, an autograd leaf whose gradient goes to the stage before."""
     left: Any
-    """Where its graph begins, or what the last group of all has found."""
+    """The output, at which backward begins; for the last group of all, the requested outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A tensor that comes or goes."""
+    """A tensor that is being received or sent."""
 
     work: dist.Work
     tensor: Tensor
@@ -218,40 +218,47 @@ class _Message:
 
 
 class Pipeline:
-    """What this stage does in a pass, and what it sends and receives."""
+    """Runs the passes of this stage, and sends and receives their tensors."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
-        """Of a model that `cut_stage` has cut, before it is sharded."""
-        self._mesh, self._device, self._dtype = mesh, mesh.device, model.dtype
+        """`model` must have been cut by `cut_stage` and not be sharded yet."""
+        self._model, self._mesh = model, mesh
+        self._device, self._dtype = mesh.device, model.dtype
         self._stage, self._num_stages = mesh.pipeline.rank, mesh.pipeline.size
         self._virtual_stages = mesh.sizes.virtual_stages
         self._groups = range(self._num_stages * self._virtual_stages)
-        """Of all stages."""
+        """Numbers of the groups of layers of all stages."""
         self._width: int = model.config.hidden_size
         self._arriving: dict[Pass, _Message] = {}
-        """What enters a pass, from when it is asked for."""
+        """Posted receives of the inputs of passes."""
         self._sent: deque[_Message] = deque()
-        """What may be on its way still, in the order of sending."""
+        """Sends that may be unfinished, in their order."""
+
+    def add_tied_gradients(self) -> None:
+        """Add up the gradients of a tied embedding over the first and the last stage, after the
+        last backward of a step. Collective over both."""
+        weight, ends = tied_weight(self._model), self._mesh.pipeline_ends
+        if ends.size > 1 and weight is not None and weight.grad is not None:
+            dist.all_reduce(local_part(weight.grad), group=ends.group)
 
     @property
     def batches_together(self) -> int:
-        """Micro-batches without gradient that fill all stages; a group that has nothing behind it
-        needs no other to go on."""
+        """Number of micro-batches without gradient that fill all stages."""
         return 1 if self._virtual_stages == 1 else self._num_stages
 
     def forward(self, batches: Sequence[MicroBatch], run: Run) -> list[Any]:
-        """What `run` gives of each in the last group of all; None in other stages. Collective along
-        the stages."""
-        found: list[Any] = [None] * len(batches)
+        """Results of `run` for each micro-batch in the last group of all; None in other stages.
+        Collective along the stages."""
+        results: list[Any] = [None] * len(batches)
         for now in self._timetable(len(batches), with_backward=False):
             own, leaving = now[self._stage], None
             if own is not None:
                 batch = batches[own.batch]
                 leaving = run(batch, self._take(own), own.group // self._num_stages)
                 if own.group == self._groups[-1]:
-                    found[own.batch] = leaving
+                    results[own.batch] = leaving
             self._exchange(now, leaving, batches)
-        return found
+        return results
 
     def forward_backward(
         self,
@@ -260,11 +267,11 @@ class Pipeline:
         learn: Callable[[Any, MicroBatch], None],
         begin_backward: _BeginBackward,
     ) -> int:
-        """Forward and backward of all micro-batches of an optimizer step, whose number is returned.
+        """Run forward and backward of all micro-batches of an optimizer step; returns their number.
 
-        In the last group of all `learn` takes what `run` gives, and runs backward. `begin_backward`
-        is told before each backward through which of this stage's groups it goes, and whether it is
-        the step's last through it. Collective along the stages.
+        In the last group of all `learn` takes the result of `run` and runs backward. Before each
+        backward `begin_backward` is called with the number of the group in this stage, and whether
+        this is the step's last backward through it. Collective along the stages.
         """
         batches = [*batches]
         kept: dict[Pass, _Kept] = {}
@@ -277,7 +284,7 @@ class Pipeline:
             if own.group == self._groups[-1]:
                 kept[own] = _Kept(entered, left)
                 return None
-            # The graph stays; the values may go when they have left.
+            # The graph stays; the memory of the values may be freed once they are sent.
             kept[own] = _Kept(entered, get_gradient_edge(left))
             return left.detach()
 
@@ -301,7 +308,7 @@ class Pipeline:
         return len(batches)
 
     def finish(self) -> None:
-        """Let go of what has been sent: after passes without gradient."""
+        """Wait for all sends and drop their tensors, after passes without gradient."""
         while self._sent:
             self._sent.popleft().wait()
 
@@ -311,14 +318,14 @@ class Pipeline:
         )
 
     def _take(self, own: Pass) -> Tensor | None:
-        """What enters a pass; None where nothing does."""
+        """The input of a pass; None for the first group of all."""
         return self._arriving.pop(own).wait() if own in self._arriving else None
 
     def _exchange(
         self, now: Sequence[Pass | None], leaving: Tensor | None, batches: Sequence[MicroBatch]
     ) -> None:
-        """Send what the pass of this stage goes on to another with, and ask for what those of
-        others do here. Sending comes first: it does not wait for what comes."""
+        """Send the result of this stage's pass, and post the receives of results of other stages.
+        Sends come first, since they do not wait for receives."""
         own = now[self._stage]
         if own is not None and own.after.group in self._groups:
             assert leaving is not None
@@ -331,8 +338,8 @@ class Pipeline:
                 self._arriving[done.after] = self._ask(batches[done.batch], group, rank)
 
     def _link(self, done: Pass, other: int) -> tuple[dist.ProcessGroup | None, int]:
-        """The group in which the result of a pass travels, and the rank in it of the stage with
-        which this one exchanges it."""
+        """The process group for the result of a pass, and the rank in it of the stage on the other
+        side."""
         mesh, last = self._mesh, self._num_stages - 1
         first_group = min(done.group, done.after.group)
         if first_group % self._num_stages == last:  # from the last stage to the first, or back
@@ -342,10 +349,10 @@ class Pipeline:
 
     def _ask(self, batch: MicroBatch, group: dist.ProcessGroup | None, sender: int) -> _Message:
         shape = 1, share_of_layers(batch, self._mesh), self._width
-        found = torch.empty(shape, dtype=self._dtype, device=self._device)
-        work = dist.irecv(found, group=group, group_src=sender)
+        received = torch.empty(shape, dtype=self._dtype, device=self._device)
+        work = dist.irecv(received, group=group, group_src=sender)
         assert work is not None
-        return _Message(work, found)
+        return _Message(work, received)
 
     def _send(self, tensor: Tensor, group: dist.ProcessGroup | None, receiver: int) -> None:
         while len(self._sent) >= _MOST_SENT:
@@ -356,16 +363,8 @@ class Pipeline:
         self._sent.append(_Message(work, tensor))
 
 
-def add_tied_gradients(model: PreTrainedModel, mesh: Mesh) -> None:
-    """Give the first and the last stage the sum of their gradients of a tied embedding. After the
-    last backward of a step; collective over both."""
-    weight = tied_weight(model)
-    if mesh.pipeline_ends.size > 1 and weight is not None and weight.grad is not None:
-        dist.all_reduce(local_part(weight.grad), group=mesh.pipeline_ends.group)
-
-
 def tied_weight(model: PreTrainedModel) -> nn.Parameter | None:
-    """The embedding that is the head as well, of a stage that has both."""
+    """The embedding that is also the head, where the stage has both; None otherwise."""
     weight = cast("nn.Parameter | None", model.get_input_embeddings().weight)
     return weight if weight is not None and head_weight(model) is weight else None
 
@@ -375,9 +374,9 @@ def of_all_stages(
     values: Iterable[Tensor],
     mesh: Mesh,
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Names of each tensor of each stage, and its values, on every process: the first stage's come
-    first. `own` are names, shape and format of this stage's, `values` these tensors, whole, made
-    when they are asked for. Collective."""
+    """Yield the names and values of each tensor of all stages on every process, beginning with the
+    first stage. `own` has names, shapes and dtypes of this stage's tensors, `values` yields these
+    tensors, whole, one when it is needed. Collective."""
     described = mesh.gather_stages([*own])
     own_values = iter(values)
     for stage, of_stage in enumerate(described):
@@ -393,25 +392,25 @@ def of_all_stages(
 
 
 def with_other_stages(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """A stage's part of a state with names for what others hold: those tensors are on the meta
-    device, but for what is no DTensor, which all have. What several stages hold is the first's.
-    Collective along the stages."""
+    """A stage's part of a state, extended by the names of the tensors of other stages: these are on
+    the meta device, except plain tensors, which every stage gets. A tensor of several stages
+    belongs to the first of them. Collective along the stages."""
     described = mesh.gather_stages(
         {
             key: (tensor.shape, tensor.dtype) if isinstance(tensor, DTensor) else tensor
             for key, tensor in tensors.items()
         }
     )
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for stage, of_stage in enumerate(described):
         for key, entry in of_stage.items():
-            if key in found:
+            if key in merged:
                 continue
             if stage == mesh.pipeline.rank:
-                found[key] = tensors[key]
+                merged[key] = tensors[key]
             elif isinstance(entry, Tensor):
-                found[key] = entry
+                merged[key] = entry
             else:
                 shape, dtype = entry
-                found[key] = torch.empty(shape, dtype=dtype, device="meta")
-    return found
+                merged[key] = torch.empty(shape, dtype=dtype, device="meta")
+    return merged

@@ -1,4 +1,4 @@
-"""The model being trained and the float32 copies that the optimizer moves.
+"""The model in training and its float32 masters.
 
 The module computes in its own format. Where that is narrower than float32, each parameter has a
 float32 *master*: gradients are added up in float32 as each micro-batch leaves them, the optimizer
@@ -6,11 +6,11 @@ moves the master, and the rounded master is written back in place. A bfloat16 we
 swallow updates below 1/256 of itself. Where the module computes in float32, its parameters are the
 masters. A tensor shared by two layers has one master.
 
-Masters may lie in pinned host memory for good (`offload_optimizer`); then the optimizer's step, by
-which they pass through the device, writes the module. Gradients may follow them there
-(`offload_gradients`). And all but the module may go there while an engine generates (`sleep`).
+Masters may lie in pinned host memory throughout (`offload_optimizer`); then the optimizer's step,
+which streams them through the device, also writes the module. Gradients may lie there too
+(`offload_gradients`). Everything but the module can move there while an engine generates (`sleep`).
 
-`Policy` is that of one process; `hone.trainer.sharded` has that of several.
+`Policy` is for one process; `hone.trainer.sharded` has the class for several.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import ceil, prod
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,15 +35,17 @@ from hone.errors import UserError
 from hone.models.decoder import decoder_layers, head_weight
 from hone.models.manifest import RoundedChecksums, build_manifest, export_weights
 from hone.observe.metrics import Mean, Metrics
-from hone.trainer.host_gradients import HostGradients, Piece, norm_of_pieces, pieces_of
-from hone.trainer.offload import StateOffload, host_tensors
-from hone.trainer.precision import accumulation_dtype
+from hone.trainer.pieces import Piece, accumulation_dtype, norm_of_pieces, pieces_of
+
+if TYPE_CHECKING:
+    from hone.trainer.host_gradients import HostGradients
+    from hone.trainer.offload import StateOffload
 
 __all__ = ["BasePolicy", "NonFiniteError", "Policy", "StaleWeightsError", "require_layout"]
 
 _MAX_SAMPLED_ELEMENTS = 1 << 22
 _MAX_SAMPLED_ON_HOST = 1 << 18
-"""Elements that lie far apart cost a host a cache miss each."""
+"""Largest sample on the host, where elements that lie far apart cost a cache miss each."""
 
 
 class NonFiniteError(ValueError):
@@ -50,44 +53,46 @@ class NonFiniteError(ValueError):
 
 
 class StaleWeightsError(RuntimeError):
-    """The module computes, and an engine would sample, with weights that training did not make."""
+    """The module's weights are not the rounded masters, so an engine would sample with weights that
+    are not those trained."""
 
 
 class BasePolicy(ABC):
-    """A causal language model with masters and gradients, of which this process holds all or parts.
+    """A causal language model with masters and gradients; this process has all of them or parts.
 
-    Everything that reads more than this process holds is collective over all processes of the
-    mesh, and gives the same result on each.
+    Methods that read more than this process's part are collective over all processes of the mesh,
+    and give the same result on each.
     """
 
     masters_on_host = False
-    """Then steps are told to call `write_back`."""
+    """Whether masters lie on the host; then the optimizer's step calls `write_back`."""
     gradients_on_host = False
     _host_gradients: HostGradients | None = None
     _sums: dict[str, Tensor] | None = None
-    """Gradients on the device, where they cannot be those of parameters."""
+    """Gradients on the device that cannot be the `grad` of a parameter."""
     _masters: dict[str, nn.Parameter]
     elsewhere: Mapping[str, Tensor] = MappingProxyType({})
-    """Masters that other pipeline stages hold, on the meta device."""
+    """Masters of other pipeline stages, on the meta device."""
     _tied: nn.Parameter | None = None
-    """A master that the first and the last stage hold."""
+    """The master that both the first and the last stage have, of a tied embedding."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self.model = model
         self.mesh = mesh
         self.device = mesh.device
-        """Where it computes."""
+        """Device of the passes."""
         self.dtype = model.dtype
-        """In which format."""
+        """Number format of the module."""
         self.is_narrow = self.dtype not in (torch.float32, torch.float64)
-        """Whether masters are wider than that."""
+        """Whether masters are wider than the module's dtype."""
         self.parameters: dict[str, nn.Parameter] = {}
-        """Of the module, a shared tensor once."""
-        self._state_offload = StateOffload()
+        """Parameters of the module; a shared tensor appears once."""
+        self._state_offload: StateOffload | None = None
+        """Created by the first `sleep`."""
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer moves, by the names of the module's parameters."""
+        """The masters, which the optimizer updates, by the names of the module's parameters."""
         self._require_awake()
         return self._masters
 
@@ -109,7 +114,7 @@ class BasePolicy(ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Of gradients in host memory."""
+        """Bytes of gradients in host memory."""
         if self._host_gradients is not None:
             return self._host_gradients.num_bytes
         if not self.gradients_on_host:
@@ -140,14 +145,14 @@ class BasePolicy(ABC):
                 gradients.clear()
 
     def non_finite_gradient(self) -> str | None:
-        """Name of the first parameter whose gradient is not finite, of the first rank that has
+        """Name of the first parameter whose gradient is not finite, on the first rank that has
         one."""
         own = [n for n, g in self.gradients.items() if not bool(local_part(g).isfinite().all())]
         return next((name for names in self.mesh.gather(own) for name in names), None)
 
     @torch.no_grad()
     def apply(self, update: Callable[[], None]) -> Metrics:
-        """Let `update` move the masters, write them into the module, and measure the move.
+        """Let `update` change the masters, write them into the module, and measure the change.
 
         Where the masters lie on the host, `update` writes the module, as the optimizer does.
         `train/update_to_weight_ratio` is |change| / |weights| of the masters and
@@ -182,8 +187,8 @@ class BasePolicy(ABC):
 
     @torch.no_grad()
     def load_masters(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
-        """Take over saved masters, whole tensors or shards, or this process's part of what a
-        checkpoint holds, one after the other. Raises as `require_layout`, with nothing changed."""
+        """Load saved masters, one after the other: whole tensors, shards, or this process's part of
+        stored tensors. Raises as `require_layout`, with nothing changed."""
         require_layout({**self.elsewhere, **self.masters}, tensors)
         for name, master in self.masters.items():
             local_part(master).copy_(own_part(tensors[name], like=master))
@@ -196,44 +201,57 @@ class BasePolicy(ABC):
 
     @abstractmethod
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """As `named_weights`, but masters in place of what is computed with. Collective."""
+        """The float32 masters, under the names of `named_weights`. Collective."""
 
     @abstractmethod
     def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
-        """Give the module what pieces of masters on the host round to, from their values on the
-        device, each parameter's in order."""
+        """Write rounded masters into the module, for masters on the host: `moved` has their pieces
+        on the device, those of each parameter in order."""
 
     def sleep(self, moments: Iterable[Tensor] = ()) -> None:
         """Move masters, gradients and an optimizer's `moments` from the device to pinned host
         memory, and their device memory to the driver.
 
-        Until `wake` no pass and no step. Raises RuntimeError while asleep, and UserError, with
-        nothing moved, where the host has too little memory.
+        No pass and no step may run until `wake`. Raises RuntimeError while asleep, and UserError,
+        with nothing moved, where the host has too little memory.
         """
         self._require_awake()
         held = [*self._device_masters()]
         if not self.gradients_on_host:
             held += self.gradients.values()
+        if self._state_offload is None:
+            from hone.trainer.offload import StateOffload
+
+            self._state_offload = StateOffload()
         self._state_offload.offload([*(local_part(t.detach()) for t in held), *moments])
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away. Raises torch.OutOfMemoryError, still asleep, where
         the device has too little memory free."""
-        self._state_offload.restore()
+        if self._state_offload is not None:
+            self._state_offload.restore()
 
     def _device_masters(self) -> Iterable[Tensor]:
-        """What sleeps, beside gradients and moments."""
+        """Masters on the device, which `sleep` moves to the host."""
         return () if self.masters_on_host else self._masters.values()
 
     @abstractmethod
     def _write_module(self) -> None:
-        """Give the module what its masters round to, where they are not the same."""
+        """Write the rounded masters into the module, where module and masters are different
+        tensors."""
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether it sleeps."""
+        return self._state_offload is not None and self._state_offload.is_away
 
     def _require_awake(self) -> None:
-        if self._state_offload.is_away:
+        if self._is_away:
             raise RuntimeError("the policy sleeps: its masters are away until wake()")
 
     def _keep_gradients_on_host(self) -> HostGradients:
+        from hone.trainer.host_gradients import HostGradients
+
         window = max(
             sum(4 * local_part(p.detach()).numel() for p in layer.parameters() if p.requires_grad)
             for layer in decoder_layers(self.model)
@@ -243,7 +261,7 @@ class BasePolicy(ABC):
         return self._host_gradients
 
     def _num_copies(self, name: str) -> int:
-        """Processes that hold the same elements of a master as this one."""
+        """Number of processes that have the same elements of a master as this one."""
         master = self._masters[name]
         if not isinstance(master, DTensor):
             return self.mesh.world.size
@@ -252,13 +270,13 @@ class BasePolicy(ABC):
         return 2 * copies if master is self._tied else copies
 
     def _add_up(self, values: Tensor) -> None:
-        """Over all processes, in place."""
+        """Add `values` up over all processes, in place."""
         if self.mesh.world.size > 1:
             dist.all_reduce(values, group=self.mesh.world.group)
 
     def _sampled(self) -> dict[int, Tensor]:
-        """Every so many elements of what this process holds of the masters, by the number of
-        processes that hold the same, each [K] on the device."""
+        """Every k-th element of this process's masters, by the number of processes that have the
+        same elements; each tensor is [K] on the device."""
         stride = self._stride
         parts: defaultdict[int, list[Tensor]] = defaultdict(list)
         for name, master in self.masters.items():
@@ -274,7 +292,7 @@ class BasePolicy(ABC):
 
 
 class Policy(BasePolicy):
-    """That of one process. An engine may compute with the module's own weights."""
+    """The policy of a single process. An engine may compute with the module's own weights."""
 
     def __init__(
         self,
@@ -287,12 +305,12 @@ class Policy(BasePolicy):
         host memory, `offload_gradients`, which needs it, the gradients. Raises UserError where
         there is too little memory."""
         super().__init__(model, Mesh.alone(model.device))
-        # A shared tensor once; those that are frozen have no masters.
+        # A shared tensor has one master, a frozen tensor none.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._masters = self.parameters
         self._host_checksums = RoundedChecksums()
-        """Of what masters on the host round to: to compare weights with them, nothing crosses the
-        bus."""
+        """Checksums of rounded masters that lie on the host, so that weights are verified without
+        copying masters to the device."""
         if self.is_narrow:
             self.masters_on_host = offload_optimizer
             self._masters = self._copied()
@@ -307,12 +325,14 @@ class Policy(BasePolicy):
             for name, parameter in self.parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._gradient_mover(name))
         self._asleep_checksums: Mapping[str, int] = {}
-        """Of what the masters rounded to when they left the device."""
+        """Checksums of the rounded masters, taken when `sleep` moved them to the host."""
 
     @torch.no_grad()
     def _copied(self) -> dict[str, nn.Parameter]:
-        """Masters for all parameters."""
+        """Float32 copies of all trained parameters."""
         if self.masters_on_host:
+            from hone.trainer.offload import host_tensors
+
             masters = host_tensors(
                 [(p.shape, accumulation_dtype(p.dtype)) for p in self.parameters.values()],
                 self.device,
@@ -328,8 +348,8 @@ class Policy(BasePolicy):
         return {n: nn.Parameter(m) for n, m in zip(self.parameters, masters, strict=True)}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The module's own tensors. Raises StaleWeightsError, before the first one, unless those
-        that are trained are what their masters round to."""
+        """The module's own tensors. Raises StaleWeightsError, before the first one, unless every
+        trained tensor equals its rounded master."""
         self._require_rounded_masters()
         yield from export_weights(self.model)
 
@@ -340,7 +360,8 @@ class Policy(BasePolicy):
 
     @torch.no_grad()
     def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
-        # Noted apart from where they are written: what is written is compared with what is noted.
+        # The checksums are taken here, and not from the written weights, which are compared with
+        # them later.
         self._add_checksums(self._host_checksums, [(p.name, p.start, v) for p, v in moved])
         for piece, values in moved:
             # The parameter itself: an engine that shares it may have given it other memory
@@ -372,17 +393,15 @@ class Policy(BasePolicy):
 
     @torch.no_grad()
     def _require_rounded_masters(self) -> None:
-        """Raise StaleWeightsError unless each trained weight is what its master rounds to.
+        """Raise StaleWeightsError unless each trained weight equals its rounded master.
 
-        The module's current tensors are read, not those that were known when masters were made. One
-        launch reads the masters, 4 bytes a parameter, and another the weights, 2 bytes: 10 GB for
-        1.7 billion parameters, 3 ms at 4 TB/s, beside 7 GB that the manifests of trainer and engine
-        take. Of masters on the host the step has left checksums, and weights alone are read. Those
-        that are not finite are left to the sync, which names them.
+        The module's current tensors are read, not those known when masters were made. One launch
+        reads the masters, 4 bytes a parameter, and another the weights, 2 bytes: 10 GB for 1.7
+        billion parameters, 3 ms at 4 TB/s, compared to 7 GB for the manifests of trainer and
+        engine. For masters on the host the optimizer's step has left checksums, and only weights
+        are read. The sync reports weights that are not finite, with their names.
         """
-        checksums = (
-            self._asleep_checksums if self._state_offload.is_away else self._rounded_checksums()
-        )
+        checksums = self._asleep_checksums if self._is_away else self._rounded_checksums()
         if not checksums:
             return  # the weights are the masters
         held = self.model.state_dict(keep_vars=True)
@@ -403,13 +422,14 @@ class Policy(BasePolicy):
             raise StaleWeightsError(
                 f"{len(stale)} of {len(checksums)} trained weights, the first {stale[0]}, are not "
                 f"what the optimizer's masters round to in {self.dtype}: an engine would sample "
-                "with weights that training did not make, so the run ends here. This is a fault of "
+                "with weights that are not those trained, so the run ends here. This is a fault of "
                 "hone and not of your configuration; please report it with the run's config.yaml. "
                 f"Checkpoints hold the masters.{advice}"
             )
 
     def _rounded_checksums(self) -> Mapping[str, int]:
-        """Of what the masters round to, by the weights' names; none where they are the weights."""
+        """Checksums of the rounded masters by the weights' names; empty where masters are the
+        weights."""
         if self.masters_on_host:
             return self._host_checksums.values()
         checksums = RoundedChecksums()
@@ -421,7 +441,7 @@ class Policy(BasePolicy):
     def _add_checksums(
         self, checksums: RoundedChecksums, pieces: Iterable[tuple[str, int, Tensor]]
     ) -> None:
-        """`RoundedChecksums.add` of pieces of masters, in the formats of their weights."""
+        """Add pieces of masters to `checksums`, rounded to the dtypes of their weights."""
         by_dtype: defaultdict[torch.dtype, list[tuple[str, int, Tensor]]] = defaultdict(list)
         for name, start, values in pieces:
             by_dtype[self.parameters[name].dtype].append((name, start, values))
@@ -429,7 +449,7 @@ class Policy(BasePolicy):
             checksums.add(own, dtype)
 
     def _gradient_mover(self, name: str) -> Callable[[Tensor], None]:
-        """Hook that adds a parameter's fresh gradient to what its master has, and frees it."""
+        """Hook that adds a parameter's fresh gradient to its master's gradient, and frees it."""
         host, sums = self._host_gradients, self._sums
 
         def move(parameter: Tensor) -> None:
@@ -449,7 +469,7 @@ class Policy(BasePolicy):
 def require_layout(
     masters: Mapping[str, Tensor], saved: Mapping[str, Tensor | StoredTensor]
 ) -> None:
-    """Raise unless saved tensors have the masters' names and (whole) shapes: UserError where
+    """Check that saved tensors have the masters' names and whole shapes. Raises UserError where
     adapters of another rank are the reason, ValueError otherwise."""
     expected = {name: tuple(p.shape) for name, p in masters.items()}
     got = {name: tuple(t.shape) for name, t in saved.items()}
@@ -471,5 +491,5 @@ def require_layout(
 
 
 def _adapter_rank(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Rank of the adapters among tensors of these shapes; 0 where there are none."""
+    """Rank of the LoRA adapters among tensors of these shapes; 0 where there are none."""
     return next((shape[0] for name, shape in shapes.items() if name.endswith("lora_A")), 0)

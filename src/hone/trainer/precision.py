@@ -1,7 +1,7 @@
-"""The format in which the trained model's matrix products multiply.
+"""Number formats of the trained model's matrix products.
 
-`tf32` is torch's own setting for float32 products: 10 bits of mantissa in, float32 sums. It belongs
-to the process, so that the engine of a run, which lives in it too, multiplies as its trainer does.
+`tf32` is torch's own setting for float32 products: 10 bits of mantissa in, float32 sums. It holds
+for the whole process, so an engine in the same process multiplies in the same way as its trainer.
 
 `fp8` has the projections of decoder layers multiply in float8, by torchao: the output, the gradient
 of the input and that of the weight (Micikevicius et al., arXiv:2209.05433). Operands are rounded
@@ -22,48 +22,42 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hone.config.trainer import MatmulPrecision
 from hone.errors import UserError
 from hone.extras import import_extra
 from hone.families.model_facts import FP8_ALIGNMENT
 from hone.models.decoder import decoder_layers
+from hone.trainer.settings import MatmulPrecision
 
 __all__ = [
-    "accumulation_dtype",
     "apply_matmul_precision",
     "multiply_in_float8",
     "require_matmul_precision",
 ]
 
 _RECIPE = "rowwise"
-"""Of torchao: scales of rows, in all three products."""
+"""torchao's recipe: one scale per row, in all three products."""
 
-"""Products in float8 have widths that are multiples of this. Tokens, over which the weights'
-gradients are summed, are filled up with zeros."""
+"""Products in float8 have widths that are multiples of this. The token dimension, over which weight
+gradients are summed, is padded with zeros."""
 
 _CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
 _DTYPE = {"tf32": torch.float32, "fp8": torch.bfloat16}
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The format of sums over values of `dtype`: float32, or wider where `dtype` is."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def require_matmul_precision(
     precision: MatmulPrecision, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise UserError, with the reason, where products of a model of `dtype` on `device` cannot
-    multiply so; nothing of the model is needed."""
+    """Raise UserError with the reason where `precision` does not serve models of `dtype` on
+    `device`. The model itself is not needed."""
     if precision == "default":
         return
     needed, served = _CAPABILITY[precision], _DTYPE[precision]
     if device.type != "cuda":
         reason = f"it needs an NVIDIA GPU, and this run is on {device.type}"
-    elif (found := torch.cuda.get_device_capability(device)) < needed:
+    elif (capability := torch.cuda.get_device_capability(device)) < needed:
         reason = (
             f"it needs a GPU of compute capability {needed[0]}.{needed[1]}, and "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
         )
     elif dtype != served:
         own, wanted = (str(d).removeprefix("torch.") for d in (dtype, served))
@@ -81,10 +75,10 @@ def require_matmul_precision(
 def apply_matmul_precision(
     model: PreTrainedModel, precision: MatmulPrecision, device: torch.device
 ) -> None:
-    """Let the products of `model`, which computes on `device`, multiply so, in place.
+    """Set the format of the matrix products of `model`, which computes on `device`, in place.
 
     Call before its layers are compiled or sharded. Names, formats and tensors of its parameters
-    stay. Raises UserError, with nothing changed, where that is not served.
+    stay. Raises UserError, with nothing changed, where `precision` is not served.
     """
     if precision == "default":
         return
@@ -96,10 +90,10 @@ def apply_matmul_precision(
 
 
 def multiply_in_float8(model: PreTrainedModel) -> None:
-    """Replace the projections of the decoder layers by those that multiply in float8, in place.
+    """Replace the projections of the decoder layers by float8 ones, in place.
 
-    Those of other widths than multiples of 16 stay. Rules of `hone check` say where none fits, and
-    that adapters are not multiplied so.
+    Projections whose widths are not multiples of 16 stay. Rules of `hone check` refuse models
+    without a fitting projection, and adapters.
     """
     layers = decoder_layers(model)
     float8 = _torchao_float8()
@@ -109,7 +103,7 @@ def multiply_in_float8(model: PreTrainedModel) -> None:
         module_filter_fn=lambda module, _: _fits(module),
         config=replace(config, pad_inner_dim=True),
     )
-    layers.train(layers.training)  # what is new is in training mode
+    layers.train(layers.training)  # new modules start in training mode
 
 
 def _fits(module: nn.Module) -> bool:

@@ -1,11 +1,12 @@
-"""Decoder layers that keep less for backward and compute the rest again.
+"""Activation recomputation: decoder layers keep less for backward and compute the rest again.
 
 `full` keeps a layer's input. `selective` also keeps the results of attention and, in layers that
-are not compiled, of matrix products: what costs least to hold for the time it takes to compute. A
-compiled layer consists of pieces between its attention calls, which are computed again as wholes.
-`uniform:N` keeps the input of every N layers. Backward sees the bits that forward saw.
+are not compiled, of matrix products: the tensors that take least memory for their time of
+computation. A compiled layer consists of graphs between its attention calls, and each graph is
+recomputed as a whole. `uniform:N` keeps the input of every N layers. Backward sees the bits that
+forward saw.
 
-The layers of a span run when its last is called: those before give back what they are given.
+The layers of a span run when its last one is called; calls of the earlier ones return their input.
 
 The method is that of Chen et al., arXiv:1604.06174; selective policies are torch's.
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,12 @@ from torch.utils.checkpoint import (
 )
 from transformers import GradientCheckpointingLayer
 
-from hone.config.trainer import RecomputeMode, SFTTrainerConfig
-from hone.trainer.offload import ActivationOffload
+from hone.trainer.settings import RecomputeMode, SFTTrainerConfig
 
-__all__ = ["apply_recompute", "can_recompute", "recompute_fully"]
+if TYPE_CHECKING:
+    from hone.trainer.offload import ActivationOffload
 
-C = TypeVar("C", bound=SFTTrainerConfig)
-
+__all__ = ["apply_recompute", "can_recompute"]
 
 for _module in ("torch.nn.attention.varlen", "hone.attention.flash4"):
     import_module(_module)  # registers an operator named here
@@ -58,12 +58,12 @@ _KEPT = frozenset(
 
 
 def apply_recompute(layers: nn.ModuleList, cfg: SFTTrainerConfig) -> None:
-    """Let the layers that `cfg` names compute again what they do not keep.
+    """Switch on recomputation in the layers that `cfg` names.
 
-    With `offload_activations`, what they keep waits in host memory (`ActivationOffload`). Call
+    With `offload_activations`, the kept tensors wait in host memory (`ActivationOffload`). Call
     before `layer.compile` and `fully_shard`. Only the layers themselves are put in training mode,
-    which is when they recompute; what they are made of stays in evaluation mode, so no dropout is
-    switched on. Raises ValueError for layers that transformers cannot checkpoint.
+    in which they recompute; their submodules stay in evaluation mode, so no dropout is switched on.
+    Raises ValueError for layers that transformers cannot checkpoint.
     """
     if cfg.recompute == "off":
         return
@@ -72,7 +72,11 @@ def apply_recompute(layers: nn.ModuleList, cfg: SFTTrainerConfig) -> None:
             f"{type(layers[0]).__name__} is no GradientCheckpointingLayer of transformers; set "
             "trainer.recompute to off for this model"
         )
-    offload = ActivationOffload() if cfg.offload_activations else None
+    offload = None
+    if cfg.offload_activations:
+        from hone.trainer.offload import ActivationOffload
+
+        offload = ActivationOffload()
     run = _layer_runner(cfg.recompute_mode, offload)
     for span in cfg.recomputed_spans(len(layers)):
         callers = [run] if len(span) == 1 else _together(len(span), run)
@@ -88,19 +92,12 @@ def can_recompute(layers: nn.ModuleList) -> bool:
     return all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
 
 
-def recompute_fully(cfg: C) -> C:
-    """The configuration in which all layers are computed again."""
-    if cfg.recomputed_together > 1:
-        return cfg
-    return cfg.model_copy(update={"recompute": "full", "recompute_every_n_layers": 1})
-
-
 def _together(num_layers: int, run: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """What calls each of so many neighbouring layers, which run as one when the last is called."""
+    """Callables for `num_layers` neighbouring layers, which run as one when the last is called."""
     calls: list[Callable[..., Tensor]] = []
 
     def call(position: int, layer_call: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        del calls[position:]  # of a pass that has failed midway
+        del calls[position:]  # left by a pass that failed midway
         calls.append(layer_call)
         if position < num_layers - 1:
             return hidden
@@ -120,7 +117,7 @@ def _one_after_the_other(calls: Sequence[Callable[..., Tensor]], hidden: Tensor)
 def _layer_runner(
     mode: RecomputeMode, offload: ActivationOffload | None
 ) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """What calls a layer. A function, since modules that are copied share it."""
+    """The callable that runs a layer. It is a function, since copies of a module share it."""
     context_fn = (
         partial(create_selective_checkpoint_contexts, _policy)
         if mode == "selective"
@@ -130,7 +127,7 @@ def _layer_runner(
     def run(layer_call: Callable[..., Any], *inputs: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return layer_call(*inputs)
-        # The inputs are the only tensors that these hooks see: those inside have checkpoint's own.
+        # These hooks see only the inputs: tensors inside have the hooks of torch's checkpoint.
         hooks: AbstractContextManager[Any] = nullcontext() if offload is None else offload.hooks()
         with hooks:
             return checkpoint(

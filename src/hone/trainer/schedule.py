@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import cos, pi
 
-from hone.config.trainer import OptimizerConfig
+from hone.trainer.settings import OptimizerConfig
 
 __all__ = ["lr_scale"]
 

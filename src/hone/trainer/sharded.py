@@ -1,4 +1,4 @@
-"""The model being trained, spread over processes: each holds a shard of every parameter.
+"""The model in training, sharded by FSDP: each process has a shard of every parameter.
 
 FSDP2 (`fully_shard`; Zhao et al., arXiv:2304.11277) gathers the weights of a decoder layer before
 it runs and, by stage (Rajbhandari et al., arXiv:1910.02054), frees them or keeps them:
@@ -9,12 +9,12 @@ it runs and, by stage (Rajbhandari et al., arXiv:1910.02054), frees them or keep
     2       over `Mesh.fsdp`            kept                    shards, added up after each
     3       over `Mesh.fsdp`            freed after each layer  shards, added up after each
 
-Gradients that are to wait on the host are shards after each micro-batch in every stage; stage 3 can
-keep its shards there too. After the last micro-batch of a step only shards are left, in every
-stage. Embedding, head and final norm are one group that is whole during a pass: they are needed at
-both of its ends.
+Gradients that wait on the host are reduced to shards after each micro-batch in every stage; stage 3
+can also keep the shards of weights there. After the last micro-batch of a step only shards are
+left, in every stage. Embedding, head and final norm are one group that stays gathered during a
+pass, since it is needed at the beginning and at the end.
 
-Shards are the float32 masters. What is gathered is rounded to the format that computes, gradients
+Shards are the float32 masters. Gathered weights are rounded to the format that computes, gradients
 are added up in float32, and they are *summed* over ranks: the weights of tokens already carry the
 normalisation over all rows.
 """
@@ -42,7 +42,8 @@ from hone.models.decoder import decoder_layers, layer_groups
 from hone.models.deferred import Weight, WeightSource, take_source
 from hone.trainer.experts import DividedExperts
 from hone.trainer.gathering import wholes
-from hone.trainer.host_gradients import HostGradients, Piece
+from hone.trainer.host_gradients import HostGradients
+from hone.trainer.pieces import Piece
 from hone.trainer.pipeline import of_all_stages, tied_weight
 from hone.trainer.policy import BasePolicy
 
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 
 class _Pass(nn.Module):
-    """Root of the sharded modules: what runs inside its forward finds embedding and head whole."""
+    """Root of the sharded modules: embedding and head are gathered while its forward runs."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -63,11 +64,12 @@ class _Pass(nn.Module):
 
 
 class ShardedModel:
-    """A model of which this process holds shards. Calling it runs a function of the model.
+    """A model sharded over processes. Calling it runs a function with the model's weights gathered
+    as needed.
 
-    `model(lambda: score(...))` is a pass. What it returns carries the hooks of backward, so loss
-    and backward follow outside. All ranks run equally many passes, forward and backward: each is
-    a fixed sequence of collectives.
+    `model(lambda: score(...))` is a pass. Its result carries the hooks of backward, so loss and
+    backward follow outside. All ranks run the same number of passes, forward and backward, since
+    each is a fixed sequence of collectives.
     """
 
     def __init__(
@@ -80,11 +82,11 @@ class ShardedModel:
         offload_gradients: bool = False,
         offload_parameters: bool = False,
     ) -> None:
-        """Shard `model` in place, over `mesh.fsdp`, on `mesh.device`. It may lie in host memory:
-        the device then never holds more of it than the shards and one layer. Of one whose weights
-        are deferred each process takes its own parts alone, one tensor after the other. Shards of
-        what is trained are of `master_dtype`, all others, and what is gathered, of the model's
-        own. With `offload_parameters` shards and their gradients lie in pinned host memory; with
+        """Shard `model` in place, over `mesh.fsdp`, on `mesh.device`. The model may lie in host
+        memory: the device then never has more of it than the shards and one layer. If its weights
+        are deferred, each process reads only its own parts, one tensor after the other. Shards of
+        trained parameters have `master_dtype`; all others, and gathered weights, have the model's
+        dtype. With `offload_parameters` shards and their gradients lie in pinned host memory; with
         either offload gradients are reduced after each micro-batch. Raises RuntimeError where
         deferred weights are not the model's."""
         assert mesh.fsdp is not None, "shards need several processes"
@@ -112,8 +114,8 @@ class ShardedModel:
             (root, rest),
         ]
         for module, own in modules:
-            # One after the other: no more than a layer exists whole and wide. Buffers, which stay
-            # whole, are moved by fully_shard.
+            # One layer after the other, so that at most one exists whole and in float32. Buffers,
+            # which stay whole, are moved by fully_shard.
             for parameter in own:
                 _move(parameter, mesh.device, master_dtype if parameter.requires_grad else None)
             fully_shard(
@@ -132,7 +134,7 @@ class ShardedModel:
             [module for module in group.modules() if isinstance(module, FSDPModule)]
             for group in layer_groups(model)
         ]
-        # Of stages of a pipeline the first has the embedding, the last the norm and the head.
+        # The first pipeline stage has the embedding, the last one the norm and the head.
         is_first = mesh.pipeline.rank == 0
         self._of_group[0 if is_first else -1].append(self._root)
         for part in self._parts:
@@ -140,12 +142,12 @@ class ShardedModel:
             part.set_force_sum_reduction_for_comms(True)  # no other reduction divides by 1 on gloo
 
     def __call__(self, function: Callable[[], T]) -> T:
-        """What `function` returns, which must call each decoder layer of a group once."""
+        """Result of `function`, which must call each decoder layer of a group once."""
         return cast(nn.Module, self._root)(function)
 
     def begin_micro_batch(self, *, is_last: bool, group: int = 0) -> None:
-        """Say whether the next forward and backward are the last of an optimizer step that go
-        through this of the model's `layer_groups`."""
+        """Prepare the next forward and backward through `group` of the model's `layer_groups`.
+        `is_last`: they are the last through it in this optimizer step."""
         for part in self._of_group[group]:
             if self._is_reduced_late and self._stage < 2:
                 part.set_requires_gradient_sync(is_last, recurse=False)
@@ -155,13 +157,14 @@ class ShardedModel:
                 part.set_reshard_after_backward(is_last, recurse=False)
 
     def free(self) -> None:
-        """Keep shards only. Backward does so by itself; call it after passes without gradient."""
+        """Free gathered weights. Backward does so by itself; call this after passes without
+        gradient."""
         for part in self._parts:
             part.reshard()
 
 
 class ShardedPolicy(BasePolicy):
-    """That of several processes: masters are shards."""
+    """The policy of several processes: its masters are shards."""
 
     def __init__(
         self,
@@ -172,8 +175,7 @@ class ShardedPolicy(BasePolicy):
         offload_gradients: bool = False,
         offload_parameters: bool = False,
     ) -> None:
-        """Shard `model`, which must be recomputing, compiled and split over the tensor axis by now
-        where it is to be.
+        """Shard `model`. Recomputation, compilation and tensor parallelism must be applied before.
 
         `offload_gradients` keeps gradients in pinned host memory, `offload_parameters` shards and
         gradients; that needs stage 3. Raises UserError where the host has too little."""
@@ -186,7 +188,7 @@ class ShardedPolicy(BasePolicy):
             offload_gradients=offload_gradients,
             offload_parameters=offload_parameters,
         )
-        self.parameters = dict(model.named_parameters())  # a shared tensor once
+        self.parameters = dict(model.named_parameters())  # a shared tensor appears once
         self._masters = {name: p for name, p in self.parameters.items() if p.requires_grad}
         everyones = mesh.gather_stages({name: p.shape for name, p in self._masters.items()})
         self.elsewhere = {
@@ -197,7 +199,7 @@ class ShardedPolicy(BasePolicy):
         }
         if mesh.pipeline_ends.size > 1:
             self._tied = tied_weight(model)
-        # FSDP takes gradients to where shards lie, and adds them up there by itself.
+        # With offloaded shards FSDP itself moves gradients to the host and adds them up there.
         self.masters_on_host = self.gradients_on_host = offload_parameters
         if offload_gradients and not offload_parameters:
             host = self._keep_gradients_on_host()
@@ -205,8 +207,8 @@ class ShardedPolicy(BasePolicy):
                 master.register_post_accumulate_grad_hook(_shard_mover(name, host))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, gathered some at a time (`wholes`); each exists as long as the caller
-        holds it. While the policy sleeps, shards of those alone visit the device."""
+        """Whole tensors, gathered in groups (`wholes`); each exists as long as the caller refers to
+        it. While the policy sleeps, only the shards of the current group are on the device."""
         return self._named_wholes(
             lambda value: self.dtype if isinstance(value, nn.Parameter) else value.dtype
         )
@@ -219,7 +221,8 @@ class ShardedPolicy(BasePolicy):
     def _named_wholes(
         self, dtype_of: Callable[[Tensor], torch.dtype]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of all stages as `dtype_of` says, a tied one under each of its names."""
+        """Whole tensors of all stages in the dtypes of `dtype_of`, a tied one under each of its
+        names."""
         names: dict[Tensor, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             names.setdefault(value, []).append(name)
@@ -233,9 +236,9 @@ class ShardedPolicy(BasePolicy):
                 yield name, value
 
     def _on_device(self, value: Tensor) -> Tensor:
-        """`value`, detached, or where its shard is away a tensor of the same values."""
+        """`value`, detached; where its shard is on the host, a copy on the device."""
         value = value.detach()
-        if not self._state_offload.is_away:
+        if self._state_offload is None or not self._state_offload.is_away:
             return value
         host = self._state_offload.host_copy(local_part(value))
         if host is None:
@@ -253,7 +256,7 @@ class ShardedPolicy(BasePolicy):
         )
 
     def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
-        """Nothing: FSDP rounds the shards when it gathers them."""
+        """Do nothing, since FSDP rounds the shards when it gathers them."""
 
     def _write_module(self) -> None:
         """Nothing, as `write_back`."""
@@ -278,7 +281,7 @@ def _shard_mover(name: str, host: HostGradients) -> Callable[[Tensor], None]:
 
 
 def _move(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> None:
-    """To `device`, unless there is nothing to move, and `dtype`, unless it is None, in place: tied
+    """Move a parameter to `device` and to `dtype` (None: unchanged) in place, so that tied
     parameters stay tied."""
     moved = parameter.detach().to(parameter.device if parameter.is_meta else device, dtype)
     if isinstance(parameter, DTensor):  # whose `data` does not replace the local tensor
@@ -290,8 +293,9 @@ def _move(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | No
 
 
 def _materialise(root: nn.Module, device: torch.device, *, on_host: bool) -> None:
-    """Give shards and buffers that are on the meta device memory, shards that of the host where
-    `on_host`. Shards are DTensors, which are exchanged in place: tied ones stay tied."""
+    """Allocate memory for shards and buffers that are on the meta device; for shards on the host
+    where `on_host`. Shards are DTensors, which are exchanged in place, so that tied ones stay
+    tied."""
     root.to_empty(device=torch.device("cpu") if on_host else device)
     for module in root.modules() if on_host else ():
         for name, buffer in module.named_buffers(recurse=False):
@@ -305,10 +309,10 @@ def _fill(
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Copy this process's part of every tensor that `source` gives into `model`.
+    """Copy this process's part of every tensor of `source` into `model`.
 
-    Values are first rounded to `dtypes`, the formats that compute: masters start as one process has
-    them.
+    Values are first rounded to `dtypes`, the formats that compute, so that masters start with the
+    same values as in a single process.
     """
     targets: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     awaited = set(targets)

@@ -1,10 +1,10 @@
-"""What an update says of single tokens of a few rows, for people who look at samples.
+"""Outputs of an update for the single tokens of a few rows, for people who look at samples.
 
     shown = ShownTokens(ids)
     trainer.update(rows, shown)
     shown.add_to(rows, trainer.mesh)     # columns `logprobs/policy`, `entropy/policy`
 
-The loss computes both for every token: what is kept costs no pass, and nothing that waits for the
+The loss computes both for every token, so keeping them takes no further pass and no wait for the
 device.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hone.algorithms.algorithm import Outputs
-from hone.config.algorithm import Output
+from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.types import Column, MicroBatch, Row
 
@@ -27,25 +27,26 @@ _SHOWN: tuple[Output, ...] = ("logprobs", "entropy")
 
 @dataclass(slots=True)
 class ShownTokens:
-    """Of the rows with these `ids`, as the policy first has them in the update."""
+    """Collects logprobs and entropy of the rows with these `ids`, from their first pass in the
+    update."""
 
     ids: frozenset[str]
     num_steps: int = 0
-    """Optimizer steps of the update that have ended: which of a row's passes was its first, where
-    each epoch may give it to another process."""
+    """Number of finished optimizer steps of the update. It decides which pass of a row was the
+    first, since each epoch may assign the row to another process."""
     _passes: list[tuple[int, Sequence[str], Outputs]] = field(
         default_factory=list[tuple[int, Sequence[str], Outputs]]
     )
-    """Of a pass `num_steps`, its ids, and its outputs over all trained tokens."""
+    """For each pass: `num_steps`, its row ids, and its outputs over all trained tokens."""
 
     def see(self, batch: MicroBatch, outputs: Outputs) -> None:
-        """Keep what a pass with gradient has computed."""
+        """Keep the outputs of a pass with gradient."""
         if not self.ids.isdisjoint(batch.ids):
-            found: Outputs = {name: outputs[name].detach() for name in _SHOWN if name in outputs}
-            self._passes.append((self.num_steps, batch.ids, found))
+            shown: Outputs = {name: outputs[name].detach() for name in _SHOWN if name in outputs}
+            self._passes.append((self.num_steps, batch.ids, shown))
 
     def add_to(self, rows: Sequence[Row], mesh: Mesh) -> None:
-        """Give the rows what they do not have, in every process. Collective."""
+        """Add the columns that rows lack, in every process. Collective."""
         num_trained = {row.id: row.num_trained for row in rows}
         own: dict[str, tuple[int, Outputs]] = {}
         for step, ids, outputs in self._passes:
@@ -58,9 +59,9 @@ class ShownTokens:
                     own[row_id] = step, part
         first: dict[str, tuple[int, Outputs]] = {}
         for of_rank in mesh.gather(own):
-            for row_id, found in of_rank.items():
-                if row_id not in first or found[0] < first[row_id][0]:
-                    first[row_id] = found
+            for row_id, candidate in of_rank.items():
+                if row_id not in first or candidate[0] < first[row_id][0]:
+                    first[row_id] = candidate
         for row in rows:
             for name, values in first.get(row.id, (0, {}))[1].items():
                 row.columns.setdefault(f"{name}/policy", Column(values))

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of the trained model: which layer is split how.
+"""Tensor and sequence parallelism of the trained model.
 
 Parameters become DTensors over the tensor axis (Megatron-LM, Shoeybi et al., arXiv:1909.08053), and
 between layers each rank has its share of the tokens (sequence parallelism, Korthikanti et al.,
@@ -6,14 +6,13 @@ arXiv:2205.05198):
 
     embedding, head          rows, the vocabulary; one tensor where they are tied
     q, k, v, gate, up        rows: a rank's own heads and inner size
-    o, down                  columns: parts of a sum, added up while the tokens are dealt out
+    o, down                  columns: partial sums, added up by a reduce-scatter over the tokens
     norms                    whole on every rank, each sees its share of tokens or of heads
     head of values           whole on every rank, each sees all tokens
 
-A layer gathers all tokens before attention and before the MLP and deals them out again behind. Any
-number of tokens will do: the last ranks' shares are filled up with rows that nobody reads. Hidden
-states after the final norm are whole again and equal on every rank; so must be the gradient that
-comes back for them.
+A layer gathers all tokens before attention and before the MLP, and scatters them again after it.
+The number of tokens is arbitrary: the last ranks' shares are padded with rows that nobody reads.
+Hidden states after the final norm are whole and equal on every rank; their gradient must be, too.
 
 DTensors hold the parameters, for FSDP and checkpoints, but layers compute with plain tensors: a
 compiled layer with DTensors inside cannot have a dynamic number of tokens. Apply it before FSDP,
@@ -29,7 +28,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,17 +46,18 @@ from hone.families.registry import SPECS, TENSOR_FAMILIES
 from hone.families.spec import Split
 from hone.models.decoder import Elsewhere, decoder_layers, head_weight
 from hone.models.heads import has_value_head, value_head
+from hone.trainer.row_shares import first_row, gather_rows
 
-__all__ = ["SplitModule", "first_row", "gather_rows", "own_part", "parallelize"]
+__all__ = ["SplitModule", "own_part", "parallelize"]
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
     """Split `model` over the tensor axis of `mesh`, in place; nothing with one rank along it.
 
-    Every rank brings the same whole weights and keeps its part of them; no messages are sent. From
-    host memory they come to the mesh's device one by one, where the parts stay. Those on the meta
-    device stay there, as parts.
-    The family must be of `TENSOR_FAMILIES`; the ranks divide its heads and inner size.
+    Every rank passes the same whole weights and keeps its part of them; no messages are sent.
+    Weights in host memory are copied to the mesh's device one by one, where the parts stay. Weights
+    on the meta device stay there, as parts. The family must be of `TENSOR_FAMILIES`; the ranks
+    divide its heads and inner size.
     """
     if mesh.tensor_mesh is None:
         return
@@ -82,7 +81,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
 
 
 def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[SplitModule]]]:
-    """Modules of the backbone that are here, and what they become."""
+    """Each module of the backbone in this process, and the class that replaces its own."""
     family = model.config.model_type
     assert family in TENSOR_FAMILIES, f"{family} is not split over the tensor axis"
     plan = SPECS[family].tensor_plan
@@ -101,7 +100,7 @@ class SplitModule(nn.Module):
     """A module whose parameters are DTensors over the tensor axis."""
 
     placements: ClassVar[dict[str, Placement]]
-    """How each parameter is split."""
+    """Placement of each parameter over the tensor axis."""
 
     @classmethod
     def split(cls, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -115,7 +114,7 @@ class SplitModule(nn.Module):
 
 
 class ColumnLinear(SplitModule, nn.Linear):
-    """All tokens to a rank's own outputs."""
+    """Column-parallel linear layer: all tokens in, this rank's output features out."""
 
     placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
 
@@ -125,7 +124,8 @@ class ColumnLinear(SplitModule, nn.Linear):
 
 
 class RowLinear(SplitModule, nn.Linear):
-    """A rank's own inputs to the sums of its share of the tokens."""
+    """Row-parallel linear layer: this rank's input features in, summed outputs of its share of the
+    tokens out."""
 
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
 
@@ -136,7 +136,8 @@ class RowLinear(SplitModule, nn.Linear):
 
 
 class VocabularyEmbedding(SplitModule, nn.Embedding):
-    """All token ids to the embeddings of a rank's share of them."""
+    """Vocabulary-parallel embedding: all token ids in, embeddings of this rank's share of the
+    tokens out."""
 
     placements: ClassVar = {"weight": Shard(0)}
 
@@ -153,7 +154,7 @@ class VocabularyEmbedding(SplitModule, nn.Embedding):
 
 
 class SharedNorm(SplitModule):
-    """RMSNorm of the families served, of a rank's share of rows."""
+    """RMSNorm over this rank's share of the rows."""
 
     placements: ClassVar = {"weight": Replicate()}
     weight: nn.Parameter
@@ -166,7 +167,7 @@ class SharedNorm(SplitModule):
 
 
 class ValueHead(SplitModule):
-    """One row for all tokens, on every rank, each of which has its whole gradient."""
+    """Head of one row, whole on every rank; each rank computes its whole gradient."""
 
     placements: ClassVar = {"weight": Replicate()}
 
@@ -178,18 +179,13 @@ _CLASSES: dict[Split, type[SplitModule]] = {
 }
 
 
-def first_row(num_rows: int, rank: int, size: int) -> int:
-    """First of a rank's rows where DTensor splits `num_rows` over `size` ranks."""
-    return min(rank * -(-num_rows // size), num_rows)
-
-
 def own_part(parameter: Tensor) -> Tensor:
     """A rank's part of a split parameter."""
     return cast(DTensor, parameter).to_local()
 
 
 def _shared(parameter: Tensor) -> Tensor:
-    """A parameter that is whole on every rank, each of which has part of its gradient."""
+    """A parameter that is whole on every rank, while each rank computes a part of its gradient."""
     return _SumGradients.apply(own_part(parameter), _mesh(parameter))
 
 
@@ -217,12 +213,12 @@ def _scatter_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tokens of all ranks, with those that fill up: [1, size * t, D] of [1, t, D]."""
+    """Gather the tokens of all ranks, padding included: [1, t, D] to [1, size * t, D]."""
     return _Gather.apply(x[0], mesh).unsqueeze(0)
 
 
 class _ScatterSum(torch.autograd.Function):
-    """Parts [T, D] of a sum to a rank's rows of it, [T / size, D]."""
+    """Reduce-scatter: partial sums [T, D] to this rank's rows of the sum, [T / size, D]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -235,7 +231,7 @@ class _ScatterSum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all ranks, which each uses in its own way."""
+    """All-gather of rows that each rank uses differently, so backward adds up their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -248,7 +244,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherWhole(torch.autograd.Function):
-    """The rows of all ranks, which all use alike: their gradients are equal."""
+    """All-gather of rows that all ranks use in the same way, so their gradients are equal."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -260,19 +256,13 @@ class _GatherWhole(torch.autograd.Function):
         return grads[0].chunk(ctx.mesh.size())[ctx.mesh.get_local_rank()], None
 
 
-# Collectives that a compiled layer can hold. What they return is waited for at once: a tensor that
-# still has to arrive loses its gradient on the way into a compiled layer.
+# Collectives that can be part of a compiled layer. Their results are waited for at once: a tensor
+# that is still in transfer loses its gradient on the way into a compiled layer.
 
-# Renamed in torch 2.13, where the old names warn.
-_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+# Renamed in torch 2.13, where the old name warns.
 _reduce_scatter = (
     getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 )
-
-
-def gather_rows(x: Tensor, ranks: tuple[DeviceMesh, int] | dist.ProcessGroup) -> Tensor:
-    """Rows x [N, ...] of all ranks, one after the other: [size * N, ...]. Without gradient."""
-    return collectives.wait_tensor(_all_gather(x.contiguous(), 0, ranks))
 
 
 def _sum_and_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -299,5 +289,5 @@ def _gather_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     if isinstance(module.norm, Elsewhere):  # shares go on to the next pipeline stage
         return output
     hidden_TD = _GatherWhole.apply(output.last_hidden_state[0], _mesh(module.norm.weight))
-    output.last_hidden_state = hidden_TD[None, : kwargs["position_ids"].shape[1]]
+    output.last_hidden_state = hidden_TD[None, : kwargs["position_ids"].shape[-1]]
     return output

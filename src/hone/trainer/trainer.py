@@ -1,13 +1,13 @@
-"""Training of one model: a batcher, a model that passes run through, and an optimizer.
+"""Training of one model: a batcher, a model, and an optimizer.
 
     for step_rows in batcher.optimizer_steps(rows):
         batches = batcher.micro_batches(step_rows, objective.weights(step_rows))
         loss, metrics = model.forward_backward(batches, objective)
         optimizer.step(norm of the gradient)
 
-Every token's weight in the loss is settled over the whole optimizer step before the first forward,
-so how it is cut into micro-batches cannot change the gradient, nor that an attempt has run out of
-memory (`out_of_memory.py`).
+Every token's weight in the loss is fixed over the whole optimizer step before the first forward. So
+neither the division into micro-batches nor a retry after an out-of-memory error
+(`out_of_memory.py`) can change the gradient.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.algorithms.algorithm import Objective, Outputs
+from hone.algorithms.settings import Output
 from hone.checkpoint.export import export_hf
 from hone.checkpoint.sharded import StoredTensor, bytes_on
-from hone.config.algorithm import Output
-from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.models.adapters import is_adapted, merged_weights
+from hone.models.adapted import is_adapted, merged_weights
 from hone.observe.metrics import Mean, Metrics, Sum, merge
 from hone.trainer.batcher import Batcher
+from hone.trainer.build import attempts, trained_model
 from hone.trainer.optimizer import Optimizer
-from hone.trainer.out_of_memory import Repair
-from hone.trainer.parallel_model import ParallelModel
-from hone.trainer.pipeline import with_other_stages
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.scorer import agree, agreed_passes, row_outputs
-from hone.trainer.shown_tokens import ShownTokens
+from hone.trainer.settings import SFTTrainerConfig
 from hone.types import MicroBatch, Row
+
+if TYPE_CHECKING:
+    from hone.trainer.shown_tokens import ShownTokens
 
 __all__ = ["Trainer"]
 
 
 class Trainer:
-    """A model in training: it turns rows into micro-batches, gradients and optimizer steps.
+    """A model in training, which makes optimizer steps from rows.
 
         trainer = Trainer(model, TrainerConfig(), algorithm.objectives["policy"], total_steps=100)
         metrics = trainer.update(rows)
 
-    With a mesh of several processes each of them is given all rows and returns the same results.
+    With a mesh of several processes, each process passes all rows and gets the same results.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Trainer:
     ) -> None:
         """`model` comes from `load_model` and is changed in place; `objective` is the loss, that of
         an algorithm for the model's `role`. `total_steps` is the number of optimizer steps of the
-        whole run, for the schedule of the learning rate. `temperature` is the one that sampled the
-        rows, `seed` orders mini-batches. `dump_dir` receives the rows of a step whose numbers are
-        not finite, and what `Repair` notes; `on_exhausted` as there.
-        `exact` and `replays_routes` as in `ParallelModel.trained`. `mesh` is shared by all
-        processes that train together, each of which brings the same model, in host memory, on its
-        device or deferred (`hone.models.deferred`); it is changed in place."""
+        whole run, for the schedule of the learning rate. `temperature` is that of the sampling,
+        `seed` orders mini-batches. `dump_dir` receives the rows of a step whose numbers are not
+        finite, and the notes of `Repair` (`out_of_memory.py`); `on_exhausted` as there. `exact` and
+        `replays_routes` as of `ParallelModel`. `mesh` is shared by all processes that train
+        together, each of which brings the same model, in host memory, on its device or deferred
+        (`hone.models.deferred`); it is changed in place."""
         mesh = Mesh.alone(model.device) if mesh is None else mesh
         self.mesh = mesh
         self.objective = objective
         self.role = role
-        self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, on_exhausted=on_exhausted)
+        self.repair = attempts(cfg, mesh, role=role, folder=dump_dir, on_exhausted=on_exhausted)
         cfg = self.repair.cfg
         self.batcher = Batcher.of(cfg, model, seed=seed, exact=exact)
-        self.model, self.policy = ParallelModel.trained(
+        self.model, self.policy = trained_model(
             model,
             cfg,
             mesh,
@@ -99,11 +99,13 @@ class Trainer:
         self._dump_dir = dump_dir
 
     def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
-        """As of a `RowScorer`: the model as it is when it is waited for."""
+        """Implements `RowScorer`: the scores are those of the weights when the returned function is
+        called."""
         return partial(self.outputs, rows, outputs)
 
     def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient."""
+        """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, without
+        gradient."""
         return [of_row["logprobs"] for of_row in self.outputs(rows, frozenset({"logprobs"}))]
 
     def outputs(
@@ -113,7 +115,7 @@ class Trainer:
         *,
         before_pass: Callable[[], None] = lambda: None,
     ) -> list[Outputs]:
-        """Of each row's trained tokens, as `row_outputs`."""
+        """The outputs of each row's trained tokens, as of `row_outputs`."""
         step = self.optimizer.num_steps
 
         def score() -> list[Outputs]:
@@ -124,7 +126,8 @@ class Trainer:
         return self.repair.until_it_fits("forward", rows, score)
 
     def update(self, rows: Sequence[Row], shown: ShownTokens | None = None) -> Metrics:
-        """Train on the rows of one rollout, or one step's demonstrations; `shown` sees the outputs.
+        """Train on the rows of one rollout, or one step's demonstrations; `shown` receives the
+        outputs.
 
         Rows need the columns that the objective names, and those of `outputs_before`. Raises
         NonFiniteError for numbers that are not finite, ValueError for a row that does not fit into
@@ -177,15 +180,15 @@ class Trainer:
         return self.repair.until_it_fits("backward", rows, compute, discard=discard)
 
     def _micro_batches(self, rows: Sequence[Row], weights: Sequence[float]) -> Iterator[MicroBatch]:
-        """This rank's, of one optimizer step."""
+        """This rank's micro-batches of one optimizer step."""
         step, mesh = self.optimizer.num_steps, self.mesh
         passes = agreed_passes(self.batcher, rows, "backward", mesh, step=step)
         own = passes[mesh.data.rank]
         return self.batcher.micro_batches(rows, weights, own, mesh, per=self.objective.per)
 
     def outputs_before(self, rows: Sequence[Row]) -> frozenset[Output]:
-        """What `update` needs of this model before its first optimizer step on `rows`: where it
-        makes several, columns `<output>/<role>`."""
+        """Outputs that `update` needs as columns `<output>/<role>` before its first optimizer step
+        on `rows`; empty where it makes only one step."""
         several = self.batcher.makes_several_steps(rows)
         return self.objective.outputs_before if several else frozenset()
 
@@ -224,7 +227,8 @@ class Trainer:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights an engine must sample with, under Hugging Face names. With several processes
-        whole tensors, gathered some at a time: collective, and each exists while it is held."""
+        they are whole tensors, gathered in groups: collective, and each exists as long as the
+        caller refers to it."""
         return merged_weights(self.policy.model, self.policy.named_weights())
 
     def export_hf(
@@ -236,7 +240,7 @@ class Trainer:
         step: int | None = None,
     ) -> Path:
         """Write the model as a Hugging Face folder, which `from_pretrained` loads without hone:
-        config, weights, tokenizer and chat template. The folder.
+        config, weights, tokenizer and chat template. Returns the folder.
 
         Weights are of the format that the model computes in, or of `dtype`, to which float32
         masters are then rounded; adapters are merged into them. `step` goes into the folder's
@@ -251,7 +255,11 @@ class Trainer:
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Masters and moments as named tensors, and counters that JSON can hold. Those of other
         pipeline stages are on the meta device. Collective."""
-        tensors = with_other_stages(self.optimizer.state_dict(), self.mesh)
+        tensors = self.optimizer.state_dict()
+        if self.mesh.pipeline.size > 1:
+            from hone.trainer.pipeline import with_other_stages
+
+            tensors = with_other_stages(tensors, self.mesh)
         return tensors, {
             "num_steps": self.optimizer.num_steps,
             "num_updates": self.num_updates,
@@ -261,7 +269,7 @@ class Trainer:
     def load_state_dict(
         self, tensors: Mapping[str, Tensor | StoredTensor], metadata: Mapping[str, Any]
     ) -> None:
-        """Take over what `state_dict` gave, as `Optimizer.load_state_dict`. Raises ValueError where
+        """Load the state of `state_dict`, as `Optimizer.load_state_dict`. Raises ValueError where
         it is incomplete or belongs to another model."""
         if len(tensors) != metadata["num_tensors"]:
             raise ValueError(
@@ -274,8 +282,8 @@ class Trainer:
 
     @property
     def device_bytes(self) -> int:
-        """What this process holds between two steps on the device that computes: weights, masters
-        and moments."""
+        """Bytes that this process keeps on its device between two steps: weights, masters and
+        moments."""
         tensors = [*self.policy.model.parameters(), *self.optimizer.device_tensors()]
         return bytes_on(self.mesh.device, tensors)
 

@@ -1,38 +1,38 @@
 """AdamW, and Muon for hidden matrices, over named float32 parameters.
 
-The rules come from torch. What this file adds: which parameter gets which rule, one learning-rate
-factor for all, moments in bfloat16 or in host memory, and a state of named tensors that any
-checkpoint format can hold.
+The rules come from torch. This file adds the choice of the rule for each parameter, one
+learning-rate factor for all, moments in bfloat16 or in host memory, and a state of named tensors
+that any checkpoint format can store.
 
 A step over host memory streams masters and moments through the device rather than updating them
 with the processor's cores. Per parameter of 4-byte state it sends 12 bytes each way, 96 GB for 8
 billion parameters, which a bus of 50 GB/s does in 2 s, both directions at once; cores would read
-and write 246 GB of host memory, more than 2 s, and be missing to rewards and data meanwhile. And
-the numbers are then, bit for bit, those of a step without offload. Gradients that lie on the host
-come along, and are scaled on the device.
+and write 246 GB of host memory, which takes more than 2 s, and would not be available for rewards
+and data in that time. Streaming also gives, bit for bit, the numbers of a step without offload.
+Gradients on the host are streamed too, and scaled on the device.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Muon
 from torch.optim.adamw import adamw
 
-from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, own_part, region_of
-from hone.config.trainer import OptimizerConfig
-from hone.trainer.host_gradients import Piece
-from hone.trainer.offload import BUCKET_BYTES, Bucket, host_tensors, stream_buckets
+from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, own_part
+from hone.trainer.pieces import BUCKET_BYTES, Operand, Piece
+from hone.trainer.settings import OptimizerConfig
 
-__all__ = ["FlatLayout", "ParameterOptimizer", "adamw_bfloat16_"]
+if TYPE_CHECKING:
+    from hone.trainer.narrow_moments import NarrowMoments
+
+__all__ = ["ParameterOptimizer"]
 
 _PIECE_STEP = 1024
-_CHUNK = 1 << 22
 
 WriteBack = Callable[[Sequence[tuple[Piece, Tensor]]], None]
 
@@ -44,45 +44,6 @@ class _Moments:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     num_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """What one update reads and writes of a piece of a parameter, flat."""
-
-    piece: Piece
-    master: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class FlatLayout:
-    """Where a flattened shard lies in its flattened parameter: element `i` of the shard is element
-    `offset + i // row * stride + i % row` of the parameter.
-
-    A shard in one piece, which is what a cut along the first dimension gives, has `row == stride`.
-    """
-
-    offset: int = 0
-    row: int = 1
-    stride: int = 1
-
-    @classmethod
-    def of(cls, parameter: Tensor) -> FlatLayout:
-        """Of what this process holds. Raises ValueError where it is cut along two dimensions other
-        than the first."""
-        region, shape = region_of(parameter), tuple(parameter.shape)
-        if not prod(region.shape):
-            return cls()
-        offset = sum(o * prod(shape[dim + 1 :]) for dim, o in enumerate(region.offsets))
-        cut = [dim for dim, n in enumerate(region.shape) if dim and n != shape[dim]]
-        if not cut:
-            return cls(offset)
-        if len(cut) > 1:
-            raise ValueError(f"a shard of {region.shape} of {shape} is cut along dimensions {cut}")
-        return cls(offset, prod(region.shape[cut[0] :]), prod(shape[cut[0] :]))
 
 
 class ParameterOptimizer:
@@ -109,9 +70,9 @@ class ParameterOptimizer:
 
         `offload`, which Muon does not serve, keeps moments in pinned host memory; steps are then
         computed on `device`, that of the parameters by default. With it gradients may lie on the
-        host, and parameters: `write_back` is then called with each piece of them that has moved, on
-        the device. Of DTensors offload sees each process's own part. Raises UserError where the
-        host has too little memory.
+        host, and parameters too: `write_back` is then called with each updated piece of them, on
+        the device. For DTensors offload applies to each process's own part. Raises UserError where
+        the host has too little memory.
         """
         self._parameters = dict(parameters)
         self._cfg = cfg
@@ -135,18 +96,19 @@ class ParameterOptimizer:
             )
         on_adamw = {n: p for n, p in parameters.items() if p not in self._muon_names}
         self._moments: dict[str, _Moments] = self._reserved(on_adamw) if offload else {}
-        """AdamW's: on the device made when they are needed, on the host all at once."""
-        self._layouts: dict[str, FlatLayout] = {}
-        """Where the noise of bfloat16 moments is counted from."""
+        """AdamW's moments: on the device made when they are needed, on the host all at once."""
+        self._narrow: NarrowMoments | None = None
         if self._dtype is torch.bfloat16:
-            self._layouts = {name: FlatLayout.of(p) for name, p in on_adamw.items()}
+            from hone.trainer.narrow_moments import NarrowMoments
+
+            self._narrow = NarrowMoments(on_adamw, cfg)
 
     def step(
         self, gradients: Mapping[str, Tensor], lr_scale: float, gradient_scale: Tensor | None = None
     ) -> None:
-        """Apply gradients, by parameter, at `lr_scale` times the peak rates, after scaling them:
-        in place, unless they lie on the host. Where memory for the moments is lacking, nothing has
-        moved."""
+        """Scale the gradients by `gradient_scale` (in place, unless they lie on the host) and apply
+        them at `lr_scale` times the peak rates. Where memory for the moments is lacking, no
+        parameter is changed."""
         for name in gradients:
             if not self._is_on_muon(name):
                 self._moments_of(name)
@@ -172,15 +134,16 @@ class ParameterOptimizer:
             self._muon.zero_grad(set_to_none=True)
 
     def device_tensors(self) -> list[Tensor]:
-        """The moments that lie in device memory, local parts of DTensors: what a trainer that
-        sleeps can move away."""
+        """The moments in device memory, local parts of DTensors, which a sleeping trainer moves
+        away."""
         if self._offload:
             return []
         tensors = self.state_dict().items()
         return [local_part(tensor) for key, tensor in tensors if not key.startswith("step/")]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`<moment>/<parameter>` to tensor; parameters that never had a gradient have none.
+        """The moments by the name `<moment>/<parameter>`; a parameter that never had a gradient has
+        none.
 
         Moments have the shape and placements of their parameter, wherever they lie.
         """
@@ -197,10 +160,10 @@ class ParameterOptimizer:
         return tensors
 
     def load_state_dict(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
-        """Take over a saved state, in the format configured here, from any device: whole moments,
-        DTensors placed as their parameter is, or what is stored, of which each process reads its
-        part, one tensor after the other. Raises ValueError for unknown parameters and wrong shapes
-        or placements."""
+        """Load a saved state from any device, converted to the configured dtype: whole moments,
+        DTensors with the placement of their parameter, or stored tensors, from which each process
+        reads its part, one after the other. Raises ValueError for unknown parameters and wrong
+        shapes or placements."""
         if not self._offload:
             self._moments.clear()
         for moments in self._moments.values():
@@ -248,11 +211,13 @@ class ParameterOptimizer:
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        """Format of the moments; None is the parameter's own."""
+        """Dtype of the moments; None: that of the parameter."""
         return torch.bfloat16 if self._cfg.state_dtype == "bfloat16" else None
 
     def _reserved(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, _Moments]:
-        """All moments on the host."""
+        """Moments of all parameters, allocated in host memory."""
+        from hone.trainer.offload import host_tensors
+
         tensors = host_tensors(
             [
                 (local_part(p).shape, self._dtype or p.dtype)
@@ -270,18 +235,20 @@ class ParameterOptimizer:
             )
         }
 
-    def _operand(self, piece: Piece, gradients: Mapping[str, Tensor]) -> _Operand:
-        """Views of what belongs to a piece, wherever it lies."""
+    def _operand(self, piece: Piece, gradients: Mapping[str, Tensor]) -> Operand:
+        """Views of the tensors of a piece, on device or host."""
         moments = self._moments[piece.name]
         tensors = (self._parameters[piece.name], gradients[piece.name])
         tensors += moments.exp_avg, moments.exp_avg_sq
         flat = (local_part(tensor.detach()).view(-1) for tensor in tensors)
-        return _Operand(piece, *(tensor[piece.start : piece.stop] for tensor in flat))
+        return Operand(piece, *(tensor[piece.start : piece.stop] for tensor in flat))
 
     def _stream(
         self, gradients: Mapping[str, Tensor], lr: float, gradient_scale: Tensor | None
     ) -> None:
-        """Update what lies on the host, one bucket after the other."""
+        """Update the parameters whose state lies on the host, one bucket after the other."""
+        from hone.trainer.offload import Bucket, stream_buckets
+
         buckets = [
             [self._operand(piece, gradients) for piece in pieces]
             for pieces in self._buckets(gradients)
@@ -306,7 +273,7 @@ class ParameterOptimizer:
             if self._write_back is not None:
                 self._write_back([(operand.piece, operand.master) for operand in operands])
 
-        def of_host(names: Sequence[str], operands: Sequence[_Operand]) -> list[Tensor]:
+        def of_host(names: Sequence[str], operands: Sequence[Operand]) -> list[Tensor]:
             return [getattr(operand, name) for operand in operands for name in names]
 
         on_host = (Bucket(of_host(changed, own), of_host(read, own)) for own in buckets)
@@ -327,7 +294,7 @@ class ParameterOptimizer:
             while start < size:
                 stop = min(size, start + room)
                 buckets[-1].append(Piece(name, start, stop))
-                # Places of later pieces stay aligned.
+                # Rounded up, so that the places of later pieces stay aligned.
                 room -= -(-(stop - start) // _PIECE_STEP) * _PIECE_STEP
                 start = stop
                 if room == 0:
@@ -336,18 +303,19 @@ class ParameterOptimizer:
         return [bucket for bucket in buckets if bucket]
 
     @torch.no_grad()
-    def _update(self, operands: Sequence[_Operand], lr: float) -> None:
+    def _update(self, operands: Sequence[Operand], lr: float) -> None:
         for is_decayed in (True, False):
             group = [o for o in operands if (self._parameters[o.piece.name].ndim > 1) == is_decayed]
             decay = self._cfg.weight_decay if is_decayed else 0.0
-            if self._dtype is torch.bfloat16:
+            if self._narrow is not None:
                 for operand in group:
-                    self._update_bfloat16(operand, lr, decay)
+                    num_steps = self._moments[operand.piece.name].num_steps
+                    self._narrow.update(operand, num_steps, lr, decay)
             elif group:
                 self._update_float32(group, lr, decay)
 
-    def _update_float32(self, group: Sequence[_Operand], lr: float, decay: float) -> None:
-        # torch counts the step that it makes.
+    def _update_float32(self, group: Sequence[Operand], lr: float, decay: float) -> None:
+        # torch increases the step count itself.
         counts = torch.tensor([self._moments[o.piece.name].num_steps - 1.0 for o in group])
         adamw(
             [o.master for o in group],
@@ -365,104 +333,3 @@ class ParameterOptimizer:
             eps=self._cfg.eps,
             maximize=False,
         )
-
-    def _update_bfloat16(self, operand: _Operand, lr: float, decay: float) -> None:
-        name, first_index, _ = operand.piece
-        num_steps = self._moments[name].num_steps
-        adamw_bfloat16_(
-            operand.master,
-            operand.gradient,
-            operand.exp_avg,
-            operand.exp_avg_sq,
-            first_index=first_index,
-            layout=self._layouts[name],
-            seed=zlib.crc32(f"{name}/{num_steps}".encode()) >> 1,
-            num_steps=num_steps,
-            cfg=self._cfg,
-            lr=lr,
-            decay=decay,
-        )
-
-
-def adamw_bfloat16_(
-    master: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    first_index: int,
-    layout: FlatLayout = FlatLayout(),
-    seed: int,
-    num_steps: int,
-    cfg: OptimizerConfig,
-    lr: float,
-    decay: float,
-) -> None:
-    """Step `num_steps` (from 1) of AdamW in place: float32 master and gradient, bfloat16 moments.
-
-    All are flat: elements from `first_index` on of a shard that lies in its parameter as `layout`
-    says. The master moves by the moments before they are rounded. They are rounded up or down with
-    the probability of the distance, by bits that depend on `seed` and on an element's place in the
-    parameter, however that is sharded. To the nearest, a moment that should change by less than
-    1/256 of itself would never change: at a decay of 0.999 it would keep its first value for ever.
-    """
-    beta1, beta2 = cfg.betas
-    correction1, correction2 = 1 - beta1**num_steps, 1 - beta2**num_steps
-    if master.is_cuda:
-        from hone.trainer.adamw_kernel import adamw_bfloat16  # needs triton, absent on CPUs
-
-        adamw_bfloat16(
-            master,
-            gradient,
-            exp_avg.view(torch.int16),
-            exp_avg_sq.view(torch.int16),
-            first_index=first_index,
-            offset=layout.offset,
-            row=layout.row,
-            stride=layout.stride,
-            seed=seed,
-            lr=lr,
-            decay=decay,
-            beta1=beta1,
-            beta2=beta2,
-            eps=cfg.eps,
-            correction1=correction1,
-            correction2=correction2,
-        )
-        return
-    for start in range(0, master.numel(), _CHUNK):
-        place = slice(start, start + _CHUNK)
-        p, g = master[place], gradient[place]
-        m = exp_avg[place].float().lerp_(g, 1 - beta1)
-        v = exp_avg_sq[place].float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        p.mul_(1 - lr * decay)
-        p.addcdiv_(m, (v.sqrt() / correction2**0.5).add_(cfg.eps), value=-lr / correction1)
-        noise = _noise(first_index + start, p.numel(), seed, layout)
-        exp_avg[place] = _round_to_bfloat16(m, noise & 0xFFFF)
-        exp_avg_sq[place] = _round_to_bfloat16(v, _shift_right(noise, 16))
-
-
-def _round_to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
-    """Adding 16 random bits below the last that stays carries with the probability of what goes."""
-    return ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32).bfloat16()
-
-
-def _noise(first_index: int, size: int, seed: int, layout: FlatLayout = FlatLayout()) -> Tensor:
-    """32 bits for each place, as int32: the finaliser of MurmurHash3 in wrapping arithmetic."""
-    i = torch.arange(first_index, first_index + size)
-    if layout.row != layout.stride:
-        i = i // layout.row * layout.stride + i % layout.row
-    x = (layout.offset + i).to(torch.int32)
-    x = x * _signed(0x9E3779B1) + seed
-    x = (x ^ _shift_right(x, 16)) * _signed(0x85EBCA6B)
-    x = (x ^ _shift_right(x, 13)) * _signed(0xC2B2AE35)
-    return x ^ _shift_right(x, 16)
-
-
-def _shift_right(x: Tensor, places: int) -> Tensor:
-    """Of unsigned bits: zeros come in."""
-    return (x >> places) & ((1 << (32 - places)) - 1)
-
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 32) if bits >= 1 << 31 else bits

@@ -1,4 +1,4 @@
-"""What tells one version of a user's function from another, without running it."""
+"""Digests of users' functions, which change with their code, without running it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,23 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from hone.address import names_code
+from hone.address import module_file, names_code
 from hone.user_code.inherited import inherited
 
-__all__ = ["code_digest", "module_file"]
-
-
-def module_file(spec: str) -> Path:
-    """The file of `path/to/file.py:name`, or of `package.module:name` in the current folder; it
-    need not exist."""
-    location = spec.rpartition(":")[0]
-    is_file = location.endswith(".py")
-    return Path(location) if is_file else Path(*location.split(".")).with_suffix(".py")
+__all__ = ["code_digest"]
 
 
 def code_digest(spec: str) -> str | None:
-    """A short digest of the code that the function or class `spec` has: of its whole file, or of
-    the bytecode and the defaults of one that is inherited, whose place in a notebook may change,
-    with what it uses of its module and its captured variables. Not of its file: that is the program
-    which trains, of which any line may have changed. None where neither is here, as of built-in
-    ones and of installed packages.
+    """A digest (12 hex digits) of the code of the function or class `spec`.
 
-    Other modules that it imports are not looked at.
+    For `path/to/file.py:name` it covers the whole file. For an inherited function it covers the
+    bytecode, the defaults, captured variables and what it uses of its own module, but neither the
+    file, of which any other line may change between runs, nor line numbers, which move in a
+    notebook. None for built-in functions and installed packages. Other modules that the code
+    imports are not covered.
     """
     if (function := inherited(spec)) is not None:
         content = repr([*_parts(function, set())]).encode()
@@ -43,22 +34,22 @@ def code_digest(spec: str) -> str | None:
 
 
 def _parts(function: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
-    """What a function does; nothing in it that names a place in a file or in memory. `seen` are the
-    ids of functions that it is part of."""
+    """What a function does, without file names, line numbers and memory addresses. `seen` has the
+    ids of the code of functions that are being visited."""
     if isinstance(function, functools.partial):
         yield from _parts(function.func, seen)
         yield _plain([*function.args, *function.keywords.items()])
         return
     if isinstance(function, type):
-        for name, held in sorted(vars(function).items()):
-            if callable(held):
-                yield name, [*_parts(held, seen)]
+        for name, member in sorted(vars(function).items()):
+            if callable(member):
+                yield name, [*_parts(member, seen)]
             elif not name.startswith("__"):
-                yield name, _plain([held])
+                yield name, _plain([member])
         return
-    function = getattr(function, "__func__", function)  # of a method
+    function = getattr(function, "__func__", function)  # unwraps a method
     code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):  # an instance that can be called
+    if not isinstance(code, CodeType):  # an instance with `__call__`
         function = type(function).__call__
         code = getattr(function, "__code__", None)
     if isinstance(code, CodeType):
@@ -68,20 +59,20 @@ def _parts(function: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
 
 
 def _used(function: Any, code: CodeType, seen: set[int]) -> Iterator[Any]:
-    """What a function uses beside its arguments: of its own module and of those around it."""
+    """The globals of its module and the captured variables that a function uses."""
     seen.add(id(code))
-    own = function.__globals__
-    named = {name: own[name] for name in sorted(_names(code)) if name in own}
-    named |= inspect.getclosurevars(function).nonlocals
-    for name, value in named.items():
+    module_names = function.__globals__
+    used = {name: module_names[name] for name in sorted(_names(code)) if name in module_names}
+    used |= inspect.getclosurevars(function).nonlocals
+    for name, value in used.items():
         members = vars(value) if isinstance(value, type) else {name: value}
-        for key, one in members.items():
-            inner = getattr(one, "__code__", None)
+        for key, member in members.items():
+            inner = getattr(member, "__code__", None)
             if not isinstance(inner, CodeType):
-                # Of a class `__firstlineno__` and the like say where it is.
-                yield name, [] if key.startswith("__") else _plain([one])
-            elif one.__globals__ is own and id(inner) not in seen:
-                yield name, [*_parts(one, seen)]
+                # `__firstlineno__` and the like of a class are left out: they say where it stands.
+                yield name, [] if key.startswith("__") else _plain([member])
+            elif member.__globals__ is module_names and id(inner) not in seen:
+                yield name, [*_parts(member, seen)]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -93,7 +84,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _plain(values: Sequence[Any]) -> list[Any]:
-    """Those whose text says what they are, and not where."""
+    """The values whose repr has no memory address."""
     return [value for value in values if isinstance(value, str | int | float | tuple | None)]
 
 

@@ -1,8 +1,8 @@
-"""Reward functions and environments that a program has given as they are, by the names they have
-in `reward.functions` and `env.path`.
+"""Reward functions and environments that a program passes as objects, by the names that stand for
+them in `reward.functions` and `env.path`.
 
-A function of a notebook or a script cannot be imported by another process. Reward workers are
-forked from this process instead, and so have it already.
+Another process cannot import a function of a notebook or a script. So reward workers are forked
+from this process, and have the function already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def inherited(name: str) -> Callable[..., Any] | None:
 
 @contextmanager
 def inheriting(functions: Mapping[str, Callable[..., Any]]) -> Generator[None]:
-    """Inside, these names stand for these functions."""
+    """Register `functions` by name for the duration of the block."""
     _FUNCTIONS.update(functions)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Which arguments a reward function takes, beside those that it can be given.
+"""The parameters of reward functions, and whether they can be called with them.
 
-A function is called in the shape that its signature shows: hone's own, or one of those that TRL,
-verl and OpenRLHF call. The same rules serve a function that has been imported, in a worker, and one
-whose file is only parsed, before a run.
+The parameters of a function show its shape: hone's own, or that of TRL, verl or OpenRLHF, and it is
+called as that framework calls it. The same rules serve functions that a worker has imported and
+functions whose file is only parsed, before a run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
-from hone.address import names_code
+from hone.address import module_file, names_code
 from hone.errors import did_you_mean
-from hone.user_code.digest import module_file
 from hone.user_code.inherited import inherited
 
 __all__ = [
@@ -36,35 +35,35 @@ __all__ = [
 
 GIVEN = ("completion", "prompt", "answer", "completion_ids", "task", "stop_reason", "metadata",
          "messages", "max_completion_tokens", "turns")  # fmt: skip
-"""Names of the arguments every sample has."""
+"""Names of the arguments that every sample provides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How functions of one framework are called, and what they return."""
+    """The calling convention of one framework's reward functions."""
 
     framework: str
     mark: str | None
     """The parameter by which a function of this shape is recognised."""
     given: tuple[str, ...]
-    """Arguments that every call brings."""
+    """Arguments that every call passes."""
     answer: str | None
-    """The parameter that brings the answer of a row, which a function that requires it cannot do
-    without. OpenRLHF passes an empty label where there is none."""
+    """The parameter for the answer of a row. Where a function requires it, each row must have an
+    answer; None for OpenRLHF, which passes an empty label where there is none."""
     takes_columns: bool
     """Any other parameter may be a column of the data."""
     takes_lists: bool
-    """So that it can be called with several completions."""
+    """Arguments are lists, so that one call can score several completions."""
     called_with: str
-    """For messages."""
+    """Description of the arguments, for messages."""
 
 
 OWN = Shape("hone", None, GIVEN, "answer", takes_columns=True, takes_lists=False,
             called_with="one sample")  # fmt: skip
 SHAPES = (
     Shape("TRL", "completions",
-          ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra",
-           "answer", "task"),
+          ("prompts", "completions", "completion_ids", "environments", "trainer_state",
+           "log_metric", "log_extra", "answer", "task"),
           "answer", takes_columns=True, takes_lists=True, called_with="lists of one sample"),
     Shape("verl", "solution_str", ("data_source", "solution_str", "ground_truth", "extra_info"),
           "ground_truth", takes_columns=False, takes_lists=False, called_with="one sample"),
@@ -72,14 +71,15 @@ SHAPES = (
           takes_columns=False, takes_lists=True,
           called_with="lists of one sample; a query is the prompt and the completion"),
 )  # fmt: skip
-"""The shapes of other frameworks; `OWN` is that of a function which has no mark of theirs."""
+"""The shapes of other frameworks; a function without a mark of theirs has the shape `OWN`."""
 
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def shape_of(parameters: Iterable[Parameter]) -> Shape:
-    """The shape that a signature shows. `completion` is hone's alone, beside which a name of other
-    frameworks is a column; only `completions` is too near to tell."""
+    """The shape that a signature shows. A function with `completion` has hone's shape, and other
+    frameworks' names are columns for it, except `completions`: with both, the shape is TRL's and
+    `signature_problem` refuses it."""
     names = {parameter.name for parameter in parameters}
     if "completion" in names and "completions" not in names:
         return OWN
@@ -89,11 +89,10 @@ def shape_of(parameters: Iterable[Parameter]) -> Shape:
 def signature_problem(
     parameters: Sequence[Parameter], spec: str, args: Mapping[str, Any], *, whole_groups: bool
 ) -> str | None:
-    """Why the function `spec` cannot be called in its shape with `args`, or with `whole_groups`, or
-    None.
+    """Why the function `spec` cannot be called in its shape with `args` or `whole_groups`, or None.
 
-    A required parameter that its shape does not give and that is not in `args` is taken for a
-    column of the data, where the shape's framework passes columns.
+    A required parameter that neither the shape nor `args` provides is taken for a column of the
+    data, where the shape's framework passes columns.
     """
     shape = shape_of(parameters)
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
@@ -116,7 +115,7 @@ def signature_problem(
     if not shape.takes_columns and (missing := _not_given(parameters, args, shape)):
         return (
             f"'{spec}' is called as {shape.framework}'s reward functions, by "
-            f"{', '.join(shape.given)}, and needs '{missing[0]}' beside them: give it a default, "
+            f"{', '.join(shape.given)}, and also needs '{missing[0]}': give it a default, "
             "or a value in args"
         )
     if takes_all:
@@ -142,8 +141,8 @@ def one_at_a_time(what: str) -> str:
 
 
 def needed_columns(parameters: Sequence[Parameter], args: Mapping[str, Any]) -> list[str]:
-    """Columns of the data that a function cannot be called without: `answer`, whatever column of a
-    source has that role, and required parameters that nothing else gives."""
+    """The columns of the data that a function requires: `answer` (whichever column has that role),
+    and required parameters that neither its shape nor `args` provides."""
     shape = shape_of(parameters)
     required = {p.name for p in parameters if p.default is Parameter.empty}
     answer = ["answer"] if shape.answer in required else []
@@ -157,7 +156,7 @@ def takes_labels(parameters: Sequence[Parameter]) -> bool:
 
 
 def _not_given(parameters: Sequence[Parameter], args: Mapping[str, Any], shape: Shape) -> list[str]:
-    """Required parameters that neither `args` nor the shape gives."""
+    """Required parameters that neither `args` nor the shape provides."""
     return [
         parameter.name
         for parameter in parameters
@@ -176,8 +175,9 @@ def missing_column(
     *,
     source: str = "data.train.N",
 ) -> str:
-    """What to tell where rows, each a place and its columns that are not null, lack what a function
-    asks for; they are `among` so many rows of `source`."""
+    """The message for rows that lack the column `name`, which the function `spec` requires.
+    `lacking` are those rows, each with its place and its columns that are not null; `among` is the
+    number of rows of `source`, in words."""
     place, columns = lacking[0]
     has = ", ".join(sorted(columns)) or "none"
     rows = f"{len(lacking):,} of {among} lack it, the first is {place} (which has: {has})"
@@ -194,12 +194,12 @@ def missing_column(
 
 
 def parsed_parameters(spec: str) -> list[Parameter] | None:
-    """The parameters of `path/to/file.py:function` or `package.module:function` as they are
-    written; None where they cannot be known without running the file, as of a decorated function.
-    Those of an inherited function are asked of it.
+    """The parameters in the source of `path/to/file.py:function` or `package.module:function`; None
+    where they cannot be known without running the file, such as those of a decorated function. An
+    inherited function is inspected instead.
     """
     if (function := inherited(spec)) is not None:
-        with suppress(TypeError, ValueError):  # what is written in C may not show them
+        with suppress(TypeError, ValueError):  # a function written in C may not show them
             return list(signature(function).parameters.values())
         return None
     node = _definition(spec)
@@ -209,20 +209,21 @@ def parsed_parameters(spec: str) -> list[Parameter] | None:
 
 
 def parsed_class(spec: str) -> ast.ClassDef | None:
-    """The class `path/to/file.py:Class` or `package.module:Class` as written; None likewise."""
+    """The class in the source of `path/to/file.py:Class` or `package.module:Class`; None where it
+    cannot be known without running the file."""
     node = _definition(spec)
     return node if isinstance(node, ast.ClassDef) and not node.decorator_list else None
 
 
 def _definition(spec: str) -> ast.AST | None:
-    """What binds a name at the top of a module, where nothing else does."""
+    """The only statement of a module that binds the name, at its top level; else None."""
     name = spec.rpartition(":")[2]
     try:
         tree = ast.parse(module_file(spec).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
-        return None  # said elsewhere, or a module that is installed
-    found = [node for node in ast.walk(tree) if _binds(node, name)]
-    return found[0] if len(found) == 1 and found[0] in tree.body else None
+        return None  # reported elsewhere, or an installed module
+    bindings = [node for node in ast.walk(tree) if _binds(node, name)]
+    return bindings[0] if len(bindings) == 1 and bindings[0] in tree.body else None
 
 
 def _binds(node: ast.AST, name: str) -> bool:

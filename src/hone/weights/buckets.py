@@ -1,7 +1,7 @@
-"""Tensors to byte buffers of bounded size, and back.
+"""Packing of tensors into byte buffers of bounded size, and unpacking.
 
-Sender and receiver derive the same buckets from the same list of entries, so that only bytes
-travel. A tensor that has several names travels once.
+Sender and receiver derive the same buckets from the same list of entries, so only bytes are sent. A
+tensor with several names is sent once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hone.models.manifest import memory_of
 
-__all__ = ["Bucket", "Entry", "layout_of", "plan_buckets"]
+__all__ = ["WeightBucket", "WeightEntry", "layout_of", "plan_buckets"]
 
 ALIGNMENT = 128
-"""Of each tensor in its buffer, in bytes: views of any dtype, and whole lines of a cache."""
+"""Alignment of each tensor in its buffer, in bytes: enough for a view of any dtype, and a multiple
+of a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor that travels, without its values."""
+class WeightEntry:
+    """Names, shape and dtype of one tensor that is sent."""
 
     names: tuple[str, ...]
-    """All that it has; the first is the one that the others are tied to."""
+    """All names of the tensor; the others are tied to the first."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -37,11 +38,12 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Entries that travel in one buffer, each at a fixed place."""
+class WeightBucket:
+    """Entries that are sent in one buffer, each at a fixed offset."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[WeightEntry, ...]
     offsets: tuple[int, ...]
+    """Byte offset of each entry."""
     num_bytes: int
 
     def new_buffer(self, device: torch.device) -> Tensor:
@@ -56,40 +58,40 @@ class Bucket:
         ]
 
     def named_views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The same under each of their names."""
+        """The views of `views`, each under all of its names."""
         for entry, view in zip(self.entries, self.views(buffer), strict=True):
             for name in entry.names:
                 yield name, view
 
 
-def layout_of(named: Iterable[tuple[str, Tensor]]) -> list[Entry]:
-    """What `named` consists of, in its order. Names of one and the same memory are one entry."""
-    entries: dict[str, Entry] = {}
+def layout_of(named: Iterable[tuple[str, Tensor]]) -> list[WeightEntry]:
+    """The entries of `named`, in its order. Tensors that share memory are one entry."""
+    entries: dict[str, WeightEntry] = {}
     owners: dict[object, tuple[str, StorageWeakRef]] = {}
     for name, tensor in named:
         owner, storage = owners.get(memory_of(tensor), (name, None))
-        if storage is None or storage.expired():  # the same address is not the same memory
+        if storage is None or storage.expired():  # a freed address may have been reused
             owner = name
             owners[memory_of(tensor)] = name, StorageWeakRef(tensor.untyped_storage())
         names = (*entries[owner].names, name) if owner in entries else (name,)
-        entries[owner] = Entry(names, tuple(tensor.shape), tensor.dtype)
+        entries[owner] = WeightEntry(names, tuple(tensor.shape), tensor.dtype)
     return list(entries.values())
 
 
-def plan_buckets(entries: Sequence[Entry], bucket_bytes: int) -> list[Bucket]:
-    """Cut the list into buckets of at most `bucket_bytes`; a larger tensor travels alone."""
-    buckets: list[Bucket] = []
-    members: list[Entry] = []
+def plan_buckets(entries: Sequence[WeightEntry], bucket_bytes: int) -> list[WeightBucket]:
+    """Split the list into buckets of at most `bucket_bytes`; a larger tensor has its own bucket."""
+    buckets: list[WeightBucket] = []
+    members: list[WeightEntry] = []
     offsets: list[int] = []
     end = 0
     for entry in entries:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         if members and offset + entry.num_bytes > bucket_bytes:
-            buckets.append(Bucket(tuple(members), tuple(offsets), end))
+            buckets.append(WeightBucket(tuple(members), tuple(offsets), end))
             members, offsets, offset = [], [], 0
         members.append(entry)
         offsets.append(offset)
         end = offset + entry.num_bytes
     if members:
-        buckets.append(Bucket(tuple(members), tuple(offsets), end))
+        buckets.append(WeightBucket(tuple(members), tuple(offsets), end))
     return buckets

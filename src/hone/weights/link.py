@@ -1,11 +1,11 @@
 """A process group over processes that were started separately.
 
-The sender of weights hosts a store at a port of its own. Each delivery has a `SyncStore` in it, to
-which members post the phases that they have completed, and why they give up.
-Tensors go over a `Link`, a process group of its own (gloo for CPUs, NCCL for GPUs), which is kept
-from delivery to delivery as long as members are the same and still hold it.
+The sender of weights hosts a TCP store. Each delivery has its own `SyncStore` in it, to which
+members post the phases they have completed, or the reason why they give up. Tensors are sent over a
+`Link`, a process group (gloo for CPUs, NCCL for GPUs) that is kept from delivery to delivery as
+long as its members are the same and still connected.
 
-No wait is without a deadline, and none ends without the names of those who were waited for.
+Every wait has a deadline, and an error names the members that were waited for.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from hone.weights.protocol import ReceiveSpec
 __all__ = ["Link", "LinkError", "SyncStore", "join_store"]
 
 POLL_S, MAX_POLL_S, POLL_GROWTH = 0.0001, 0.02, 1.1
-"""Between two looks at what is waited for: at first, at most, and from one to the next. So a wait
-takes a tenth too long, whatever it is for."""
+"""Pause between two polls: the first, the longest, and the growth from one to the next. So a wait
+lasts at most a tenth longer than needed."""
 
 _GIVEN_UP = "given up"
 _SIGNATURE_BYTES = 32
 
 
 class LinkError(RuntimeError):
-    """Members of a delivery do not reach each other, are late, or give up. Says who and why."""
+    """Members of a delivery cannot reach each other, are late, or give up. The text says who and
+    why."""
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """A connection to the sender's store. Raises LinkError where nobody answers there."""
+    """A connection to the sender's store. Raises LinkError when it does not answer in time."""
     try:
         return dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s))
     except dist.DistError as error:
@@ -52,11 +53,11 @@ def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 
 class SyncStore:
-    """Where the members of one delivery post the phases that they have completed.
+    """The store in which the members of one delivery post the phases that they have completed.
 
-    Whoever reaches the store's port can write into it, so that what stands there is JSON, never a
-    pickle, and signed with the run's key, which does not travel this way: a message without the
-    signature of its place fails the delivery.
+    Any process that reaches the store's port can write into it. So messages are JSON, never
+    pickles, and are signed with the run's key, which is never sent through the store. A message
+    without the signature for its key in the store fails the delivery.
 
     `watch` is called now and then while this member waits; what it raises ends the wait.
     """
@@ -77,19 +78,19 @@ class SyncStore:
 
     @property
     def left_s(self) -> float:
-        """Until the delivery must have come to its end."""
+        """Seconds until the deadline of the delivery."""
         return max(self._deadline - time.monotonic(), 0.0)
 
     def put(self, phase: str, value: Any = None) -> None:
-        """Post that this member has completed `phase`, with a value for the others that JSON can
-        hold; tuples arrive as lists."""
+        """Post that this member has completed `phase`, with a JSON value for the others; tuples
+        arrive as lists."""
         self._phases.append(phase)
         with self._reaching():
-            # Bytes are taken as they are, though not by the stubs.
+            # The store takes bytes; its type stubs do not say so.
             self._store.set(key := _key(phase, self.rank), cast(str, self._signed(key, value)))
 
     def gather(self, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The values that members (all, or `ranks`) have put with `phase`; waits for them."""
+        """Wait for the members (all, or `ranks`) to complete `phase`, and return their values."""
         ranks = range(len(self.spec.names)) if ranks is None else ranks
         keys = [_key(phase, rank) for rank in ranks]
 
@@ -99,11 +100,11 @@ class SyncStore:
 
         with self._reaching():
             self.wait(lambda: self._store.check(keys), missing)
-            found = self._store.multi_get(keys)
-        return [self._verified(key, value) for key, value in zip(keys, found, strict=True)]
+            messages = self._store.multi_get(keys)
+        return [self._verified(key, value) for key, value in zip(keys, messages, strict=True)]
 
     def give_up(self, reason: str) -> None:
-        """Tell all members that this delivery fails. The first reason stands."""
+        """Post for all members that this delivery fails. The first reason is kept."""
         signed = cast(str, self._signed(_GIVEN_UP, reason))
         with self._reaching():
             self._store.compare_set(_GIVEN_UP, "", signed)
@@ -124,15 +125,16 @@ class SyncStore:
         return orjson.loads(content)
 
     def _signature(self, key: str, content: bytes) -> bytes:
-        """It belongs to the place too, so that a message cannot be copied from one to another."""
+        """The signature covers delivery and key too, so that no message can be replayed under
+        another key."""
         place = f"{self.spec.delivery}/{key}\0".encode()
         return hmac.digest(self.spec.key, place + content, "sha256")
 
     def wait(self, is_done: Callable[[], bool], missing: Callable[[], str]) -> None:
-        """Return once `is_done`.
+        """Return once `is_done()`.
 
-        Raises LinkError, with what is `missing`, past the deadline, with the reason where a member
-        gives up, and where the store is gone.
+        Raises LinkError past the deadline (with the text of `missing()`), where a member gives up
+        (with its reason), and where the store is gone.
         """
         pause, since_look = POLL_S, 0.0
         while not is_done():
@@ -146,7 +148,7 @@ class SyncStore:
             pause = min(POLL_GROWTH * pause, MAX_POLL_S)
 
     def _look(self) -> None:
-        """For reasons not to wait any more."""
+        """Raise LinkError where a member has given up, and whatever `watch` raises."""
         with self._reaching():
             reason = self._store.get(_GIVEN_UP) if self._store.check([_GIVEN_UP]) else None
         if reason is not None:
@@ -154,7 +156,7 @@ class SyncStore:
         self._watch()
 
     def clear(self) -> None:
-        """Remove what members have put, when all have read it."""
+        """Delete what members have put; call it after all have read it."""
         for phase in self._phases:
             for rank in range(len(self.spec.names)):
                 self._store.delete_key(_key(phase, rank))
@@ -172,10 +174,10 @@ def _key(phase: str, rank: int) -> str:
 
 
 class Link:
-    """One member's end of a process group for one-way traffic from rank 0.
+    """One member of a process group for broadcasts from rank 0.
 
-    With NCCL calls belong to the current stream, as in torch.distributed. Where members share a GPU
-    tensors travel through host memory, with gloo.
+    With NCCL, calls run on the current stream, as in torch.distributed. Where members share a GPU,
+    tensors are sent through host memory with gloo, since NCCL needs a GPU for each member.
     """
 
     def __init__(self, store: dist.Store, sync_store: SyncStore, device: torch.device) -> None:
@@ -184,7 +186,7 @@ class Link:
         self.generation = spec.delivery
         self.names = spec.names
         self.device = device
-        """Where tensors must lie that travel."""
+        """The device on which tensors must be to be sent or received."""
         size = len(spec.names)
         scoped = dist.PrefixStore(f"link {self.generation}", store)
         timeout = timedelta(seconds=spec.timeout_s)
@@ -203,65 +205,67 @@ class Link:
 
     @classmethod
     def meet(
-        cls, store: dist.Store, sync_store: SyncStore, device: torch.device, held: Link | None
+        cls, store: dist.Store, sync_store: SyncStore, device: torch.device, last: Link | None
     ) -> Link:
-        """The link that all members still hold, or a new one. Collective.
+        """The link `last` where all members still have it, else a new one. Collective.
 
-        Raises LinkError with those who did not come, and RuntimeError where some members are on
-        CPUs and some on GPUs, which no link spans.
+        Raises LinkError naming members that did not come, and RuntimeError where some members are
+        on CPUs and some on GPUs, which no link connects.
         """
         names = sync_store.spec.names
-        if held is not None and held.names != names:
-            held.drop()  # it also leads to members that are gone
-            held = None
+        if last is not None and last.names != names:
+            last.drop()  # some of its members are gone
+            last = None
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        sync_store.put("joined the link", (held and held.generation, device.type, gpu))
+        sync_store.put("joined the link", (last and last.generation, device.type, gpu))
         notes = sync_store.gather("joined the link")
-        if apart := [
+        if others := [
             n for n, (_, kind, _) in zip(names, notes, strict=True) if kind != device.type
         ]:
             raise RuntimeError(
-                f"{names[sync_store.rank]} is on a {device.type} device, {', '.join(apart)} not: "
+                f"{names[sync_store.rank]} is on a {device.type} device, {', '.join(others)} not: "
                 "weights go from CPU to CPU or from GPU to GPU"
             )
-        if held is not None and all(generation == held.generation for generation, _, _ in notes):
-            return held
-        if held is not None:
-            held.drop()
+        if last is not None and all(generation == last.generation for generation, _, _ in notes):
+            return last
+        if last is not None:
+            last.drop()
         gpus = [gpu for _, _, gpu in notes]
         if gpu is not None and len(set(gpus)) < len(gpus):
-            device = torch.device("cpu")  # NCCL wants a GPU for each member
+            device = torch.device("cpu")  # NCCL needs a GPU for each member
         return cls(store, sync_store, device)
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Begin to send a contiguous tensor (rank 0), or to fill it (all others)."""
+        """Start to send a contiguous tensor (rank 0), or to receive into it (all others)."""
         try:
             return self._group.broadcast(tensor, 0)
         except RuntimeError as error:
             raise LinkError(f"the link broke: {error}") from error
 
     def wait(self, work: dist.Work, sync_store: SyncStore) -> None:
-        """Wait, on the host, until a broadcast has ended.
+        """Block the host until a broadcast has ended.
 
-        Raises LinkError where a connection broke, and as `SyncStore.wait`.
+        Raises LinkError where a connection broke, and in the cases of `SyncStore.wait`.
         """
-        # Not in `work.wait`, which sees neither who gives up nor, with NCCL, who is gone.
-        sync_store.wait(work.is_completed, lambda: "some member had not passed all weights on")
+        # Polled, not `work.wait`: that notices no member that gives up and, with NCCL, none that
+        # has died.
+        sync_store.wait(work.is_completed, lambda: "some member had not received all weights")
         try:
             work.wait()
         except RuntimeError as error:
             raise LinkError(f"the link broke: {error}") from error
 
     def drop(self) -> None:
-        """Break the connections, also under a broadcast: the others' waits end, too."""
+        """Close the connections, even during a broadcast, so that the other members' waits end."""
         if self._group is None:
             return
         self._group.abort()
-        # With gloo they break when the group is gone, which waits for broadcasts under way, up to
-        # their timeout. Not in a daemon: an interpreter that ends must not cut that short.
-        held = [self._group]
+        # gloo closes them when the group is destroyed, and that waits for running broadcasts up to
+        # their timeout; so another thread does it. It is no daemon: the interpreter must not exit
+        # in the middle of it.
+        last_reference = [self._group]
         self._group = None
-        threading.Thread(target=held.clear, name="hone-link").start()
+        threading.Thread(target=last_reference.clear, name="hone-link").start()
 
 
 def _nccl_group(
@@ -270,8 +274,8 @@ def _nccl_group(
     options: Any = dist.ProcessGroupNCCL.Options()
     options.group_name = "weights"
     options.global_ranks_in_group = list(range(size))
-    # Deadlines are kept by `Link.wait`. The backend's own watchdog would end this process, where
-    # only the link must go: it comes late, and leaves errors to others.
+    # `Link.wait` keeps the deadlines. NCCL's watchdog would end this process, though only the link
+    # has failed; so its timeout is longer, and its error handling is off.
     options._timeout = 4 * timeout
     before = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read by the constructor

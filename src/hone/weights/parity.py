@@ -1,8 +1,8 @@
 """The launch gate: engine and trainer must agree on log-probabilities.
 
 Corrections and clipping hide a broken sync, a wrong temperature or a shifted label, and the curves
-still look plausible for a while. So the first step of every launch re-scores what the engine
-sampled before anything is trained on it.
+still look plausible for a while. So the first step of every launch scores the engine's samples with
+the trainer, before anything is trained on them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 MAX_ROWS = 256
-"""Samples that the gate re-scores."""
+"""Most samples that the gate scores."""
 
 MAX_OUTSIDE = 0.08
-"""Share of tokens whose ratio may lie outside [0.9, 1.1]."""
+"""Largest share of tokens whose ratio lies outside [0.9, 1.1]."""
 _DEFAULT_MAX_KL = {"float32": 1e-6, "bfloat16": 2e-3}
 
 
@@ -48,22 +48,24 @@ class ParityReport:
     max_difference: float
     """Largest absolute difference of a token's log-probabilities, in nats."""
     drift: float
-    """Mean absolute difference in the last quarter of the sequences over that in the first; a
-    large value means that the gap grows with the position (rope, cache, chunking)."""
+    """Mean absolute difference in the last quarter of the sequences, divided by that in the first.
+    A large value means that the gap grows with the position (RoPE, KV cache, chunked prefill)."""
 
 
 @dataclass(slots=True)
 class ParityGate:
-    """Passes once a launch, with the first rows that have tokens to compare; then does nothing."""
+    """A check that runs once a launch, on the first rows with tokens to compare."""
 
     limit: Literal["auto", "off"] | float
-    """`trainer.parity`."""
+    """Value of `trainer.parity`."""
     dtype: Literal["float32", "bfloat16"]
     exact: bool = False
+    """Value of `model.exact`: any difference at all is an error."""
     has_passed: bool = False
 
     def check(self, rows: Sequence[Row], trainer: Trainer) -> Metrics:
-        """The report as metrics. Collective. Raises as `check_parity`."""
+        """The report as metrics; empty once the gate has passed. Collective. Raises the errors of
+        `check_parity`."""
         if self.has_passed:
             return {}
         report = check_parity(rows, trainer, self.limit, dtype=self.dtype, exact=self.exact)
@@ -78,9 +80,10 @@ class ParityGate:
 
 
 def measure_parity(rows: Sequence[Row], trainer: Trainer) -> ParityReport:
-    """Re-score the first rows with the trainer and compare with what the engine recorded.
+    """Score the first rows with the trainer and compare with the engine's log-probabilities.
 
-    Only tokens of the present weights are compared: a carried-over sample may hold older ones.
+    Only tokens sampled by the current weights are compared: a carried-over sample may have older
+    ones.
     """
     chosen = [row for row in rows if _num_fresh(row)][:MAX_ROWS]
     differences: list[torch.Tensor] = []
@@ -112,9 +115,9 @@ def check_parity(
     dtype: Literal["float32", "bfloat16"],
     exact: bool = False,
 ) -> ParityReport | None:
-    """The report of a passed gate, or None where it is switched off or has nothing to compare.
+    """The report of a passed check, or None when it is switched off or has no tokens to compare.
 
-    Raises UserError when `trainer.parity` or `MAX_OUTSIDE` is exceeded, and with `exact` where any
+    Raises UserError when `trainer.parity` or `MAX_OUTSIDE` is exceeded, and with `exact` when any
     token differs at all.
     """
     if limit == "off" or not any(map(_num_fresh, rows)):

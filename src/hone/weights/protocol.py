@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from hone.distributed.pool import Pending
 from hone.types import TensorRecord, WeightManifest
-from hone.weights.buckets import Bucket, Entry, plan_buckets
+from hone.weights.buckets import WeightBucket, WeightEntry, plan_buckets
 
 __all__ = [
     "BUFFERS",
@@ -21,39 +21,39 @@ __all__ = [
 ]
 
 BUFFERS = 2
-"""Buckets that exist at a time."""
+"""Buckets in memory at a time: one in flight, one being filled or unpacked."""
 SENT, RECEIVED = "sent a manifest", "received all weights"
 """Phases of a delivery, which its members post to the `SyncStore`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveSpec:
-    """What an engine must know to take one delivery. Pickles."""
+    """The parameters of one delivery, for an engine. Can be pickled."""
 
     version: int
     delivery: int
-    """Counts the sender's attempts."""
+    """Number of the sender's attempt."""
     host: str
     port: int
-    """Of the sender's store."""
+    """Port of the sender's store."""
     names: tuple[str, ...]
     """Members of the link by rank, for messages; the sender is first."""
-    entries: tuple[Entry, ...]
-    """What engines must sample with, in the order in which it comes."""
+    entries: tuple[WeightEntry, ...]
+    """The weights that engines must hold, in the order in which they are sent."""
     bucket_bytes: int
     timeout_s: float
-    """For the whole delivery, from when a rank begins with it."""
+    """Limit for the whole delivery, from when a rank starts with it."""
     key: bytes = field(repr=False)
-    """Secret of the run, with which members sign what they post in the sender's store. It reaches
-    them with this object, over a line that has a key of its own."""
+    """Secret of the run, with which members sign what they post in the sender's store. It is sent
+    with this object, over a connection that has its own key."""
 
-    def buckets(self) -> list[Bucket]:
-        """What comes, in this order."""
+    def buckets(self) -> list[WeightBucket]:
+        """The buckets, in the order in which they are sent."""
         return plan_buckets(self.entries, self.bucket_bytes)
 
 
 class Receivers(Protocol):
-    """The engines, as the sender reaches them."""
+    """The sender's interface to the engines."""
 
     @property
     def engine_ranks(self) -> Mapping[str, int]:
@@ -61,27 +61,27 @@ class Receivers(Protocol):
         ...
 
     def begin_sync(self) -> None:
-        """Let nothing be sampled until `finish_sync`. Legal again after a delivery that failed."""
+        """Stop sampling until `finish_sync`. May be called again after a failed delivery."""
         ...
 
     def start_receive(self, spec: ReceiveSpec) -> Sequence[Pending]:
-        """Let every rank of every engine call `WeightReceiver.receive`. Returns the answer of each
-        engine, in the order of `engine_ranks`."""
+        """Start `WeightReceiver.receive` on every rank of every engine. Returns the pending answer
+        of each engine, in the order of `engine_ranks`."""
         ...
 
     def finish_sync(self, version: int) -> None:
-        """Engines hold `version` and may sample."""
+        """Note that the engines hold `version`, and let them sample."""
         ...
 
 
 def manifest_to_json(manifest: WeightManifest) -> dict[str, Any]:
-    """The manifest as JSON can hold it."""
+    """The manifest as a JSON value."""
     tensors = {name: asdict(record) for name, record in manifest.tensors.items()}
     return {"version": manifest.version, "tensors": tensors}
 
 
 def manifest_from_json(value: Mapping[str, Any]) -> WeightManifest:
-    """The manifest that `manifest_to_json` has written."""
+    """Inverse of `manifest_to_json`."""
     tensors = {
         name: TensorRecord(tuple(r["shape"]), r["dtype"], r["checksum"], r["tied_to"])
         for name, r in value["tensors"].items()

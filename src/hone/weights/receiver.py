@@ -1,4 +1,4 @@
-"""Taking weights in the process of an engine, or of one of its ranks."""
+"""The receiving side of a weight sync, in the process of an engine or of one of its ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.models.manifest import ManifestBuilder, build_manifest, compare
+from hone.models.manifest import ManifestBuilder, build_manifest, compare, match_layout
 from hone.types import Engine, WeightManifest
-from hone.weights.buckets import Bucket, Entry
+from hone.weights.buckets import WeightBucket, WeightEntry
 from hone.weights.link import Link, LinkError, SyncStore, join_store
 from hone.weights.protocol import BUFFERS, RECEIVED, SENT, ReceiveSpec, manifest_from_json
-from hone.weights.sync import Delivery, match_layout
+from hone.weights.sync import Delivery
 
 __all__ = ["WeightReceiver"]
 
@@ -32,13 +32,13 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, spec: ReceiveSpec, rank: int) -> None:
-        """Take one delivery; the engine then samples with it, as `spec.version`.
+        """Receive one delivery; the engine then samples with it, as `spec.version`.
 
-        `rank` counts all ranks of all engines. Raises RuntimeError naming tensors that the engine
-        cannot take, that did not arrive as they were sent, or that it does not hold;
-        NonFiniteWeightsError for values that are too large for its format; and LinkError where
-        the sender, or another engine, is gone or gives up. After an error the engine refuses to
-        sample until a later delivery succeeds.
+        `rank` counts the ranks of all engines. Raises RuntimeError naming tensors that do not fit
+        the engine, did not arrive as they were sent, or differ from what the engine holds;
+        NonFiniteWeightsError for values that overflow the engine's dtype; and LinkError where the
+        sender or another engine is gone or gives up. After an error the engine refuses to sample
+        until a later delivery succeeds.
         """
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         with on_device:
@@ -54,13 +54,13 @@ class WeightReceiver:
             self.engine.finish_sync(manifest)
 
     def close(self) -> None:
-        """Leave the link."""
+        """Disconnect from the sender."""
         if self._link is not None:
             self._link.drop()
         self._link = self._store = self._place = None
 
     def _join(self, spec: ReceiveSpec) -> dist.TCPStore:
-        """The sender's store."""
+        """The sender's store; connects where it is a new one."""
         place = spec.host, spec.port
         if self._store is None or self._place != place:
             self.close()
@@ -69,16 +69,17 @@ class WeightReceiver:
         return self._store
 
     def _take(self, spec: ReceiveSpec, sync_store: SyncStore, delivery: Delivery) -> WeightManifest:
-        """The manifest that the engine's own tensors must have."""
-        if diff := match_layout(self._part_shapes(spec.entries), delivery.targets):
+        """Receive all weights into the engine; the manifest that its tensors must have."""
+        if diff := match_layout(self._shard_shapes(spec.entries), delivery.targets):
             raise RuntimeError(f"it cannot take version {spec.version}: {diff.describe()}")
         assert self._store is not None
         self._link = Link.meet(self._store, sync_store, self.device, self._link)
         arriving = ManifestBuilder()
         coming = self._arriving(spec, self._link, sync_store, arriving)
-        # The sender has looked at them.
-        own = _unlike(delivery.sources(coming, are_finite=True), spec.entries, delivery)
-        manifest = build_manifest(own, spec.version, dtypes=delivery.dtypes)
+        # The sender has checked that they are finite.
+        shards = delivery.sources(coming, are_finite=True)
+        changed = _changed_shards(shards, spec.entries, delivery)
+        manifest = build_manifest(changed, spec.version, dtypes=delivery.dtypes)
         arrived = arriving.finish(spec.version)
         sent = manifest_from_json(sync_store.gather(SENT, [0])[0])
         if sent.version != spec.version:
@@ -91,8 +92,8 @@ class WeightReceiver:
         sync_store.gather(RECEIVED)
         return WeightManifest(spec.version, {**arrived.tensors, **manifest.tensors})
 
-    def _part_shapes(self, entries: Iterable[Entry]) -> dict[str, torch.Size]:
-        """Of what this rank should hold."""
+    def _shard_shapes(self, entries: Iterable[WeightEntry]) -> dict[str, torch.Size]:
+        """The shape of this rank's shard of each weight."""
         return {
             name: self.engine.shard(name, torch.empty(entry.shape, device="meta")).shape
             for entry in entries
@@ -102,9 +103,9 @@ class WeightReceiver:
     def _arriving(
         self, spec: ReceiveSpec, link: Link, sync_store: SyncStore, arrived: ManifestBuilder
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights as they come, and add them to what has `arrived`."""
+        """Yield whole weights as they arrive, and add them to the manifest `arrived`."""
         waiting = deque(spec.buckets())
-        coming: deque[tuple[Bucket, Tensor, dist.Work]] = deque()
+        coming: deque[tuple[WeightBucket, Tensor, dist.Work]] = deque()
         while waiting or coming:
             while waiting and len(coming) < BUFFERS:
                 bucket = waiting.popleft()
@@ -119,15 +120,15 @@ class WeightReceiver:
                 arrived.add(name, tensor)
             arrived.flush()
             yield from named.items()
-            del named  # before there is memory for another bucket
+            del named  # frees this bucket before the next one is allocated
 
 
-def _unlike(
-    parts: Iterable[tuple[str, Tensor]], entries: Iterable[Entry], delivery: Delivery
+def _changed_shards(
+    shards: Iterable[tuple[str, Tensor]], entries: Iterable[WeightEntry], delivery: Delivery
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parts that are not, bit for bit, the whole tensors that arrived, of which there are records
-    already."""
+    """Shards whose shape or dtype differs from the whole tensor that arrived. All others equal it
+    bit for bit, and its record in the manifest holds for them."""
     arrived = {name: (entry.shape, entry.dtype) for entry in entries for name in entry.names}
-    for name, part in parts:
-        if (tuple(part.shape), delivery.dtypes.get(name)) != arrived[name]:
-            yield name, part
+    for name, shard in shards:
+        if (tuple(shard.shape), delivery.dtypes.get(name)) != arrived[name]:
+            yield name, shard

@@ -1,51 +1,52 @@
-"""Deliver the trainer's weights to the engine, and prove that they arrived.
+"""Verified weight sync from the trainer to an engine in the same process.
 
-A sync has a version and a manifest. The trainer's side says what the engine must hold; the engine
+A sync has a version and a manifest. The trainer's side states what the engine must hold; the engine
 recomputes the manifest from the tensors it samples with and refuses to sample until both agree.
-Tensors that are one memory on both sides (one process, one number format) are not moved, only
-proven: there the manifests agree whatever lies in that memory, and what proves it is the trainer's
-own comparison of its weights with its masters, before it gives the first
-(`hone.trainer.policy.Policy.named_weights`). An engine that is one rank of several gets, and
-proves, its own parts.
 
-Weights are taken from the trainer as they come and released in groups, since a trainer whose
-weights are spread over processes makes them whole some at a time.
+Trainer and engine may share the memory of a tensor (same process, same dtype). Such a tensor is not
+copied, and its manifests agree whatever the memory contains. Its proof is another one: before the
+trainer exports the first weight it compares its weights with the master weights
+(`hone.trainer.policy.Policy.named_weights`). A tensor-parallel rank of an engine receives, and
+verifies, its own shards.
+
+Weights are taken from the trainer as they come and released in groups, since a sharded trainer
+gathers only a few whole weights at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from hone.models.manifest import ManifestDiff, build_manifest, memory_of
+from hone.models.manifest import build_manifest, match_layout, memory_of
 from hone.types import Engine, Trainer
 
 __all__ = ["Delivery", "NonFiniteWeightsError", "SyncReport", "WeightSync"]
 
 GROUP_BYTES = 1 << 28
-"""Whole weights that are held at a time, up to the last one."""
+"""Whole weights in memory at a time, in bytes; the last one may exceed it."""
 
 
 class NonFiniteWeightsError(ValueError):
-    """The trainer holds NaN or infinite weights; they were not sent, nor any behind them."""
+    """The trainer has NaN or infinite weights; neither they nor later weights were sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What one sync did."""
+    """Time and size of one sync."""
 
     seconds: float
-    """Wall time from the first refusal of tokens to the engine's confirmation."""
+    """Wall time from when the engine stops sampling to its confirmation of the weights."""
     bytes: int
     """Bytes written into the engine's tensors, or sent to engines; 0 when all are aliased."""
 
 
 class WeightSync:
-    """Delivers the weights of one trainer to one engine in the same process, with proof.
+    """Delivers the weights of one trainer to one engine in the same process, verified.
 
     weights = WeightSync(trainer, engine)
     report = weights.push(version=step)  # `report.seconds`, `report.bytes`
@@ -59,9 +60,9 @@ class WeightSync:
     def push(self, version: int) -> SyncReport:
         """Make the engine sample with the trainer's weights from now on, as `version`.
 
-        Raises NonFiniteWeightsError naming a tensor, StaleWeightsError naming one that is not what
-        the trainer's master rounds to, and RuntimeError naming missing, unexpected and different
-        ones. After an error the engine refuses to sample until a later push succeeds.
+        Raises NonFiniteWeightsError naming a tensor; StaleWeightsError naming a tensor that differs
+        from its rounded master weights; and RuntimeError naming missing, unexpected and different
+        tensors. After an error the engine refuses to sample until a later push succeeds.
         """
         start = perf_counter()
         self.engine.begin_sync()
@@ -76,15 +77,15 @@ class WeightSync:
 
 
 class Delivery:
-    """One push into one engine, or rank of one: weights go into its tensors as they come."""
+    """One push into one engine, or into one rank of it. Weights are copied as they come."""
 
     def __init__(self, engine: Engine) -> None:
         self.targets = dict(engine.named_weights())
-        # The engine may compute in another number format: what counts is the value after the cast.
+        # The engine's dtype may differ from the trainer's: the value after the cast is verified.
         self.dtypes = {name: target.dtype for name, target in self.targets.items()}
         self.shapes: dict[str, torch.Size] = {}
-        """Of the parts that the engine should hold."""
-        self.moved: set[tuple[object, ...]] = set()
+        """Shapes of the shards that the engine should hold."""
+        self.moved: set[object] = set()
         """Memory of the engine that has been written."""
         self.num_bytes = 0
         self._engine = engine
@@ -95,40 +96,42 @@ class Delivery:
         *,
         are_finite: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the engine's part of each weight, after its delivery. `named` are whole weights.
-        With `are_finite` they are finite in their own number format, and are looked at only where
-        the engine's is another."""
+        """Copy each weight of `named` (whole weights) into the engine, then yield the engine's
+        shard of it. With `are_finite` the weights are known to be finite in their own dtype, and
+        only those that the engine casts to another one are checked."""
         for group in in_groups(named, GROUP_BYTES):
-            # Of whole weights, so that engines with different parts of them all refuse.
-            doubtful = {
+            # Whole weights are checked, so that all ranks of an engine refuse the same ones.
+            to_check = {
                 name: tensor
                 for name, tensor in group.items()
-                if name in self.targets and not (are_finite and self.is_as_it_came(name, tensor))
+                if name in self.targets and not (are_finite and self.dtypes[name] == tensor.dtype)
             }
-            check_finite(doubtful, self.dtypes)
-            parts = {name: self._engine.shard(name, tensor) for name, tensor in group.items()}
-            self.shapes |= {name: part.shape for name, part in parts.items()}
-            self._deliver(parts)
-            yield from parts.items()
-            del group, parts, doubtful  # before there are others
+            check_finite(to_check, self.dtypes)
+            shards = {name: self._engine.shard(name, tensor) for name, tensor in group.items()}
+            self.shapes |= {name: shard.shape for name, shard in shards.items()}
+            self._deliver(shards)
+            yield from shards.items()
+            del group, shards, to_check  # frees them before the next group is gathered
 
-    def is_as_it_came(self, name: str, tensor: Tensor) -> bool:
-        """Whether the engine holds that part in the number format of `tensor`."""
-        return self.dtypes.get(name) == tensor.dtype
-
-    def _deliver(self, parts: Mapping[str, Tensor]) -> None:
-        pairs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
-        for name, part in parts.items():
+    def _deliver(self, shards: Mapping[str, Tensor]) -> None:
+        name_of: dict[object, str] = {}
+        for name, shard in shards.items():
             target = self.targets.get(name)
-            if target is None or target.shape != part.shape or target.is_set_to(part):
+            if target is None or target.shape != shard.shape:
                 continue
-            pairs[memory_of(target)] = target, part
-        self.num_bytes += deliver([pair for key, pair in pairs.items() if key not in self.moved])
-        self.moved |= pairs.keys()
+            if not target.is_meta and target.is_set_to(shard):  # shared memory: nothing to copy
+                continue
+            name_of[id(target) if target.is_meta else memory_of(target)] = name
+        names = [name for memory, name in name_of.items() if memory not in self.moved]
+        if names:
+            self.num_bytes += self._engine.write(
+                {name: (self.targets[name], shards[name]) for name in names}
+            )
+        self.moved |= name_of.keys()
 
 
 def in_groups(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Neighbours of at least `limit` bytes together, as far as they go."""
+    """Consecutive weights in groups of at least `limit` bytes; the last group may be smaller."""
     group: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in named:
@@ -141,28 +144,16 @@ def in_groups(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
         yield group
 
 
-def match_layout(sources: Mapping[str, torch.Size], targets: Mapping[str, Tensor]) -> ManifestDiff:
-    """Names and shapes on which trainer and engine disagree."""
-    return ManifestDiff(
-        missing=tuple(name for name in sources if name not in targets),
-        unexpected=tuple(name for name in targets if name not in sources),
-        different={
-            name: f"shape {list(targets[name].shape)}, expected {list(shape)}"
-            for name, shape in sources.items()
-            if name in targets and targets[name].shape != shape
-        },
-    )
-
-
 def check_finite(sources: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> None:
-    """Raise NonFiniteWeightsError for the first tensor that is not finite in its exported dtype, or
-    in its own where it is exported as integers."""
+    """Raise NonFiniteWeightsError for the first tensor that is not finite in the dtype of `dtypes`,
+    or in its own dtype where that one is an integer dtype (quantized weights)."""
     floats = {name: t for name, t in sources.items() if t.is_floating_point()}
     dtypes = {name: _float_of(dtypes[name], t) for name, t in floats.items()}
     if not floats:
         return
-    # A sum is not finite where one of its terms is not. It may also overflow by itself, so a bad
-    # sum is a suspicion, and the elements are looked at.
+    # A sum with a term that is not finite is not finite. A sum may also overflow by itself, so the
+    # elements of tensors with such a sum are counted. One sum for each tensor keeps the host's wait
+    # for the device to one transfer a group.
     sums = [t.to(dtypes[name]).sum(dtype=torch.float32) for name, t in floats.items()]
     finite = torch.stack(sums).isfinite().tolist()
     suspects = (name for name, is_finite in zip(floats, finite, strict=True) if not is_finite)
@@ -177,12 +168,3 @@ def check_finite(sources: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> 
 
 def _float_of(exported: torch.dtype, tensor: Tensor) -> torch.dtype:
     return exported if exported.is_floating_point else tensor.dtype
-
-
-def deliver(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """Copy each source into its target (target, source), casting; return the bytes written."""
-    if pairs:
-        targets, sources = zip(*pairs, strict=True)
-        # The public `copy_` takes one launch a tensor; this one fuses them, casts included.
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
-    return sum(target.nbytes for target, _ in pairs)

@@ -1,7 +1,8 @@
-"""The table of combinations that rules find: a file for each of `hone.config.rules`."""
+"""The table of combinations that rules find: a file for each topic of `hone.rules`."""
 
 from __future__ import annotations
 
+from hone.engine.settings import BackendName
 from tests.config.rule_rows import (
     algorithm,
     bench,
@@ -13,17 +14,21 @@ from tests.config.rule_rows import (
     rewards,
     run,
     sampling,
+    sglang,
+    tools,
     trainer,
+    vllm,
 )
 from tests.config.rule_rows.row import Row
 
-__all__ = ["BY_TOPIC", "ROWS", "Row"]
+__all__ = ["BY_BACKEND", "BY_TOPIC", "ROWS", "Row"]
 
 BY_TOPIC: dict[str, list[Row]] = {
     topic.__name__.rpartition(".")[2]: topic.ROWS
     for topic in (
         files,
         rewards,
+        tools,
         sampling,
         engine,
         trainer,
@@ -35,4 +40,6 @@ BY_TOPIC: dict[str, list[Row]] = {
         bench,
     )
 }
-ROWS: list[Row] = [row for rows in BY_TOPIC.values() for row in rows]
+BY_BACKEND: dict[BackendName, list[Row]] = {"vllm": vllm.ROWS, "sglang": sglang.ROWS}
+"""Those of engines that are not built in, by `engine.backend`."""
+ROWS: list[Row] = [row for rows in (*BY_TOPIC.values(), *BY_BACKEND.values()) for row in rows]

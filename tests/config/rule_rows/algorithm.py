@@ -54,11 +54,14 @@ ROWS: list[Row] = [
      "algorithm.clip_high algorithm.loss"),
     ("rl", "algorithm.loss=gspo algorithm.aggregation=sequence_mean", "warning",
      "algorithm.loss algorithm.clip_low algorithm.clip_high"),
-    ("rl", "algorithm.loss=gspo", "warning", "algorithm.loss algorithm.aggregation"),
+    *[("rl", f"algorithm.loss={name}", "warning", "algorithm.loss algorithm.aggregation")
+      for name in ("gmpo", "gspo")],
     ("rl", "algorithm.advantage=dr_grpo algorithm.aggregation=sequence_mean", "warning",
      "algorithm.advantage algorithm.aggregation"),
     ("rl", "algorithm.clip_high=0.1", "warning", "algorithm.clip_high algorithm.clip_low"),
     ("rl", "algorithm.clip_low=1 algorithm.clip_high=1", "warning", "algorithm.clip_low"),
+    ("rl", "algorithm.loss=gmpo algorithm.aggregation=sequence_mean algorithm.clip_low=1 "
+     "algorithm.clip_high=1", "warning", "algorithm.clip_low"),
     ("rl", "trainer.num_epochs=2 algorithm.clip_high=1.5", "warning",
      "algorithm.clip_high trainer.prompts_per_minibatch trainer.num_epochs"),
     ("rl", "algorithm.entropy_coef=-0.01", "warning", "algorithm.entropy_coef"),

@@ -66,8 +66,6 @@ ROWS: list[Row] = [
      "pipeline.max_staleness cluster.num_engines run.device"),
     ("rl", "pipeline.max_staleness=1 engine.tensor_parallel_size=2", "error",
      "engine.tensor_parallel_size pipeline.max_staleness cluster.num_engines"),
-    ("rl", "pipeline.max_staleness=1 engine.backend=vllm", "error",
-     "engine.backend pipeline.max_staleness cluster.num_engines"),
     ("rl", "pipeline.in_flight=abort", "warning", "pipeline.in_flight pipeline.max_staleness"),
     ("rl", "pipeline.max_staleness=1 cluster.num_engines=1 rollout.oversample_prompts=4", "error",
      "rollout.oversample_prompts pipeline.max_staleness"),

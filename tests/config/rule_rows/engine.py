@@ -5,20 +5,6 @@ from __future__ import annotations
 from tests.config.rule_rows.row import Row
 
 ROWS: list[Row] = [
-    # vLLM as the engine
-    *[("rl", f"engine.backend=vllm {key}={value}", "error", f"{key} engine.backend")
-      for key, value in (
-          ("model.exact", "true"), ("engine.kv_cache_dtype", "fp8"),
-          ("engine.weight_dtype", "int8"),
-          ("rollout.temperature", "0.001"), ("engine.max_num_batched_tokens", "8"))],
-    ("eval", "engine.backend=vllm eval.temperature=0.001", "error",
-     "eval.temperature engine.backend"),
-    ("rl", "engine.backend=vllm engine.tensor_parallel_size=2", "error",
-     "engine.tensor_parallel_size engine.backend"),
-    ("generate", "engine.backend=vllm engine.tensor_parallel_size=3", "error",
-     "engine.tensor_parallel_size model.path"),
-    ("rl", "engine.backend=vllm engine.enable_sleep=true run.device=cpu", "warning",
-     "engine.enable_sleep engine.backend run.device"),
     # groups and filters (G3, G13, G15)
     ("rl", "rollout.n_samples_per_prompt=1 algorithm.advantage=reinforce_pp", "warning",
      "engine.enable_prefix_caching rollout.n_samples_per_prompt"),
@@ -64,11 +50,6 @@ ROWS: list[Row] = [
        "engine.weight_dtype model.path") for name in ("glm4", "gelu", "odd")],
     # models that nothing can run, or not so
     ("rl", "model.path=glm4 model.exact=true", "error", "model.exact model.path"),
-    ("rl", "model.path=qwen3_moe engine.backend=vllm run.device=cpu", "error",
-     "engine.backend run.device model.path"),
-    ("rl", "model.path=qwen3_moe engine.backend=vllm", "warning",
-     "engine.backend model.path algorithm.routing_replay"),
-    ("rl", "model.path=glm4_moe engine.backend=vllm", "error", "engine.backend model.path"),
     ("rl", "model.path=qwen3_moe model.exact=true", "error", "model.exact model.path"),
     ("generate", "model.path=glm4 engine.tensor_parallel_size=2", "error",
      "engine.tensor_parallel_size model.path"),
@@ -88,5 +69,4 @@ ROWS: list[Row] = [
     ("eval", "engine.enable_sleep=true", "warning", "engine.enable_sleep"),
     # benchmarks
     ("bench engine", "--nproc=2", "error", "engine.tensor_parallel_size"),
-    ("bench engine", "engine.backend=vllm", "error", "engine.backend"),
 ]  # fmt: skip

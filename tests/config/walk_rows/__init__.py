@@ -6,6 +6,7 @@ from tests.config.walk import Row
 from tests.config.walk_rows.bench import BENCH_ENGINE, BENCH_TRAIN
 from tests.config.walk_rows.inference import EVALUATE, GENERATE
 from tests.config.walk_rows.rl import RL
+from tests.config.walk_rows.serving import SERVE
 from tests.config.walk_rows.simulated import NOT_OF_TIME, SIMULATE
 from tests.config.walk_rows.training import DPO, REWARD_MODEL, SFT
 
@@ -18,6 +19,7 @@ ROWS: dict[str, dict[str, Row]] = {
     "reward-model": REWARD_MODEL,
     "eval": EVALUATE,
     "generate": GENERATE,
+    "serve": SERVE,
     "bench engine": BENCH_ENGINE,
     "bench train": BENCH_TRAIN,
     "plan": SIMULATE,

@@ -11,6 +11,7 @@ from tests.config.walk_rows.shared import (
     course_rows,
     eval_rows,
     model_rows,
+    not_used,
     run_rows,
     source_rows,
     trainer_rows,
@@ -20,6 +21,7 @@ COLUMNS = ("--data.train=[{path: columns.jsonl, max_rows: 8}]",)
 TOLD = ("--reward.functions=[{fn: 'rewards.py:told'}]",)
 EVAL_COLUMNS = ("--data.eval=[{path: columns.jsonl, max_rows: 4}]",)
 BOTH = ("--data.train=[{path: train.jsonl}, {path: columns.jsonl}]",)
+LIVE = ("--env.path=envs.py:Live", "--reward.max_failure_rate=1")
 ECHO = ("--env.path=envs.py:Echo", "--rollout.stop=['1', '2', '3', '4']")
 EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
 GAE = ("--algorithm.advantage=gae", "--critic.lr=1e-3")
@@ -88,6 +90,16 @@ RL: dict[str, Row] = {
     "env.path": Row("envs.py:Echo", "metrics"),
     "env.args": Row("{says: '-+'}", "samples", ECHO),
     "env.max_turns": Row("2", "metrics", ECHO),
+    "env.tools": Row("['nowhere.py:add']", "log:there is no file 'nowhere.py'"),
+    "env.tool_format": not_used("env.tool_format", "hermes"),
+    "env.max_tool_calls": not_used("env.max_tool_calls", "3"),
+    "env.max_parallel_calls": not_used("env.max_parallel_calls", "3"),
+    "env.max_observation_tokens": Row("1", "samples", (*ECHO, "--env.args={says: '-+'}")),
+    "env.max_turn_tokens": Row("1", "metrics", ECHO),
+    "env.turn_timeout_s": Row("0.1", "metrics", LIVE),
+    "env.episode_timeout_s": Row("0.001", "metrics", LIVE),
+    "env.retries": Row("2", "metrics", LIVE),
+    "env.concurrency": Row("3", "Scorer", LIVE),
     "reward.functions": Row("[{fn: 'rewards.py:nine'}]", "metrics"),
     "reward.functions.0.fn": Row("rewards.py:nine", "metrics"),
     "reward.functions.0.weight": Row("2", "metrics"),

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hone.algorithms.algorithm import Loss, Objective, Outputs
 from hone.algorithms.preferences.losses import LOSSES, SFT_WEIGHT, Pairs, log_odds_of_chosen
-from hone.config.algorithm import Needs, Output
-from hone.config.preference import PreferenceConfig
+from hone.algorithms.settings import Needs, Output, PreferenceConfig
 from hone.observe.metrics import Mean, Metrics
 from hone.types import Column, LossExtent, MicroBatch, Preference, Row
 
@@ -21,9 +20,9 @@ __all__ = ["DPO", "PairObjective", "labelled_rows", "logits_by_label", "sum_of_r
 class DPO:
     """DPO and its kin: the rows of pairs of completions, the chosen one before the rejected one.
 
-    Most of its losses need the column `logprobs/reference`, [N] float32, of each row. A pair weighs
-    one over the pairs of the optimizer step, over all ranks. Implements `Algorithm` for items of
-    `Preference`.
+    Most of the losses need the column `logprobs/reference`, [N] float32, of each row. The weight of
+    a pair is 1 / (number of pairs in the optimizer step, on all ranks). Implements `Algorithm` for
+    items of `Preference`.
     """
 
     def __init__(self, cfg: PreferenceConfig) -> None:
@@ -37,16 +36,17 @@ class DPO:
         return labelled_rows(batch)
 
     def targets(self, rows: Sequence[Row], batch: Sequence[Preference]) -> Metrics:
-        """What turns the sum of a pair's cross-entropies into its share of the mean over tokens."""
-        chosen = sum(row.num_trained for row in rows if bool(row.column("chosen")))
-        share = Column(torch.tensor([len(batch) / max(chosen, 1)]), "row")
+        """Add the column `pairs_per_token`: pairs of the step over chosen tokens of the step. A
+        pair's summed cross-entropy times it, averaged over pairs, is the mean over tokens."""
+        num_chosen = sum(row.num_trained for row in rows if bool(row.column("chosen")))
+        pairs_per_token = Column(torch.tensor([len(batch) / max(num_chosen, 1)]), "row")
         for row in rows:
-            row.columns["pairs_per_token"] = share
+            row.columns["pairs_per_token"] = pairs_per_token
         return {}
 
 
 class PairObjective:
-    """A loss of pairs, or several with weights. Implements `Objective`."""
+    """A weighted sum of losses of pairs. Implements `Objective`."""
 
     outputs: frozenset[Output] = frozenset({"logprobs", "mean_logits"})
     outputs_before: frozenset[Output] = frozenset()
@@ -80,19 +80,19 @@ class PairObjective:
             num_chosen=of_units(num_tokens, is_chosen),
             num_rejected=of_units(num_tokens, ~is_chosen),
         )
-        share = of_units(batch.column("pairs_per_token").float(), is_chosen)
+        pairs_per_token = of_units(batch.column("pairs_per_token").float(), is_chosen)
         values = torch.zeros_like(pairs.chosen)
         for name, weight in cfg.losses.items():
             term = LOSSES[name](pairs, cfg)
             if name in SFT_WEIGHT:
-                term = term - SFT_WEIGHT[name] * pairs.chosen * share
+                term = term - SFT_WEIGHT[name] * pairs.chosen * pairs_per_token
             values = values + weight * term
         return Loss(values, _metrics(pairs, cfg) | logits_by_label(outputs, batch))
 
 
 def _metrics(pairs: Pairs, cfg: PreferenceConfig) -> Metrics:
-    """By the names of TRL. Rewards of simpo and orpo are of mean log-probabilities, as there;
-    `logps/...` are sums here, of whatever loss, there of those two means."""
+    """Metrics under TRL's names. The rewards of simpo and orpo come from mean log-probabilities, as
+    in TRL. `logps/...` are sums for every loss; TRL logs means for these two."""
     with torch.no_grad():
         chosen, rejected = pairs.chosen_scores, pairs.rejected_scores
         if not cfg.losses.keys().isdisjoint({"simpo", "orpo"}):
@@ -116,19 +116,20 @@ def _metrics(pairs: Pairs, cfg: PreferenceConfig) -> Metrics:
 
 
 def logits_by_label(outputs: Outputs, batch: MicroBatch) -> Metrics:
-    """Mean logits over all words and the tokens of completions, by the names of TRL's `DPOTrainer`
-    and `KTOTrainer`; its `CPOTrainer` and `ORPOTrainer` take prompts and padding in too."""
-    logits = outputs["mean_logits"].double()
-    is_chosen = batch.column("chosen").bool()[batch.sequence_index]
+    """Mean logits over the vocabulary and the completions' tokens, under the names of TRL's
+    `DPOTrainer` and `KTOTrainer`. TRL's `CPOTrainer` and `ORPOTrainer` also average over prompts
+    and padding."""
+    logits_N = outputs["mean_logits"].double()
+    is_chosen_N = batch.column("chosen").bool()[batch.sequence_index]
     return {
-        f"logits/{name}": Mean((logits * of_it).sum(), of_it.sum())
-        for name, of_it in (("chosen", is_chosen), ("rejected", ~is_chosen))
+        f"logits/{label}": Mean((logits_N * mask_N).sum(), mask_N.sum())
+        for label, mask_N in (("chosen", is_chosen_N), ("rejected", ~is_chosen_N))
     }
 
 
 def labelled_rows(batch: Sequence[Preference]) -> list[Row]:
-    """The rows of preferences, fresh, with a column `chosen` that is their label; those of a pair
-    are one unit, also where a step has a pair twice."""
+    """Copies of the rows of preferences with their label in the column `chosen`. The rows of a pair
+    are one unit; a pair that occurs twice in a step makes two units."""
     rows: list[Row] = []
     for number, item in enumerate(batch):
         unit = f"{number}:{item.id}" if len(item.rows) > 1 else ""
@@ -139,5 +140,5 @@ def labelled_rows(batch: Sequence[Preference]) -> list[Row]:
 
 
 def sum_of_rows(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Values of the trained tokens [N], summed over each row: [S]."""
+    """Sums over each row, [S], of the values of trained tokens, [N]."""
     return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence_index, values)

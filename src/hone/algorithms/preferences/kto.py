@@ -12,38 +12,38 @@ import torch
 from hone.algorithms.algorithm import Loss, Objective, Outputs
 from hone.algorithms.preferences.dpo import labelled_rows, logits_by_label, sum_of_rows
 from hone.algorithms.preferences.losses import kto
-from hone.config.algorithm import Needs, Output
-from hone.config.preference import PreferenceConfig
+from hone.algorithms.settings import Needs, Output, PreferenceConfig
 from hone.observe.metrics import Last, Mean, Metrics
 from hone.types import Column, LossExtent, MicroBatch, Preference, Row
 
-__all__ = ["KTO", "mismatched"]
+__all__ = ["KTO", "KTOObjective", "mismatched"]
 
 _log = logging.getLogger(__name__)
 
 
 class KTO:
-    """Implements `Algorithm` for labelled completions, arXiv:2402.01306.
+    """KTO, arXiv:2402.01306, for labelled completions. Implements `Algorithm`.
 
-    The divergence in its loss is estimated once a step, over all ranks and before anything is
-    trained, by completions that answer other prompts (`mismatched`), so another order gives another
-    estimate. TRL takes that of the row before in a micro-batch, whose size its gradient depends on
-    and which may answer the same prompt. A step whose rows all have one prompt has no estimate: its
-    divergence is 0, the least that there is, which is warned of.
+    The divergence in the loss is estimated once a step, over all ranks and before the update, from
+    prompts paired with completions of other prompts (`mismatched`); it depends on the order of the
+    rows. TRL instead pairs each row with the previous completion of its micro-batch, so that its
+    gradient depends on the micro-batch size, and that completion may answer the same prompt. A step
+    whose rows all have the same prompt has no estimate: its divergence is 0, the smallest possible
+    value, and a warning is logged.
     """
 
     def __init__(self, cfg: PreferenceConfig, *, max_tokens: int) -> None:
-        """`max_tokens` of the longest row: other prompts' completions are cut to it."""
+        """`max_tokens` is the longest row; mismatched prompts and completions are cut to it."""
         self.max_tokens = max_tokens
         self._has_warned = False
         logprobs = frozenset[Output]({"logprobs"})
         self.needs = Needs(scores={"policy": logprobs, "reference": logprobs})
-        self.objectives: Mapping[str, Objective] = {"policy": _Completions(cfg)}
+        self.objectives: Mapping[str, Objective] = {"policy": KTOObjective(cfg)}
 
     def rows(self, batch: Sequence[Preference], version: int) -> list[Row]:
         del version
         rows = labelled_rows(batch)
-        pairs = mismatched([tuple(_prompt(row)) for row in rows])
+        pairs = mismatched([(*_prompt(row), *row.model_input.key) for row in rows])
         if not pairs and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -52,10 +52,11 @@ class KTO:
                 "(data.shuffle), or raise data.examples_per_step.",
                 len(rows),
             )
-        return rows + [self._swapped(rows[asked], rows[said]) for asked, said in pairs]
+        return rows + [self._swapped(rows[a], rows[b]) for a, b in pairs]
 
     def targets(self, rows: list[Row], batch: Sequence[Preference]) -> Metrics:
-        """Rows that give the divergence are done, and leave."""
+        """Add the columns `divergence` and `margin_share`; remove the mismatched rows, from which
+        the divergence was estimated."""
         swapped = rows[len(batch) :]
         del rows[len(batch) :]
         scores = [
@@ -89,30 +90,30 @@ class KTO:
 
 
 def mismatched(prompts: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Which row's prompt is scored with which other row's completion: one of a row whose prompt
-    differs.
+    """Pairs (i, j) of rows with different prompts: prompt i is scored with completion j.
 
-    Rows of a prompt in one block, each takes the completion of as many rows before as the largest
-    block has: the row before where all prompts differ. Each completion is taken once, but of a
-    prompt with more than half of the rows, some of which are left out, as many as are too many.
+    Rows are sorted into one block for each prompt, in the order of their first rows. Each row takes
+    the completion that lies as many rows before it, cyclically, as the largest block has rows: the
+    previous row where all prompts differ. So each completion is used once. Only where one prompt
+    has more than half of the rows, the rows that would meet their own prompt are left out.
     """
     if not prompts:
         return []
     first: dict[Hashable, int] = {}
-    for number, prompt in enumerate(prompts):
-        first.setdefault(prompt, number)
-    in_blocks = sorted(range(len(prompts)), key=lambda number: first[prompts[number]])
+    for row, prompt in enumerate(prompts):
+        first.setdefault(prompt, row)
+    in_blocks = sorted(range(len(prompts)), key=lambda row: first[prompts[row]])
     shift = max(Counter(prompts).values())
-    pairs = ((asked, in_blocks[place - shift]) for place, asked in enumerate(in_blocks))
-    return sorted((asked, said) for asked, said in pairs if prompts[asked] != prompts[said])
+    pairs = ((row, in_blocks[place - shift]) for place, row in enumerate(in_blocks))
+    return sorted((i, j) for i, j in pairs if prompts[i] != prompts[j])
 
 
 def _prompt(row: Row) -> list[int]:
     return row.token_ids[: row.loss_mask.index(True)]
 
 
-class _Completions:
-    """Implements `Objective`."""
+class KTOObjective:
+    """The loss of labelled completions. Implements `Objective`."""
 
     outputs: frozenset[Output] = frozenset({"logprobs", "mean_logits"})
     outputs_before: frozenset[Output] = frozenset()

@@ -1,8 +1,9 @@
-"""Losses of pairs: pure functions, one value for each pair.
+"""Losses of pairs: pure functions, one value for each pair, and KTO's of single completions. The
+names of the losses, and which keys act on each, stand in `hone.algorithms.settings`.
 
 A score is the log-probability of a completion, summed over its tokens, less the reference's:
 `log pi(y|x) - log ref(y|x)`; beta times it is the implicit reward. Names, values and defaults are
-those of TRL 1.16 (`DPOTrainer`, `CPOTrainer`, `ORPOTrainer`), but for what a docstring names.
+those of TRL 1.16 (`DPOTrainer`, `CPOTrainer`, `ORPOTrainer`) except where a docstring says so.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.config.preference import PreferenceConfig
+from hone.algorithms.settings import PreferenceConfig
 
 __all__ = ["LOSSES", "SFT_WEIGHT", "Pairs", "kto", "log_odds_of_chosen"]
 
 DISCOPOP_TAU = 0.05
 """Temperature of the blend, as in the paper."""
 SFT_WEIGHT: Mapping[str, float] = {"sft": 1.0, "cpo": 1.0, "orpo": 1.0}
-"""Losses that hold the cross-entropy of chosen tokens, with its weight: their mean over the tokens
-of an optimizer step. Of the others' names 0."""
+"""Losses that include the cross-entropy of the chosen completions, with its weight. It is the mean
+over the chosen tokens of an optimizer step, so `PairObjective` adds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,15 @@ def hinge(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
 
 
 def ipo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """IPO, arXiv:2310.12036, eq. 17. Scores are means over tokens, as in TRL and by word of the
-    authors; OpenRLHF takes their sums."""
+    """IPO, arXiv:2310.12036, eq. 17. Scores are means over tokens, as in TRL and as its authors
+    advise; OpenRLHF uses sums."""
     delta = pairs.chosen_scores / pairs.num_chosen - pairs.rejected_scores / pairs.num_rejected
     return (delta - 1 / (2 * cfg.beta)) ** 2
 
 
 def exo_pair(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """EXO, arXiv:2402.00856, eq. 16: the reverse divergence from smoothed labels."""
+    """EXO, arXiv:2402.00856, eq. 16: the reverse KL divergence of the model's preferences from the
+    smoothed labels."""
     epsilon = torch.tensor(cfg.label_smoothing, dtype=pairs.delta.dtype)
     logits = cfg.beta * pairs.delta
     right = torch.sigmoid(logits) * (F.logsigmoid(logits) - torch.log1p(-epsilon))
@@ -77,13 +79,15 @@ def exo_pair(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
 
 
 def nca_pair(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """NCA, arXiv:2402.05369: each reward against zero, so that the chosen one's does not fall."""
+    """NCA, arXiv:2402.05369: each implicit reward is compared with zero, which keeps that of the
+    chosen completion from falling."""
     chosen, rejected = cfg.beta * pairs.chosen_scores, cfg.beta * pairs.rejected_scores
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
 def robust(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """Robust DPO, arXiv:2403.00409: unbiased where labels are flipped with `label_smoothing`."""
+    """Robust DPO, arXiv:2403.00409: unbiased where each label is wrong with the probability
+    `label_smoothing`."""
     logits, flipped = cfg.beta * pairs.delta, cfg.label_smoothing
     clean = -(1 - flipped) * F.logsigmoid(logits)
     return (clean + flipped * F.logsigmoid(-logits)) / (1 - 2 * flipped)
@@ -103,62 +107,62 @@ def sppo_hard(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
 
 
 def apo_zero(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """APO, arXiv:2408.06266, eq. 7: chosen ones are better than what the model says."""
+    """APO-zero, arXiv:2408.06266, eq. 7: for chosen completions better than the model's own."""
     chosen = 1 - torch.sigmoid(cfg.beta * pairs.chosen_scores)
     return chosen + torch.sigmoid(cfg.beta * pairs.rejected_scores)
 
 
 def apo_down(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """APO, arXiv:2408.06266, eq. 8: chosen ones are worse than what the model says."""
+    """APO-down, arXiv:2408.06266, eq. 8: for chosen completions worse than the model's own."""
     chosen = torch.sigmoid(cfg.beta * pairs.chosen_scores)
     return chosen + 1 - torch.sigmoid(cfg.beta * pairs.delta)
 
 
 def discopop(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """DiscoPOP, arXiv:2406.08414, eq. 5: logistic and exponential loss, blended by the logits."""
+    """DiscoPOP, arXiv:2406.08414, eq. 5: the logistic and the exponential loss, blended with a
+    share that the logits set."""
     logits = cfg.beta * pairs.delta
     share = torch.sigmoid(logits / DISCOPOP_TAU)
     return -F.logsigmoid(logits) * (1 - share) + torch.exp(-logits) * share
 
 
 def cpo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """CPO, arXiv:2401.08417: DPO whose reference is uniform, with the cross-entropy of the chosen
-    one (`SFT_WEIGHT`)."""
+    """CPO, arXiv:2401.08417: DPO with a uniform reference, plus the cross-entropy of the chosen
+    completion (`SFT_WEIGHT`)."""
     return _smoothed(cfg.beta * (pairs.chosen - pairs.rejected), cfg)
 
 
 def simpo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """SimPO, arXiv:2405.14734: mean log-probabilities, and a margin between rewards. TRL adds the
-    cross-entropy of the chosen one by default: `{simpo: 1, sft: 1}`."""
+    """SimPO, arXiv:2405.14734: mean log-probabilities and a margin between rewards. TRL adds the
+    cross-entropy of the chosen completion by default; here that is `{simpo: 1, sft: 1}`."""
     delta = pairs.chosen / pairs.num_chosen - pairs.rejected / pairs.num_rejected
     return _smoothed(cfg.beta * delta - cfg.simpo_gamma, cfg)
 
 
 def orpo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """ORPO, arXiv:2403.07691, beta times the odds ratio's term; with the cross-entropy of the
-    chosen completion (`SFT_WEIGHT`), which TRL takes over the prompt's tokens too."""
+    """ORPO, arXiv:2403.07691: beta times the odds-ratio term, plus the cross-entropy of the chosen
+    completion (`SFT_WEIGHT`), in which TRL also includes the prompt's tokens."""
     return -cfg.beta * F.logsigmoid(log_odds_of_chosen(pairs))
 
 
 def log_odds_of_chosen(pairs: Pairs) -> Tensor:
-    """Logarithm of the ratio of odds, chosen over rejected, of mean probabilities of tokens."""
+    """Log of the odds of the chosen over those of the rejected, by mean log-probabilities, [U]."""
     chosen, rejected = pairs.chosen / pairs.num_chosen, pairs.rejected / pairs.num_rejected
     return _log_odds(chosen) - _log_odds(rejected)
 
 
 def sft(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
-    """The cross-entropy of the chosen completion alone, which is not of the pair but of its
-    tokens (`SFT_WEIGHT`)."""
+    """Zeros: the loss is only the cross-entropy of the chosen completion (`SFT_WEIGHT`)."""
     del cfg
     return torch.zeros_like(pairs.chosen)
 
 
 def kto(scores: Tensor, is_desirable: Tensor, divergence: Tensor, cfg: PreferenceConfig) -> Tensor:
-    """KTO, arXiv:2402.01306, of S completions: `1 - sigmoid(beta (score - divergence))` of a
-    desirable one, `1 - sigmoid(beta (divergence - score))` of another.
+    """KTO, arXiv:2402.01306, of S completions: `1 - sigmoid(beta (score - divergence))` for a
+    desirable one, `1 - sigmoid(beta (divergence - score))` for an undesirable one. All [S].
 
-    `divergence` is the mean score of completions that belong to other prompts, at least 0: an
-    estimate of the policy's distance from the reference. [S] each.
+    `divergence` estimates the KL divergence of the policy from the reference: the mean score of
+    prompts that are paired with completions of other prompts, and 0 where that is negative.
     """
     sign = 2 * is_desirable.to(scores.dtype) - 1
     desirable, undesirable = cfg.desirable_weight, cfg.undesirable_weight
@@ -174,7 +178,8 @@ def _smoothed(logits: Tensor, cfg: PreferenceConfig) -> Tensor:
 
 
 def _log_odds(logprobs: Tensor) -> Tensor:
-    """`log(p / (1 - p))`. A probability of 1, where it is infinite, is taken as the one before."""
+    """`log(p / (1 - p))`. It is infinite at p = 1, where the largest float below is used
+    instead."""
     below = torch.clamp(logprobs, max=-torch.finfo(logprobs.dtype).tiny)
     return below - torch.log(-torch.expm1(below))
 

@@ -1,7 +1,7 @@
-"""Reward models: a number for each completion, by which the chosen of a pair is above the other.
+"""Reward models: one value for each completion, larger for the chosen one of a pair.
 
-The number is what transformers' `AutoModelForSequenceClassification` with one label gives: the
-value at the last token that is not padding.
+The value is that of transformers' `AutoModelForSequenceClassification` with one label: the output
+at the last token that is not padding.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hone.algorithms.algorithm import Loss, Objective, Outputs
 from hone.algorithms.preferences.dpo import labelled_rows
-from hone.config.algorithm import Needs, Output
-from hone.config.preference import BradleyTerryConfig
+from hone.algorithms.settings import BradleyTerryConfig, Needs, Output
 from hone.observe.metrics import Max, Mean, Metrics, Min
 from hone.types import Column, LossExtent, MicroBatch, Preference, Row
 
@@ -24,11 +23,11 @@ __all__ = ["BradleyTerry", "RewardModeling", "bradley_terry", "valued_at_end"]
 
 
 class RewardModeling:
-    """Implements `Algorithm` for pairs. A unit is a pair; what a pair weighs is one over the pairs
-    of the optimizer step, over all ranks."""
+    """Reward modeling on pairs of completions. Implements `Algorithm`. A unit is a pair; its weight
+    is 1 / (number of pairs in the optimizer step, on all ranks)."""
 
     def __init__(self, cfg: BradleyTerryConfig, *, pad_id: int | None) -> None:
-        """`pad_id` is the token that the saved model knows as padding."""
+        """`pad_id` is the padding token in the saved model's config."""
         self._pad_id = pad_id
         self.needs = Needs()
         self.objectives: Mapping[str, Objective] = {"policy": BradleyTerry(cfg)}
@@ -41,6 +40,7 @@ class RewardModeling:
                 valued_at_end(row.id, row.token_ids, pad_id=self._pad_id),
                 group_id=row.group_id,
                 unit=row.unit,
+                model_input=row.model_input,
                 columns=row.columns | {"margin": Column(torch.tensor([margin]), "row")},
             )
             for row, margin in zip(labelled_rows(batch), margins, strict=True)
@@ -66,7 +66,7 @@ class BradleyTerry:
         return [1 / len({row.unit for row in rows})] * len(rows)
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> Loss:
-        """One value a row: rows are those of `valued_at_end`."""
+        """The loss of U pairs. Rows are those of `valued_at_end` and have one value each."""
         rewards, is_chosen = outputs["values"], batch.column("chosen").bool()
 
         def of_units(values: Tensor, mask: Tensor) -> Tensor:
@@ -82,12 +82,12 @@ class BradleyTerry:
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, margin: Tensor, *, center_coef: float
 ) -> Tensor:
-    """The loss of U pairs of rewards, [U]; that of TRL 1.16's `RewardTrainer`."""
+    """The loss of U pairs of rewards, [U], as in TRL 1.16's `RewardTrainer`."""
     return -F.logsigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected) ** 2
 
 
 def _metrics(rewards: Tensor, differences: Tensor) -> Metrics:
-    """By the names of TRL."""
+    """Metrics under TRL's names."""
     return {
         "accuracy": Mean.of((differences > 0).float()),
         "margin": Mean.of(differences),
@@ -98,8 +98,8 @@ def _metrics(rewards: Tensor, differences: Tensor) -> Metrics:
 
 
 def valued_at_end(row_id: str, token_ids: Sequence[int], *, pad_id: int | None) -> Row:
-    """A row of which a model gives one value: at its last token, padding at the end left out, as in
-    transformers. A value is read where the token after it is predicted, so one stands behind it;
-    which one is no matter, since no token before attends to it."""
+    """A row for which a model gives one value: at its last token that is not padding, as in
+    transformers. The value of a position is read where the next token is predicted, so one token is
+    appended; any will do, since no earlier token attends to it."""
     end = next((n for n in range(len(token_ids), 0, -1) if token_ids[n - 1] != pad_id), 1)
     return Row(id=row_id, token_ids=[*token_ids[:end], 0], loss_mask=[False] * end + [True])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 
 from hone.config.bench import WORKLOADS
 from hone.config.planning import GPUS_UNSET
-from hone.config.rules.rule import error, needs, unused
-from hone.config.rules.view import Fact, View, fact
+from hone.config.rules.facts import Facts
+from hone.config.rules.rule import error, needs, unused, with_facts
+from hone.config.rules.view import Details, Fact
 
 __all__ = ["RULES"]
 
@@ -17,27 +19,45 @@ _BENCH = ("bench engine", "bench train")
 _PLAN = ("plan",)
 
 
-def _bad_workload(view: View) -> Iterator[Mapping[str, object]]:
+class BenchFacts(Facts):
+    """The facts that rules of benchmarks and of the simulation compare."""
+
+    @cached_property
+    def scorer_devices(self) -> Fact[int]:
+        """Devices of frozen models and of a critic apart."""
+        cluster = self["cluster"]
+        how = " + ".join(role.keys[0] for role in cluster.others)
+        critic = " and the critic" if cluster.num_critics else ""
+        noun = f"the number of devices of frozen models{critic}"
+        return Fact(cluster.num_others, noun, how)
+
+    @cached_property
+    def devices_how(self) -> str:
+        """The settings that say how many devices are needed."""
+        needed = self.devices_needed
+        return f"{needed.how} = {needed.value}"
+
+    @cached_property
+    def has_other_suffix(self) -> bool:
+        """Whether numbers are to be written into something else than a .json file."""
+        served = (".json", ".yaml", ".yml") if self.command == "plan" else (".json",)
+        return self["output"] is not None and self["output"].suffix not in served
+
+    @cached_property
+    def gpus(self) -> Fact[int]:
+        """GPUs of the simulation."""
+        return Fact(self["plan.gpus"] or GPUS_UNSET, "the number of GPUs", "plan.gpus")
+
+
+def _bad_workload(view: BenchFacts) -> Iterator[Details]:
     workload = view["workload"]
     if workload not in WORKLOADS and not Path(workload).is_file():
         near = get_close_matches(workload, WORKLOADS, 1)
         yield {"near": f"did you mean '{near[0]}'?" if near else ""}
 
 
-@fact
-def has_other_suffix(view: View) -> bool:
-    """Whether numbers are to be written into something else than a .json file."""
-    served = (".json", ".yaml", ".yml") if view.command == "plan" else (".json",)
-    return view["output"] is not None and view["output"].suffix not in served
-
-
-@fact
-def gpus(view: View) -> Fact:
-    """GPUs of the simulation."""
-    return Fact(view["plan.gpus"] or GPUS_UNSET, "the number of GPUs", "plan.gpus")
-
-
-RULES = (
+RULES = with_facts(
+    BenchFacts,
     # The model and the output.
     error("model.path = unset", "model.shape = unset", only=_BENCH,
           fix="name a folder (or hub name) in model.path | a public shape such as qwen3-0.6b in "

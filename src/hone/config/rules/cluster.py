@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from hone.config.rules.rule import error, needs, unused, warning
+from functools import cached_property
+
+from hone.config.rules.facts import Facts
+from hone.config.rules.rule import error, needs, unused, warning, with_facts
+from hone.config.rules.view import Fact, required
+from hone.distributed.settings import host_and_port
 
 __all__ = ["RULES"]
 
@@ -13,6 +18,65 @@ _TRAINERS, _NODES = "cluster.num_trainers", "cluster.num_nodes"
 _PER_NODE = "cluster.devices_per_node"
 _SIZE = "engine.tensor_parallel_size"
 _FITS = "@devices_needed <= @devices_there"
+
+
+class ClusterFacts(Facts):
+    """The facts that rules on devices compare."""
+
+    @cached_property
+    def bad_address(self) -> bool:
+        """Whether `cluster.address` names nothing."""
+        address = self["cluster.address"] if self["cluster.is_used"] else None
+        return address not in (None, "auto") and host_and_port(address) is None
+
+    @cached_property
+    def idle_serve(self) -> str:
+        """Who makes the best use of idle devices."""
+        return "more engines" if self[_ENGINES] else "more trainers"
+
+    @cached_property
+    def num_trainers_here(self) -> Fact[int]:
+        """Processes that train on this host, where others train elsewhere."""
+        return required(self.known.get("num_trainers_here"), "num_trainers_here")
+
+    @cached_property
+    def teacher_budget(self) -> Fact[int]:
+        """Tokens of a pass of a teacher on one device."""
+        key = "teacher.max_tokens_per_forward"
+        if self[key] is None:
+            return self.reference_budget
+        return Fact(self[key], "what a pass of one device may hold", key)
+
+    @cached_property
+    def reference_budget(self) -> Fact[int]:
+        """Tokens of a pass without backward on one device."""
+        key = "trainer.max_tokens_per_forward"
+        if self[key] is not None:
+            return Fact(self[key], "what a pass of one device may hold", key)
+        key = "trainer.max_tokens_per_microbatch"
+        return Fact(2 * self[key], "what a pass of one device may hold", f"2 x {key}")
+
+    @cached_property
+    def devices_there(self) -> Fact[int]:
+        """The devices of all nodes."""
+        nodes, each = self[_NODES], required(self[_PER_NODE], "devices_there")
+        how = f"cluster.num_nodes {nodes} x cluster.devices_per_node {each}"
+        return Fact(nodes * each, "what there is", how)
+
+    @cached_property
+    def max_engines(self) -> Fact[int]:
+        """Engines, each on one node, that fit where trainers leave devices: these share a node, or
+        have whole ones. Frozen models are of one device and take what is left."""
+        size, each = self[_SIZE], required(self[_PER_NODE], "max_engines")
+        whole, rest = divmod(self["cluster"].num_processes, each)
+        left, nodes = (each - rest) % each, self[_NODES] - whole
+        noun = (
+            f"what fits with engine.tensor_parallel_size {size} devices each on one node, where "
+            f"trainers leave {left} of theirs (cluster.devices_per_node less "
+            f"{self['cluster'].processes_by})"
+        )
+        return Fact(left // size + (nodes - (rest > 0)) * (each // size), noun)
+
 
 _DEVICES = (
     error("cluster.* is set", "not cluster.is_used",
@@ -117,12 +181,9 @@ _PIPELINE = (
     error(f"{_SIZE} > 1", "pipeline.max_staleness", f"{_ENGINES} = 0",
           why="the engine runs in a thread of the first training process",
           fix=f"set {_ENGINES} | {_SIZE} = 1"),
-    error("engine.backend = vllm", "pipeline.max_staleness", f"{_ENGINES} = 0",
-          why="vLLM runs in processes of its own, and this engine in a thread",
-          fix=f"set {_ENGINES} | engine.backend = embedded"),
     error("rollout.oversample_prompts", "pipeline.max_staleness",
           why="engines begin samples ahead anyway, as many as pipeline.max_staleness allows",
           fix="rollout.oversample_prompts = 0"),
 )  # fmt: skip
 
-RULES = (*_DEVICES, *_CRITIC, *_REFERENCE, *_SCORERS, *_PIPELINE)
+RULES = with_facts(ClusterFacts, *_DEVICES, *_CRITIC, *_REFERENCE, *_SCORERS, *_PIPELINE)

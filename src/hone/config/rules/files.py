@@ -6,19 +6,22 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hone.config.data import SourceBase, template_fields
-from hone.config.rules.facts import FAMILIES
-from hone.config.rules.rule import Rule, error, unused, warning
-from hone.config.rules.view import NotKnownError, View, differs, fact
+from hone.config.roles import MODEL_KEYS
+from hone.config.rules.facts import Facts
+from hone.config.rules.rule import error, unused, warning, with_facts
+from hone.config.rules.view import Details, NotKnownError, differs, required
 from hone.config.tree import RECIPE_COMMANDS, SUPERVISED
+from hone.data.settings import SourceBase, template_fields
 from hone.extras import missing_extra
-from hone.families.model_facts import ModelFacts, impossible_values
-from hone.families.registry import VALUE_FAMILIES
+from hone.families.config_values import impossible_values
+from hone.families.model_facts import ModelFacts
+from hone.families.registry import SPECS, VALUE_FAMILIES
 from hone.families.tokens import (
     OTHER_TOKENS,
     difference,
@@ -30,13 +33,97 @@ from hone.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_loca
 
 __all__ = ["RULES", "unwritable"]
 
-Found = Iterator[Mapping[str, object]]
+Found = Iterator[Details]
 
 _QUICKSTART = "runs/quickstart/"
 """Where `hone quickstart` leaves what its recipes start from."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+class FileFacts(Facts):
+    """The facts that rules on models, data and outputs compare."""
+
+    @cached_property
+    def hub_problems(self) -> Sequence[Details]:
+        """Models that the hub does not have."""
+        return required(self.known.get("hub_problems"), "hub_problems")
+
+    @cached_property
+    def data_problems(self) -> Sequence[Details]:
+        """Sources whose first rows cannot be read or lack a column."""
+        return required(self.known.get("data_problems"), "data_problems")
+
+    @cached_property
+    def weak_pairs(self) -> Sequence[Details]:
+        """Sources of pairs among whose first rows some teach nothing."""
+        return required(self.known.get("weak_pairs"), "weak_pairs")
+
+    @cached_property
+    def unread_arrays(self) -> Sequence[Details]:
+        """Sources that are JSON arrays too large to be read before the run."""
+        return required(self.known.get("unread_arrays"), "unread_arrays")
+
+    @cached_property
+    def held_out(self) -> bool:
+        """Whether rows of `data.train` are held out."""
+        return bool(self["data.train"]) and self["data.eval_fraction"] > 0
+
+    @cached_property
+    def model_folder(self) -> Path:
+        """The model's folder, where `model.path` names one that is here."""
+        path: str | None = self["model.path"]
+        return Path(required(path if path and Path(path).is_dir() else None, "model_folder"))
+
+    @cached_property
+    def is_model_file(self) -> bool:
+        """Whether `model.path` names a file."""
+        return Path(self["model.path"] or "").is_file()
+
+    @cached_property
+    def has_config(self) -> bool:
+        """Whether the model's folder is here and has its `config.json`."""
+        return (self.model_folder / "config.json").is_file()
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether the model's folder holds weights."""
+        folder = self.model_folder
+        return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+    @cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's folder holds a tokenizer."""
+        return any((self.model_folder / name).is_file() for name in _TOKENIZER_FILES)
+
+    @cached_property
+    def unserved(self) -> tuple[str, ...]:
+        """Features of the model that hone does not compute, as `field=value`."""
+        return self.model.unserved
+
+    @cached_property
+    def lacks_template(self) -> bool:
+        """Whether the chat template is no file."""
+        template = self["model.chat_template"]
+        return template is not None and not template.is_file()
+
+    @cached_property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer, where its folder is here, has a chat template."""
+        if self["model.chat_template"] is not None:
+            return True
+        folder = Path(self["model.tokenizer"] or self["model.path"] or "")
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise NotKnownError("has_chat_template")
+        if any((folder / name).exists() for name in _TEMPLATE_FILES):
+            return True
+        return bool(_settings(folder).get("chat_template"))
+
+    @cached_property
+    def has_constant_prompts(self) -> bool:
+        """Whether the template names no column."""
+        return not template_fields(self["data.prompt_template"])
 
 
 # -- places --------------------------------------------------------------------------------------
@@ -58,13 +145,13 @@ def unwritable(path: Path) -> str | None:
         return f"{verb} a folder where nothing can be written ({problem.strerror})"
 
 
-def _bad_run_dir(view: View) -> Found:
+def _bad_run_dir(view: FileFacts) -> Found:
     folder: Path = view["run.dir"]
     problem = "is a file" if folder.is_file() else unwritable(folder)
     yield from [] if problem is None else [{"problem": problem}]
 
 
-def _bad_output(view: View) -> Found:
+def _bad_output(view: FileFacts) -> Found:
     output: Path = view["output"]
     if output.is_dir():
         yield {"problem": "is a folder"}
@@ -72,7 +159,7 @@ def _bad_output(view: View) -> Found:
         yield {"problem": f"cannot be written: its folder {problem}"}
 
 
-def _read_and_written(view: View) -> Found:
+def _read_and_written(view: FileFacts) -> Found:
     for index, source in enumerate(view["data.train"]):
         if source.path == str(view["output"]):
             yield {"index": index}
@@ -81,28 +168,15 @@ def _read_and_written(view: View) -> Found:
 # -- the model -----------------------------------------------------------------------------------
 
 
-@fact
-def model_folder(view: View) -> Path | None:
-    """The model's folder, where `model.path` names one that is here."""
-    path = Path(view["model.path"] or "")
-    return path if view["model.path"] and path.is_dir() else None
-
-
-@fact
-def is_model_file(view: View) -> bool:
-    """Whether `model.path` names a file."""
-    return Path(view["model.path"] or "").is_file()
-
-
-def _no_config(view: View) -> Found:
-    folder = view.number("model_folder")
+def _no_config(view: FileFacts) -> Found:
+    folder = view.model_folder
     if not (folder / "config.json").is_file():
         yield {"fix": _instead_of(folder)}
 
 
-def _bad_config(view: View) -> Found:
-    """What is wrong with a `config.json` that no model can have."""
-    file = view.number("model_folder") / "config.json"
+def _bad_config(view: FileFacts) -> Found:
+    """Problems of a `config.json` with impossible values."""
+    file = view.model_folder / "config.json"
     if not file.is_file():
         return
     try:
@@ -117,7 +191,7 @@ def _bad_config(view: View) -> Found:
 
 
 def _instead_of(folder: Path) -> str:
-    """What to give in place of a folder that lacks something of a model."""
+    """Text on the path to give in place of a folder that is no complete model."""
     inner = folder / "model"  # where a run leaves it
     if (inner / "config.json").is_file():
         return f"did you mean '{inner}'?"
@@ -132,7 +206,7 @@ def _instead_of(folder: Path) -> str:
 def _incomplete(key: str) -> Any:
     """Details where a key names a folder that lacks something of a model."""
 
-    def find(view: View) -> Found:
+    def find(view: FileFacts) -> Found:
         path = view[key]
         if path is None or not Path(path).is_dir():
             return
@@ -149,7 +223,7 @@ def _other_tokens(key: str) -> Any:
     """Details where the model of a key does not know all tokens of the policy, or has no room for
     them."""
 
-    def find(view: View) -> Found:
+    def find(view: FileFacts) -> Found:
         own, other = Path(view["model.tokenizer"] or view["model.path"]), Path(view[key] or "")
         if view[key] is None or own == other:
             return
@@ -167,7 +241,7 @@ def _other_tokens(key: str) -> Any:
 def _tokens_beyond(key: str) -> Any:
     """Details where texts become tokens that the model of a key lacks: its tokenizer is larger."""
 
-    def find(view: View) -> Found:
+    def find(view: FileFacts) -> Found:
         path, named = view[key], view["model.tokenizer"] if key == "model.path" else None
         if path is None or (facts := ModelFacts.known(path)) is None or facts.vocab_size is None:
             return
@@ -186,7 +260,7 @@ def _tokens_beyond(key: str) -> Any:
     return find
 
 
-def _template(view: View, folder: Path, key: str) -> str:
+def _template(view: FileFacts, folder: Path, key: str) -> str:
     """The chat template that texts are put into for the model of a key."""
     given: Path | None = view["model.chat_template"] if key == "model.path" else None
     if given is not None:
@@ -197,7 +271,8 @@ def _template(view: View, folder: Path, key: str) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """What `tokenizer_config.json` of a folder holds. Raises NotKnownError where it is damaged."""
+    """The content of a folder's `tokenizer_config.json`. Raises NotKnownError where it is
+    damaged."""
     file = folder / "tokenizer_config.json"
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -205,30 +280,10 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise NotKnownError("tokenizer_config.json") from None
 
 
-@fact
-def has_config(view: View) -> bool:
-    """Whether the model's folder is here and has its `config.json`."""
-    folder = view.number("model_folder")
-    return folder is not None and (folder / "config.json").is_file()
-
-
-@fact
-def has_weights(view: View) -> bool:
-    """Whether the model's folder holds weights."""
-    folder = view.number("model_folder")
-    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
-
-
-@fact
-def has_tokenizer(view: View) -> bool:
-    """Whether the model's folder holds a tokenizer."""
-    return any((view.number("model_folder") / name).is_file() for name in _TOKENIZER_FILES)
-
-
 def _not_here(key: str, *, must_exist: bool) -> Any:
     """Details where a key names no folder of this machine: as a mistake, or as a hub name."""
 
-    def find(view: View) -> Found:
+    def find(view: FileFacts) -> Found:
         path = view[key]
         if path is None or Path(path).exists():
             return
@@ -249,12 +304,12 @@ def _not_here(key: str, *, must_exist: bool) -> Any:
 
 
 def _made(path: str) -> str:
-    """Which command leaves a file or folder that is not here yet, where one is known to."""
+    """The command that creates a missing file or folder, where one is known."""
     return "run `hone quickstart` first, which makes it" if path.startswith(_QUICKSTART) else ""
 
 
-def _without_spec(key: str) -> Callable[[View], Found]:
-    def find(view: View) -> Found:
+def _without_spec(key: str) -> Callable[[FileFacts], Found]:
+    def find(view: FileFacts) -> Found:
         facts = None if view[key] is None else ModelFacts.known(view[key])
         if facts is not None and facts.family not in (None, *VALUE_FAMILIES):
             yield {"path": view[key], "name": facts.family}
@@ -262,33 +317,13 @@ def _without_spec(key: str) -> Callable[[View], Found]:
     return find
 
 
-def _scores(key: str) -> Callable[[View], Found]:
-    def find(view: View) -> Found:
+def _scores(key: str) -> Callable[[FileFacts], Found]:
+    def find(view: FileFacts) -> Found:
         facts = None if view[key] is None else ModelFacts.known(view[key])
         if facts is not None and facts.classifies:
             yield {"path": view[key]}
 
     return find
-
-
-@fact
-def lacks_template(view: View) -> bool:
-    """Whether the chat template is no file."""
-    template = view["model.chat_template"]
-    return template is not None and not template.is_file()
-
-
-@fact
-def has_chat_template(view: View) -> bool:
-    """Whether the tokenizer, where its folder is here, has a chat template."""
-    if view["model.chat_template"] is not None:
-        return True
-    folder = Path(view["model.tokenizer"] or view["model.path"] or "")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise NotKnownError("has_chat_template")
-    if any((folder / name).exists() for name in _TEMPLATE_FILES):
-        return True
-    return bool(_settings(folder).get("chat_template"))
 
 
 _MODEL = (
@@ -311,10 +346,9 @@ _MODEL = (
             says=f"{key} '{{path}}' does not exist",
             fix="{make} | {near} | give a folder with config.json, or a hub name with its owner, "
             "such as Qwen/Qwen3-0.6B")
-      for key in ("model.path", "model.tokenizer", "critic.path", "teacher.path",
-                  "reward.model.path")),
+      for key in ("model.path", "model.tokenizer", *MODEL_KEYS.values())),
     *(error(each=_incomplete(key), says=f"{key} '{{path}}' holds no {{missing}}", fix="{fix}")
-      for key in ("critic.path", "teacher.path", "reward.model.path")),
+      for key in MODEL_KEYS.values()),
     *(error(each=_other_tokens(key), given=given,
             says=f"{key} '{{path}}' has another tokenizer than the policy", why="{difference}",
             fix=OTHER_TOKENS[key])
@@ -335,14 +369,14 @@ _MODEL = (
               why="the folder '{parent}' is here and has no '{name}'",
               fix="{near} | write './{path}' for what must be a folder")
       for key in ("model.path", "model.tokenizer")),
-    error(each=lambda view: view.fact("hub_problems"),
+    error(each="@hub_problems",
           says="{key} '{path}' is no folder here, and the hub does not give its config.json",
           why="{problem}", fix="{near} | name another model"),
     error("@lacks_template", says="model.chat_template '{model.chat_template}' is no file",
           fix="give the path of a Jinja file"),
     error("@unserved",
           says="{the_model} is of the family {family} with {unserved} in its config.json",
-          why=f"hone runs dense decoders of text, best those of the families {FAMILIES}",
+          why=f"hone runs dense decoders of text, best those of the families {', '.join(SPECS)}",
           fix="use another model"),
     warning("not @has_spec", given=("not @unserved",),
             says="{the_model} is of the family {family}, which is none of hone's own",
@@ -370,13 +404,13 @@ _MODEL = (
 # -- data ----------------------------------------------------------------------------------------
 
 
-def _sources(view: View, *sections: str) -> Iterator[tuple[str, SourceBase]]:
+def _sources(view: FileFacts, *sections: str) -> Iterator[tuple[str, SourceBase]]:
     for section in sections or ("train", "eval"):
         for index, source in enumerate(view[f"data.{section}"]):
             yield f"data.{section}.{index}", source
 
 
-def _missing_source(view: View) -> Found:
+def _missing_source(view: FileFacts) -> Found:
     for key, source in _sources(view):
         path = local_path(source.path)
         if must_be_local(source.path) and not path.exists():
@@ -387,7 +421,7 @@ def _missing_source(view: View) -> Found:
             yield {"key": key, "path": source.path, "there": there, "make": _made(source.path)}
 
 
-def _unreadable_source(view: View) -> Found:
+def _unreadable_source(view: FileFacts) -> Found:
     for key, source in _sources(view):
         path = local_path(source.path)
         if path.is_file() and path.suffix not in DATA_SUFFIXES:
@@ -395,8 +429,8 @@ def _unreadable_source(view: View) -> Found:
             yield {"key": key, "path": source.path, "problem": problem}
 
 
-def _missing_reader(view: View) -> Found:
-    """What to tell where a source cannot be read for want of a library."""
+def _missing_reader(view: FileFacts) -> Found:
+    """The message for a source that cannot be read because a library is missing."""
     for key, source in _sources(view):
         path, given = local_path(source.path), f"{key}.path '{source.path}'"
         missing = None
@@ -421,7 +455,7 @@ def _missing_reader(view: View) -> Found:
         yield from [] if missing is None else [{"missing": missing}]
 
 
-def _bad_pattern(view: View) -> Found:
+def _bad_pattern(view: FileFacts) -> Found:
     for key, source in _sources(view):
         try:
             re.compile(source.answer_pattern or "")
@@ -429,7 +463,7 @@ def _bad_pattern(view: View) -> Found:
             yield {"key": key, "pattern": source.answer_pattern, "problem": problem}
 
 
-def _repeated(view: View, section: str) -> Found:
+def _repeated(view: FileFacts, section: str) -> Found:
     """Sources of a section whose rows an earlier one of `data.train` reads."""
     first: dict[tuple[str, str, str | None], str] = {}
     for key, source in _sources(view, *dict.fromkeys(("train", section))):
@@ -438,12 +472,6 @@ def _repeated(view: View, section: str) -> Found:
             yield {"key": key, "first": first[identity], "path": source.path}
         if key.startswith("data.train."):
             first.setdefault(identity, key)
-
-
-@fact
-def has_constant_prompts(view: View) -> bool:
-    """Whether the template names no column."""
-    return not template_fields(view["data.prompt_template"])
 
 
 _OF_REWARDS = ("columns.task", "answer_pattern", "task")
@@ -460,7 +488,7 @@ _UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 trained on is taken whole, in the order of its files."""
 
 
-def _unused_columns(view: View) -> Found:
+def _unused_columns(view: FileFacts) -> Found:
     for section, names in _UNUSED[view.command].items():
         for key, source in _sources(view, section):
             for name in names:
@@ -482,12 +510,12 @@ _DATA = (
     error(each=_unreadable_source, says="{key}.path '{path}' {problem}",
           fix=f"use a file in one of these formats: {', '.join(DATA_SUFFIXES)}"),
     error(each=_missing_reader, says="{missing}"),
-    error(each=lambda view: view.fact("data_problems"), says="{key}: {problem}"),
-    warning(each=lambda view: view.fact("weak_pairs"), says="{key}: {problem}",
+    error(each="@data_problems", says="{key}: {problem}"),
+    warning(each="@weak_pairs", says="{key}: {problem}",
             fix="leave such rows out"),
     error(each=_bad_pattern, says="{key}.answer_pattern '{pattern}' is no regular expression",
           why="{problem}"),
-    warning(each=lambda view: view.fact("unread_arrays"),
+    warning(each="@unread_arrays",
             says="{key} '{path}' is a JSON array of {mib} MiB",
             why="whether its rows have the columns that reward functions need is not checked "
             "before the run reads it",
@@ -532,4 +560,4 @@ _PLACES = (
           fix="name another output"),
 )  # fmt: skip
 
-RULES: tuple[Rule, ...] = (*_MODEL, *_DATA, *_PLACES)
+RULES = with_facts(FileFacts, *_MODEL, *_DATA, *_PLACES)

@@ -1,4 +1,4 @@
-"""What a rule has found."""
+"""Finding: a problem that a rule reports."""
 
 from __future__ import annotations
 

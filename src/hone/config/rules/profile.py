@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
-from hone.config.rules.rule import error, needs, unused, warning
-from hone.config.rules.view import View, fact
+from hone.config.rules.facts import Facts
+from hone.config.rules.rule import error, needs, unused, warning, with_facts
+from hone.config.rules.view import Details
 
 __all__ = ["RULES"]
 
 
-@fact
-def on_cpu(view: View) -> bool:
-    """Whether the run is on no GPU."""
-    return view["run.device"] == "cpu" or view.plan.is_on_cpu
+class ProfileFacts(Facts):
+    """The facts that rules on profiles compare."""
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Whether the run is on no GPU."""
+        return self["run.device"] == "cpu" or self.plan.is_on_cpu
+
+    @cached_property
+    def lacks_activities(self) -> bool:
+        """Whether engines are to record GPUs alone, and there are none."""
+        return self.on_cpu and "cpu" not in self["profile.rollout.activities"]
 
 
-@fact
-def lacks_activities(view: View) -> bool:
-    """Whether none of the activities that engines shall record is there."""
-    return view.number("on_cpu") and "cpu" not in view["profile.rollout.activities"]
-
-
-def _none_traced(key: str) -> Callable[[View], Iterator[Mapping[str, object]]]:
-    def found(view: View) -> Iterator[Mapping[str, object]]:
+def _none_traced(key: str) -> Callable[[ProfileFacts], Iterator[Details]]:
+    def found(view: ProfileFacts) -> Iterator[Details]:
         last = view["run.steps"] - 1
         if not any(0 <= step <= last for step in view[key]):
             yield {"last": last}
@@ -31,7 +35,8 @@ def _none_traced(key: str) -> Callable[[View], Iterator[Mapping[str, object]]]:
     return found
 
 
-RULES = (
+RULES = with_facts(
+    ProfileFacts,
     error("profile.memory.recorder = torch", given=("@on_cpu",),
           why="it records the memory of GPUs",
           fix="profile.memory.recorder = memray | profile.memory.recorder = none"),

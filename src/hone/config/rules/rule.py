@@ -1,4 +1,4 @@
-"""What a rule is, how its conditions are read, and the one place where messages are written.
+"""The language of rules: their form, the evaluation of conditions, and the writing of messages.
 
     error("trainer.offload != none", "trainer.optimizer.name = muon",
           why="Muon orthogonalises whole matrices, and what lies on the host comes back in pieces",
@@ -22,6 +22,9 @@ A condition is one of
 where what is compared with is a value (`unset`: none), another KEY, or a @fact; facts may also be
 on the left. A condition on a key that the tree of a command does not have, or on a fact that is not
 known, does not hold. So most rules need not say which commands they are for.
+
+A @fact is an attribute of the class that `with_facts` gives to a table of rules; a name that the
+class does not have is refused there.
 """
 
 from __future__ import annotations
@@ -35,13 +38,15 @@ from pathlib import PurePath
 from typing import Any, TypedDict, Unpack, cast
 
 from hone.config.base import Section
+from hone.config.rules.facts import Facts
 from hone.config.rules.finding import Finding, Level
-from hone.config.rules.view import Fact, NotKnownError, View
+from hone.config.rules.view import Details, Fact, NotKnownError
+from hone.config.tree import TREES
+from hone.errors import did_you_mean
 from hone.extras import missing_extra
 
-__all__ = ["Condition", "Rule", "error", "excludes", "needs", "unused", "warning"]
+__all__ = ["Condition", "Rule", "error", "excludes", "needs", "unused", "warning", "with_facts"]
 
-Found = Iterable[Mapping[str, object]]
 
 _CONDITION = re.compile(
     r"(not )?(@?[\w.]+(?:\*|\([\w|]+\))?)"
@@ -75,11 +80,17 @@ class Condition:
         negated, left, op, right = match.groups(default="")
         return cls(left, "not" if negated else op, right)
 
-    def holds(self, view: View) -> bool:
+    @property
+    def facts(self) -> list[str]:
+        """The names of the facts that it reads."""
+        terms = [self.left, *self.right.split("|")]
+        return [term[1:] for term in terms if term.startswith("@")]
+
+    def holds(self, view: Facts) -> bool:
         """Whether the run that is viewed is so."""
         try:
             if self.op == "is set":
-                return bool(self.meant(view))
+                return bool(self.keys_set(view))
             left = _left(view, self.left)
             match self.op:
                 case "":
@@ -91,16 +102,16 @@ class Condition:
                 case "has":
                     return self.right in left
                 case "=" | "!=":
-                    rights = [_value(view, right) for right in self.right.split("|")]
+                    rights = [_right(view, right) for right in self.right.split("|")]
                     return (left in rights) == (self.op == "=")
                 case compared:
-                    both = left, _value(view, self.right)
+                    both = left, _right(view, self.right)
                     are_numbers = all(isinstance(value, int | float) for value in both)
                     return are_numbers and _COMPARED[compared][0](*both)
         except NotKnownError:
             return False
 
-    def meant(self, view: View) -> list[str]:
+    def keys_set(self, view: Facts) -> list[str]:
         """The keys on the left that have another value than their default."""
         if self.left.startswith("@"):
             return []
@@ -110,33 +121,40 @@ class Condition:
         keys = [f"{above}.{name}" if above else name for name in fields]
         return [view.key(key) for key in keys if view.is_set(key)]
 
-    def says(self, view: View) -> str:
-        """The condition in words, with the values that are there."""
+    def in_words(self, view: Facts) -> str:
+        """The condition as a clause, with the values that are there."""
         if self.op == "is set":
-            return " and ".join(f"{key} is {_in_words(view[key])}" for key in self.meant(view))
-        fact = view.fact(self.left[1:]) if self.left.startswith("@") else None
+            return " and ".join(f"{key} is {_in_words(view[key])}" for key in self.keys_set(view))
+        fact = getattr(view, self.left[1:]) if self.left.startswith("@") else None
         if isinstance(fact, Fact):
-            said = f"{fact.noun} is {_in_words(fact.value)}{f' ({fact.how})' * bool(fact.how)}"
+            clause = f"{fact.noun} is {_in_words(fact.value)}{f' ({fact.how})' * bool(fact.how)}"
         else:
-            said = f"{view.key(self.left)} is {_in_words(view[self.left])}"
+            clause = f"{view.key(self.left)} is {_in_words(view[self.left])}"
             if self.left == "run.device" and view.plan.config.run.device == "auto":
-                said += " here"
+                clause += " here"
         if self.op == "is default":
-            return f"{said}, its default"
+            return f"{clause}, its default"
         if not (self.right.startswith("@") or view.has(self.right)):
-            return said
-        words = _COMPARED[self.op][1] if self.op in _COMPARED else "and not"
-        return f"{said}, {words} {_operand(view, self.right)}"
+            return clause
+        relation = _COMPARED[self.op][1] if self.op in _COMPARED else "and not"
+        return f"{clause}, {relation} {_operand(view, self.right)}"
 
 
-def _left(view: View, term: str) -> Any:
-    return view.number(term[1:]) if term.startswith("@") else view[term]
+def _number(view: Facts, name: str) -> Any:
+    """The value of a fact."""
+    fact = getattr(view, name)
+    return fact.value if isinstance(fact, Fact) else fact
 
 
-def _value(view: View, term: str) -> Any:
-    """A @fact, the value of a key, or the value that is written."""
+def _left(view: Facts, term: str) -> Any:
+    """The value of a @fact or of a key."""
+    return _number(view, term[1:]) if term.startswith("@") else view[term]
+
+
+def _right(view: Facts, term: str) -> Any:
+    """The value of a @fact or of a key, or the value that is written."""
     if term.startswith("@"):
-        return view.number(term[1:])
+        return _number(view, term[1:])
     if term in _CONSTANTS:
         return _CONSTANTS[term]
     try:
@@ -148,10 +166,11 @@ def _value(view: View, term: str) -> Any:
 _CONSTANTS = {"true": True, "false": False, "unset": None}
 
 
-def _operand(view: View, term: str) -> str:
+def _operand(view: Facts, term: str) -> str:
+    """The right side of a comparison, as text with its name and value."""
     if not term.startswith("@"):
         return f"{view.key(term)} = {_in_words(view[term])}"
-    fact = view.fact(term[1:])
+    fact = getattr(view, term[1:])
     assert isinstance(fact, Fact), f"{term=}"
     return f"{fact.noun} ({f'{fact.how} = ' * bool(fact.how)}{_in_words(fact.value)})"
 
@@ -183,14 +202,14 @@ class _Rest(TypedDict, total=False):
     why: str
     fix: str
     given: tuple[str, ...]
-    each: Callable[[View], Found]
+    each: Callable[[Any], Iterable[Details]] | str
     says: str
     only: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A row of the table: what is found, why it is wrong, what to change to what.
+    """A row of the table: what is wrong, why, and what to change to what.
 
     In texts `{key}`, `{fact}` and `{detail}` stand for their values, `{meant}` for the keys that
     `when` says are set.
@@ -205,51 +224,101 @@ class Rule:
     """Remedies, each of which serves, between ` | `: `KEY = VALUE`, or what to do in words."""
     given: tuple[str, ...] = ()
     """Further conditions, which go without saying."""
-    each: Callable[[View], Found] | None = None
-    """What else is looked at, such as files: the details of each finding, by their names."""
+    each: Callable[[Any], Iterable[Details]] | str | None = None
+    """What else is looked at, such as files, by a function of the facts or by a @fact: the details
+    of each finding, by their names."""
     says: str = ""
-    """What the message states, where that is not `when`."""
+    """Statement of the message; by default that of `when`."""
     only: tuple[str, ...] = ()
     """Commands that it is for; none: all but the simulation."""
     is_unused: bool = False
     """The first of `when` has no effect because of the others."""
+    facts: type[Facts] = Facts
+    """Class whose attributes are the rule's facts."""
 
-    def find(self, view: View) -> Iterator[Finding]:
-        """The findings in a run."""
+    def find(self, view: Facts) -> Iterator[Finding]:
+        """The findings in a run, which is viewed as the rule's `facts`."""
         is_for = view.command in self.only if self.only else view.command != "plan"
         if not is_for or not all(_condition(x).holds(view) for x in (*self.when, *self.given)):
             return
         try:
-            for details in [{}] if self.each is None else self.each(view):
-                yield self.finding(view, **details)
+            for details in self._details(view):
+                yield self._finding(view, details)
         except NotKnownError:
             return
 
-    def finding(self, view: View, **details: object) -> Finding:
-        """What is told of a run in which the rule applies."""
+    def facts_read(self) -> list[str]:
+        """The names of the facts in its conditions and texts.
+
+        A place in a text names a fact where it names no key. With `each` it may name a detail too,
+        and only the function knows which there are: then it counts where there is such a fact.
+        """
+        conditions = [_condition(text) for text in (*self.when, *self.given)]
+        if isinstance(self.each, str):
+            conditions.append(_condition(self.each))
+        names = [name for condition in conditions for name in condition.facts]
+        places = _PLACE.findall(f"{self.why} {self.fix} {self.says}")
+        known = self.facts.names()
+        return names + [
+            place
+            for place in places
+            if "." not in place and place not in _no_facts() and (not self.each or place in known)
+        ]
+
+    def misspelt(self) -> Iterator[str]:
+        """A sentence for each fact that it reads and its `facts` do not have."""
+        known = self.facts.names()
+        for name in self.facts_read():
+            if name not in known:
+                yield (
+                    f"the {self.level} on '{' and '.join(self.when) or self.says}' reads the fact "
+                    f"'{name}', which {self.facts.__name__} does not have."
+                    f"{did_you_mean(name, known)}"
+                )
+
+    def _details(self, view: Facts) -> Iterable[Details]:
+        if self.each is None:
+            return [{}]
+        return _left(view, self.each) if isinstance(self.each, str) else self.each(view)
+
+    def _finding(self, view: Facts, details: Details) -> Finding:
+        """The message for a run to which the rule applies."""
         conditions = [_condition(text) for text in self.when]
-        meant = [key for x in conditions if x.op == "is set" for key in x.meant(view)]
-        view = replace(view, known={**view.known, "meant": " and ".join(meant), **details})
-        statement, why = self._statement(view), _filled(self.why, view)
-        told = f"{statement}: {why}" if why else statement
+        meant = [key for x in conditions if x.op == "is set" for key in x.keys_set(view)]
+        details = {"meant": " and ".join(meant), **details}
+        statement, why = self._statement(view, details), _filled(self.why, view, details)
+        problem = f"{statement}: {why}" if why else statement
+        fixes = [text for text in _filled(self.fix, view, details).split(" | ") if text]
         terms = [term for x in conditions for term in (x.left, x.right)]
-        named = [*map(view.key, terms), statement.split()[0], *_KEY.findall(told)]
+        named = [*map(view.key, terms), statement.split()[0], *_KEY.findall(problem)]
         keys = dict.fromkeys([*meant, *(key for key in named if view.has(key))])
-        return Finding(self.level, tuple(keys), _sentences(told, _remedy(self.fixes(view))))
+        return Finding(self.level, tuple(keys), _sentences(problem, _remedy(fixes)))
 
-    def fixes(self, view: View) -> list[str]:
-        """The remedies with their values."""
-        return [text for text in _filled(self.fix, view).split(" | ") if text]
-
-    def _statement(self, view: View) -> str:
+    def _statement(self, view: Facts, details: Details) -> str:
         if self.says:
-            return _filled(self.says, view)
-        first, *others = [_condition(text).says(view) for text in self.when]
+            return _filled(self.says, view, details)
+        first, *others = [_condition(text).in_words(view) for text in self.when]
         if not self.is_unused:
-            return _listed([first, *others])
+            *most, last = first, *others
+            return ", ".join([*most, f"and {last}" if most else last])
         since = f", since {' and '.join(others)}" if others else ""
         verb = "has" if " and " not in first else "have"
         return f"{first} and {verb} no effect{since}"
+
+
+def with_facts(facts: type[Facts], *rules: Rule) -> tuple[Rule, ...]:
+    """The rules as they read `facts`. Raises AttributeError for a fact that these do not have."""
+    own = tuple(replace(rule, facts=facts) for rule in rules)
+    if problems := [problem for rule in own for problem in rule.misspelt()]:
+        raise AttributeError("\n".join(problems))
+    return own
+
+
+@cache
+def _no_facts() -> frozenset[str]:
+    """What a place without a dot may name besides a fact: a key at the top of some tree, and the
+    keys that are set."""
+    return frozenset({"meant", *(name for tree in TREES.values() for name in tree.model_fields)})
 
 
 _condition = cache(Condition.parse)
@@ -261,7 +330,7 @@ def error(*when: str, **rest: Unpack[_Rest]) -> Rule:
 
 
 def warning(*when: str, **rest: Unpack[_Rest]) -> Rule:
-    """A rule whose finding is told."""
+    """A rule whose finding is printed, and stops nothing."""
     return Rule("warning", when, **rest)
 
 
@@ -284,31 +353,28 @@ def needs(package: str, *when: str, by: str, instead: str = "", only: tuple[str,
     """An error where a package is not installed; `by` is what needs it. None where packages are
     known to be installed later (`can_install`): a plan is for another machine."""
 
-    def missing(view: View) -> Iterator[Mapping[str, object]]:
+    def missing(view: Facts) -> Iterator[Details]:
         if view.known.get("can_install", False):
             return
         on_cpu = view["run.device"] == "cpu"
-        text = missing_extra(package, needed_by=_filled(by, view), on_cpu=on_cpu)
+        text = missing_extra(package, needed_by=_filled(by, view, {}), on_cpu=on_cpu)
         yield from [] if text is None else [{"missing": text}]
 
     return error(*when, each=missing, says="{missing}", fix=instead, only=only)
 
 
-def _listed(texts: Sequence[str]) -> str:
-    *most, last = texts
-    return f"{', '.join(most)}, and {last}" if most else last
-
-
-def _filled(text: str, view: View) -> str:
+def _filled(text: str, view: Facts, details: Details) -> str:
     """A text with values in its places, and the section's keys for those of `sampling`."""
 
     def value(place: re.Match[str]) -> str:
         name = place[1]
-        is_fact = name in view.known or not ("." in name or view.has(name))
-        found = view.number(name) if is_fact else view[name]
-        if is_fact and isinstance(found, tuple | list):
-            return ", ".join(map(str, found))
-        return str(found) if isinstance(found, str | PurePath) else _in_words(found)
+        if name not in details and ("." in name or view.has(name)):
+            setting = view[name]
+            return str(setting) if isinstance(setting, str | PurePath) else _in_words(setting)
+        value = details[name] if name in details else _number(view, name)
+        if isinstance(value, tuple | list):
+            return ", ".join(map(str, value))
+        return str(value) if isinstance(value, str | PurePath) else _in_words(value)
 
     text = _PLACE.sub(value, text)
     return re.sub(r"(?<![\w.])sampling\.\w+", lambda match: view.key(match[0]), text)
@@ -316,14 +382,14 @@ def _filled(text: str, view: View) -> str:
 
 def _remedy(fixes: Sequence[str]) -> str:
     """`Set A to x, or B to y, or do z`."""
-    told, was_change = list[str](), False
+    parts, was_change = list[str](), False
     for text in fixes:
         change = _CHANGE.fullmatch(text)
         if change is not None:
             text = f"{'' if was_change else 'set '}{change[1]} to {change[2]}"
         was_change = change is not None
-        told.append(text)
-    return ", or ".join(told)
+        parts.append(text)
+    return ", or ".join(parts)
 
 
 def _sentences(*texts: str) -> str:

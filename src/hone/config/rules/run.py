@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import cached_property
 from typing import get_args
 
-from hone.config.reward import BUILTIN_REWARDS, REWARD_MODEL, RewardFunctionConfig
-from hone.config.rules.rule import error, needs, unused, warning
-from hone.config.rules.view import View, fact
+from hone.config.rules.facts import Facts
+from hone.config.rules.rule import error, needs, unused, warning, with_facts
+from hone.config.rules.view import Details
 from hone.config.run import EvaluationConfig, Tracker
 from hone.config.tree import SUPERVISED
+from hone.rewards.settings import BUILTIN_REWARDS, REWARD_MODEL, RewardFunctionConfig
 
 __all__ = ["RULES"]
 
 
-@fact
-def evaluates(view: View) -> bool:
-    """Whether a run evaluates at all."""
-    return "eval" in view.plan.sampling or bool(view["eval"].is_scheduled)
+class RunFacts(Facts):
+    """The facts that rules on the course of a run compare."""
+
+    @cached_property
+    def has_rows_to_evaluate(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self["data.eval"]) or self["data.eval_fraction"] > 0
+
+    @cached_property
+    def unranked_metric(self) -> bool:
+        """Whether the metric that ranks checkpoints is none of an evaluation."""
+        return self.evaluates and not self["eval.metric"].startswith("eval/")
 
 
-@fact
-def has_rows_to_evaluate(view: View) -> bool:
-    """Whether there is anything to evaluate on."""
-    return bool(view["data.eval"]) or view["data.eval_fraction"] > 0
-
-
-@fact
-def unranked_metric(view: View) -> bool:
-    """Whether the metric that ranks checkpoints is none of an evaluation."""
-    return view.number("evaluates") and not view["eval.metric"].startswith("eval/")
-
-
-def _passing(view: View) -> Iterator[Mapping[str, object]]:
+def _passing(view: RunFacts) -> Iterator[Details]:
     """Names of the reward functions, where the one that lets samples pass is none of them, nor the
     environment."""
     name, names = view["eval.pass_function"], view["reward"].names
@@ -44,7 +42,7 @@ def _passing(view: View) -> Iterator[Mapping[str, object]]:
         yield {"names": ", ".join(names) or "none"}
 
 
-def _passing_unknown(view: View) -> Iterator[Mapping[str, object]]:
+def _passing_unknown(view: RunFacts) -> Iterator[Details]:
     """Why no sample will be said to pass, as far as the reward functions tell before they run."""
     reward = view["reward"]
     if view["env.path"] is not None:
@@ -67,7 +65,7 @@ def _is_shaped(entry: RewardFunctionConfig) -> bool:
     return has_parts or entry.fn in ("length", "judge")
 
 
-def _never_passing(view: View) -> Iterator[Mapping[str, object]]:
+def _never_passing(view: RunFacts) -> Iterator[Details]:
     """The most that the function gives, where that is less than the threshold."""
     evaluation: EvaluationConfig = view["eval"]
     reward, name = view["reward"], evaluation.pass_function
@@ -79,7 +77,8 @@ def _never_passing(view: View) -> Iterator[Mapping[str, object]]:
         yield {"highest": f"{highest:g}"}
 
 
-RULES = (
+RULES = with_facts(
+    RunFacts,
     error("run.resume < 0", fix="write auto | never | the number of a step"),
     error("run.resume >= run.steps", why="nothing is left to do",
           fix="raise run.steps | resume from an earlier step"),

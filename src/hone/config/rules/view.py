@@ -1,10 +1,12 @@
-"""What conditions of rules read: settings by their dotted keys, and facts by their names."""
+"""The values that conditions of rules read: settings by dotted key, and further facts about a
+run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypedDict, TypeVar
 
 from hone.config.base import Section
 from hone.config.plan import RunPlan
@@ -12,7 +14,12 @@ from hone.config.schema import is_section, locate
 from hone.config.tree import TREES
 from hone.families.model_facts import ModelFacts
 
-__all__ = ["Fact", "NotKnownError", "View", "differs", "fact", "outside"]
+__all__ = ["Details", "Fact", "Known", "NotKnownError", "View", "differs", "required"]
+
+T = TypeVar("T")
+
+Details = Mapping[str, object]
+"""Details that a rule on files or list entries has found, by the names in its texts."""
 
 
 class NotKnownError(LookupError):
@@ -20,55 +27,65 @@ class NotKnownError(LookupError):
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(Generic[T]):
     """A value that follows from settings, and how a message names it."""
 
-    value: Any
+    value: T
     noun: str
-    """As in `the longest row`."""
+    """Noun phrase for messages, such as `the longest row`."""
     how: str = ""
     """The settings that it comes from, as in `data.max_prompt_tokens + ...`."""
 
 
-_FACTS: dict[str, Callable[[View], Any]] = {}
+class Known(TypedDict, total=False):
+    """What a caller of the rules knows of a run and no plan has: where a command starts processes,
+    this host and the first rows of the data. `hone check` plans for other hosts too."""
+
+    can_install: bool
+    """Whether packages can still be installed, so that none is missing."""
+    lacks_room_for_two_rows: bool
+    """Whether memory is known not to hold two of the longest rows at once."""
+    num_started: int
+    """Processes that are started on this host."""
+    started_by: str
+    """The flag or key that says how many."""
+    gpus_here: int | None
+    """GPUs of this host that a run can use; None: not known."""
+    cores_here: int
+    """CPU cores of this host."""
+    num_trainers_here: Fact[int]
+    """Processes that train on this host, where others train elsewhere."""
+    first_rows: Mapping[str, Sequence[tuple[str, Collection[str]]]]
+    """The first rows of each source, as a place such as `train.jsonl:1` and the row's columns."""
+    unread_arrays: Sequence[Details]
+    """Sources that are JSON arrays too large to be read before the run, whose columns matter."""
+    data_problems: Sequence[Details]
+    """Sources whose first rows cannot be read or lack a column."""
+    weak_pairs: Sequence[Details]
+    """Sources of pairs among whose first rows some teach nothing."""
+    reward_problems: Sequence[Details]
+    """Built-in reward functions that cannot be made with their arguments."""
+    hub_problems: Sequence[Details]
+    """Models that the hub does not give."""
 
 
-def fact(compute: Callable[[View], Any]) -> Callable[[View], Any]:
-    """Register a function under its name; conditions read it as `@name`, texts as `{name}`.
-
-    It returns a Fact, or a value that no message names. It raises NotKnownError, or lets what it
-    reads raise it, where there is no such fact.
-    """
-    _FACTS[compute.__name__] = compute
-    return compute
+def required(value: T | None, name: str) -> T:
+    """The value. Raises NotKnownError with the name of what is not known, where it is None."""
+    if value is None:
+        raise NotKnownError(name)
+    return value
 
 
-def outside(*names: str) -> None:
-    """Declare facts that a caller of the rules knows, or does not; no plan has them."""
-
-    def unknown(view: View) -> Any:
-        raise NotKnownError
-
-    _FACTS.update(dict.fromkeys(names, unknown))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """A run as rules read it."""
 
     plan: RunPlan
     section: str | None = None
     """The section whose keys `sampling.*` are; None: nothing is sampled."""
-    known: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Facts of which the plan does not know, and what the rule at hand has found."""
+    known: Known = field(default_factory=Known)
 
-    @classmethod
-    def all(cls, plan: RunPlan, known: Mapping[str, Any]) -> Iterator[View]:
-        """A view for each section that samples, or the only one of a command without."""
-        for section in plan.sampling or [None]:
-            yield cls(plan, section, known)
-
-    @property
+    @cached_property
     def command(self) -> str:
         """The words after `hone`."""
         return next(name for name, tree in TREES.items() if tree is type(self.plan.config))
@@ -76,9 +93,7 @@ class View:
     @property
     def model(self) -> ModelFacts:
         """Limits and sizes of the model. Raises NotKnownError where they are not known."""
-        if self.plan.model is None:
-            raise NotKnownError("config.json")
-        return self.plan.model
+        return required(self.plan.model, "config.json")
 
     def key(self, key: str) -> str:
         """The key with its section in place of `sampling`."""
@@ -111,26 +126,12 @@ class View:
 
     def has(self, key: str) -> bool:
         """Whether the tree has such a setting; sections and their entries are none."""
-        found = locate(type(self.plan.config), self.key(key).split("."))
-        return found is not None and not is_section(found.annotation)
-
-    def fact(self, name: str) -> Any:
-        """A fact by its name: one of the caller, a registered one, or else what the plan or its
-        model has of that name. It is a Fact, or a value that no message names."""
-        if name in self.known:
-            return self.known[name]
-        if name in _FACTS:
-            return _FACTS[name](self)
-        return getattr(self.plan if hasattr(RunPlan, name) else self.model, name)
-
-    def number(self, name: str) -> Any:
-        """The value of a fact."""
-        found = self.fact(name)
-        return found.value if isinstance(found, Fact) else found
+        setting = locate(type(self.plan.config), self.key(key).split("."))
+        return setting is not None and not is_section(setting.annotation)
 
 
 def differs(section: Section, *names: str) -> list[str]:
-    """Which of these fields have another value than their default, that is, were meant."""
+    """The fields whose value differs from their default, and so was set on purpose."""
     defaults = type(section).model_fields
     return [
         name

@@ -1,0 +1,84 @@
+"""Tool calls in an answer: read from its text, and written as OpenAI's APIs write them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hone.envs.tools.formats.registry import detect, parse
+from hone.envs.tools.reading import argument_schemas
+from hone.errors import UserError
+
+__all__ = ["CalledTool", "ReadAnswer", "ReadCalls", "calls_reader", "decoded"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalledTool:
+    """A call of a tool."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The call as OpenAI's chat API writes it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+    @property
+    def rendered(self) -> dict[str, Any]:
+        """The call as chat templates take it."""
+        function = {"name": self.name, "arguments": decoded(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """An answer, in parts."""
+
+    content: str
+    calls: tuple[CalledTool, ...] = ()
+    reasoning: str = ""
+
+
+def decoded(arguments: str) -> Any:
+    """The object that the text of arguments stands for, or the text where it is none: a policy has
+    written it, and its mistakes must not end the episode."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+ReadCalls = Callable[[str, Sequence[Mapping[str, Any]], str], ReadAnswer]
+"""Reads the text of a turn, given the tools of the request and the tag that the prompt has opened.
+Never raises: a call that cannot be read stays in the content."""
+
+
+def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
+    """The reader of the format in which a chat template writes calls; None, with the reason, where
+    that is not known."""
+    try:
+        tool_format = detect(chat_template)
+    except UserError as error:
+        return None, str(error)
+
+    def read(text: str, tools: Sequence[Mapping[str, Any]], opened: str) -> ReadAnswer:
+        parsed = parse(text, tool_format, argument_schemas(tools), opened=opened)
+        calls = tuple(
+            CalledTool(
+                id=call.id or f"call_{secrets.token_hex(12)}",
+                name=call.name,
+                arguments=json.dumps(dict(call.arguments), ensure_ascii=False),
+            )
+            for call in parsed.calls
+        )
+        return ReadAnswer(parsed.content if calls else text, calls, parsed.reasoning)
+
+    return read, ""

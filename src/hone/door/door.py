@@ -1,0 +1,225 @@
+"""What the server does: answers requests, and keeps the sessions that they belong to.
+
+request ──► place in the session's tree ──► ids (one thread renders) ──► `Handover.sample`
+answer  ◄── tool calls are read ◄── a node is added to the tree ◄──────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count
+
+from hone.data.template_check import RenderError
+from hone.door.calls import ReadAnswer, ReadCalls
+from hone.door.handover import Handover
+from hone.door.prompts import ChatPrompt, Prompts, TextPrompt, message_key
+from hone.door.refusal import Refusal
+from hone.door.repeats import Repeats, Sent
+from hone.door.security import Keys
+from hone.door.sessions import FinishedSession, History, Session, Sessions, Status
+from hone.door.settings import DoorConfig
+from hone.door.tree import Node, Place, Sampled, path_of
+from hone.door.turns import Answer, Asked, AskedTurn
+from hone.types import Message, Prompt, SamplingParams, StopReason, opened_tag
+
+__all__ = ["Door", "OnFinished", "ServedModel"]
+
+OnFinished = Callable[[FinishedSession], object]
+"""Gets each session that has ended; must return at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model behind the door."""
+
+    name: str
+    decode: Callable[[Sequence[int]], str]
+    """Token ids to text, without tokens that end a turn."""
+    token_text: Callable[[int], str]
+    """The text of one token."""
+    defaults: SamplingParams
+    """What a request gets that does not say otherwise. Its `max_tokens` bounds an answer where the
+    request has no bound."""
+    read_calls: ReadCalls | None = None
+    unread_calls: str = ""
+    """Why tool calls are not read."""
+
+
+class Door:
+    """Answers requests by a runner's thread, and keeps sessions."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompts: Prompts,
+        handover: Handover,
+        cfg: DoorConfig,
+        *,
+        keys: Keys | None = None,
+        on_finished: OnFinished = lambda _: None,
+    ) -> None:
+        """`on_finished` gets sessions as they end, in the event loop or in the thread that ends
+        them."""
+        self.model, self.cfg, self.keys = model, cfg, keys or Keys()
+        self.repeats = Repeats(max_running=cfg.max_requests)
+        self.prompts = prompts
+        self._handover, self._on_finished = handover, on_finished
+        self._sessions = Sessions(max_sessions=cfg.max_sessions, timeout_s=cfg.session_timeout_s)
+        # One thread, since tokenizers and the checks of templates are used by one at a time.
+        self._renderer = ThreadPoolExecutor(1, "hone-door-render")
+        self._asked = count()
+
+    def close(self) -> None:
+        self._renderer.shutdown(wait=False, cancel_futures=True)
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def open_session(self, *, history: History = "tree", seed: int | None = None) -> Session:
+        """Open a session; equal seeds and requests give equal turns. Any thread may call this.
+        Raises Refusal where too many are open."""
+        return self._sessions.open(
+            history=history,
+            seed=next(self._asked) if seed is None else seed,
+            on_expired=lambda session: self._finish(session, "expired"),
+        )
+
+    def session(self, session_id: str) -> Session:
+        """The open session of this id. Raises Refusal."""
+        return self._sessions.find(session_id)
+
+    def end_session(
+        self, session_id: str, status: Status = "completed", detail: str = ""
+    ) -> FinishedSession:
+        """End a session and hand it over. Turns that are being sampled are aborted. Call it in the
+        event loop. Raises Refusal where no such session is open."""
+        session = self._sessions.take(session_id)
+        for task in session.running:
+            task.cancel()
+        return self._finish(session, status, detail)
+
+    def _finish(self, session: Session, status: Status, detail: str = "") -> FinishedSession:
+        finished = session.finish(status, detail)
+        self._on_finished(finished)
+        return finished
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def ask(self, asked: Asked, sent: Sent, session: Session | None) -> AskedTurn:
+        """The turn that answers a request: a new one, or that of the request that it repeats.
+        Raises Refusal."""
+        if (first := self.repeats.first(sent)) is not None:
+            if session is not None:
+                session.counts["repeated"] += 1
+            return first
+        if asked.reads_calls and self.model.read_calls is None:
+            raise Refusal(400, f"tools cannot be used: {self.model.unread_calls}", field="tools")
+        whole = asked.prompt.whole
+        place = Place(None, None, 0, "start")
+        if session is not None:
+            place = session.find(asked.prompt.opening, whole)
+        turn = AskedTurn(asked)
+        task = asyncio.create_task(self._answer(turn, session, place))
+        turn.run(task)
+        if session is not None:
+            session.running.add(task)
+            task.add_done_callback(session.running.discard)
+        self.repeats.remember(sent, turn)
+        return turn
+
+    async def _answer(self, turn: AskedTurn, session: Session | None, place: Place) -> Answer:
+        """Sample a turn. It is recorded once it is whole, and only then."""
+        asked = turn.asked
+        place, given = await self._rendered(asked, session, place)
+        before = [] if place.turn is None else path_of(place.turn)
+        ids = tuple(token for node in (*before, given) for token in node.token_ids)
+        room = self.prompts.require_room(len(ids), asked.prompt_field)
+        turn.prompt_ids = ids
+        prompt, number = self._seeded(asked, session, ids)
+        sampled = await self._handover.sample(
+            prompt,
+            replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, room)),
+            number=number,
+            on_tokens=turn.show,
+        )
+        answer = self._read(asked, ids, given, sampled)
+        if session is None:
+            return answer
+        node = _node(asked, answer)
+        session.record(asked.prompt.opening, place, given, node)
+        return replace(answer, turn=len(session.tree.turns) - 1)
+
+    async def _rendered(
+        self, asked: Asked, session: Session | None, place: Place
+    ) -> tuple[Place, Node]:
+        """The node of what the request adds, and its place: where it cannot be appended to the
+        turn before it, a branch of a tree."""
+        loop, prompt = asyncio.get_running_loop(), asked.prompt
+        try:
+            given = await loop.run_in_executor(self._renderer, self.prompts.behind, place, prompt)
+        except RenderError as error:
+            assert session is not None, "without a session nothing is appended"
+            if session.history == "linear":
+                raise session.rewritten(str(error)) from error
+            place = Place(None, None, 0, "branch")
+            given = await loop.run_in_executor(self._renderer, self.prompts.first, prompt)
+        return place, given
+
+    def _seeded(
+        self, asked: Asked, session: Session | None, ids: tuple[int, ...]
+    ) -> tuple[Prompt, int]:
+        """The prompt and the number that make the seed of a turn: a client's seed, else the
+        session's and the turn's place in it, else one that no other request has."""
+        if asked.seed is not None:
+            name, number = "seed", asked.seed
+        elif session is not None:
+            name, number = f"session/{session.seed}", session.num_started
+        else:
+            name, number = "request", next(self._asked)
+        if session is not None:
+            session.num_started += 1
+        return Prompt(id=name, token_ids=ids, text=""), number
+
+    def _read(self, asked: Asked, ids: tuple[int, ...], given: Node, sampled: Sampled) -> Answer:
+        text, stopped_by = sampled.text, None
+        if sampled.stop_reason is StopReason.STOP_STRING:
+            places = {stop: text.find(stop) for stop in asked.sampling.stop}
+            found = [stop for stop, place in places.items() if place >= 0]
+            stopped_by = min(found, key=places.__getitem__, default=None)
+            if stopped_by is not None:
+                text = text[: places[stopped_by]]
+        read = ReadAnswer(text)
+        if asked.reads_calls and self.model.read_calls is not None:
+            assert isinstance(asked.prompt, ChatPrompt)
+            read = self.model.read_calls(text, asked.prompt.tools, opened_tag(given.text))
+        return Answer(
+            prompt_ids=ids,
+            sampled=sampled,
+            content=read.content,
+            calls=read.calls,
+            reasoning=read.reasoning,
+            stopped_by=stopped_by,
+        )
+
+
+def _node(asked: Asked, answer: Answer) -> Node:
+    """The node of a turn in the tree, with the message that a client sends back."""
+    sampled, messages = answer.sampled, tuple[Message, ...]()
+    part: Sequence[object] = sampled.token_ids
+    if isinstance(asked.prompt, ChatPrompt):
+        message: Message = {"role": "assistant", "content": answer.content}
+        if answer.calls:
+            message["tool_calls"] = [call.rendered for call in answer.calls]
+        messages = (message,)
+        part = (message_key(message),)
+    elif isinstance(asked.prompt, TextPrompt):
+        part = answer.content
+    return Node(
+        part=part,
+        token_ids=sampled.token_ids,
+        text=sampled.text,
+        messages=messages,
+        sampled=sampled,
+    )

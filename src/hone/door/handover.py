@@ -1,0 +1,256 @@
+"""Between the server and the thread that owns the runner.
+
+    event loop of the server                          thread that owns the runner
+    await handover.sample(prompt, ...)  ──queue──►    runner.open            (`take`)
+                                                      runner.step
+      the future of the request  ◄──call_soon──────   turns that have ended  (`give`)
+
+The event loop never waits for the engine, and the thread never for a request while it has others.
+`serve` is the loop of a thread that does nothing else; whoever steps the runner for other reasons
+calls `take` before and `give` after each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hone.door.refusal import Refusal
+from hone.door.tree import Sampled
+from hone.rollout.runner import Runner
+from hone.types import Prompt, Sample, SamplingParams
+
+__all__ = ["Handover", "Progress", "TokensSince"]
+
+Progress = Callable[[Sequence[int], Sequence[float]], None]
+"""Gets new token ids of a turn that is being sampled, and their log-probabilities; called in the
+event loop."""
+TokensSince = Callable[[str, int], tuple[Sequence[int], Sequence[float]]]
+"""Token ids and log-probabilities of a running request from a token on: `Engine.tokens_since`."""
+_RETRY_AFTER_S = 1
+"""Seconds after which a client that met a full queue, or a change of weights, may ask again."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Waiting:
+    """A request of the event loop."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    number: int
+    on_tokens: Progress | None
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Sampled]
+    episode_id: str = ""
+    """Set once the runner has it."""
+    num_shown: int = 0
+    """Tokens that `on_tokens` has got."""
+
+
+class Handover:
+    """Takes requests from an event loop to a runner, and their turns back."""
+
+    def __init__(self, *, max_requests: int) -> None:
+        """At most `max_requests` are sampled or wait at once."""
+        self._max_requests = max_requests
+        self._calls: SimpleQueue[tuple[_Waiting, bool] | None] = SimpleQueue()
+        """Requests, each with whether it is wanted or cancelled; None only wakes the thread."""
+        self._lock = threading.Lock()
+        # Guarded by the lock.
+        self._num_open = 0
+        self._refusal: Refusal | None = None
+        """Why no request is taken now."""
+        self._is_closed = False
+        # Of the thread that owns the runner.
+        self._waiting: dict[str, _Waiting] = {}
+        """Requests that the runner has, by the id of the episode."""
+
+    # -- in the event loop -----------------------------------------------------------------------
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        number: int,
+        on_tokens: Progress | None = None,
+    ) -> Sampled:
+        """One turn after `prompt`, with the seed of sample 0 of group `number` of this prompt.
+
+        Where the caller is cancelled, the turn is aborted. Raises Refusal where the queue is full,
+        weights are being changed, or the engine cannot serve the request.
+        """
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(
+            prompt=prompt,
+            sampling=sampling,
+            number=number,
+            on_tokens=on_tokens,
+            loop=loop,
+            future=loop.create_future(),
+        )
+        with self._lock:
+            if self._refusal is not None:
+                raise self._refusal.again()
+            if self._num_open >= self._max_requests:
+                raise Refusal(
+                    429,
+                    f"{self._num_open} requests are sampled or wait, as many as serve.max_requests "
+                    "allows; ask again",
+                    code="queue_full",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            self._num_open += 1
+            self._calls.put((waiting, True))
+        try:
+            return await waiting.future
+        except asyncio.CancelledError:
+            self._calls.put((waiting, False))
+            raise
+        finally:
+            with self._lock:
+                self._num_open -= 1
+
+    # -- in any thread ---------------------------------------------------------------------------
+
+    @contextmanager
+    def refusing(self, text: str) -> Generator[None]:
+        """Context manager in which new requests are refused with status 429 and `text`, as while
+        weights are pushed. Requests that the runner has go on."""
+        refusal = Refusal(429, text, code="paused", retry_after_s=_RETRY_AFTER_S)
+        with self._lock:
+            earlier, self._refusal = self._refusal, self._refusal or refusal
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._refusal is refusal:
+                    self._refusal = earlier
+
+    def close(self) -> None:
+        """Let `serve` return; requests are refused from now on."""
+        with self._lock:
+            self._is_closed = True
+        self._calls.put(None)
+
+    # -- in the thread that owns the runner ------------------------------------------------------
+
+    def serve(self, runner: Runner, tokens_since: TokensSince | None = None) -> None:
+        """Drive the runner until `close`. Without work it waits for requests. Raises the errors of
+        the engine, after all requests are refused."""
+        refusal = Refusal(503, "the server ends", code="closed")
+        try:
+            while not self._is_closed:
+                self.take(runner, waits=not runner.has_requests)
+                if runner.has_requests:
+                    self.give(runner, runner.step().turns, tokens_since)
+        except Exception:
+            refusal = Refusal(503, "the engine is lost, and the server ends", code="engine_lost")
+            raise
+        finally:
+            self._refuse_all(refusal)
+
+    def take(self, runner: Runner, *, waits: bool = False) -> None:
+        """Give the runner what has come since the last call; with `waits` wait for the first."""
+        with suppress(Empty):
+            call = self._calls.get(block=waits)
+            while True:
+                if call is not None:
+                    waiting, is_wanted = call
+                    (self._open if is_wanted else self._cancel)(waiting, runner)
+                call = self._calls.get_nowait()
+
+    def give(
+        self, runner: Runner, turns: Iterable[Sample], tokens_since: TokensSince | None = None
+    ) -> None:
+        """Answer the requests whose turns have ended, and show new tokens to those who want to see
+        them. Turns of other callers are ignored."""
+        news: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = {}
+        for sample in turns:
+            waiting = self._waiting.pop(sample.id, None)
+            if waiting is not None:
+                runner.close(sample.id)
+                answer = partial(_answer, waiting.future, _sampled(sample))
+                news.setdefault(waiting.loop, []).append(answer)
+        if tokens_since is not None:
+            for waiting in self._waiting.values():
+                if waiting.on_tokens is None:
+                    continue
+                ids, logprobs = tokens_since(waiting.episode_id, waiting.num_shown)
+                if ids:
+                    waiting.num_shown += len(ids)
+                    show = partial(waiting.on_tokens, ids, logprobs)
+                    news.setdefault(waiting.loop, []).append(show)
+        for loop, calls in news.items():
+            _call(loop, calls)
+
+    def _open(self, waiting: _Waiting, runner: Runner) -> None:
+        try:
+            episode_id = runner.open(waiting.prompt, waiting.sampling, number=waiting.number)
+        except ValueError as error:  # the engine cannot serve it
+            refusal = Refusal(400, f"the engine refuses the request: {error}")
+            _call(waiting.loop, [partial(_answer, waiting.future, refusal)])
+            return
+        waiting.episode_id = episode_id
+        self._waiting[episode_id] = waiting
+
+    def _cancel(self, waiting: _Waiting, runner: Runner) -> None:
+        if self._waiting.pop(waiting.episode_id, None) is not None:
+            runner.close(waiting.episode_id)
+
+    def _refuse_all(self, refusal: Refusal) -> None:
+        with self._lock:
+            self._refusal = refusal
+        waiting = [*self._waiting.values()]
+        self._waiting.clear()
+        with suppress(Empty):
+            while True:
+                call = self._calls.get_nowait()
+                waiting += [call[0]] if call is not None else []
+        for request in waiting:
+            _call(request.loop, [partial(_answer, request.future, refusal.again())])
+
+
+def _sampled(sample: Sample) -> Sampled | Refusal:
+    if sample.failure is not None:
+        return Refusal(
+            503,
+            f"the engine could not serve the request: {sample.failure_detail}",
+            code="engine_error",
+        )
+    if not all(map(math.isfinite, sample.logprobs)):
+        return Refusal(503, "the engine gave a log-probability that is not finite")
+    return Sampled(
+        token_ids=tuple(sample.token_ids),
+        logprobs=tuple(sample.logprobs),
+        weight_versions=tuple(sample.weight_versions),
+        text=sample.text,
+        stop_reason=sample.stop_reason,
+    )
+
+
+def _call(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], object]]) -> None:
+    """Make calls in the event loop, all at once. A loop that is closed has no use for them."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_call_all, calls)
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def _answer(future: asyncio.Future[Any], result: Sampled | Refusal) -> None:
+    if future.done():  # its caller was cancelled
+        return
+    if isinstance(result, Refusal):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

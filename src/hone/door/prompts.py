@@ -1,0 +1,292 @@
+"""The prompts of requests: messages, a text, or token ids, and how they become ids.
+
+Ids are made once. The first messages of a session are rendered from the start, as rows of data are;
+what a later request adds behind a turn is rendered by the `TurnRenderer`, as an environment's
+observation is, and appended to the ids that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from hone.data.chat import ARGUMENTS, TOOLS, Renderer, template_arguments
+from hone.data.columns import Example
+from hone.data.settings import DataConfig
+from hone.data.template_check import RenderError
+from hone.data.turns import TurnRenderer
+from hone.door.refusal import Refusal
+from hone.door.tree import Node, Place, path_of, sample_of
+from hone.errors import UserError
+from hone.families.tokens import is_of_tokenizers, unknown_token
+from hone.types import Message, Observation
+
+__all__ = ["AskedPrompt", "ChatPrompt", "Prompts", "TextPrompt", "TokenPrompt", "message_key"]
+
+_END_OF_THOUGHT = re.compile(r"</((?:\w+:)?think)>")
+_MARK = "hone-mark-of-a-thought"
+
+
+class AskedPrompt(Protocol):
+    """The prompt of a request."""
+
+    @property
+    def opening(self) -> Hashable:
+        """What requests must have in common to share nodes of a tree."""
+        ...
+
+    @property
+    def whole(self) -> Sequence[Any]:
+        """What requests are compared by."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """Messages, as chat templates take them."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further variables of the template (`chat_template_kwargs`)."""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What the template gets with the messages."""
+        tools = {TOOLS: [*self.tools]} if self.tools else {}
+        return tools | ({ARGUMENTS: dict(self.arguments)} if self.arguments else {})
+
+    @property
+    def opening(self) -> Hashable:
+        return "chat", _canonical(self.columns)
+
+    @property
+    def whole(self) -> tuple[bytes, ...]:
+        return tuple(map(message_key, self.messages))
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A text, without a template."""
+
+    text: str
+
+    @property
+    def opening(self) -> Hashable:
+        return "text"
+
+    @property
+    def whole(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, which the client has made."""
+
+    token_ids: tuple[int, ...]
+
+    @property
+    def opening(self) -> Hashable:
+        return "tokens"
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.token_ids
+
+
+def message_key(message: Message) -> bytes:
+    """What two messages must have in common to be the same one.
+
+    Clients send back what they got with absent keys for nulls, arguments of calls written anew, and
+    other ids of calls; some strip blanks around an answer.
+    """
+    content = message.get("content") or ""
+    if message["role"] == "assistant" and isinstance(content, str):
+        content = content.strip()
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    ]
+    parts = (message["role"], content, calls, message.get("tool_call_id"), message.get("name"))
+    return _canonical(parts)
+
+
+def _canonical(value: object) -> bytes:
+    """JSON that is equal for equal values. Raises Refusal for one that is nested too deeply."""
+    try:  # unlike orjson, for integers of any size and halves of surrogate pairs too
+        return json.dumps(value, sort_keys=True).encode()
+    except RecursionError:
+        raise Refusal(400, "the request has values that are nested too deeply") from None
+
+
+class Prompts:
+    """Makes token ids of the prompts of requests. Its methods take milliseconds and more for long
+    prompts, so the server calls them in a thread of their own."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        end_ids: Collection[int],
+    ) -> None:
+        """`vocab_size` is the model's; `max_model_len` the longest sequence, in tokens; `end_ids`
+        end one of its turns."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self.max_model_len = max_model_len
+        self._first = Renderer(tokenizer, data, keeps_messages=True)
+        self._next = TurnRenderer(tokenizer, data, vocab_size=vocab_size, end_ids=end_ids)
+
+    def behind(self, place: Place, prompt: AskedPrompt) -> Node:
+        """The node of what `prompt` adds behind `place.turn`. Raises RenderError where that cannot
+        be appended to what was sampled, Refusal where the prompt is wrong in itself."""
+        if place.given is not None:
+            return place.given
+        if place.turn is None:
+            return self.first(prompt)
+        rest = prompt.whole[place.num_known :]
+        if isinstance(prompt, TokenPrompt):
+            return self._node(rest, token_ids=tuple(rest))
+        nodes = path_of(place.turn)
+        if isinstance(prompt, TextPrompt):
+            sample, observation = sample_of(nodes), Observation(rest, role=None)
+        else:
+            assert isinstance(prompt, ChatPrompt)
+            new = prompt.messages[place.num_known :]
+            sample, observation = sample_of(nodes), Observation(new)
+            self._require_thoughts(nodes, new, prompt)
+        text, messages, token_ids = self._next(sample, observation)
+        return self._node(rest, token_ids=token_ids, text=text, messages=messages)
+
+    def first(self, prompt: AskedPrompt) -> Node:
+        """The node of a whole prompt, rendered from the start. Raises Refusal."""
+        if isinstance(prompt, TokenPrompt):
+            return self._node(prompt.whole, token_ids=prompt.token_ids)
+        if isinstance(prompt, TextPrompt):
+            return self._rendered(prompt.whole, prompt.text, {}, "prompt")
+        assert isinstance(prompt, ChatPrompt)
+        if not self._first.uses_chat:
+            raise Refusal(
+                400,
+                "the model's tokenizer has no chat template; send a text to /v1/completions, or "
+                "start the server with one in model.chat_template",
+                field="messages",
+            )
+        return self._rendered(prompt.whole, [*prompt.messages], prompt.columns, "messages")
+
+    def require_room(self, num_tokens: int, field: str) -> int:
+        """Tokens that are left for an answer behind a prompt. Raises Refusal where none is."""
+        if num_tokens >= self.max_model_len:
+            raise Refusal(
+                400,
+                f"the prompt has {num_tokens} tokens, and the model's longest sequence, prompt and "
+                f"answer, has {self.max_model_len}",
+                field=field,
+                code="context_length_exceeded",
+            )
+        return self.max_model_len - num_tokens
+
+    def _require_thoughts(
+        self, nodes: Sequence[Node], new: Sequence[Message], prompt: ChatPrompt
+    ) -> None:
+        """Raise RenderError where the template leaves thoughts out of earlier turns once `new`
+        follows, as Qwen3's does when the user speaks again. The policy would go on from a history
+        that it never sees where it is used."""
+        history, num_thoughts = list[Message](), 0
+        for node in nodes:
+            thought = _END_OF_THOUGHT.search(node.text) if node.sampled is not None else None
+            if thought is None:
+                history += node.messages
+                continue
+            num_thoughts += 1
+            content = f"<{thought[1]}>\n{_MARK}\n</{thought[1]}>\n\n{_MARK}"
+            history.append({"role": "assistant", "content": content})
+        if not num_thoughts:
+            return
+        arguments = template_arguments(self._tokenizer, prompt.columns, "the request")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [*history, *new], tokenize=False, add_generation_prompt=True, **arguments
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RenderError(f"the chat template does not accept the messages: {error}") from error
+        if cast(str, text).count(_MARK) < 2 * num_thoughts:
+            raise RenderError("the chat template leaves out earlier thoughts once others follow")
+
+    def _rendered(
+        self, part: Sequence[Any], prompt: str | list[Message], columns: dict[str, Any], field: str
+    ) -> Node:
+        if isinstance(prompt, str):
+            return self._node(part, token_ids=self._encode(prompt), text=prompt, field=field)
+        example = Example(
+            id="",
+            location=field,
+            prompt=prompt,
+            answer=None,
+            completion=None,
+            task="",
+            metadata={},
+            columns=columns,
+            raw_answer=None,
+        )
+        try:
+            (found,) = self._first.prompts([example], max_tokens=self.max_model_len)
+        except UserError as error:
+            raise Refusal(400, f"{error}", field=field) from error
+        if found.is_cut:
+            self.require_room(len(found.token_ids), field)
+        return self._node(
+            part,
+            token_ids=found.token_ids,
+            text=found.text,
+            messages=found.messages,
+            columns=columns,
+            field=field,
+        )
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        """The ids of a text, after the begin-of-text token where the tokenizer adds one."""
+        try:
+            found: Any = self._tokenizer(text, verbose=False)
+        except Exception as error:
+            if not is_of_tokenizers(error):
+                raise
+            raise Refusal(
+                400, f"the tokenizer cannot encode the prompt: {error}", field="prompt"
+            ) from error
+        return tuple(found["input_ids"])
+
+    def _node(
+        self,
+        part: Sequence[Any],
+        *,
+        token_ids: tuple[int, ...],
+        text: str = "",
+        messages: tuple[Message, ...] = (),
+        columns: Mapping[str, Any] | None = None,
+        field: str = "token_ids",
+    ) -> Node:
+        unknown = unknown_token(
+            token_ids, self._vocab_size, self._tokenizer.convert_ids_to_tokens
+        ) or next((f"the id {token}" for token in token_ids if token < 0), None)
+        if unknown or not token_ids:
+            problem = f"it has {unknown}, and the model has {self._vocab_size} tokens"
+            raise Refusal(
+                400, problem if unknown else "the prompt renders to no tokens at all", field=field
+            )
+        return Node(
+            part=part,
+            token_ids=token_ids,
+            text=text,
+            messages=messages,
+            columns=columns or {},
+        )

@@ -1,0 +1,185 @@
+"""Sessions: episodes that a client drives, each with its tree, its reward and its counts.
+
+A session that ends is handed over as `FinishedSession`: its paths are rows, in each of which the
+`loss_mask` has the tokens that no earlier path has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Literal
+
+from hone.door.refusal import Refusal
+from hone.door.security import new_id
+from hone.door.tree import Node, Place, Tree, sample_of
+from hone.door.turns import Answer
+from hone.types import Reward, Sample
+
+__all__ = ["COUNTS", "FinishedSession", "History", "Session", "Sessions", "Status"]
+
+History = Literal["linear", "tree"]
+Status = Literal["completed", "failed", "expired"]
+
+COUNTS = ("bridged", "forks", "branches", "repeated")
+"""What is counted of requests: those that extend the last turn, share the path to an earlier one,
+share nothing with others before them, and those that repeat another one."""
+_COUNTED = {"start": "starts", "bridged": "bridged", "fork": "forks", "branch": "branches"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSession:
+    """A session that has ended."""
+
+    id: str
+    status: Status
+    detail: str
+    """Why it has failed, in words."""
+    paths: list[Sample]
+    """Its paths, in the order in which their last turns ended. The prompt of each is its first
+    messages; tokens that are in the `loss_mask` of one path are in no other's. `reward` is that of
+    the session, `Turn.reward` what a turn was given."""
+    reward: Reward | None
+    counts: dict[str, int]
+    """Numbers by `COUNTS`."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of all paths, each counted once."""
+        return sum(sample.loss_mask[turn.start] for sample in self.paths for turn in sample.turns)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Session:
+    """An open session. Only the event loop changes its tree."""
+
+    id: str
+    history: History
+    """Whether a request may write history anew: it opens a branch, or is refused."""
+    seed: int
+    """Seed of its turns."""
+    tree: Tree = field(default_factory=Tree)
+    reward: Reward | None = None
+    counts: Counter[str] = field(default_factory=Counter[str])
+    running: set[asyncio.Task[Answer]] = field(default_factory=set[asyncio.Task[Answer]])
+    """Turns that are being sampled."""
+    num_started: int = 0
+    """Turns that were started; part of their seeds."""
+    used_at: float = field(default_factory=monotonic)
+
+    def find(self, opening: Hashable, whole: Sequence[Any]) -> Place:
+        """The place of a request in the tree. Raises Refusal where history is `linear` and the
+        request does not extend the last turn."""
+        place = self.tree.find(opening, whole)
+        if self.history == "linear" and (self.running or place.kind not in ("start", "bridged")):
+            raise self.rewritten(
+                "another turn of it is being sampled"
+                if self.running
+                else "its messages are not those of the last turn and new ones behind them"
+            )
+        return place
+
+    def rewritten(self, why: str) -> Refusal:
+        """The refusal of a request that does not extend the last turn of a linear session."""
+        return Refusal(
+            409,
+            f"session {self.id} keeps a linear history, and this request does not extend it: "
+            f"{why}. Send the earlier messages as they were, or open the session with "
+            '{"history": "tree"}, where such a request opens a branch',
+            code="history_rewritten",
+        )
+
+    def record(self, opening: Hashable, place: Place, given: Node, sampled: Node) -> None:
+        """Add a turn that has ended to the tree."""
+        kind = place.kind
+        if kind == "start" and self.tree.turns:  # several began at once
+            kind = "branch"
+        self.counts[_COUNTED[kind]] += 1
+        self.tree.add(opening, place.turn, given, sampled)
+
+    def finish(self, status: Status, detail: str = "") -> FinishedSession:
+        """The session as rows."""
+        paths: list[Sample] = []
+        for number, (nodes, trained) in enumerate(self.tree.paths()):
+            sample = sample_of(nodes, id=f"{self.id}/{number}", trained=trained)
+            sample.text = "".join(node.text for node in nodes[1:])
+            sample.reward = self.reward
+            paths.append(sample)
+        return FinishedSession(
+            id=self.id,
+            status=status,
+            detail=detail,
+            paths=paths,
+            reward=self.reward,
+            counts={name: self.counts[name] for name in COUNTS},
+        )
+
+
+class Sessions:
+    """The open sessions of a server. Any thread may open and find one."""
+
+    def __init__(self, *, max_sessions: int, timeout_s: float) -> None:
+        """Sessions without a request for `timeout_s` seconds make room for others."""
+        self._max_sessions, self._timeout_s = max_sessions, timeout_s
+        self._lock = threading.Lock()
+        self._open: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self, *, history: History, seed: int, on_expired: Callable[[Session], object]
+    ) -> Session:
+        """Open a session. Where as many are open as there may be, those that have had no request
+        for long are ended by `on_expired`. Raises Refusal where that is not enough."""
+        session, expired = Session(id=new_id(), history=history, seed=seed), list[Session]()
+        with self._lock:
+            if len(self._open) >= self._max_sessions:
+                limit = monotonic() - self._timeout_s
+                expired = [x for x in self._open.values() if x.used_at < limit and not x.running]
+                for old in expired:
+                    del self._open[old.id]
+            is_full = len(self._open) >= self._max_sessions
+            if not is_full:
+                self._open[session.id] = session
+        for old in expired:
+            on_expired(old)
+        if is_full:
+            raise Refusal(
+                429,
+                f"{self._max_sessions} sessions are open, as many as serve.max_sessions allows; "
+                "end one with POST /sessions/S/end",
+                code="too_many_sessions",
+                retry_after_s=5,
+            )
+        return session
+
+    def find(self, session_id: str) -> Session:
+        """The open session of this id. Raises Refusal where there is none."""
+        with self._lock:
+            session = self._open.get(session_id)
+        if session is None:
+            raise _unknown(session_id)
+        session.used_at = monotonic()
+        return session
+
+    def take(self, session_id: str) -> Session:
+        """Close the session of this id, and return it. Raises Refusal where there is none."""
+        with self._lock:
+            session = self._open.pop(session_id, None)
+        if session is None:
+            raise _unknown(session_id)
+        return session
+
+
+def _unknown(session_id: str) -> Refusal:
+    return Refusal(
+        404,
+        f"no session {session_id[:64]!r} is open: it has ended, or there never was one; "
+        "POST /sessions opens one",
+        code="session_not_found",
+    )

@@ -1,0 +1,1 @@
+"""The APIs that the server speaks: requests are read and answers written, one file an API."""

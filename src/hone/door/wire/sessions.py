@@ -1,0 +1,76 @@
+"""The routes of sessions: open, reward, end."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from hone.door.refusal import Refusal
+from hone.door.sessions import FinishedSession, History, Session, Status
+from hone.door.wire.fields import Fields, wrong
+from hone.types import Reward
+
+__all__ = ["read_opening", "read_status", "set_reward", "written_session"]
+
+
+def read_opening(fields: Fields) -> tuple[History, int | None]:
+    """The history and the seed of a new session. Raises Refusal."""
+    history = fields.choice("history", ("linear", "tree"), "tree")
+    return cast(History, history), fields.integer("seed")
+
+
+def set_reward(fields: Fields, session: Session) -> None:
+    """Set the reward of a session, or of one of its turns. Raises Refusal."""
+    parts = {name: _finite(fields.part("parts"), name) for name in fields.mapping("parts")}
+    if fields.get("reward") is None and not parts:
+        raise wrong("reward", "is missing; give a number, or parts with a number each")
+    total = sum(parts.values()) if fields.get("reward") is None else _finite(fields, "reward")
+    place = fields.integer("turn", least=0)
+    if place is None:
+        session.reward = Reward(total=total, parts=parts)
+        return
+    turns = session.tree.turns
+    if place >= len(turns):
+        raise Refusal(400, f"turn is {place}, and the session has {len(turns)}", field="turn")
+    turns[place].reward = total
+
+
+def read_status(fields: Fields) -> tuple[Status, str]:
+    """How a session has ended, and why it has failed. Raises Refusal."""
+    status = fields.choice("status", ("completed", "failed"), "completed")
+    return cast(Status, status), fields.text("detail", "")
+
+
+def written_session(finished: FinishedSession, *, has_paths: bool) -> dict[str, Any]:
+    """What the client gets of a session that has ended."""
+    written: dict[str, Any] = {
+        "session": finished.id,
+        "status": finished.status,
+        "reward": None if finished.reward is None else finished.reward.total,
+        "num_turns": finished.num_turns,
+        "num_paths": len(finished.paths),
+        **finished.counts,
+    }
+    if has_paths:
+        written["paths"] = [
+            {
+                "prompt_token_ids": list(path.prompt.token_ids),
+                "token_ids": list(path.token_ids),
+                "logprobs": list(path.logprobs),
+                "weight_versions": list(path.weight_versions),
+                "loss_mask": [bool(flag) for flag in path.loss_mask],
+                "turns": [
+                    {"start": turn.start, "end": turn.end, "reward": turn.reward}
+                    for turn in path.turns
+                ],
+                "stop_reason": str(path.stop_reason),
+            }
+            for path in finished.paths
+        ]
+    return written
+
+
+def _finite(fields: Fields, name: str) -> float:
+    value = fields.number(name)
+    if value is None:
+        raise wrong(fields.path(name), "must be a number")
+    return value

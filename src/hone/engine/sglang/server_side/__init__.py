@@ -1,0 +1,1 @@
+"""The files that an SGLang server imports."""

@@ -1,0 +1,1 @@
+"""Tools that the policy calls: Python functions and servers of the Model Context Protocol."""

@@ -1,0 +1,179 @@
+"""Inputs of a model besides token ids, such as images.
+
+    image = Content(kind="image", hash="9f3a...", start=4, num_tokens=64, shape=(1, 8, 8))
+    prompt = Prompt(id="geometry:7", token_ids=ids, text=text, model_input=ModelInput((image,)))
+
+Ids are expanded once, where the prompt is made: a content of `num_tokens` tokens has as many
+placeholder ids. Engine and trainer see the same ids and the same `ModelInput`, which `Prompt`,
+`Request` and `Row` carry. It has no features: they are looked up by hash. A sequence of text alone
+has `TEXT`, a single object in each process.
+
+This module imports neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "TEXT",
+    "TEXT_ONLY",
+    "Content",
+    "ContentKey",
+    "InputSpec",
+    "ModelInput",
+    "PositionRule",
+    "prompt_digest",
+    "same_until",
+]
+
+ContentKey = tuple[int, str]
+"""Start and hash of a content. The ids of a sequence and the keys of its contents determine all
+that a model sees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """One item of a sequence that is not text, such as an image, and the tokens in its place."""
+
+    kind: str
+    """A kind of `InputSpec.kinds`, for example `image`."""
+    hash: str
+    """Digest of all that determines the features: kind, processed pixels, processor."""
+    start: int
+    """Index in the sequence of its first token."""
+    num_tokens: int
+    shape: tuple[int, ...] = ()
+    """Sizes for a `PositionRule`, such as frames, rows and columns of an image, in tokens."""
+
+    @property
+    def key(self) -> ContentKey:
+        """Start and hash, which distinguish contents in sequences with the same ids."""
+        return self.start, self.hash
+
+    @property
+    def stop(self) -> int:
+        """Index after its last token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """The contents of a sequence, in the order of their tokens. It is false without contents.
+
+    Raises ValueError for contents without tokens, and for contents that overlap or are out of
+    order.
+    """
+
+    contents: tuple[Content, ...] = ()
+
+    def __post_init__(self) -> None:
+        end = 0
+        for content in self.contents:
+            if content.start < end or content.num_tokens < 1:
+                raise ValueError(
+                    f"content {content.kind} with {content.num_tokens} tokens starts at token "
+                    f"{content.start}; contents need at least one token each, and the next one may "
+                    f"start at {end} or later"
+                )
+            end = content.stop
+
+    def __bool__(self) -> bool:
+        return bool(self.contents)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        # Pickled by name: a message of a thousand requests has it once, and copies share `TEXT`.
+        return "TEXT" if self is TEXT else (ModelInput, (self.contents,))
+
+    @property
+    def key(self) -> tuple[ContentKey, ...]:
+        """The keys of all contents, which distinguish inputs of sequences with the same ids; empty
+        for text."""
+        return tuple(content.key for content in self.contents)
+
+    def key_of(self, start: int, stop: int) -> tuple[ContentKey, ...]:
+        """The part of `key` that belongs to contents with a token in `start .. stop`."""
+        return tuple(
+            content.key
+            for content in self.contents
+            if content.start < stop and content.stop > start
+        )
+
+
+TEXT = ModelInput()
+"""The input of a sequence of text: no contents."""
+
+
+class PositionRule(Protocol):
+    """The positions of tokens for the rotary embedding of a model family, where they differ from
+    the index (`hone.positions`)."""
+
+    @property
+    def num_axes(self) -> int:
+        """Number of positions of each token (A)."""
+        ...
+
+    def rows(self, model_input: ModelInput, num_tokens: int) -> NDArray[np.int64]:
+        """Positions [A, num_tokens] of the first tokens of a sequence. No position exceeds the
+        token's index, and after the last content positions grow by one a token on all axes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """The inputs besides ids that the models of a family accept."""
+
+    kinds: frozenset[str] = frozenset()
+    """Kinds of contents."""
+    positions: PositionRule | None = None
+    """Positions for the rotary embedding; None: the index in the sequence."""
+
+    def refusal(self, model_input: ModelInput, num_tokens: int) -> str:
+        """Why a sequence of `num_tokens` tokens with this input cannot be computed, as a predicate
+        ("has content ...") for a message; empty where it can."""
+        if not model_input.contents:
+            return ""
+        unknown = sorted({content.kind for content in model_input.contents} - self.kinds)
+        if unknown:
+            served = " and ".join(["text", *sorted(self.kinds)])
+            return (
+                f"has content of kind {', '.join(unknown)}, and only {served} can be computed "
+                "here; leave such rows out, or use a model and an engine that take them"
+            )
+        last = model_input.contents[-1]
+        if last.stop > num_tokens:
+            return (
+                f"has content of kind {last.kind} up to token {last.stop}, but only {num_tokens} "
+                "tokens; its ids need one placeholder for each token of the content"
+            )
+        return ""
+
+
+TEXT_ONLY = InputSpec()
+"""The spec of a family that accepts only text, with one position for each token."""
+
+
+def prompt_digest(token_ids: Sequence[int], model_input: ModelInput = TEXT) -> bytes:
+    """A digest of 16 bytes, equal for prompts that are the same to a model."""
+    digest = blake2b(array("q", token_ids), digest_size=16)
+    if model_input:
+        digest.update(repr(model_input.key).encode())
+    return digest.digest()
+
+
+def same_until(inputs: Iterable[ModelInput], limit: int) -> int:
+    """The number of tokens, at most `limit`, before the first content that not all of `inputs`
+    have."""
+    for contents in zip_longest(*(each.contents for each in inputs)):
+        if any(content != contents[0] for content in contents):
+            return min(limit, *(content.start for content in contents if content is not None))
+    return limit

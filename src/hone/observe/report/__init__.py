@@ -1,1 +1,0 @@
-"""`report.html`: one page about a run, or about several side by side, that opens offline."""

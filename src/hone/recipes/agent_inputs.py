@@ -1,0 +1,108 @@
+"""`python -m hone.recipes.agent_inputs [--dir DIR] [--seed N]`: what the recipes `calculator-sft`,
+`calculator-rl` and `guessing-rl` start from. Two tiny models of random weights, and their data."""
+
+from __future__ import annotations
+
+import random
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hone.cli.command import quiet_transformers
+from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.envs.tools.schema import function_schema
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.recipes.calculator import multiply
+from hone.types import Message
+
+__all__ = ["make_calculator", "make_guessing"]
+
+NUM_PRODUCTS, NUM_HELD_OUT = 3000, 200
+CALLING_SHARE = 0.3
+CALL, GUESS = "[multiply(a={}, b={})]", "2000"
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}<|im_start|>{{ tool['function']['name'] }}<|im_end|>{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+"""Turns without role names, after the names of the tools: at one token a letter a whole schema
+would take most of the time."""
+
+
+def main() -> None:
+    """Write both folders."""
+    parser = ArgumentParser(prog="python -m hone.recipes.agent_inputs", description=__doc__)
+    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder to write to (runs)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (0)")
+    arguments = parser.parse_args()
+    quiet_transformers()
+    for name, make in (("calculator", make_calculator), ("guessing", make_guessing)):
+        make(arguments.dir / name, arguments.seed)
+        sys.stdout.write(f"{arguments.dir / name}\n")
+
+
+def make_calculator(folder: Path, seed: int) -> None:
+    """Write a model, products of two numbers with two digits, and demonstrations of two teachers:
+    one calls the tool, the other always guesses the same."""
+    tokenizer = make_char_tokenizer(ALPHABET + CALL)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    make_tiny_model(
+        folder / "model",
+        tokenizer=tokenizer,
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=192,
+        max_position_embeddings=128,
+        seed=seed,
+    )
+    products = generate(NUM_PRODUCTS + NUM_HELD_OUT, seed, low=10, high=99, ops="*")
+    train, held_out = products[NUM_HELD_OUT:], products[:NUM_HELD_OUT]
+    for name, rows in (("train", train), ("eval", held_out)):
+        asked = [{"prompt": [_said("user", r["prompt"])], "answer": r["answer"]} for r in rows]
+        write_jsonl(folder / f"{name}.jsonl", asked)
+    write_jsonl(folder / "demonstrations.jsonl", _demonstrations(train, seed))
+
+
+def make_guessing(folder: Path, seed: int) -> None:
+    """Write a model, and rows that only start a game. Its number comes from the sample's seed."""
+    make_tiny_model(
+        folder / "model",
+        tokenizer=make_char_tokenizer("?1234567<>"),
+        num_layers=2,
+        hidden_size=64,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=192,
+        max_position_embeddings=64,
+        seed=seed,
+        # As random models learn from rewards alone: at the usual 0.02 logits take long to grow.
+        initializer_range=0.1,
+    )
+    for name, num in (("train", 64), ("eval", 140)):
+        write_jsonl(folder / f"{name}.jsonl", [{"prompt": "?"}] * num)
+
+
+def _demonstrations(products: Iterable[Mapping[str, str]], seed: int) -> Iterator[dict[str, Any]]:
+    """Two rows for each product: what a teacher says first, and how the tool's answer is used."""
+    generator = random.Random(f"teachers {seed}")
+    tools = [function_schema(multiply)]
+    for row in products:
+        a, b = (int(number) for number in row["prompt"].rstrip("=").split("*"))
+        question, call = _said("user", row["prompt"]), CALL.format(a, b)
+        calls = generator.random() < CALLING_SHARE
+        yield {"prompt": [question], "completion": call if calls else GUESS, "tools": tools}
+        used = [question, _said("assistant", call), _said("tool", row["answer"])]
+        yield {"prompt": used, "completion": row["answer"], "tools": tools}
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Loads the environment of a run in a worker: a stateless one, or what makes sessions.
+
+Only a worker with an environment imports this module and with it the shapes and tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from hone.envs.session import Session
+from hone.envs.shapes import EnvMaker, made_from
+from hone.envs.tools.load import Tools, make_tools
+from hone.envs.tools.reading import argument_schemas, read_action
+from hone.envs.tools.with_session import WithTools
+from hone.rewards.environment import EnvFacts, EnvSpec
+from hone.rewards.play import Player, read_answer
+from hone.rewards.resolve import resolve
+from hone.rewards.session_player import SessionPlayer
+
+__all__ = ["load_environment"]
+
+
+def load_environment(spec: EnvSpec) -> tuple[Player | SessionPlayer, EnvFacts]:
+    """The environment and what it is. Raises ValueError where it cannot be loaded."""
+    tools = None
+    if spec.tools:
+        load = partial(resolve, what="tool")
+        tools = make_tools(spec.tools, load=load, deadline_s=spec.timeout_s)
+    maker = None
+    if spec.path is not None:
+        maker = made_from(spec.path, spec.args, resolve=resolve)
+        if maker is None:
+            if tools is not None:
+                raise ValueError(
+                    f"env.path '{spec.path}' is a stateless environment, with the method "
+                    "`step(self, episode)`, and env.tools need one with sessions: "
+                    "`start(self, row)` and `step(self, action)`. Unset one of the two keys"
+                )
+            player = Player(resolve(spec.path, "environment"), spec.path, spec.args)
+            return player, EnvFacts(shape="stateless", has_sessions=False)
+    schemas = (
+        *(tools.schemas if tools is not None else ()),
+        *(maker.tool_schemas if maker is not None else ()),
+    )
+    facts = EnvFacts(
+        shape="tools" if maker is None else maker.shape,
+        has_sessions=True,
+        tools=schemas,
+        needs_tool_format=tools is not None or (maker is not None and maker.needs_tool_format),
+    )
+    read = None
+    if spec.tool_format is not None:
+        of_tools = argument_schemas(schemas)
+        read = partial(read_action, tool_format=spec.tool_format, schemas=of_tools)
+    file = None if maker is None else maker.file
+    return SessionPlayer(_make(spec, tools, maker), read_answer, read=read, file=file), facts
+
+
+def _make(spec: EnvSpec, tools: Tools | None, maker: EnvMaker | None) -> Callable[[], Session]:
+    """What makes the session of an episode."""
+    if tools is None:
+        assert maker is not None
+        return maker.make
+
+    def make() -> Session:
+        assert spec.tool_format is not None, "an environment that is described plays no episode"
+        with_tools = tools.session(
+            tool_format=spec.tool_format,
+            max_tool_calls=spec.max_tool_calls,
+            max_parallel_calls=spec.max_parallel_calls,
+        )
+        return with_tools if maker is None else WithTools(maker.make(), with_tools)
+
+    return make

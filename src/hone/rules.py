@@ -1,0 +1,73 @@
+"""All rules on a run, collected from its parts, and their findings for a plan.
+
+    for finding in findings(plan): ...
+
+Findings of the level `error` come first and stop a run before it starts; warnings are printed.
+Files on this machine are inspected; no code of the user is imported or run.
+
+The language of rules is `hone.config.rules`. The rules on a part of a run lie in its folder, and
+load no torch; those on sections that belong to no part lie with the language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Unpack, cast
+
+from hone.algorithms import rules as algorithms
+from hone.config.plan import RunPlan
+from hone.config.rules import bench, cluster, files, host, profile, run
+from hone.config.rules.facts import Facts
+from hone.config.rules.finding import Finding
+from hone.config.rules.rule import Rule
+from hone.config.rules.view import Known
+from hone.engine import rules as engine
+from hone.engine.backend_rules import BACKEND_RULES
+from hone.envs import rules as tools
+from hone.rewards import rules as rewards
+from hone.rollout import rules as sampling
+from hone.trainer import critic_axes_rules as critic
+from hone.trainer import rules as trainer
+
+__all__ = ["RULES", "TOPICS", "findings", "matches"]
+
+TOPICS: Mapping[str, tuple[Rule, ...]] = {
+    "files": files.RULES,
+    "rewards": rewards.RULES,
+    "tools": tools.RULES,
+    "sampling": sampling.RULES,
+    "engine": engine.RULES,
+    "trainer": trainer.RULES,
+    "algorithm": algorithms.RULES,
+    "critic": critic.RULES,
+    "cluster": cluster.RULES,
+    "run": run.RULES,
+    "profile": profile.RULES,
+    "bench": bench.RULES,
+    "host": host.RULES,
+}
+RULES: tuple[Rule, ...] = tuple(
+    rule for rules in (*TOPICS.values(), *BACKEND_RULES.values()) for rule in rules
+)
+
+_CLASSES = dict.fromkeys(rule.facts for rule in RULES if rule.facts is not Facts)
+_AllFacts = cast("type[Facts]", type("_AllFacts", tuple(_CLASSES), {}))
+"""The facts of all parts in one class, so that each is computed once for a plan: a search asks for
+the findings of thousands. No two parts have a fact of the same name (a test)."""
+
+
+def findings(plan: RunPlan, **known: Unpack[Known]) -> list[Finding]:
+    """The problems of a planned run, errors first. `known` has facts that are not part of a
+    plan."""
+    found = dict.fromkeys(finding for _, finding in matches(plan, **known))
+    return sorted(found, key=lambda finding: finding.level)
+
+
+def matches(plan: RunPlan, **known: Unpack[Known]) -> Iterator[tuple[Rule, Finding]]:
+    """Each rule that applies, with its finding: once for each section that samples, or once for a
+    command without sampling."""
+    for section in plan.sampling or [None]:
+        view = _AllFacts(plan, section, known)
+        for rule in RULES:
+            for finding in rule.find(view):
+                yield rule, finding

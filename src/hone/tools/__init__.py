@@ -1,0 +1,1 @@
+"""What tells about runs: plans, reports, measurements, checks of a machine, import of recipes."""

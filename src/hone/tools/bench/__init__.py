@@ -1,0 +1,1 @@
+"""`hone bench`: speed and memory of the engine and the trainer, measured."""

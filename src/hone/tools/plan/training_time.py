@@ -1,0 +1,438 @@
+"""Time of the trainers for a step: matrix products, memory savings, and transfers.
+
+    seconds = TrainingTime(plan, assumed).step_s(lengths, num_trained)
+
+Products and attention are those of `Compute`, at the share of the matrix rate that `plan` assumes.
+On top of them come, by count and with the rates of benchmarks/memory.md:
+
+* recomputed layers: their forward pass once more; keeping the results of attention saves a fifth;
+* logits, whose product runs once more in backward: that is part of the rate assumed. What the last
+  chunk of a micro-batch keeps of them is taken off;
+* offloaded states: every optimizer step brings them to the device and back, gradients one way,
+  parameters twice a micro-batch;
+* offloaded gradients: every micro-batch brings their sums to the device and back, beside backward.
+  Nothing is left to hide those of the embedding, which backward brings last;
+* offloaded activations: the inputs of recomputed layers come back in every micro-batch;
+* rows of a group share their prompt in a pass, where one device has whole rows: they are taken to
+  share it once;
+* gradients of a micro-batch are added up in the device's memory, whole ones below stage 2;
+* weights of four bits: every pass of a micro-batch writes them in the format that computes;
+* collectives: a micro-batch reduces its gradients, and gathers weights twice with stage 3; below
+  stage 2 a step reduces once, below stage 3 it gathers once, with stage 0 sums go round in place of
+  weights. Over NVLink they last as long as what they take of memory and multiprocessors from the
+  passes beside them; over slower links they run beside four fifths of these, and take time where
+  that is not enough.
+  Those of tensor, Ulysses and ring parallelism hold up the pass, and once more where layers are
+  recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind;
+* pipeline stages: all go at the pace of the slowest, which computes its layers and may have the
+  head. It waits for a micro-batch of each other in every optimizer step, or with V groups of layers
+  in each stage a V-th of that. What they send is hidden.
+
+Of a critic with devices of its own the products count, and what its stages wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hone.config.plan import Role, RoleName, RunPlan
+from hone.config.planning import PlanningConfig
+from hone.config.tree import RLConfig
+from hone.families.shape import ModelShape
+from hone.families.stages import layer_costs, stage_layers
+from hone.planner.roofline import training_flops
+from hone.planner.run_memory import RunMemory
+from hone.prefixes import COPIED, saves_enough
+from hone.tools.plan.compute_time import Compute
+from hone.tools.plan.simulator import NO_SCORING, Scoring
+from hone.trainer.cost import adapter_params, params_in_4bit
+from hone.trainer.settings import SFTTrainerConfig
+
+__all__ = ["TrainingTime"]
+
+Integers: TypeAlias = NDArray[np.integer[Any]]
+Lengths: TypeAlias = Sequence[int] | Integers
+
+_RECOMPUTED = {"off": 0.0, "selective": 0.8, "full": 1.0}
+"""Share of a layer's forward pass: measured 18 and 22 % of a step of 1.7B, 22 and 27 % of 4B."""
+_HIDDEN = 0.8
+"""Share of a pass beside which collectives run over links slower than NVLink."""
+_NVLINK = 100e9
+"""Bytes a second that no slower link has."""
+_REACHED = 0.7
+"""Share of a link's rate that collectives reach."""
+_GRADIENT_BYTES = 4
+_BACKWARD = 2 / 3
+"""Share of a pass that is backward."""
+_UNPACKED_BYTES = 0.5625 + 2
+"""Device memory that a weight of four bits with its scale is read from, and written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTime:
+    """Training times of a plan whose model's shape and GPU are known."""
+
+    plan: RunPlan
+    assumed: PlanningConfig
+
+    def step_s(self, lengths: Lengths, num_trained: int) -> float:
+        """Seconds of all trainers for an update whose samples have all ended at once. `lengths` are
+        those of its rows, prompts included; `num_trained` of their tokens are trained."""
+        return self.update_s(lengths, num_trained) + self.scoring(lengths, num_trained).wait_s
+
+    def update_s(self, lengths: Lengths, num_trained: int) -> float:
+        """`step_s` without waiting for remote models."""
+        plan, trainer = self.plan, self._config.trainer
+        shape, batch = plan.shape, plan.batch
+        assert shape is not None
+        assert batch is not None
+        epochs, lengths = plan.policy.num_epochs, np.asarray(lengths)
+        repeated = self._repeated(lengths, num_trained)
+        num_tokens = int(lengths.sum()) - int((1 - COPIED) * repeated.sum())
+        forward_s = partial(self._forward_s, lengths=lengths, repeated=repeated)
+        forward = forward_s(shape, num_head_tokens=num_trained)
+        body = forward_s(shape, num_head_tokens=0)
+        # Of one device, until it is divided among all.
+        again = self._recomputed_share(trainer, shape, plan.policy)
+        kept = self._kept_logits_share(len(lengths), num_tokens, num_trained)
+        head = (1 - kept / 3) * (forward - body) / body
+        pace = self._pace(trainer, shape, plan.policy, head=head)
+        training = self._training_s(lengths, repeated, num_trained) + again * body
+        training -= kept * (forward - body)
+        work = pace * epochs * training
+        update, values_s, critic_s = work, 0.0, 0.0
+        if (role := plan.roles.get("critic")) is not None:
+            # The critic's values and its update; it has no logits.
+            own_shape = self._run.shape_of(role)
+            values = forward_s(own_shape, num_head_tokens=0)
+            again = self._recomputed_share(role.trainer, own_shape, role)
+            passes = role.num_epochs * (3 + again)
+            own_pace = self._pace(role.trainer, own_shape, role)
+            values *= own_pace
+            if role.has_own_devices:
+                speed = self._speed_of(role)
+                values_s, critic_s = values / speed, passes * values / speed
+                waits = self._stages_wait(role.trainer, role, num_tokens, own_pace)
+                critic_s *= 1 + waits
+            else:
+                work += (role.num_scorings + passes) * values
+        scores = plan.policy.num_scorings * pace * forward
+        work += scores
+        for role in plan.scorers:
+            if role.shares_devices_of == "policy" and role.num_scorings:
+                work += forward_s(self._run.shape_of(role), num_head_tokens=num_trained)
+        compute_s = work / self._speed
+        seconds = compute_s + self._judging_s(lengths)
+        waits = self._stages_wait(trainer, plan.policy, num_tokens, pace)
+        # A remote critic computes values while the policy scores the rows, and is trained in
+        # parallel to it.
+        seconds += max(values_s - scores / self._speed, 0.0)
+        seconds += max(critic_s - (1 + waits) * update / self._speed, 0.0)
+        num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
+        seconds += waits * compute_s
+        seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
+        seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
+        seconds += self._activations_s(epochs * num_tokens)
+        seconds += epochs * num_micro_batches * (self._unpacking_s + self._adding_s)
+        return seconds + self.assumed.overhead_s
+
+    def scoring(self, lengths: Lengths, num_trained: int) -> Scoring:
+        """Times of remote models for such rows."""
+        lengths = np.asarray(lengths)
+        repeated = self._repeated(lengths, num_trained)
+        run, seconds = self._run, dict[RoleName, float]()
+        for role in self.plan.scorers:
+            if role.has_own_devices:
+                shape = run.shape_of(role)
+                if role.name == "reward_model":
+                    pass_s = self._compute.forward_s(shape, lengths, num_head_tokens=0)
+                else:
+                    pass_s = self._forward_s(
+                        shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
+                    )
+                seconds[role.name] = pass_s / role.num_workers
+        if not seconds:
+            return NO_SCORING
+        shape, left_s = self.plan.shape, 0.0
+        assert shape is not None
+        if "reward_model" in seconds:  # each copy's last pass; samples are scored as they end
+            last = self._config.reward.model.max_tokens_per_forward
+            last *= self.plan.roles["reward_model"].num_workers
+            left_s = min(last / max(int(lengths.sum()), 1), 1.0) * seconds["reward_model"]
+        own = self._forward_s(
+            shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
+        )
+        beside_s = self.plan.policy.num_scorings * own / self._speed
+        return Scoring(seconds=seconds, beside_s=beside_s, left_s=left_s)
+
+    @property
+    def _run(self) -> RunMemory:
+        return RunMemory(self.plan)
+
+    def _judging_s(self, lengths: Lengths) -> float:
+        """Seconds of a colocated reward model's passes: on the device of each engine's first
+        process, or of the first trainer where engines are remote."""
+        engine, role = self.plan.roles.get("engine"), self.plan.roles.get("reward_model")
+        if role is None or engine is None or role.has_own_devices:
+            return 0.0
+        number = 1 if self.plan.is_apart else engine.num_workers
+        return (
+            self._compute.forward_s(self._run.shape_of(role), lengths, num_head_tokens=0) / number
+        )
+
+    def _training_s(self, lengths: Integers, repeated: Integers, num_trained: int) -> float:
+        """Seconds of forward and backward on one device."""
+        shape = self.plan.shape
+        assert shape is not None
+        adapters = adapter_params(shape, self._config.model.lora) or None
+
+        def passes_s(lengths: Integers, num_head_tokens: int) -> float:
+            flops = training_flops(
+                shape, lengths, num_head_tokens=num_head_tokens, num_adapter_params=adapters
+            )
+            return self._compute.passes_s(shape, lengths, flops, num_attention=3)
+
+        return passes_s(lengths, num_trained) - passes_s(repeated, 0)
+
+    def _forward_s(
+        self, shape: ModelShape, *, lengths: Integers, repeated: Integers, num_head_tokens: int
+    ) -> float:
+        """Seconds of a forward pass on one device over rows of these lengths, without the
+        `repeated` prompts."""
+        whole_s = self._compute.forward_s(shape, lengths, num_head_tokens=num_head_tokens)
+        return whole_s - self._compute.forward_s(shape, repeated, num_head_tokens=0)
+
+    def _repeated(self, lengths: Integers, num_trained: int) -> Integers:
+        """Lengths of prompts that other rows of their group bring, all of the mean length."""
+        group = self._config.rollout.n_samples_per_prompt
+        mean = float(lengths.mean())
+        prompt = round(mean - num_trained / len(lengths))
+        is_whole = self.plan.policy.axes.context == 1 and not self._config.model.exact
+        if not is_whole or not saves_enough(prompt, group, group * mean):
+            return np.zeros(0, dtype=np.int64)
+        return np.full(round(len(lengths) * (1 - 1 / group)), prompt)
+
+    @property
+    def _config(self) -> RLConfig:
+        assert isinstance(self.plan.config, RLConfig)
+        return self.plan.config
+
+    @property
+    def _compute(self) -> Compute:
+        gpu = self.plan.devices.gpu
+        assert gpu is not None
+        return Compute(gpu, self.assumed)
+
+    @property
+    def _speed(self) -> float:
+        """Speed of all trainers relative to one device."""
+        return self._speed_of(self.plan.policy)
+
+    def _speed_of(self, role: Role) -> float:
+        """Speed of all devices of a trained role relative to one."""
+        world = role.axes.world
+        return world * (self.assumed.training_scaling if world > 1 else 1.0)
+
+    def _recomputed_share(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
+        layers = self._recomputed_layers(trainer, shape, role)
+        return _RECOMPUTED[trainer.recompute_mode] * layers
+
+    def _recomputed_layers(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
+        """Share of the layers that are recomputed."""
+        groups = chain(*self._stages(shape, role))
+        again = sum(len(span) for own in groups for span in trainer.recomputed_spans(len(own)))
+        return again / shape.num_layers
+
+    def _stages(self, shape: ModelShape, role: Role) -> list[list[range]]:
+        """Groups of layers of each stage."""
+        stages, groups = role.axes.pipeline, role.axes.virtual_stages
+        return stage_layers(shape, stages, groups, has_head=role.name == "policy")
+
+    def _layers_of_stage(self, shape: ModelShape, role: Role) -> tuple[int, int]:
+        """Number of layers of the largest stage, and the largest number of layers with experts in a
+        stage."""
+        stages = [[*chain(*groups)] for groups in self._stages(shape, role)]
+        sparse = (sum(index in shape.expert_layers for index in own) for own in stages)
+        return max(map(len, stages)), max(sparse)
+
+    def _pace(
+        self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role, *, head: float = 0.0
+    ) -> float:
+        """Compute time of the slowest stage over the mean of all stages, forward and backward.
+        `head` is the time of the head over that of all layers."""
+        costs, again = layer_costs(shape), _RECOMPUTED[trainer.recompute_mode]
+
+        def of_group(group: range) -> float:
+            recomputed = sum(map(len, trainer.recomputed_spans(len(group))))
+            passes = 3 + again * recomputed / max(len(group), 1)
+            return passes * sum(costs[group.start : group.stop])
+
+        stages = [sum(map(of_group, groups)) for groups in self._stages(shape, role)]
+        stages[-1] += 3 * head * sum(costs)
+        return max(stages) * len(stages) / sum(stages)
+
+    def _num_micro_batches(self, trainer: SFTTrainerConfig, role: Role, num_tokens: int) -> int:
+        """Number of micro-batches of each device in an epoch."""
+        each = num_tokens / (role.axes.data * role.axes.context)
+        return math.ceil(each / trainer.max_tokens_per_microbatch)
+
+    def _kept_logits_share(self, num_rows: int, num_tokens: int, num_trained: int) -> float:
+        """Share of a micro-batch's logits that the last chunk keeps until backward."""
+        trainer, axes = self._config.trainer, self.plan.policy.axes
+        number = float(self._num_micro_batches(trainer, self.plan.policy, num_tokens))
+        if trainer.micro_batch_size is not None:
+            number = num_rows / (axes.data * trainer.micro_batch_size)
+        own = num_trained / (axes.data * axes.context * max(number, self._num_steps))
+        return min(trainer.logits_chunk_tokens / max(own, 1), 1.0)
+
+    def _stages_wait(
+        self, trainer: SFTTrainerConfig, role: Role, num_tokens: int, pace: float
+    ) -> float:
+        """Waiting time of the slowest stage as a share of its passes, while the other stages
+        compute the first and the last micro-batch of an optimizer step."""
+        bubble = (role.axes.pipeline / pace - 1) / role.axes.virtual_stages
+        return bubble * self._num_steps / self._num_micro_batches(trainer, role, num_tokens)
+
+    @property
+    def _num_steps(self) -> int:
+        """Number of optimizer steps of an epoch."""
+        assert self.plan.batch is not None
+        return self.plan.batch.num_minibatches
+
+    @property
+    def _num_params(self) -> int:
+        """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
+        shape, lora, axes = self.plan.shape, self._config.model.lora, self.plan.policy.axes
+        assert shape is not None
+        return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
+
+    @property
+    def _unpacking_s(self) -> float:
+        """Seconds for unpacking 4-bit weights in the passes of a micro-batch, recomputation
+        included."""
+        gpu, cfg, shape = self.plan.devices.gpu, self._config, self.plan.shape
+        assert gpu is not None
+        assert shape is not None
+        passes = 2 + self._recomputed_share(cfg.trainer, shape, self.plan.policy)
+        return passes * _UNPACKED_BYTES * params_in_4bit(shape, cfg.model.lora) / gpu.bytes_per_s
+
+    @property
+    def _adding_s(self) -> float:
+        """Seconds for adding a micro-batch's gradients to the sums: two tensors are read, one is
+        written."""
+        gpu = self.plan.devices.gpu
+        assert gpu is not None
+        shards = 1 if self._reduces_late else self.plan.policy.axes.fsdp
+        return 3 * _GRADIENT_BYTES * self._num_params / shards / gpu.bytes_per_s
+
+    @property
+    def _reduces_late(self) -> bool:
+        """Whether gradients are reduced once an optimizer step."""
+        trainer = self._config.trainer
+        return trainer.parallel.zero_stage < 2 and not trainer.offloads("gradients")
+
+    def _collectives_s(self, num_tokens: int, compute_s: float) -> float:
+        """Seconds of an epoch's collectives that do not overlap with compute."""
+        plan, axes, gpu = self.plan, self.plan.policy.axes, self.plan.devices.gpu
+        shape, trainer = plan.shape, self._config.trainer
+        assert gpu is not None
+        assert shape is not None
+        per_node = plan.devices.per_node or axes.world
+        # Between the processes of a stage of layers, which are neighbours.
+        is_near = axes.world <= per_node or per_node % (axes.world // axes.pipeline) == 0
+        link = gpu.link_bytes_per_s if is_near else gpu.node_bytes_per_s
+        own_link = gpu.link_bytes_per_s * _REACHED
+        num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
+        seconds, shards = 0.0, axes.data * axes.context
+        if shards > 1:
+            stage, num_steps = trainer.parallel.zero_stage, self._num_steps
+            sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
+            # A process gathers and reduces only its own experts.
+            elsewhere = shape.expert_params * (axes.expert - 1) // axes.expert
+            weights = 2 * (sharded - elsewhere) // axes.tensor // axes.pipeline
+            reduced = _GRADIENT_BYTES * self._num_params
+            if not self._config.model.lora.rank:
+                reduced -= _GRADIENT_BYTES * elsewhere // axes.pipeline
+            # Per micro-batch, and per optimizer step, of which one micro-batch hides a part.
+            often, once = 2 * weights * (stage == 3), weights * (0 < stage < 3)
+            if self._reduces_late:
+                once += reduced * (1 if stage else 2)
+            else:
+                often += reduced * (1 if stage else 2)
+            rate = link * _REACHED * shards / (shards - 1)
+            hidden_s = _HIDDEN * compute_s * (link < _NVLINK)
+            once_s, often_s = num_steps * once / rate, num_micro_batches * often / rate
+            beside_s = min(once_s, hidden_s * min(num_steps / num_micro_batches, 1.0))
+            seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
+        own_tokens = num_tokens / (axes.data * axes.context)
+        # Passes that talk: forward, backward, and forward again, which may keep attention.
+        again = self._recomputed_layers(trainer, shape, plan.policy)
+        passes, attention_passes = 2 + again, 2 + again * (trainer.recompute_mode == "full")
+        num_layers, num_sparse = self._layers_of_stage(shape, plan.policy)
+        keys = 2 * shape.num_kv_heads * shape.head_dim
+        if axes.tensor > 1:  # two gathers and two sums a pass
+            values = 2 * num_layers * shape.hidden_size * own_tokens
+            seconds += 4 * passes * values * (axes.tensor - 1) / axes.tensor / own_link
+        if axes.ulysses > 1:  # queries, keys, values, and what attention returns
+            width = 2 * shape.num_heads * shape.head_dim + keys
+            values = 2 * num_layers * width * own_tokens / axes.tensor
+            seconds += attention_passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
+        if axes.expert > 1:  # hidden states to experts and back
+            width = 2 * shape.experts_per_token * shape.hidden_size
+            values = 2 * num_sparse * width * own_tokens
+            seconds += passes * values * (axes.expert - 1) / axes.expert / own_link
+        if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
+            link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
+            values = num_layers * keys * own_tokens / axes.tensor
+            num_bytes = values * (2 * attention_passes * (axes.ring - 1) + 4 * axes.ring)
+            seconds += num_bytes / (link * _REACHED)
+        return seconds
+
+    def _activations_s(self, num_tokens: int) -> float:
+        """Seconds for copying inputs of layers back from the host."""
+        plan, trainer = self.plan, self._config.trainer
+        gpu, shape = plan.devices.gpu, plan.shape
+        assert gpu is not None
+        assert shape is not None
+        if not trainer.offload_activations or trainer.recompute == "off":
+            return 0.0
+        axes = plan.policy.axes
+        num_spans = max(
+            sum(len(trainer.recomputed_spans(len(group))) for group in groups)
+            for groups in self._stages(shape, plan.policy)
+        )
+        values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
+        return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
+
+    def _offloads_s(self, num_micro_batches: int, backward_s: float) -> float:
+        """Seconds of transfers between device and host that do not overlap with compute."""
+        gpu, trainer, axes = self.plan.devices.gpu, self._config.trainer, self.plan.policy.axes
+        shape, batch, lora = self.plan.shape, self.plan.batch, self._config.model.lora
+        assert gpu is not None
+        assert shape is not None
+        assert batch is not None
+        num_steps, num_params = batch.optimizer_steps_per_rollout, self._num_params / axes.fsdp
+        states = 8 if trainer.optimizer.state_dtype == "bfloat16" else 12
+        num_bytes = 0.0
+        if trainer.offloads("optimizer"):
+            num_bytes += num_steps * states * num_params
+        if trainer.offloads("gradients"):
+            last = 0 if lora.rank else shape.head_params / axes.tensor / axes.fsdp
+            travelling = num_micro_batches * _GRADIENT_BYTES * (num_params - last)
+            num_bytes += max(travelling - backward_s * gpu.host_bytes_per_s, 0.0)
+            num_bytes += num_micro_batches * _GRADIENT_BYTES * last
+            num_bytes += num_steps * _GRADIENT_BYTES * num_params
+        if trainer.offloads("parameters"):
+            weights = 2 * shape.num_params / axes.tensor / axes.pipeline / axes.fsdp
+            num_bytes += 2 * num_micro_batches * weights
+        if trainer.enable_sleep:
+            num_bytes += 2 * states * num_params
+        return num_bytes / gpu.host_bytes_per_s

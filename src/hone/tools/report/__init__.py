@@ -1,0 +1,1 @@
+"""`report.html`: one offline page about a run, or about several for comparison."""

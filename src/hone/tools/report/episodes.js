@@ -1,0 +1,156 @@
+// Episodes by turns: who says what, how long it took, and what it earned.
+"use strict";
+
+const seconds = (s) => (s >= 100 ? `${Math.round(s)} s` : s >= 0.1 ? `${Number(s.toPrecision(2))} s` : `${Number((1000 * s).toPrecision(2))} ms`);
+const rewarded = (reward) =>
+  reward ? `<span class="${reward > 0 ? "good" : "bad"}">${signed(reward)}</span>` : "";
+
+// A line of an episode: its speaker, what is known of it, and what is said, as HTML.
+const lineHtml = (kind, speaker, facts, said) => `<li class="turn ${kind}">
+  <p class="speaker"><b>${escapeHtml(speaker)}</b><span class="dim">${facts.filter(Boolean).join(" · ")}</span></p>
+  <div class="said">${said}</div></li>`;
+
+// What the environment says after a turn. Without messages it is what `between` holds, as HTML.
+function observedHtml({ observed = [], env_s, reward }, between) {
+  const facts = [env_s === undefined ? "" : seconds(env_s), rewarded(reward)];
+  if (!observed.length) return between ? lineHtml("said-by-env", "environment", facts, between) : "";
+  return observed
+    .map(({ role, name, text, calls = [] }, i) => {
+      const kind = role === "tool" ? "tool" : "said-by-env";
+      const asked = calls.map((call) => `<span class="call">${escapeHtml(call)}</span>`).join("");
+      const speaker = [role || "environment", name].filter(Boolean).join(" ");
+      return lineHtml(kind, speaker, i ? [] : facts, `${escapeHtml(text.trim())}${asked}`);
+    })
+    .join("");
+}
+
+// The turns of a sample. `ownHtml` gives the tokens from one place to another, where they are known.
+function turnsHtml(turns, ownHtml = null) {
+  return turns
+    .map((turn, i) => {
+      const next = turns[i + 1];
+      const said = ownHtml ? ownHtml(turn.start, turn.end) : escapeHtml(turn.text);
+      const between = ownHtml && next ? ownHtml(turn.end, next.start) : "";
+      const facts = [
+        turn.policy_s === undefined ? "" : seconds(turn.policy_s),
+        ownHtml ? `${turn.end - turn.start} tokens` : "",
+        turn.stop === "length" ? `<span class="bad">cut</span>` : "",
+      ];
+      // What the last turn earned is the episode's reward, and its answer is the end.
+      const answer = next || turn.observed ? observedHtml(turn, between) : "";
+      return lineHtml("own", `policy ${i + 1}`, facts, said || "&nbsp;") + answer;
+    })
+    .join("");
+}
+
+// An episode with its abandoned paths, which are folded.
+function episodeHtml({ turns, branches = [] }, ownHtml = null) {
+  const paths = branches.map(
+    (path, i) => `<details class="branch"><summary>path ${i + 1} of ${branches.length + 1}, left after
+      ${path.length} ${path.length === 1 ? "turn" : "turns"}: its history was rewritten</summary>
+      <ol class="episode">${turnsHtml(path)}</ol></details>`,
+  );
+  const last = paths.length ? `<p class="dim path">path ${paths.length + 1} of ${paths.length + 1}, the last one</p>` : "";
+  return `${paths.join("")}${last}<ol class="episode">${turnsHtml(turns, ownHtml)}</ol>`;
+}
+
+const ENDS = {
+  length: "no token was left",
+  max_turns: "all turns were used",
+  deadline: "its time was over",
+};
+const KINDS = {
+  last: ["Last", "the newest that was written"],
+  failed: ["Failed", "no reward, the newest first"],
+  worst: ["Worst", "the lowest rewards"],
+  longest: ["Longest", "the most turns, then tokens"],
+};
+
+const sumOf = (turns, name) => turns.reduce((sum, turn) => sum + (turn[name] ?? 0), 0);
+
+function endHtml({ reward, parts = {}, failure, detail, stop, attempt, turns = [] }) {
+  const times = ["policy_s", "env_s"].map((name) => sumOf(turns, name));
+  const facts = [
+    ENDS[stop] ?? (failure ? "" : "the environment ended it"),
+    times[0] ? `policy ${seconds(times[0])}` : "",
+    times[1] ? `environment ${seconds(times[1])}` : "",
+    attempt ? `attempt ${attempt + 1}` : "",
+  ];
+  const names = Object.keys(parts);
+  const shares = names.map((name) => `${escapeHtml(name)} ${number(parts[name])}`).join(", ");
+  const end = failure
+    ? `<span class="bad">${escapeHtml(failure)}</span> ${escapeHtml(detail ?? "")}`
+    : `reward <b>${number(reward ?? null)}</b>${names.length > 1 ? ` <span class="dim">${shares}</span>` : ""}`;
+  return `<ol class="episode">${lineHtml("end", "end", facts, end)}</ol>`;
+}
+
+// The section of the episodes that are worth a look.
+class EpisodeList {
+  constructor(area) {
+    this.area = area;
+    this.open = new Set();
+    this.shown = "";
+  }
+
+  // Draw the episodes by kind; what is folded out stays so.
+  draw(kinds) {
+    const now = JSON.stringify(kinds);
+    if (now === this.shown) return;
+    const isFirst = this.shown === "";
+    this.shown = now;
+    this.area.hidden = !Object.keys(kinds).length;
+    document.querySelector("[name=form]").closest("label").hidden = this.area.hidden;
+    const several = new Set(Object.values(kinds).flat().map(({ split }) => split)).size > 1;
+    const list = this.area.querySelector(".kinds");
+    list.replaceChildren();
+    for (const [kind, [title, hint]] of Object.entries(KINDS)) {
+      if (!kinds[kind]) continue;
+      const heading = document.createElement("p");
+      heading.className = "kind";
+      heading.innerHTML = `<b>${title}</b> <span class="dim">${hint}</span>`;
+      list.append(heading);
+      kinds[kind].forEach((episode, i) => {
+        const key = kind === "last" ? kind : `${kind} ${episode.id}`;
+        if (isFirst && kind === "last") this.open.add(key);
+        list.append(this.element(key, episode, several));
+      });
+    }
+  }
+
+  element(key, episode, several) {
+    const { id, run, split, step, prompt = "", reward, failure, tokens, turns = [], answer } = episode;
+    const details = document.createElement("details");
+    details.className = "group";
+    const place = [run, several ? split : "", step === undefined ? "" : `step ${step}`, id];
+    const score = failure ? `<b class="bad">${escapeHtml(failure)}</b>` : `<b>${number(reward ?? null)}</b>`;
+    const size = `${turns.length} ${turns.length === 1 ? "turn" : "turns"} · ${number(tokens ?? 0)} tokens`;
+    details.innerHTML = `<summary><span class="where">${escapeHtml(place.filter(Boolean).join(" · "))}</span>
+      <span class="mean">${score}</span><span class="size">${size}</span>
+      <span class="question">${escapeHtml(prompt.trim().slice(-300))}</span></summary><div class="body"></div>`;
+    details.ontoggle = () => {
+      this.open[details.open ? "add" : "delete"](key);
+      const body = details.querySelector(".body");
+      if (!details.open || body.hasChildNodes()) return;
+      const asked = prompt ? lineHtml("said-by-env", "prompt", [], escapeHtml(prompt.trim())) : "";
+      const wanted = answer === undefined ? "" : lineHtml("said-by-env", "answer", [], escapeHtml(`${answer}`));
+      body.innerHTML = `<ol class="episode">${asked}${wanted}</ol>${episodeHtml({ ...episode, turns })}${endHtml(episode)}`;
+    };
+    details.open = this.open.has(key);
+    return details;
+  }
+
+  // Ask the server of a live page.
+  async refresh() {
+    this.draw(await (await fetch("episodes")).json());
+  }
+}
+
+// The section of a page; null where it has none.
+function startEpisodes() {
+  const area = document.getElementById("episodes");
+  if (!area) return null;
+  const list = new EpisodeList(area);
+  if (area.dataset.live !== undefined) list.refresh();
+  else list.draw(JSON.parse(document.getElementById("picked").textContent));
+  return list;
+}

@@ -1,0 +1,544 @@
+"""Memory of a training step on one device, by kind, from shape and configuration alone.
+
+    plan = training_memory(shape, cfg.trainer, dtype="bfloat16", num_tokens=16384)
+    plan.peak, plan.as_dict()
+
+Weights, masters, gradients and optimizer states are counted tensor by tensor and are exact. The
+memory that a pass adds is modelled:
+
+* activations by the tensors that each kind of layer keeps for backward (`LayerCode`): those of
+  compiled layers are fitted to measurements of Qwen3 0.6B to 4B; layers that are not compiled are
+  modelled from transformers' code, without the buffers of attention on a CPU,
+* the head by its chunk of logits and the gradient of its matrix,
+* workspace by the largest tensors that one layer's backward has at a time,
+* several processes by FSDP's unsharded tensors: gathered weights, and gradients not yet reduced,
+* pipeline stages by the fullest: its layers and ends, and the passes through groups of its layers
+  that 1F1B has in flight there at once, in a step of many micro-batches,
+* offloaded state by its buffers on the device: gradients in transfer, a window each way.
+
+On an H200 peaks of compiled layers came out within 1 % of those measured (Qwen3 of 0.6B to 8B, each
+knob of a 4B step; 10 % above at a peak of 7.5 GiB); on two GPUs (8B and 12 of its layers, stages 2
+and 3) 2 to 5 % below. Fragmentation, CUDA's context and libraries (about 1 GiB), and an engine's
+own memory come on top (`hone.planner.run_memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from math import prod
+from typing import Literal
+
+from hone.config.plan import Role, RunPlan
+from hone.distributed.settings import AxisSizes
+from hone.families.model_facts import NF4_BLOCK
+from hone.families.registry import spec_of
+from hone.families.shape import ModelShape, TensorShape
+from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
+from hone.models.settings import LoraConfig
+from hone.rewards.settings import RewardModelConfig
+from hone.trainer.settings import SFTTrainerConfig
+
+__all__ = [
+    "LayerCode",
+    "TrainingMemory",
+    "adapter_params",
+    "layer_code",
+    "params_in_4bit",
+    "planned_step",
+    "scoring_bytes",
+    "training_memory",
+]
+
+LayerCode = Literal["compiled", "eager"]
+"""Execution of transformers' decoder layers: compiled or eager."""
+
+_BUCKETS_BYTES = 2 * (128 << 20)
+"""Device memory that an offloaded optimizer step streams through."""
+_MAX_SAMPLED = 1 << 22
+"""Number of elements whose change a step measures; several processes do so in float64."""
+_MESSAGES = 6
+"""Hidden states and gradients that a pipeline stage has received, or has not sent yet."""
+_MESSAGES_OF_GROUPS = 9
+"""`_MESSAGES` of a stage that has several groups of layers."""
+_MUON_COPIES = 12
+"""Work memory of Muon's Newton-Schulz steps: bytes per element of the largest matrix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMemory:
+    """Bytes on the fullest device, each kind at its own maximum."""
+
+    weights: int
+    """Weights of the module between steps, in the format that computes, including the frozen
+    weights under adapters."""
+    masters: int
+    """Float32 copies that the optimizer moves; 0 where the weights are float32 themselves."""
+    gradients: int
+    """Gradients of the masters after the last micro-batch; 0 where they wait on the host."""
+    optimizer: int
+    """Moments."""
+    gathered: int
+    """Weights that a pass of one of several processes gathers from the shards."""
+    reducing: int
+    """Unsharded gradients of layers, or of the model, before they reach the shards or the host."""
+    activations: int
+    """Activations: tensors that forward keeps for backward."""
+    logits: int
+    """A chunk of logits with its gradient, and the gradient of the head's matrix."""
+    workspace: int
+    """Work memory of one layer's backward."""
+    host: int
+    """In host memory: offloaded masters, moments, gradients, weights and activations."""
+    host_padding: int
+    """Padding in a GPU host's memory: torch rounds page-locked blocks, in which FSDP keeps
+    parameters and gradients, up to a power of two."""
+    state: int
+    """Masters and moments, wherever they are: the size of a checkpoint."""
+    peak: int
+    """The largest sum at any one time."""
+    peak_phase: Literal["head", "layers", "optimizer"]
+    """The time of the peak: the start of backward, later in backward, or the optimizer's step."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The tensors that make up the peak, in bytes by kind."""
+        held = self.weights + self.masters + self.optimizer
+        return {
+            "weights": self.weights,
+            "masters": self.masters,
+            "moments": self.optimizer,
+            "gradients, activations and work": self.peak - held,
+        }
+
+    def as_dict(self) -> dict[str, int | str]:
+        return asdict(self)
+
+
+def layer_code(trainer: SFTTrainerConfig, kind: str) -> LayerCode:
+    """How a trainer runs layers on a kind of device; layers of exact mode count as compiled."""
+    return "compiled" if trainer.compiles(kind) else "eager"
+
+
+def training_memory(
+    shape: ModelShape,
+    trainer: SFTTrainerConfig,
+    *,
+    dtype: Literal["float32", "bfloat16"],
+    num_tokens: int,
+    num_trained: int | None = None,
+    num_micro_batches: int = 2,
+    layers: LayerCode = "compiled",
+    lora: LoraConfig | None = None,
+    sizes: AxisSizes | None = None,
+) -> TrainingMemory:
+    """Memory of optimizer steps over micro-batches of `num_tokens` tokens on each device.
+
+    `num_trained` of them go through the head; None: all. The numbers are those after the first
+    optimizer step, when moments exist. `sizes` are the axes of several processes; None or a world
+    of one is one process. With pipeline stages the result is that of the fullest.
+    """
+    axes = sizes or AxisSizes()
+
+    def of_stage(number: int, groups: Sequence[range]) -> TrainingMemory:
+        own = [*chain(*groups)]
+        with_experts = sum(index in shape.expert_layers for index in own)
+        step = _Step(
+            replace(shape, num_layers=len(own), expert_layers=tuple(range(with_experts))),
+            trainer,
+            lora or LoraConfig(),
+            axes,
+            layers,
+            num_bytes=4 if dtype == "float32" else 2,
+            num_tokens=num_tokens,
+            num_trained=num_tokens if num_trained is None else num_trained,
+            is_single=num_micro_batches == 1,
+            stage=number,
+            groups=[len(group) for group in groups],
+        )
+        for tensor in step.shape.tensors():
+            if tensor.in_layer or step.holds(tensor):
+                step.count(tensor)
+        return step.plan()
+
+    num_stages = min(axes.pipeline, shape.num_layers)
+    stages = stage_layers(shape, num_stages, axes.virtual_stages, has_head=num_trained != 0)
+    return max((of_stage(*stage) for stage in enumerate(stages)), key=lambda memory: memory.peak)
+
+
+def planned_step(plan: RunPlan, *, num_tokens: int, num_micro_batches: int = 2) -> TrainingMemory:
+    """`training_memory` of a plan whose model has a known shape."""
+    assert plan.shape is not None
+    assert plan.trainer is not None
+    return training_memory(
+        replace(plan.shape, tied=True) if plan.gives_values else plan.shape,
+        plan.trainer,
+        dtype=plan.dtype,
+        num_tokens=num_tokens,
+        num_trained=0 if plan.gives_values else None,
+        num_micro_batches=num_micro_batches,
+        layers=layer_code(plan.trainer, plan.devices.kind),
+        lora=plan.lora,
+        sizes=plan.policy.axes,
+    )
+
+
+def scoring_bytes(
+    role: Role, shape: ModelShape, *, longest: int, num_rows: int | None, num_bytes: int
+) -> int:
+    """Work memory of a frozen model's pass on one device, at the widest moment of a layer or of
+    the head. Rows have at most `longest` tokens; a step has `num_rows`, None where that is not
+    known. `num_bytes` is the size of a value."""
+    settings = role.settings
+    if isinstance(settings, RewardModelConfig):
+        num_tokens = max(settings.max_tokens_per_forward, longest)
+    else:
+        settings = role.trainer
+        num_tokens = settings.max_tokens_per_forward or 2 * settings.max_tokens_per_microbatch
+        if settings.micro_batch_size is not None and settings.max_tokens_per_forward is None:
+            num_tokens = settings.micro_batch_size * longest
+    whole = None if num_rows is None else num_rows * longest
+    num_tokens = min(num_tokens, whole or num_tokens)
+    hidden = num_tokens * shape.hidden_size * num_bytes
+    layer = 3 * num_tokens * shape.mlp_size * num_bytes
+    if isinstance(settings, RewardModelConfig):
+        return 2 * hidden + layer
+    # Logits in the model's format, and twice in float32.
+    chunk = min(settings.logits_chunk_tokens, num_tokens)
+    logits = chunk * shape.vocab_size * (num_bytes + 2 * 4)
+    return 2 * hidden + max(layer, hidden + logits)
+
+
+def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """Parameters of the adapters, over all layers."""
+    if not lora.rank:
+        return 0
+    named = [t for t in shape.tensors() if _has_adapter(shape, t, lora)]
+    return sum(lora.rank * sum(t.size) * t.count for t in named)
+
+
+def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
+    """Frozen parameters that are kept in four bits, over all layers."""
+    if not lora.load_in_4bit:
+        return 0
+    held = [t for t in shape.tensors() if _has_adapter(shape, t, lora)]
+    return sum(t.count * t.numel for t in held)
+
+
+def _has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> bool:
+    targets = lora.target_modules or spec_of(shape.family).lora_targets
+    return bool(lora.rank) and tensor.name in targets
+
+
+def _nf4_bytes(tensor: TensorShape) -> int:
+    """Bytes of a tensor in NF4: codes of four bits, and a float32 scale per block."""
+    return tensor.count * (tensor.numel // 2 + 4 * (tensor.numel // NF4_BLOCK))
+
+
+@dataclass(slots=True)
+class _Step:
+    shape: ModelShape
+    trainer: SFTTrainerConfig
+    lora: LoraConfig
+    sizes: AxisSizes
+    layers: LayerCode
+    num_bytes: int
+    num_tokens: int
+    num_trained: int
+    is_single: bool
+    """Whether the step has only one micro-batch."""
+    stage: int
+    """Number of this stage of the pipeline; `shape` has the stage's layers alone."""
+    groups: Sequence[int]
+    """Number of layers of each group of neighbouring layers in the stage."""
+    # Bytes of tensors that exist between passes; the first five as in `TrainingMemory`.
+    weights: int = 0
+    masters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    host: int = 0
+    host_padding: int = 0
+    state: int = 0
+    whole_root: int = 0
+    """Gathered weights outside the layers: embedding, head and final norm, in the format that
+    computes."""
+    whole_layers: int = 0
+    whole_gradients: int = 0
+    """Float32 gradients before they are reduced."""
+    largest_matrix: int = 0
+    """Elements of the largest matrix that Muon updates."""
+    trained: int = 0
+    """Number of elements of this process's masters."""
+    layer_gradients: int = 0
+    """Bytes of this process's masters in all layers, on device or host."""
+
+    @property
+    def is_shared(self) -> bool:
+        return self.sizes.world > 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.sizes.pipeline - 1
+
+    def holds(self, tensor: TensorShape) -> bool:
+        """Whether this stage has a tensor that belongs to no layer; a tied embedding is in the
+        first and the last stage."""
+        if tensor.name != "embed_tokens":
+            return self.is_last_stage
+        is_head = self.shape.tied and self.num_trained > 0 and self.is_last_stage
+        return self.stage == 0 or is_head
+
+    @property
+    def _in_flight(self) -> int:
+        """Passes through groups of this stage's layers whose activations exist at once."""
+        stages = self.sizes.pipeline
+        num_batches = 1 if self.is_single else most_of_a_round(stages)
+        return passes_in_flight(self.stage, stages, len(self.groups), num_batches=num_batches)
+
+    def _of_passes(self, of_stage: int) -> int:
+        """Bytes kept by all passes in flight, where one pass through every group of the stage keeps
+        `of_stage`."""
+        return self._in_flight * of_stage // len(self.groups)
+
+    @property
+    def _num_spans(self) -> int:
+        """Number of spans of layers that are recomputed together."""
+        return sum(len(self.trainer.recomputed_spans(number)) for number in self.groups)
+
+    def plan(self) -> TrainingMemory:
+        gathered, reducing, kept = self._gathered(), self._reducing(), self._activations()
+        logits, workspace = self._logits() * self.is_last_stage, self._workspace()
+        rest = self.weights + self.masters + self.optimizer
+        # In the first micro-batch gradients grow while activations go.
+        before = 0 if self.is_single else self.gradients
+        last = self.gradients + kept // max(self._of_passes(self.shape.num_layers), 1)
+        phases: dict[Literal["head", "layers", "optimizer"], int] = {
+            "head": (rest + gathered + reducing + before + kept + logits) * self.is_last_stage,
+            "layers": rest + gathered + reducing + max(before + kept, last) + workspace,
+            "optimizer": rest + self.gradients + self._optimizer_workspace(),
+        }
+        peak_phase = max(phases, key=lambda phase: phases[phase])
+        return TrainingMemory(
+            weights=self.weights,
+            masters=self.masters,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            gathered=gathered,
+            reducing=reducing,
+            activations=kept,
+            logits=logits,
+            workspace=workspace,
+            host=self.host + self._activations_on_host(),
+            host_padding=self.host_padding,
+            state=self.state,
+            peak=phases[peak_phase],
+            peak_phase=peak_phase,
+        )
+
+    # -- counted exactly -------------------------------------------------------------------------
+
+    def count(self, tensor: TensorShape) -> None:
+        """Add a parameter of the model, and its adapter."""
+        if not self.lora.rank:
+            self._count_trained(tensor)
+            return
+        is_adapted = _has_adapter(self.shape, tensor, self.lora)
+        if is_adapted and self.lora.load_in_4bit:
+            # Buffers, which are not sharded: they stay on the device of one of several.
+            self._hold("weights", _nf4_bytes(tensor), on_host=False)
+        else:
+            self._count_whole(tensor)
+            self._count_weights(self.num_bytes * self._shard(tensor))
+            self._count_padding(tensor, self.num_bytes)
+        if is_adapted:
+            rank, (rows, columns) = self.lora.rank, tensor.size
+            self._count_trained(TensorShape("lora_A", (rank, columns), None, tensor.count))
+            self._count_trained(TensorShape("lora_B", (rows, rank), None, tensor.count))
+
+    def _count_trained(self, tensor: TensorShape) -> None:
+        trainer, optimizer = self.trainer, self.trainer.optimizer
+        shard, whole = self._shard(tensor), self._whole(tensor)
+        self._count_whole(tensor)
+        self.trained += shard
+        self._hold("gradients", 4 * shard, on_host=trainer.offloads("gradients"))
+        self.layer_gradients += 4 * shard * tensor.in_layer
+        self.whole_gradients += 4 * tensor.count * whole
+        if self.num_bytes == 4:
+            self._count_weights(4 * shard)
+        else:
+            if not self.is_shared:  # else they are gathered for a pass
+                self._count_weights(self.num_bytes * shard)
+            are_away = trainer.offloads("parameters" if self.is_shared else "optimizer")
+            self._hold("masters", 4 * shard, on_host=are_away)
+        moments = 2 * (2 if optimizer.state_dtype == "bfloat16" else 4)
+        if optimizer.name == "muon" and len(tensor.size) == 2 and tensor.in_layer:
+            moments = 4
+            self.largest_matrix = max(self.largest_matrix, whole)
+        self._hold("optimizer", moments * shard, on_host=trainer.offloads("optimizer"))
+        self.state += (4 + moments) * shard
+        self._count_padding(tensor, 4, copies=2)  # its gradient
+
+    def _count_weights(self, num_bytes: int) -> None:
+        """Add the bytes that hold a tensor's values between passes."""
+        away = self.is_shared and self.trainer.offloads("parameters")
+        self._hold("weights", num_bytes, on_host=away)
+
+    def _count_padding(self, tensor: TensorShape, width: int, *, copies: int = 1) -> None:
+        """Add the padding of FSDP's host copies, whose elements have `width` bytes."""
+        if self.is_shared and self.trainer.offloads("parameters"):
+            num_bytes = width * self._shard(tensor) // tensor.count
+            padding = (1 << (num_bytes - 1).bit_length()) - num_bytes
+            self.host_padding += copies * tensor.count * padding
+
+    def _hold(
+        self,
+        kind: Literal["weights", "masters", "gradients", "optimizer"],
+        num_bytes: int,
+        *,
+        on_host: bool,
+    ) -> None:
+        name = "host" if on_host else kind
+        setattr(self, name, getattr(self, name) + num_bytes)
+
+    def _count_whole(self, tensor: TensorShape) -> None:
+        num_bytes = self.num_bytes * tensor.count * self._whole(tensor)
+        if tensor.in_layer:
+            self.whole_layers += num_bytes
+        else:
+            self.whole_root += num_bytes
+
+    def _shard(self, tensor: TensorShape) -> int:
+        """Number of elements that this process keeps of all `count` tensors: FSDP cuts rows."""
+        rows, *rest = self._local(tensor)
+        ranks = self.sizes.expert_fsdp if tensor.of_experts else self.sizes.fsdp
+        return tensor.count * -(-rows // ranks) * prod(rest)
+
+    def _whole(self, tensor: TensorShape) -> int:
+        """Number of elements of one tensor that a pass gathers; of experts, only this process's
+        own."""
+        return prod(self._local(tensor))
+
+    def _local(self, tensor: TensorShape) -> tuple[int, ...]:
+        """Shape of one tensor after the tensor and expert axes have divided it, as FSDP gets it."""
+        if tensor.of_experts:
+            return (tensor.size[0] // self.sizes.expert, *tensor.size[1:])
+        return tensor.local(self.sizes.tensor)
+
+    # -- modelled --------------------------------------------------------------------------------
+
+    def _gathered(self) -> int:
+        """Bytes of FSDP's gathered weights: all of them, or with stage 3 those outside the layers,
+        the layers that are recomputed together, and one prefetched layer."""
+        if not self.is_shared:
+            return 0
+        one_layer = self.whole_layers // self.shape.num_layers
+        is_kept = self.trainer.parallel.zero_stage < 3
+        at_once = min(1 + self.trainer.recomputed_together, self.shape.num_layers)
+        return self.whole_root + (self.whole_layers if is_kept else at_once * one_layer)
+
+    def _reducing(self) -> int:
+        """Bytes of FSDP's buffers for reducing gradients: one layer's, and all gradients where they
+        are reduced once a step. Where gradients wait on the host: the buffers in transfer each
+        way."""
+        trainer = self.trainer
+        travelling = 0
+        if trainer.offloads("gradients") and not (
+            self.is_shared and trainer.offloads("parameters")
+        ):
+            window = max(self.layer_gradients // self.shape.num_layers, _BUCKETS_BYTES // 2)
+            travelling = min(4 * self.trained, window) * (1 if self.is_single else 2)
+        if not self.is_shared:
+            return travelling
+        one_layer = (self.whole_layers + self.whole_gradients) // self.shape.num_layers
+        is_late = not trainer.offloads("gradients") and trainer.parallel.zero_stage < 2
+        is_whole = is_late and not self.is_single
+        return one_layer + travelling + (self.whole_gradients if is_whole else 0)
+
+    def _activations(self) -> int:
+        """Bytes of activations on the device, of the layers, the embedding and the head."""
+        num_spans, inputs = self._num_spans, self._input_bytes
+        spans = [self.trainer.recomputed_spans(number) for number in self.groups]
+        plain = self.shape.num_layers - sum(map(len, chain(*spans)))
+        of_spans = num_spans * self._layer_bytes(self.trainer.recompute_mode)
+        of_layers = self._of_passes(plain * self._layer_bytes("off") + of_spans)
+        if self.trainer.offload_activations:
+            # Of each group, one more is in transfer besides the newest.
+            of_layers -= max(self._of_passes(num_spans) - 2 * len(self.groups), 0) * inputs
+        if self.sizes.pipeline > 1:
+            of_layers += (_MESSAGES if len(self.groups) == 1 else _MESSAGES_OF_GROUPS) * inputs
+        width = self.shape.hidden_size * self.num_bytes
+        # The final norm's input and output, the rows that the head takes.
+        at_end = 2 * self.num_tokens + self.num_trained if self.is_last_stage else 0
+        return of_layers + at_end * width
+
+    def _activations_on_host(self) -> int:
+        kept = self._of_passes(self._num_spans * self._input_bytes)
+        return kept * self.trainer.offload_activations
+
+    @property
+    def _input_bytes(self) -> int:
+        """Bytes of a layer's input: the residual stream, divided over the tensor axis."""
+        return self.num_tokens * self.shape.hidden_size * self.num_bytes // self.sizes.tensor
+
+    @property
+    def _routed(self) -> int:
+        """Values of one token's hidden states before and after its experts, where each of these
+        experts has a copy."""
+        return 2 * self.shape.experts_per_token * self.shape.hidden_size
+
+    def _layer_bytes(self, mode: Literal["off", "selective", "full"]) -> int:
+        """Bytes that one layer keeps for backward, for all tokens of a micro-batch on this
+        device."""
+        if mode == "full":
+            return self._input_bytes
+        shape, tensor = self.shape, self.sizes.tensor
+        hidden, inter = shape.hidden_size, shape.mlp_size // tensor
+        q = shape.num_heads * shape.head_dim // tensor
+        kv = shape.num_kv_heads * shape.head_dim // tensor
+        inputs = hidden // tensor
+        # Both residuals, queries, keys and values, attention's result, gate and up.
+        values = 2 * inputs + (q + 2 * kv) + q + 2 * inter + self._routed
+        match self.layers:
+            case "compiled":
+                # `selective` keeps attention's results and recomputes everything around it.
+                values = inputs + q if mode == "selective" else values
+                values += 0 if mode == "selective" else q + kv + 2 * hidden + inter
+            case "eager":
+                # Norms keep input and result, wide where it is not float32 anyway.
+                wide = 4 // self.num_bytes
+                values += 0 if mode == "selective" else 2 * inter + q + kv
+                if mode == "off":
+                    values += (1 + wide) * (2 * inputs + (q + kv) * self.shape.has_head_norms)
+        if self.lora.rank:
+            values += 7 * self.lora.rank
+        statistics = 4 * shape.num_heads // tensor
+        return self.num_tokens * (values * self.num_bytes + statistics)
+
+    def _logits(self) -> int:
+        """Bytes at the head at the start of backward."""
+        vocab = -(-self.shape.vocab_size // self.sizes.tensor)
+        width = self.shape.hidden_size
+        chunk = min(self.trainer.logits_chunk_tokens, self.num_trained) * vocab
+        copies = 4 + self.num_bytes if self.layers != "eager" else 12 + self.num_bytes
+        matrix = 0 if self.lora.rank else 4 * vocab * width
+        return chunk * copies + matrix + self.num_trained * width * self.num_bytes
+
+    def _workspace(self) -> int:
+        """Work memory of the backward of one layer, or of several that are recomputed together."""
+        shape, tensor = self.shape, self.sizes.tensor
+        inter, hidden = shape.mlp_size // tensor, shape.hidden_size
+        # Gradients of gate and up, of their product and it, of the stream and the norm's result.
+        values = 4 * inter + 3 * hidden + self._routed
+        # Activations of the layers of a span while backward goes through them.
+        together = max(map(len, self.trainer.recomputed_spans(shape.num_layers)), default=0)
+        recomputed = together * self._layer_bytes("off")
+        recomputed -= (together > 0) * self._layer_bytes(self.trainer.recompute_mode)
+        # A matrix's own gradient, before it is added to the master's.
+        matrix = 0 if self.lora.rank else inter * hidden * (self.num_bytes + 4)
+        return self.num_tokens * values * self.num_bytes + recomputed + matrix
+
+    def _optimizer_workspace(self) -> int:
+        buckets = min(_BUCKETS_BYTES, self.host)
+        sampled = min(self.trained, _MAX_SAMPLED) * (48 if self.is_shared else 12)
+        return buckets + sampled + _MUON_COPIES * self.largest_matrix
