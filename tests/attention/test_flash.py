@@ -70,6 +70,20 @@ def test_prefill(query_lens, key_lens, window):
     torch.testing.assert_close(actual, pages.expected(scale=SCALE, window=window))
 
 
+def test_the_layers_of_a_prefill_step_find_their_stored_keys_once(monkeypatch):
+    pages = Pages([3, 1, 5], [11, 6, 5], dtype=torch.float64)
+    context, found = pages.context, []
+    borders_of = flash.borders_of
+    monkeypatch.setattr(flash, "borders_of", lambda *x: found.append(x) or borders_of(*x))
+    for layer in range(3):  # each has keys and values of its own
+        k, v, kv_cache = (x + layer for x in (pages.k, pages.v, pages.kv_cache))
+        reference.write_kv(k, v, kv_cache, context.slot_mapping)
+        actual = flash.prefill_attention(pages.q, k, v, kv_cache, context, scale=SCALE, window=None)
+        expected = reference.paged_attention(pages.q, kv_cache, context, scale=SCALE)
+        torch.testing.assert_close(actual, expected)
+    assert len(found) == 1
+
+
 def test_prefill_dequantises_the_prefix():
     pages = Pages([3, 1, 5], [11, 6, 5], fp8=True)
     scales = pages.scales

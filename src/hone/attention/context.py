@@ -143,6 +143,9 @@ class PagedContext:
     shared: SharedPrefix | None = None  # decode: read these keys once for each group
     routes: Tensor | None = None  # [slots + 1, L, K] takes the experts of each token, at its slot
     contents: ContentFeatures | None = None  # prefill
+    stored_keys: tuple[Tensor, Tensor] | None = None
+    """Borders [B + 1] int32 and slots [K] int64 of all K keys, for a prefill step that reads them
+    from the cache. The first layer computes them for all."""
     biases: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
     """Biases that attention in plain torch adds to the scores of a decode step, by window. The
     first layer computes them for all."""

@@ -73,8 +73,9 @@ def prefill_attention(
     """
     borders_k = context.cu_seqlens_q
     if context.has_prefix:
-        borders_k = borders_of(context.key_lens, q.device)
-        slots = _key_slots(context, borders_k, block_size=kv_cache.shape[2])
+        if context.stored_keys is None:  # some twenty small kernels, too many for every layer
+            context.stored_keys = _stored_keys(context, block_size=kv_cache.shape[2])
+        borders_k, slots = context.stored_keys
         flat = kv_cache.view(2, -1, *kv_cache.shape[3:])
         k, v = gather_kv(flat, 1, slots, scales, q.dtype).unbind(0)
     return _varlen(
@@ -184,13 +185,14 @@ def _shared_heads(q: Tensor, k: Tensor) -> dict[str, Any]:
     return {"enable_gqa": True} if q.shape[1] > k.shape[1] and _ASKS_FOR_SHARED_HEADS else {}
 
 
-def _key_slots(context: PagedContext, borders_k: Tensor, *, block_size: int) -> Tensor:
-    """Slot of every key of every sequence, in order: int64, one for each of sum(key_lens)."""
-    device, total = borders_k.device, sum(context.key_lens)
+def _stored_keys(context: PagedContext, *, block_size: int) -> tuple[Tensor, Tensor]:
+    """Borders and slots of every key of every sequence, in order (`PagedContext.stored_keys`)."""
+    device, total = context.context_lens.device, sum(context.key_lens)
+    borders = borders_of(context.key_lens, device)
     lengths = context.context_lens.long()
     sequence = torch.arange(len(context.key_lens), device=device).repeat_interleave(
         lengths, output_size=total
     )
-    position = torch.arange(total, device=device) - borders_k.long()[sequence]
+    position = torch.arange(total, device=device) - borders.long()[sequence]
     block = context.block_tables[sequence, position // block_size].long()
-    return block * block_size + position % block_size
+    return borders, block * block_size + position % block_size
