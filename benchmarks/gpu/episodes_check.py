@@ -56,7 +56,7 @@ from hone.rewards.settings import RewardConfig, RewardFunctionConfig
 from hone.rollout.episodes import Episodes
 from hone.rollout.runner import Runner, RunningGroup
 from hone.rollout.settings import EnvConfig
-from hone.types import Completion, Prompt, SamplingParams
+from hone.types import Completion, PerToken, Prompt, SamplingParams
 
 SAID = "the value is 3"
 CODE = f'''
@@ -168,7 +168,7 @@ class Clock:
     """Seconds of this process by what it did."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -210,9 +210,9 @@ class WritesCalls:
     def step(self) -> list[Completion]:
         ended = self._engine.step()
         for completion in ended:
-            completion.token_ids[-len(self._token_ids) :] = type(completion.token_ids)(
-                "i", self._token_ids
-            )
+            sampled = completion.token_ids
+            completion.token_ids = PerToken("i", sampled[: -len(self._token_ids)])
+            completion.token_ids += self._token_ids
         return ended
 
 
