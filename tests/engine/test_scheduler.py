@@ -35,7 +35,10 @@ class Simulation:
             num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=caching
         )
         self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+            self.blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            prefills_stop_decodes=seed % 2 == 1,
         )
         self.budget = budget
         self.depth = depth
@@ -286,9 +289,11 @@ def sequence_of(num_tokens, *, arrival, priority=0, first_token=0):
     return Sequence(request=request, arrival=arrival, stop_ids=frozenset())
 
 
-def scheduler_of(*, num_blocks=100, max_num_seqs=8, budget=64):
+def scheduler_of(*, num_blocks=100, max_num_seqs=8, budget=64, **settings):
     blocks = BlockManager(num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=True)
-    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    return Scheduler(
+        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings
+    )
 
 
 def finish_step(plan):
@@ -364,6 +369,44 @@ def test_a_full_engine_waits_for_several_free_slots():
     assert not scheduler.schedule().admitted
     scheduler.remove(first[1:2])
     assert len(scheduler.schedule().admitted) == 2
+
+
+@pytest.mark.parametrize("num_running", [1, 8, 64])
+def test_sequences_wait_until_that_costs_as_much_as_a_prefill(num_running):
+    """One comes in each step, as turns of episodes do; a prefill costs each that runs a token."""
+    scheduler = scheduler_of(
+        num_blocks=2000, max_num_seqs=128, budget=500, prefills_stop_decodes=True
+    )
+    for arrival in range(num_running):
+        scheduler.add(sequence_of(2, arrival=arrival))
+    assert len(scheduler.schedule().admitted) == num_running
+    num_lost = num_waiting = 0
+    for arrival in range(num_running, num_running + 40):
+        scheduler.add(sequence_of(2, arrival=arrival))
+        num_waiting += 1
+        num_lost += num_waiting
+        admitted = scheduler.schedule().admitted
+        assert len(admitted) == (num_waiting if num_lost >= num_running else 0)
+        if admitted:
+            scheduler.remove(admitted)
+            num_lost = num_waiting = 0
+
+
+def test_a_sequence_joins_a_prefill_that_holds_up_the_others_anyway():
+    scheduler = scheduler_of(
+        num_blocks=500, max_num_seqs=128, budget=100, prefills_stop_decodes=True
+    )
+    for arrival in range(64):
+        scheduler.add(sequence_of(1, arrival=arrival))
+    scheduler.schedule()
+    for arrival in range(64, 64 + 8):
+        scheduler.add(sequence_of(50, arrival=arrival, first_token=1000 * arrival))
+    while not (plan := scheduler.schedule()).admitted:
+        pass
+    assert not plan.chunks[-1].samples, "the budget ends within it"
+    num_running = len(scheduler.running)
+    assert len(scheduler.schedule().admitted) > 0
+    assert len(scheduler.running) > num_running
 
 
 def test_priority_then_arrival():

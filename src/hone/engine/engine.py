@@ -162,6 +162,7 @@ class EmbeddedEngine(EngineBase):
             self._blocks,
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
+            prefills_stop_decodes=model.device.type == "cuda" and not cfg.enforce_eager,
             on_vacate=self._take_routes if records_routes else None,
         )
         self._in_flight: deque[LaunchedStep] = deque()

@@ -63,9 +63,12 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        prefills_stop_decodes: bool = False,
         on_vacate: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """`on_vacate` is called before a sequence loses its blocks, except in `restart`."""
+        """`prefills_stop_decodes`: a step with a prefill takes about as long as two without one,
+        since only steps that decode alone are replayed as CUDA graphs. `on_vacate` is called before
+        a sequence loses its blocks, except in `restart`."""
         self.blocks = blocks
         self._on_vacate = on_vacate
         self.limit = StepLimit(max_num_batched_tokens)
@@ -78,6 +81,10 @@ class Scheduler:
         self._num_slots = min(max_num_seqs, max_num_batched_tokens)
         self._free_slots = list(range(self._num_slots))
         self._enough_slots = max(1, self._num_slots // _SLOTS_PER_ADMISSION)
+        self._prefills_stop_decodes = prefills_stop_decodes
+        self._num_lost = 0
+        """Tokens that waiting sequences could have sampled in free slots since the last
+        admission."""
 
     @property
     def num_waiting(self) -> int:
@@ -196,8 +203,9 @@ class Scheduler:
         Each may reuse blocks that an earlier one writes in the same step. One block for every
         running sequence stays free, so that an admission does not cause a preemption immediately.
         """
-        if self.running and len(self._free_slots) < min(self._enough_slots, len(self._waiting)):
+        if self.running and not self._is_time_to_admit(plan):
             return
+        self._num_lost = 0
         while self._waiting and self._free_slots and budget and len(self.running) < self.limit.now:
             sequence = self._waiting[0][1]
             if not self.blocks.allocate(sequence, reserve=len(self.running)):
@@ -212,6 +220,20 @@ class Scheduler:
                 self.num_prompt_tokens += num_prompt
                 self.num_cached_tokens += sequence.num_cached_tokens
             budget -= self._schedule_prefill(plan, sequence, budget)
+
+    def _is_time_to_admit(self, plan: Plan) -> bool:
+        """Whether others that run should be held up by the prefills of waiting sequences.
+
+        Where a prefill holds all of them up for a step, it waits until waiting has cost as many
+        tokens as that step would. With n running sequences of which r end in a step, an admission
+        then takes sqrt(2 r n) sequences, which is where idle slots and held-up steps together cost
+        least, and no order of arrivals makes it cost more than twice the least.
+        """
+        num_startable = min(len(self._waiting), len(self._free_slots))
+        if not self._prefills_stop_decodes:
+            return num_startable >= min(self._enough_slots, len(self._waiting))
+        self._num_lost += num_startable
+        return bool(plan.chunks) or self._num_lost >= len(self.running)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._vacate(sequence)
