@@ -8,6 +8,7 @@ policy's message to the header of its next one, is appended.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
-from hone.data.chat import template_arguments, uses_chat
+from hone.data.chat import ARGUMENTS, template_arguments, uses_chat
 from hone.data.observation_limit import cut_observation
 from hone.data.settings import DataConfig
 from hone.data.sources import shorten
@@ -66,6 +67,8 @@ class TurnRenderer:
         # Ids that end a turn, with their texts.
         self.ends = {end: cast(str, tokenizer.decode([end])) for end in end_ids}
         self._closing: dict[str, bool] = {}
+        # Dialogues that the template keeps as they were, by the row's variables for it.
+        self._kept: defaultdict[str, set[int]] = defaultdict(set)
         self._template_check = TemplateCheck(RenderError)
 
     def __call__(
@@ -218,7 +221,8 @@ class TurnRenderer:
         render = partial(self._render, sample.prompt)
         refusal: RenderError | None = None
         try:
-            found = after_calls(sample, messages, render, self._ends_of(sample))
+            kept = self._kept[repr(sample.prompt.metadata.get(ARGUMENTS))]
+            found = after_calls(sample, messages, render, self._ends_of(sample), kept)
         except RenderError as error:
             if answers_calls(messages):
                 raise

@@ -22,7 +22,7 @@ from itertools import takewhile
 from os.path import commonprefix
 from typing import Any
 
-from hone.data.template_check import RenderError
+from hone.data.template_check import RenderError, shape_of
 from hone.data.turns_as_texts import Continuation, Render, without_empty_reasoning
 from hone.types import Message, Sample
 
@@ -75,13 +75,19 @@ def answers_calls(messages: Sequence[Message]) -> bool:
 
 
 def after_calls(
-    sample: Sample, messages: Sequence[Message], render: Render, ends: Collection[str]
+    sample: Sample,
+    messages: Sequence[Message],
+    render: Render,
+    ends: Collection[str],
+    kept: set[int],
 ) -> Continuation | None:
     """What a chat template writes after the last turn of a sample that `messages` answer; None
     where tools have answered neither it nor an earlier turn.
 
-    `ends` are the texts of the tokens that end a turn. Raises RenderError where the template writes
-    what the policy was sampled from in another way once `messages` follow it.
+    `ends` are the texts of the tokens that end a turn. `kept` has hashes of dialogues that `render`
+    has been found to keep as they were, and gets that of this one; others that differ from them
+    only in their texts are not tried again. Raises RenderError where the template writes what the
+    policy was sampled from in another way once `messages` follow it.
     """
     said = _said(sample, messages)
     if not any(each.called for each in said):
@@ -101,7 +107,9 @@ def after_calls(
             continue
         if not answers_calls(messages):
             return Continuation(_behind_all(said, whole, form, ends), history)
-        _require_kept(last, whole, earlier, render)
+        if (shape := hash((form, shape_of([*history, *messages])))) not in kept:
+            _require_kept(last, whole, earlier, render)
+            kept.add(shape)
         return Continuation(whole[_end_of(last, whole, form, ends) :], history)
     raise refusal or RenderError(
         "the chat template does not write the assistant's messages; name another one in "
