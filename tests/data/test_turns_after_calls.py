@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from hone.data.settings import DataConfig
 from hone.data.template_check import RenderError
@@ -318,6 +320,15 @@ def test_each_answer_is_cut_by_itself(tool_format: str, family: Family) -> None:
 @table("name", GOES_ON)
 def test_a_template_that_goes_on_passes_the_check_at_the_start(name: str) -> None:
     played = Played(GOES_ON[name][0], tool_format="mistral" if name == "mistral" else "hermes")
+    played.render.require_answers()
+
+
+def test_the_check_at_the_start_needs_no_word_of_the_tokenizer() -> None:
+    """Whose words may be those of one task alone."""
+    played = Played(ONE_CALL, tool_format="hermes")
+    words = Tokenizer(models.WordLevel({"<eot>": 0, "<pad>": 1}))
+    played.render.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eot>")
+    played.render.tokenizer.chat_template = ONE_CALL.template
     played.render.require_answers()
 
 

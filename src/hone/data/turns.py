@@ -127,7 +127,7 @@ class TurnRenderer:
     def require_answers(self) -> None:
         """Raise UserError where the policy calls tools, and the chat template cannot go on after
         their answers, twice in an episode."""
-        if self._format is None or not self.uses_chat:
+        if self._format is None or self._format.answers is not None or not self.uses_chat:
             return
         asked: Message = {"role": "user", "content": "hello"}
         prompt = Prompt(id="-", token_ids=(0,), text="", messages=(asked,))
@@ -145,8 +145,9 @@ class TurnRenderer:
             }
             turn = Turn(start=0, end=0, text="call", stop_reason=StopReason.STOP_STRING)
             sample.turns.append(turn)
-            try:
-                turn.observed, turn.messages, _ = self(sample, Observation((answer,)))
+            try:  # without the tokenizer, which may know other words alone
+                turn.observed = self._behind_last_turn(sample, (answer,))
+                turn.messages = (answer,)
             except RenderError as error:
                 raise UserError(
                     "the answers of the environment's tools cannot follow a turn that calls them: "
