@@ -79,17 +79,17 @@ def test_the_reasoning_of_earlier_turns_stays_as_it_was_sampled(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "turn", "said"),
-    [
-        (DROPS, "so\n</think>\n\ncall", ANSWER),
-        (INLINE, "never closed", ANSWER),
-        (INLINE, "so\n</think>\n\ncall", {"role": "user", "content": "and?"}),
-    ],
+    ("kind", "turn"), [(DROPS, "so\n</think>\n\ncall"), (INLINE, "never closed")]
 )
-def test_reasoning_that_the_template_writes_anew_fails_the_sample(kind, turn, said):
+def test_reasoning_that_the_template_would_change_stays_before_the_answer_of_a_tool(kind, turn):
+    _, sample, observed = played(kind, turn, turn)
+    assert observed == EXPECTED
+    assert [one.observed for one in sample.turns] == [EXPECTED] * 2
+
+
+def test_reasoning_that_a_user_makes_the_template_drop_fails_the_sample():
     tokenizer, sample, _ = played(INLINE, "so\n</think>\n\ncall")
-    tokenizer.chat_template = kind
-    sample.turns[0].text, sample.turns[0].observed = turn, ""
+    sample.turns[0].messages, sample.turns[0].observed = (), ""
     render = TurnRenderer(tokenizer, DataConfig(train=()), vocab_size=len(tokenizer))
     with pytest.raises(RenderError, match="writes the prompt anew"):
-        render(sample, Observation((said,)))
+        render(sample, Observation(({"role": "user", "content": "and?"},)))

@@ -126,6 +126,17 @@ def test_a_template_without_tools_is_refused_before_the_model(folder: Path, tmp_
         run(configured(folder, tmp_path / "run", env=settings, model=model))
 
 
+def test_a_template_that_cannot_go_on_is_refused_before_the_model(
+    folder: Path, tmp_path: Path
+) -> None:
+    rewrites = tmp_path / "rewrites.jinja"
+    rewrites.write_text("{% if messages | length > 1 %}again{% endif %}" + TEMPLATE)
+    settings = {"tools": [f"{folder / 'tools.py'}:double"]}
+    model = {"path": str(folder / "model"), "chat_template": str(rewrites)}
+    with pytest.raises(UserError, match="answers of the environment's tools cannot follow"):
+        run(configured(folder, tmp_path / "run", env=settings, model=model))
+
+
 def test_calls_are_run_and_answered_in_their_order(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from hone.data.arithmetic import ALPHABET
 from hone.errors import UserError
 from hone.loops import reinforce, supervised
 from hone.loops.generation import run_generation
-from hone.loops.inputs import prompts_of, transcripts_of, turns_of
+from hone.loops.inputs import Tools, prompts_of, transcripts_of, turns_of
 from hone.loops.launch import plan_run
 from hone.loops.workers import thread_pools
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
@@ -153,7 +153,7 @@ def test_an_answer_with_a_token_that_the_model_lacks_fails_its_sample(
 ) -> None:
     """The engine would refuse the request of the turn after it, and end the run."""
     cfg = make_config(model={"path": narrow}, data={"chat": "never"})
-    render = turns_of(cfg, load_tokenizer(cfg.model))
+    render = turns_of(cfg, load_tokenizer(cfg.model), tools=Tools())
     told = f"has the token '9', number 15, and the model has {SIZE}: its tokenizer has more"
     for said, text in ((Observation("9", role=None), " '9',"), (Observation(token_ids=(15,)), "")):
         sample, request = answered(render, said)

@@ -1,40 +1,38 @@
 """Renders an environment's observation to the tokens that follow a turn of the policy.
 
 The policy's tokens are never rendered again. With a chat template, the whole conversation is
-rendered with a mark in place of each turn of the policy. The text after the last mark, from the end
-of the policy's message to the header of its next one, is appended. The texts before it must equal
-those of the sample. A template that renders earlier messages differently once others follow fails
-the sample; otherwise the policy would continue from another history than it was sampled from.
+rendered with something in place of each turn of the policy: a mark (`turns_as_texts`), or a call of
+a tool where tools have answered (`turns_after_calls`). The text after it, from the end of the
+policy's message to the header of its next one, is appended.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
-from hone.data.chat import template_arguments, uses_chat
+from hone.data.chat import ARGUMENTS, template_arguments, uses_chat
 from hone.data.observation_limit import cut_observation
 from hone.data.settings import DataConfig
 from hone.data.sources import shorten
 from hone.data.template_check import RenderError, TemplateCheck, shape_of
 from hone.data.tool_schemas import ToolSchemas
+from hone.data.turns_after_calls import after_calls, answers_calls, closes_turns
+from hone.data.turns_as_texts import after_texts
+from hone.envs.tools.formats.registry import FORMATS
+from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers, unknown_token
-from hone.types import Message, Observation, Prompt, Sample, StopReason, opened_tag
+from hone.types import Message, Observation, Prompt, Sample, StopReason, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TurnRenderer"]
-
-_MARK = "hone-turn-{}-of-the-policy"
-_END_MARK = "hone-end-of-a-turn"
-_TURNS = re.compile(_MARK.format(r"\d+") + rf"(?:\s*</\w+>\s*{_END_MARK})?")
-"""A turn of the policy: its mark, or that of its reasoning up to the end of its text."""
 
 
 class TurnRenderer:
@@ -48,16 +46,19 @@ class TurnRenderer:
         vocab_size: int,
         end_ids: Collection[int] = (),
         tools: ToolSchemas = (),
+        tool_format: str | None = None,
         max_prompt_tokens: int | None = None,
         max_observation_tokens: int | None = None,
     ) -> None:
         """`vocab_size` is that of the model; `end_ids` are the tokens that end one of its turns
-        (`hone.models.load.load_end_ids`); `tools` are those that `Renderer` has shown.
+        (`hone.models.load.load_end_ids`); `tools` are those that `Renderer` has shown, and
+        `tool_format` that in which the model calls them (`hone.envs.tools.formats.registry`).
         `max_prompt_tokens` is the longest prompt that leaves room for a completion, for openings,
         and `max_observation_tokens` the longest message of the environment; None: any."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.tools = tools
+        self._format = None if tool_format is None else FORMATS[tool_format]
         self.max_prompt_tokens = max_prompt_tokens
         self.max_observation_tokens = max_observation_tokens
         self.num_cut = 0
@@ -65,6 +66,9 @@ class TurnRenderer:
         self.uses_chat = uses_chat(tokenizer, cfg)
         # Ids that end a turn, with their texts.
         self.ends = {end: cast(str, tokenizer.decode([end])) for end in end_ids}
+        self._closing: dict[str, bool] = {}
+        # Dialogues that the template keeps as they were, by the row's variables for it.
+        self._kept: defaultdict[str, set[int]] = defaultdict(set)
         self._template_check = TemplateCheck(RenderError)
 
     def __call__(
@@ -120,6 +124,36 @@ class TurnRenderer:
             unrendered=f"{prompt.unrendered}{said}" if is_text else [*messages],
         )
 
+    def require_answers(self) -> None:
+        """Raise UserError where the policy calls tools, and the chat template cannot go on after
+        their answers, twice in an episode."""
+        if self._format is None or self._format.answers is not None or not self.uses_chat:
+            return
+        asked: Message = {"role": "user", "content": "hello"}
+        prompt = Prompt(id="-", token_ids=(0,), text="", messages=(asked,))
+        prompt = replace(prompt, text=self._render(prompt, [asked]))
+        sample = Sample(
+            id="-", prompt=prompt, index=0, token_ids=[], logprobs=[], weight_versions=[],
+            loss_mask=[], stop_reason=StopReason.STOP_STRING,
+        )  # fmt: skip
+        for number in range(2):
+            answer: Message = {
+                "role": "tool",
+                "name": "tool",
+                "tool_call_id": f"answer{number:03d}",
+                "content": "done",
+            }
+            turn = Turn(start=0, end=0, text="call", stop_reason=StopReason.STOP_STRING)
+            sample.turns.append(turn)
+            try:  # without the tokenizer, which may know other words alone
+                turn.observed = self._behind_last_turn(sample, (answer,))
+                turn.messages = (answer,)
+            except RenderError as error:
+                raise UserError(
+                    "the answers of the environment's tools cannot follow a turn that calls them: "
+                    f"{error}"
+                ) from error
+
     def _cut(self, observation: Observation) -> Observation:
         """The observation with messages of at most `max_observation_tokens`."""
         if self.max_observation_tokens is None:
@@ -169,25 +203,38 @@ class TurnRenderer:
         if not messages:
             assert isinstance(content, str)
             return content, (), self._encode(content)
-        text = self._behind_last_turn(sample, messages)
-        return text, messages, self._encode(text.removeprefix(self._ended_by(sample, text)))
-
-    def _behind_last_turn(self, sample: Sample, messages: Sequence[Message]) -> str:
         if not self.uses_chat:
             raise RenderError(
                 "the environment answers with chat messages, and prompts are rendered without a "
                 "chat template; answer with a text, or use a tokenizer that has a template with "
                 "data.chat 'auto'"
             )
-        problems: list[str] = []
-        for turns in _histories(sample):
-            history = [*sample.prompt.messages, *turns]
-            *pieces, new = _TURNS.split(self._render(sample.prompt, [*history, *messages]))
-            if (problem := _difference(sample, pieces)) is None:
-                self._require_written(sample.prompt, history, messages)
-                return new
-            problems.append(problem)
-        raise RenderError(problems[0])
+        write = self._format.answers if self._format is not None else None
+        if write is not None and answers_calls(messages):
+            text = write(messages)
+        else:
+            text = self._behind_last_turn(sample, messages)
+        return text, messages, self._encode(text.removeprefix(self._ended_by(sample, text)))
+
+    def _behind_last_turn(self, sample: Sample, messages: Sequence[Message]) -> str:
+        """The text after the last turn. Where tools have answered it or an earlier one, these turns
+        are messages with calls."""
+        render = partial(self._render, sample.prompt)
+        refusal: RenderError | None = None
+        try:
+            kept = self._kept[repr(sample.prompt.metadata.get(ARGUMENTS))]
+            found = after_calls(sample, messages, render, self._ends_of(sample), kept)
+        except RenderError as error:
+            if answers_calls(messages):
+                raise
+            found, refusal = None, error
+        if found is None:
+            try:
+                found = after_texts(sample, messages, render)
+            except RenderError as error:
+                raise refusal or error from error
+        self._require_written(sample.prompt, found.history, messages)
+        return found.text
 
     def _require_written(
         self, prompt: Prompt, history: Sequence[Message], messages: Sequence[Message]
@@ -197,7 +244,7 @@ class TurnRenderer:
             [*history, *messages],
             partial(self._render, prompt),
             start=len(history),
-            shape=shape_of(messages),
+            shape=(shape_of(messages), bool(history) and "tool_calls" in history[-1]),
         )
         if part is not None:
             raise RenderError(
@@ -205,13 +252,21 @@ class TurnRenderer:
                 "name another template in model.chat_template"
             )
 
-    def _render(self, prompt: Prompt, messages: list[Message]) -> str:
+    def _render(
+        self,
+        prompt: Prompt,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+    ) -> str:
         arguments = template_arguments(
             self.tokenizer, prompt.metadata, f"row {prompt.id}", tools=self.tools
         )
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **arguments
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **arguments,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RenderError(
@@ -226,10 +281,32 @@ class TurnRenderer:
         if turn.stop_reason is not StopReason.EOS:
             return ""
         last = sample.token_ids[turn.end - 1]
-        ends = [cast(str, self.tokenizer.decode([last]))]
-        if last in self.ends:
-            ends += self.ends.values()
-        return next(filter(text.startswith, ends), "")
+        sampled = cast(str, self.tokenizer.decode([last]))
+        if text.startswith(sampled):
+            return sampled
+        if last not in self.ends:
+            return ""
+        other = next(filter(text.startswith, self.ends.values()), "")
+        return other if other and self._closes_turns(sample, other) else ""
+
+    def _closes_turns(self, sample: Sample, end: str) -> bool:
+        """Whether the template ends turns without calls with `end`."""
+        if end not in self._closing:
+            render = partial(self._render, sample.prompt)
+            messages = sample.prompt.messages
+            try:
+                closes = closes_turns(messages, end, render, self._ends_of(sample))
+            except RenderError:
+                closes = True
+            self._closing[end] = closes
+        return self._closing[end]
+
+    def _ends_of(self, sample: Sample) -> set[str]:
+        """The texts of the tokens that end a turn, with that which ended the last one."""
+        turn = sample.turns[-1]
+        last = sample.token_ids[turn.start : turn.end][-1:]
+        is_ended = turn.stop_reason is StopReason.EOS
+        return {*self.ends.values(), *([self._decode(last)] if is_ended and last else [])}
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:
@@ -241,70 +318,3 @@ class TurnRenderer:
                 f"the tokenizer cannot encode the observation ({error}): {shorten(text)}"
             ) from error
         return tuple(found["input_ids"])
-
-
-def _histories(sample: Sample) -> Iterator[list[Message]]:
-    """The conversation after the prompt with a mark for each turn of the policy, in the ways in
-    which templates know reasoning, until one of them gives what the policy was sampled from.
-
-    Where a template has opened reasoning before a turn, and the turn closes it, the turn is marked
-    as reasoning and a text after it: a template would write an empty reasoning for a text alone.
-    """
-    yield (plain := _marked(sample))
-    if (inline := _marked(sample, reasoning="inline")) != plain:
-        yield inline
-        yield _marked(sample, reasoning="field")
-
-
-def _marked(
-    sample: Sample, *, reasoning: Literal["inline", "field"] | None = None
-) -> list[Message]:
-    """`reasoning`: whether it is a part of the content, in its tags, or the message's
-    `reasoning_content`."""
-    messages: list[Message] = []
-    message: Message = {"role": "assistant", "content": ""}
-    before = sample.prompt.text
-    for number, turn in enumerate(sample.turns):
-        mark = _MARK.format(number)
-        tag = opened_tag(before).rstrip() if reasoning else ""
-        closing = tag.replace("<", "</")
-        if not tag or closing not in turn.text:
-            message["content"] += mark
-        elif reasoning == "field" and not message["content"]:
-            message |= {"reasoning_content": mark, "content": _END_MARK}
-        else:
-            message["content"] += f"{tag}\n{mark}\n{closing}\n\n{_END_MARK}"
-        before = turn.observed
-        is_last = number == len(sample.turns) - 1
-        if turn.messages or is_last:
-            messages += [message, *turn.messages]
-            message = {"role": "assistant", "content": ""}
-        else:
-            message["content"] += turn.observed
-    return messages
-
-
-def _difference(sample: Sample, pieces: Sequence[str]) -> str | None:
-    """Why the texts around the policy's turns, up to the last one, are not those that it was
-    sampled from; None where they are."""
-    expected = [sample.prompt.text, *(turn.observed for turn in sample.turns[:-1])]
-    if len(pieces) != len(expected):
-        return (
-            "the chat template does not render the assistant's messages as they are; give "
-            "another one in model.chat_template, or answer with a text of role None"
-        )
-    for number, (now, before) in enumerate(zip(pieces, expected, strict=True)):
-        if now != before:
-            where = "the prompt" if number == 0 else f"what follows turn {number}"
-            return (
-                f"the chat template writes {where} anew once messages follow it: it was "
-                f"{_end(before)}, and is {_end(now)}. What the policy was sampled from cannot "
-                "change; give a template that keeps it in model.chat_template, or answer with "
-                "a text of role None"
-            )
-    return None
-
-
-def _end(text: str) -> str:
-    """The end of a text, for messages on two texts with the same start."""
-    return repr(text if len(text) <= 60 else f"...{text[-60:]}")

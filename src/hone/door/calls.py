@@ -9,10 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.envs.tools.formats.registry import detect, parse
-from hone.envs.tools.reading import argument_schemas
+from hone.envs.tools.reading import argument_schemas, can_be_id, needs_ids
 from hone.errors import UserError
+from hone.types import Message
 
-__all__ = ["CalledTool", "ReadAnswer", "ReadCalls", "calls_reader", "decoded"]
+__all__ = [
+    "CalledTool",
+    "ReadAnswer",
+    "ReadCalls",
+    "calls_reader",
+    "decoded",
+    "format_in",
+    "with_names",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,32 @@ def decoded(arguments: str) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
+def with_names(messages: Sequence[Message], start: int) -> tuple[Message, ...]:
+    """The messages from `start` on. An answer of a tool, which clients name by the id of its call,
+    gets the name of the tool, which some chat templates write."""
+    names = {
+        call.get("id"): call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls") or ()
+    }
+    return tuple(
+        {**message, "name": names[message["tool_call_id"]]}
+        if message["role"] == "tool"
+        and not message.get("name")
+        and message.get("tool_call_id") in names
+        else message
+        for message in messages[start:]
+    )
+
+
+def format_in(chat_template: str | None) -> str | None:
+    """The format in which a chat template writes calls; None where that is not known."""
+    try:
+        return detect(chat_template)
+    except UserError:
+        return None
+
+
 ReadCalls = Callable[[str, Sequence[Mapping[str, Any]], str], ReadAnswer]
 """Reads the text of a turn, given the tools of the request and the tag that the prompt has opened.
 Never raises: a call that cannot be read stays in the content."""
@@ -73,7 +108,7 @@ def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
         parsed = parse(text, tool_format, argument_schemas(tools), opened=opened)
         calls = tuple(
             CalledTool(
-                id=call.id or f"call_{secrets.token_hex(12)}",
+                id=call.id if can_be_id(call.id, tool_format) else _new_id(tool_format),
                 name=call.name,
                 arguments=json.dumps(dict(call.arguments), ensure_ascii=False),
             )
@@ -82,3 +117,8 @@ def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
         return ReadAnswer(parsed.content if calls else text, calls, parsed.reasoning)
 
     return read, ""
+
+
+def _new_id(tool_format: str) -> str:
+    """An id of a call that the format's templates accept."""
+    return secrets.token_hex(5)[:9] if needs_ids(tool_format) else f"call_{secrets.token_hex(12)}"

@@ -21,6 +21,7 @@ from hone.data.columns import Example
 from hone.data.settings import DataConfig
 from hone.data.template_check import RenderError
 from hone.data.turns import TurnRenderer
+from hone.door.calls import format_in, with_names
 from hone.door.refusal import Refusal
 from hone.door.tree import Node, Place, path_of, sample_of
 from hone.errors import UserError
@@ -144,7 +145,13 @@ class Prompts:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self.max_model_len = max_model_len
         self._first = Renderer(tokenizer, data, keeps_messages=True)
-        self._next = TurnRenderer(tokenizer, data, vocab_size=vocab_size, end_ids=end_ids)
+        self._next = TurnRenderer(
+            tokenizer,
+            data,
+            vocab_size=vocab_size,
+            end_ids=end_ids,
+            tool_format=format_in(str(tokenizer.chat_template or "")),
+        )
 
     def behind(self, place: Place, prompt: AskedPrompt) -> Node:
         """The node of what `prompt` adds behind `place.turn`. Raises RenderError where that cannot
@@ -161,7 +168,7 @@ class Prompts:
             sample, observation = sample_of(nodes), Observation(rest, role=None)
         else:
             assert isinstance(prompt, ChatPrompt)
-            new = prompt.messages[place.num_known :]
+            new = with_names(prompt.messages, place.num_known)
             sample, observation = sample_of(nodes), Observation(new)
             self._require_thoughts(nodes, new, prompt)
         text, messages, token_ids = self._next(sample, observation)

@@ -82,7 +82,7 @@ def _evaluated(cfg: EvaluateConfig, host: Host) -> list[Sample]:
     tokenizer = load_tokenizer(cfg.model)
     tools = tools_of(cfg.env, cfg.reward, tokenizer)
     data = prompts_of(cfg, tokenizer, tools=tools.schemas)
-    turns = turns_of(cfg, tokenizer, tools=tools.schemas)
+    turns = turns_of(cfg, tokenizer, tools=tools)
     with (
         counting("samples", is_shown=host.is_first) as counter,
         sampler_of(

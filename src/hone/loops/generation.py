@@ -96,7 +96,7 @@ def _generate(cfg: GenerateConfig, host: Host, parts: Sequence[PartFile]) -> Non
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
     tools = tools_of(cfg.env, cfg.reward, tokenizer)
-    turns = turns_of(cfg, tokenizer, tools=tools.schemas)
+    turns = turns_of(cfg, tokenizer, tools=tools)
     prompts = _known(_prompts_of(cfg, tokenizer, tools.schemas), tokenizer, cfg)
     tried = list(islice(prompts, _TRIED_PROMPTS)) if is_scored(cfg) else []
     with (

@@ -98,19 +98,22 @@ def turns_of(
     cfg: RLConfig | EvaluateConfig | GenerateConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    tools: ToolSchemas = (),
+    tools: Tools,
 ) -> TurnRenderer:
-    """Renderer that turns environment messages into tokens of the model; `tools` are those of
-    `prompts_of`."""
-    return TurnRenderer(
+    """Renderer that turns environment messages into tokens of the model. Raises UserError where the
+    chat template cannot go on after the answers of `tools`."""
+    render = TurnRenderer(
         tokenizer,
         cfg.data,
         vocab_size=load_config(cfg.model).vocab_size,
         end_ids=load_end_ids(cfg.model, tokenizer),
         max_prompt_tokens=room_for_prompts(cfg),
         max_observation_tokens=cfg.env.max_observation_tokens,
-        tools=tools,
+        tools=tools.schemas,
+        tool_format=tools.format,
     )
+    render.require_answers()
+    return render
 
 
 def transcripts_of(plan: RunPlan, prompts: Sequence[Prompt]) -> Transcripts | None:

@@ -286,7 +286,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
     tokenizer = _tokenizer(plan)
     tools = tools_of(cfg.env, cfg.reward, tokenizer)
     data = prompts_of(cfg, tokenizer, tools=tools.schemas)
-    turns = turns_of(cfg, tokenizer, tools=tools.schemas)
+    turns = turns_of(cfg, tokenizer, tools=tools)
     with ExitStack() as stack:
         ranks = None
         if not plan.is_apart:

@@ -22,19 +22,32 @@ __all__ = [
 Stop = tuple[str | int, ...]
 ToolFormatName = Literal[
     "auto",
+    "apertus",
+    "cohere",
     "deepseek_v3",
+    "deepseek_v32",
+    "ernie45",
+    "functiongemma",
+    "gemma4",
     "glm45",
     "granite",
     "harmony",
     "hermes",
+    "hunyuan",
+    "internlm",
     "kimi_k2",
     "lfm2",
     "llama3_json",
+    "longcat",
+    "minimax_m2",
     "mistral",
+    "nemotron",
     "olmo3",
     "phi4",
     "pythonic",
     "qwen3_coder",
+    "step3",
+    "xlam",
 ]
 """`auto`, and the names of `hone.envs.tools.formats.registry.FORMATS`."""
 

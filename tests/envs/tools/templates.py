@@ -8,6 +8,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from hone.envs.session import ToolCall
+from hone.envs.tools.formats.invoke_calls import DSML
 from hone.envs.tools.formats.json_calls import deepseek_mark
 
 BEGIN, SEP, END = map(deepseek_mark, ("tool call begin", "tool sep", "tool call end"))
@@ -23,6 +24,46 @@ PYTHON_CALL = (
     "{{ ', ' if not loop.last }}{% endfor %})"
 )
 TEXT_OR_JSON = "{{ v if v is string else v | tojson }}"
+
+JSON_CALL = '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}'
+ALL_JSON_CALLS = f"{{% for c in calls %}}{{{{ ', ' if not loop.first }}}}{JSON_CALL}{{% endfor %}}"
+
+
+def gemma(quote: str, opening: str, closing: str) -> str:
+    """Arguments sorted by name, with keys without quotes and Python's way to write null."""
+    value = (
+        "{%- macro value(x) -%}{%- if x is string -%}{{ QUOTE + x + QUOTE }}"
+        "{%- elif x is boolean -%}{{ 'true' if x else 'false' }}"
+        "{%- elif x is mapping -%}{{ '{' }}{%- for k, v in x | dictsort -%}"
+        "{{ ',' if not loop.first }}{{ k }}:{{ value(v) }}{%- endfor -%}{{ '}' }}"
+        "{%- elif x is sequence -%}{{ '[' }}{%- for v in x -%}{{ ',' if not loop.first }}"
+        "{{ value(v) }}{%- endfor -%}{{ ']' }}{%- else -%}{{ x }}{%- endif -%}{%- endmacro -%}"
+    ).replace("QUOTE", f"'{quote}'")
+    call = f"{opening}call:{{{{ c.name }}}}{{{{ value(c.arguments) }}}}{closing}"
+    return f"{value}{{{{ content }}}}{{% for c in calls %}}{call}{{% endfor %}}"
+
+
+def invoked(prefix: str, flag: str = "") -> str:
+    """The calls of a turn as elements `invoke`."""
+    return (
+        f'{{% for c in calls %}}<{prefix}invoke name="{{{{ c.name }}}}">\n'
+        f"{{% for k, v in c.arguments.items() %}}"
+        f'<{prefix}parameter name="{{{{ k }}}}"{flag}>{TEXT_OR_JSON}</{prefix}parameter>\n'
+        f"{{% endfor %}}</{prefix}invoke>\n{{% endfor %}}"
+    )
+
+
+IS_TEXT = " string=\"{{ 'true' if v is string else 'false' }}\""
+STEP3 = [
+    f"<\uff5c{words}\uff5c>"
+    for words in (
+        "tool_calls_begin",
+        "tool_call_begin",
+        "tool_sep",
+        "tool_call_end",
+        "tool_calls_end",
+    )
+]
 
 TEMPLATES = {
     "hermes": "{{ content }}{% for c in calls %}"
@@ -70,6 +111,45 @@ TEMPLATES = {
     f"{{{{ ', ' if not loop.first }}}}{PYTHON_CALL}{{% endfor %}}]",
     "pythonic_marks": PYTHON_VALUE + "{{ content }}<|python_start|>[{% for c in calls %}"
     f"{{{{ ', ' if not loop.first }}}}{PYTHON_CALL}{{% endfor %}}]<|python_end|>",
+    "glm47": "{{ content }}{% for c in calls %}<tool_call>{{ c.name }}"
+    "{% for k, v in c.arguments.items() %}<arg_key>{{ k }}</arg_key>"
+    f"<arg_value>{TEXT_OR_JSON}</arg_value>{{% endfor %}}</tool_call>{{% endfor %}}",
+    "longcat": "{{ content }}{% for c in calls %}<longcat_tool_call>{{ c.name }}\n"
+    "{% for k, v in c.arguments.items() %}<longcat_arg_key>{{ k }}</longcat_arg_key>\n"
+    f"<longcat_arg_value>{TEXT_OR_JSON}</longcat_arg_value>\n{{% endfor %}}</longcat_tool_call>"
+    "{% endfor %}",
+    "longcat_json": f"{{{{ content }}}}{{% for c in calls %}}<longcat_tool_call>\n{JSON_CALL}\n"
+    "</longcat_tool_call>{% endfor %}",
+    "gemma4": gemma('<|"|>', "<|tool_call>", "<tool_call|>"),
+    "functiongemma": gemma("<escape>", "<start_function_call>", "<end_function_call>"),
+    "cohere": "{{ content }}<|START_ACTION|>[\n{% for c in calls %}    "
+    '{"tool_call_id": "{{ c.id }}", "tool_name": "{{ c.name }}", '
+    '"parameters": {{ c.arguments | tojson }}}{{ "," if not loop.last }}\n{% endfor %}]'
+    "<|END_ACTION|>",
+    "apertus": "{{ content }}<|tools_prefix|>[{% for c in calls %}{{ ', ' if not loop.first }}"
+    '{"{{ c.name }}": {{ c.arguments | tojson }}}{% endfor %}]<|tools_suffix|>',
+    "hunyuan": f"{{{{ content }}}}<tool_calls>[{ALL_JSON_CALLS}]</tool_calls>",
+    "minimax_m1": f"{{{{ content }}}}<tool_calls>\n{{% for c in calls %}}{JSON_CALL}\n"
+    "{% endfor %}</tool_calls>",
+    "nemotron": f"{{{{ content }}}}<TOOLCALL>[{ALL_JSON_CALLS}]</TOOLCALL>",
+    "nemotron_mini": f"{{{{ content }}}}{{% for c in calls %}}<toolcall> {JSON_CALL} </toolcall>"
+    "{% endfor %}",
+    "internlm": f"{{{{ content }}}}{{% for c in calls %}}<|action_start|><|plugin|>\n{JSON_CALL}"
+    "<|action_end|>{% endfor %}",
+    "xlam": f"{{{{ content }}}}[{ALL_JSON_CALLS}]",
+    "xlam_fence": f"{{{{ content }}}}```json\n[{ALL_JSON_CALLS}]\n```",
+    "ernie45": "{% if content %}<response>\n{{ content }}\n</response>\n{% endif %}"
+    f"{{% for c in calls %}}\n<tool_call>\n{JSON_CALL}\n</tool_call>\n{{% endfor %}}",
+    "minimax_m2": "{{ content }}\n<minimax:tool_call>\n" + invoked("") + "</minimax:tool_call>",
+    "deepseek_v32": f"{{{{ content }}}}\n\n<{DSML}function_calls>\n{invoked(DSML, IS_TEXT)}"
+    f"</{DSML}function_calls>",
+    "deepseek_v4": f"{{{{ content }}}}\n\n<{DSML}tool_calls>\n{{% for c in calls %}}"
+    f'<{DSML}invoke name="{{{{ c.name }}}}">\n{{{{ c.arguments | tojson }}}}\n</{DSML}invoke>\n'
+    f"{{% endfor %}}</{DSML}tool_calls>",
+    "step3": f"{{{{ content }}}}{STEP3[0]}{{% for c in calls %}}{STEP3[1]}function{STEP3[2]}"
+    '<steptml:invoke name="{{ c.name }}">{% for k, v in c.arguments.items() %}'
+    f'<steptml:parameter name="{{{{ k }}}}">{TEXT_OR_JSON}</steptml:parameter>{{% endfor %}}'
+    f"</steptml:invoke>{STEP3[3]}{{% endfor %}}{STEP3[4]}",
     "harmony": "<|channel|>commentary<|message|>{{ content }}<|end|>{% for c in calls %}"
     "<|start|>assistant<|channel|>commentary to=functions.{{ c.name }} <|constrain|>json<|message|>"
     "{{ c.arguments | tojson }}{{ '<|call|>' if not loop.last }}{% endfor %}",
@@ -81,15 +161,19 @@ TEMPLATES = {
 FORMAT_OF = {
     "seed_oss": "qwen3_coder", "llama3_tag": "llama3_json", "mistral_args": "mistral",
     "mistral_call_id": "mistral", "deepseek_v31": "deepseek_v3", "phi4_marks": "phi4",
-    "pythonic_marks": "pythonic", "harmony_template": "harmony",
+    "pythonic_marks": "pythonic", "harmony_template": "harmony", "glm47": "glm45",
+    "minimax_m1": "hunyuan", "nemotron_mini": "nemotron", "xlam_fence": "xlam",
+    "deepseek_v4": "deepseek_v32", "longcat_json": "longcat",
 }  # fmt: skip
 """The format of a template, where its name is not that of the format."""
-WHOLE_TURN = {"llama3_json", "pythonic"}
+WHOLE_TURN = {"llama3_json", "pythonic", "xlam", "xlam_fence"}
 """Templates whose turn has either content or calls."""
-WRITES_IDS = {"mistral", "mistral_call_id"}
+WRITES_IDS = {"mistral", "mistral_call_id", "cohere"}
 PYTHONIC = {"olmo3", "lfm2", "pythonic", "pythonic_marks"}
-AS_TEXT = {"qwen3_coder", "seed_oss", "glm45"}
+AS_TEXT = {"qwen3_coder", "seed_oss", "glm45", "glm47", "longcat", "minimax_m2", "step3"}
 """Templates that write a text without quotes."""
+PLAIN_KEYS = {"gemma4", "functiongemma", "deepseek_v32"}
+"""Templates that write any text, but keys without quotes."""
 
 
 def written(template: str, content: str, calls: list[ToolCall]) -> str:

@@ -14,6 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from hone.envs.session import Action, ToolCall
 from hone.envs.tools.formats.found import MAX_ERRORS
+from hone.envs.tools.formats.invoke_calls import DSML
 from hone.envs.tools.formats.registry import FORMATS, detect, format_of, parse
 from hone.envs.tools.reading import argument_schemas, read_action
 from hone.errors import UserError
@@ -21,7 +22,9 @@ from hone.rollout.settings import ToolFormatName
 from tests.envs.tools.templates import (
     AS_TEXT,
     FORMAT_OF,
+    PLAIN_KEYS,
     PYTHONIC,
+    STEP3,
     TEMPLATES,
     WHOLE_TURN,
     WRITES_IDS,
@@ -36,10 +39,11 @@ NUMBERS = st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infi
 LEAVES = st.none() | st.booleans() | NUMBERS
 
 
-def values(texts):
+def values(texts, keys=None):
+    keys = texts if keys is None else keys
     return st.recursive(
         LEAVES | texts,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
         max_leaves=6,
     )
 
@@ -53,6 +57,8 @@ def calls_of(template):
         arguments = arguments | nested
     elif template in AS_TEXT:
         arguments = st.dictionaries(WORDS, PLAIN | values(PLAIN), max_size=3)
+    elif template in PLAIN_KEYS:
+        arguments = st.dictionaries(WORDS, values(TEXTS, WORDS), max_size=3)
     else:
         arguments = st.dictionaries(WORDS | TEXTS, values(TEXTS), max_size=3)
     ids = st.from_regex(r"[a-zA-Z0-9]{9}", fullmatch=True)
@@ -103,6 +109,69 @@ def test_what_a_template_writes_is_read_back(template, data):
         ]
 
 
+NASTY = {
+    "text": 'he said "no"\n\\ and it\'s 5 > 3 & \u00e9 \u6c49 \U0001f600',
+    "empty": "", "blank": "  ",
+    "like_a_number": "12", "like_null": "null", "big": 2**70, "negative": -1, "small": 1e-7,
+    "whole": 3.0, "yes": True, "no": False, "none": None, "no_entries": [], "no_keys": {},
+    "nested": {"a": [1, {"b": "x\ty", "c": [[]]}, None, "true"], "d": -2.5},
+}  # fmt: skip
+PLAIN_NASTY = {key: value for key, value in NASTY.items() if key not in ("text", "nested")} | {
+    "text": "two\nlines \u6c49", "nested": [1, [2.5, []], "true"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_nasty_arguments_come_back_with_their_types(template):
+    arguments = PLAIN_NASTY if template in PYTHONIC else NASTY
+    calls = [ToolCall(name="f", arguments=arguments, id="abcdefghi"),
+             ToolCall(name="g", arguments={}, id="abcdefghj")]  # fmt: skip
+    parsed = parse(
+        written(template, "", calls), FORMAT_OF.get(template, template), schemas_of(calls)
+    )
+    assert parsed.parse_error == ""
+    first, second = parsed.calls
+    # By their texts, as 3.0 == 3 and True == 1.
+    assert json.dumps(first.arguments, sort_keys=True) == json.dumps(arguments, sort_keys=True)
+    assert second.arguments == {}
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_a_turn_that_is_cut_off_runs_only_whole_calls(template):
+    arguments = {"a": "one two", "b": [12, {"c": 3.5}], "d": 789}
+    calls = [ToolCall(name=name, arguments=arguments, id="abcdefghi") for name in ("f", "gg")]
+    text, form, schemas = (
+        written(template, "", calls), FORMAT_OF.get(template, template), schemas_of(calls),
+    )  # fmt: skip
+    marks = (*FORMATS[form].marks, *FORMATS[form].around)
+    expected, seen = [(call.name, call.arguments) for call in calls], set()
+    for end in range(len(text) + 1):
+        parsed = parse(text[:end], form, schemas)
+        found = [(call.name, call.arguments) for call in parsed.calls]
+        assert found == expected[: len(found)], text[:end]
+        assert found or parsed.parse_error or not any(mark in text[:end] for mark in marks)
+        seen.add(len(found))
+    assert seen >= {0, 2}
+
+
+SAYS_MORE = sorted({*TEMPLATES} - WHOLE_TURN - {"harmony", "harmony_template"})
+
+
+@pytest.mark.parametrize("template", SAYS_MORE)
+def test_what_stands_behind_the_calls_is_said(template):
+    text = written(template, "Before.", [ToolCall(name="f", arguments={"x": 1}, id="abcdefghi")])
+    parsed = parse(f"{text}\nAfter.", FORMAT_OF.get(template, template), {})
+    assert len(parsed.calls) == 1
+    assert "".join(parsed.content.split()) == "Before.After."
+
+
+@pytest.mark.parametrize("form", ["cohere", "ernie45"])
+def test_marks_around_an_answer_are_no_part_of_it(form):
+    opening, closing, *_ = FORMATS[form].framing
+    parsed = parse(f"{opening}\nIt is 7.\n{closing}", form, {})
+    assert (parsed.content, parsed.calls, parsed.parse_error) == ("It is 7.", (), "")
+
+
 @pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"harmony", "harmony_template"}))
 @pytest.mark.parametrize("opened", [False, True])
 def test_reasoning_is_cut_off_whether_the_prompt_or_the_turn_opens_it(template, opened):
@@ -111,7 +180,7 @@ def test_reasoning_is_cut_off_whether_the_prompt_or_the_turn_opens_it(template, 
     if template == "seed_oss":
         opening, closing = "<seed:think>", "</seed:think>"
     call = ToolCall(name="f", arguments={"x": 1})
-    mark = next(iter(FORMATS[name].marks))
+    mark = next(iter(FORMATS[name].marks), "[")
     text = f"{'' if opened else opening}\nwith {mark} or not?{closing}\n\n" + written(
         template, "", [call]
     )
@@ -228,6 +297,43 @@ MALFORMED = {
              "<|tool_call_start|>[]<|tool_call_end|>"],
     "pythonic": ["[f(x=1", "[f(x=y)]", "<|python_start|>print(1)<|python_end|>",
                  "[f(x=1), and so on"],
+    "gemma4": ['<|tool_call>call:f{x:<|"|>1', "<|tool_call>call:f{x:1",
+               "<|tool_call>f{}<tool_call|>", "<|tool_call>call:f{x:-}<tool_call|>",
+               "<|tool_call>call:f{x:one}<tool_call|>", "<|tool_call>call:f{x}<tool_call|>",
+               "<|tool_call>call:f{x:1e999}<tool_call|>", "<|tool_call>call:f{}.<tool_call|>",
+               "<|tool_call>", "call:f{}<tool_call|>", "<|tool_call>call:f{x:[1}<tool_call|>",
+               f"<|tool_call>call:f{{x:{'[' * 99}{']' * 99}}}<tool_call|>",
+               '<|tool_call>call:f{x:"\\ud800"}<tool_call|>'],
+    "functiongemma": ["<start_function_call>call:f{x:<escape>1", "<start_function_call>",
+                      "<start_function_call>call:f{x:<escape>1<escape><end_function_call>"],
+    "cohere": ["<|START_ACTION|>[", '<|START_ACTION|>[{"tool_name": 1}]<|END_ACTION|>',
+               "<|START_ACTION|>[]<|END_ACTION|>", "<|START_ACTION|>[1]<|END_ACTION|>",
+               "<|END_ACTION|>",
+               '<|START_ACTION|>[{"tool_name": "f", "parameters": []}]<|END_ACTION|>'],
+    "apertus": ['<|tools_prefix|>[{"f": {"x": 1}', "<|tools_prefix|>{}<|tools_suffix|>",
+                '<|tools_prefix|>[{"f": {}, "g": {}}]<|tools_suffix|>', "<|tools_suffix|>"],
+    "hunyuan": ["<tool_calls></tool_calls>", "<tool_calls>[]</tool_calls>", "<tool_calls>[{",
+                '<tool_calls>[{"name": "f"}] and', "</tool_calls>"],
+    "nemotron": ['<TOOLCALL>[{"name": "f", "arguments": "x"}]</TOOLCALL>', "<TOOLCALL>[",
+                 '<TOOLCALL>{"name": "f"}</toolcall>', "</TOOLCALL>"],
+    "internlm": ["<|action_start|><|interpreter|>\nprint(1)<|action_end|>", "<|action_start|>",
+                 '<|action_start|><|plugin|>{"name": "f"', "<|action_end|>"],
+    "xlam": ['[{"name": "f", "arguments": {"x": 1}', '[{"name": "f", "arguments": 3}]',
+             '```json\n[{"name": "f", "arguments"',
+             '[{"name": "f", "arguments": {}}, {"nome": "g"}]'],
+    "ernie45": ['<tool_call>{"name": "f"', "<tool_call>f()</tool_call>"],
+    "longcat": ["<longcat_tool_call>f\n", '<longcat_tool_call>{"name": "f"', "</longcat_tool_call>",
+                "<longcat_tool_call>f<longcat_arg_key>x</longcat_arg_key><longcat_arg_value>1"],
+    "minimax_m2": ['<minimax:tool_call><invoke name="f"><parameter name="x">1', "</invoke>",
+                   "<minimax:tool_call>f()</minimax:tool_call>", "<invoke>", '<invoke name="f">and',
+                   '<invoke name=""></invoke>', '<parameter name="x">1</parameter>'],
+    "deepseek_v32": [f'<{DSML}invoke name="f"><{DSML}parameter name="x" string="false">a'
+                     f"</{DSML}parameter></{DSML}invoke>", f"<{DSML}function_calls>f",
+                     f'<{DSML}invoke name="f">{{"x": 1', f'<{DSML}invoke name="f">{{"x": 1}}.',
+                     f'<{DSML}invoke name="f"><{DSML}parameter name="x" string="true">1',
+                     f'<{DSML}parameter name="x">', f"<{DSML}tool_calls></{DSML}tool_calls>"],
+    "step3": ['<steptml:invoke name="f"><steptml:parameter name="x">1', "<steptml:invoke>",
+              f"{STEP3[0]}{STEP3[1]}function{STEP3[2]}f{STEP3[3]}"],
     "harmony": ["<|channel|>commentary to=functions.f <|constrain|>json<|message|>{",
                 "<|channel|>commentary to=functions.f <|constrain|>json"],
 }  # fmt: skip
@@ -297,7 +403,10 @@ PIECES = sorted(
     | {pair for form in FORMATS.values() for pair in form.reasoning or ()}
     | set('{}[]()<>"\\\'`:;,=fx1 \n')
     | {'{"name": "f", "arguments": {', '"a": "', "<function=f>", "<parameter=x>", "[f(x=", "'''",
-       "functools[", "<|channel|>", "<|message|>", "<|end|>", "\\ud800", "null", "<arg_value>",
+       "functools[", "call:f{x:", '<|"|>', "<escape>", f'<{DSML}invoke name="f">', "```json",
+       '<invoke name="f">', '<parameter name="x">', '<steptml:invoke name="f">', "<|plugin|>",
+       '[{"name": "f", "arguments": ', '{"f": {', "<|channel|>", "<|message|>", "<|end|>",
+       "\\ud800", "null", "<arg_value>",
        "</arg_value>", "</arg_key>", "```json\n", "functions.f:0", "[CALL_ID]", "-", "1e9",
        "\ud800"}
 )  # fmt: skip
@@ -366,6 +475,30 @@ def test_turns_of_qwen_are_read_as_by_transformers(calls, content, thinks):
 
 
 @settings(max_examples=20, deadline=None)
+@given(
+    st.dictionaries(
+        WORDS,
+        st.recursive(
+            PLAIN | st.integers() | st.booleans(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+            max_leaves=5,
+        ),
+        max_size=3,
+    ),
+    st.booleans(),
+)
+def test_turns_of_gemma_4_are_read_as_by_transformers(arguments, thinks):
+    calls = [ToolCall(name=name, arguments=arguments) for name in ("f", "g")]
+    text = ("<|channel>thought\nso<channel|>" if thinks else "") + written("gemma4", "", calls)
+    theirs = parse_response(text, response_template("gemma4"), prefix="")
+    ours = parse(text, "gemma4", {})
+    assert [{"name": x.name, "arguments": x.arguments} for x in ours.calls] == [
+        x["function"] for x in theirs["tool_calls"]
+    ]
+    assert ours.reasoning == theirs.get("thinking", "").strip()
+
+
+@settings(max_examples=20, deadline=None)
 @given(st.dictionaries(WORDS, st.text("abc", min_size=1, max_size=5) | st.integers(), max_size=3))
 def test_turns_of_qwen_3_5_are_read_as_by_transformers(arguments):
     call = ToolCall(name="f", arguments=arguments)
@@ -388,6 +521,8 @@ def test_the_format_is_found_from_the_template(template):
     asked = {
         "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary}.',
         "pythonic": "[func_name1(params_name1=params_value1), ...]",
+        "xlam": "When using tools, make calls in a single JSON array:",
+        "xlam_fence": "When using tools, make calls in a single JSON array:",
         "phi4_marks": "<|tool|>{{ tools }}<|/tool|>",
     }.get(template, TEMPLATES[template])
     assert detect(asked) == format_of("auto", asked) == expected

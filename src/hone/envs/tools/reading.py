@@ -11,7 +11,7 @@ from hone.envs.session import Action, ToolCall
 from hone.envs.tools.formats.found import Schemas
 from hone.envs.tools.formats.registry import FORMATS, parse
 
-__all__ = ["argument_schemas", "read_action"]
+__all__ = ["argument_schemas", "can_be_id", "needs_ids", "read_action"]
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 """An id of a call as Mistral's templates ask for it."""
@@ -32,8 +32,10 @@ def read_action(action: Action, tool_format: str, schemas: Schemas) -> Action:
     parsed = parse(action.text, tool_format, schemas, opened=action.opened)
     is_plain = parsed.content == action.text.strip()
     calls = parsed.calls
-    if FORMATS[tool_format].needs_ids:
-        calls = tuple(_with_id(call, action.index, place) for place, call in enumerate(calls))
+    if needs_ids(tool_format):
+        calls = tuple(
+            _with_id(call, tool_format, action.index, place) for place, call in enumerate(calls)
+        )
     return replace(
         action,
         content=action.text if is_plain else parsed.content,
@@ -43,8 +45,18 @@ def read_action(action: Action, tool_format: str, schemas: Schemas) -> Action:
     )
 
 
-def _with_id(call: ToolCall, turn: int, place: int) -> ToolCall:
+def needs_ids(tool_format: str) -> bool:
+    """Whether templates of a format refuse an answer without the id of its call."""
+    return FORMATS[tool_format].needs_ids
+
+
+def can_be_id(written: str, tool_format: str) -> bool:
+    """Whether the id that the policy has written for a call names it in messages."""
+    return bool(_ID.fullmatch(written)) if needs_ids(tool_format) else bool(written)
+
+
+def _with_id(call: ToolCall, tool_format: str, turn: int, place: int) -> ToolCall:
     """The call with an id that templates accept: the policy's own where it is one."""
-    if _ID.fullmatch(call.id):
+    if can_be_id(call.id, tool_format):
         return call
     return replace(call, id=f"t{turn % 10_000:04d}c{place % 1000:03d}")

@@ -22,16 +22,12 @@ from hone.envs.tools.check import argument_problem
 from hone.envs.tools.formats.registry import FORMATS
 from hone.envs.tools.tool import Tool, ToolError, ToolLostError
 from hone.errors import UserError, did_you_mean
-from hone.types import Message, Observation
+from hone.types import Message
 
 __all__ = ["Server", "ToolSession", "require_unique"]
 
 _KINDS = ("parse", "unknown_tool", "arguments", "raised", "over_limit")
 """Kinds of errors that the policy is answered with; each is counted as `tools/errors_KIND`."""
-
-
-_NO_CALL = "malformed"
-"""The id of the answer to what was no call, for templates that refuse an answer without one."""
 
 
 class Server(Protocol):
@@ -81,7 +77,7 @@ class ToolSession:
         """Start the servers. Raises ToolLostError where one cannot be reached."""
         await self._on_threads([server.start for server in self._servers])
 
-    async def step(self, action: Action) -> Sequence[Message] | Observation | End:
+    async def step(self, action: Action) -> Sequence[Message] | End:
         """The answers to the calls of a turn, in their order, and one for what could not be read;
         the end where there is neither, or no turn is left in which an answer could be read.
 
@@ -90,11 +86,7 @@ class ToolSession:
         if action.must_end:
             self._num_unanswered += len(action.tool_calls)
             return self.end(truncated=bool(action.tool_calls or action.parse_error))
-        messages = await self.answer(action)
-        if not messages:
-            return self.end()
-        write = self._format.answers
-        return Observation(write(messages), role=None) if write else messages
+        return await self.answer(action) or self.end()
 
     async def answer(self, action: Action) -> list[Message]:
         """The messages that answer the calls of a turn; none where it has no calls."""
@@ -111,7 +103,7 @@ class ToolSession:
         ]
         if action.parse_error:
             answers.append(_error("parse", f"a call was not understood: {action.parse_error}"))
-            messages.append(self._message_without_call(answers[-1].text))
+            messages.append(self._message_without_call(answers[-1].text, action.index))
         for answer in answers:
             if answer.error:
                 self._num_errors[answer.error] += 1
@@ -142,9 +134,12 @@ class ToolSession:
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _message_without_call(self, text: str) -> Message:
+    def _message_without_call(self, text: str, turn: int) -> Message:
+        """The answer to what was no call. Templates that refuse an answer without an id also leave
+        out one whose id an earlier answer had."""
         message: Message = {"role": "tool", "content": text}
-        return message | ({"tool_call_id": _NO_CALL} if self._format.needs_ids else {})
+        number = turn % 10_000
+        return message | ({"tool_call_id": f"error{number:04d}"} if self._format.needs_ids else {})
 
     async def _on_threads(self, functions: Sequence[Callable[[], None]]) -> None:
         loop = asyncio.get_running_loop()

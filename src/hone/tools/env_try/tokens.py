@@ -50,19 +50,22 @@ def model_language(cfg: EnvTryConfig, num_rows: int) -> Language:
                 f"row {prompt.id} has {len(prompt.token_ids):,} tokens, and the context has room "
                 f"for {room:,} before a completion of full length; lower the longest completion"
             )
+    render = TurnRenderer(
+        tokenizer,
+        cfg.data,
+        vocab_size=vocab_size,
+        end_ids=end_ids,
+        tools=tools.schemas,
+        tool_format=tools.format,
+        max_prompt_tokens=room,
+        max_observation_tokens=cfg.env.max_observation_tokens,
+    )
+    render.require_answers()
     return Language(
         prompts=prompts,
         encode=encoder(tokenizer),
         decode=decoder(tokenizer, end_ids),
-        render=TurnRenderer(
-            tokenizer,
-            cfg.data,
-            vocab_size=vocab_size,
-            end_ids=end_ids,
-            tools=tools.schemas,
-            max_prompt_tokens=room,
-            max_observation_tokens=cfg.env.max_observation_tokens,
-        ),
+        render=render,
         tool_format=tools.format,
         end_id=_end_of_turn(eos, end_ids),
         max_tokens=max_tokens,

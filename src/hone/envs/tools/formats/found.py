@@ -147,15 +147,16 @@ def skip_space(text: str, position: int) -> int:
     return match.end()
 
 
-def closed(text: str, position: int, closing: str) -> int:
-    """The place after `closing`, which must follow at `position` or after whitespace. It may be
-    missing at the end of the turn, where a stop string or a token has taken it. Raises
-    Malformed."""
+def closed(text: str, position: int, closing: str, *, is_whole: bool = True) -> int:
+    """The place after `closing`, which must follow at `position` or after whitespace. Where the
+    call is whole without it, it may be missing at the end of the turn. Raises Malformed."""
     position = skip_space(text, position)
     if text.startswith(closing, position):
         return position + len(closing)
     if position == len(text):
-        return position
+        if is_whole:
+            return position
+        raise Malformed(f"the turn ends before the call is complete: it has no `{closing}`")
     raise Malformed(f"`{closing}` does not follow the call")
 
 

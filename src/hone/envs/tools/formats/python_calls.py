@@ -5,11 +5,11 @@ Python's own parser is not used: some texts take it exponential time or the whol
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
-from hone.envs.tools.formats.found import Found, Malformed, Schemas, closed, read_each, skip_space
+from hone.envs.tools.formats.found import Found, Malformed, Schemas, closed, read_each
+from hone.envs.tools.formats.scanner import NUMBER, Scanner, number
 
 __all__ = ["lfm2", "olmo3", "pythonic"]
 
@@ -17,10 +17,8 @@ _OLMO = re.compile("<function_calls>")
 _LFM = re.compile(r"<\|tool_call_start\|>")
 _CALLS = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\(")
 _PYTHON_START = "<|python_start|>"
-_MAX_DEPTH = 50
 
 _NAME = re.compile(r"[^\W\d][\w.-]*")
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _STRING = re.compile(
     r"'''((?:[^\\']|\\.|'(?!''))*+)'''|\"\"\"((?:[^\\\"]|\\.|\"(?!\"\"))*+)\"\"\""
     r"|'((?:[^\\']|\\.)*+)'|\"((?:[^\\\"]|\\.)*+)\"",
@@ -87,76 +85,66 @@ def _noted(found: Found, calls: list[tuple[str, dict[str, Any]]], end: int) -> i
     return end
 
 
-class _Scanner:
+class _Scanner(Scanner):
     """Reads calls with constants as arguments. Its methods raise Malformed."""
-
-    def __init__(self, text: str, position: int) -> None:
-        self.text = text
-        self.position = position
-
-    def peek(self) -> str:
-        """The next character that is no whitespace; empty at the end."""
-        self.position = skip_space(self.text, self.position)
-        return self.text[self.position : self.position + 1]
 
     def calls(self) -> list[tuple[str, dict[str, Any]]]:
         """A list of calls in brackets."""
-        self._take("[")
+        self.take("[")
         calls: list[tuple[str, dict[str, Any]]] = []
         while self.peek() != "]":
             calls.append(self.call())
-            self._separated("]")
-        self._take("]")
+            self.separated("]")
+        self.take("]")
         return calls
 
     def call(self) -> tuple[str, dict[str, Any]]:
         """A call: its name and arguments."""
         name = self._name("a name of a tool")
-        self._take("(")
+        self.take("(")
         arguments: dict[str, Any] = {}
         while self.peek() != ")":
             key = self._name(f"a name of an argument of '{name}' and `=`")
-            self._take("=")
+            self.take("=")
             arguments[key] = self._value(0)
-            self._separated(")")
-        self._take(")")
+            self.separated(")")
+        self.take(")")
         return name, arguments
 
     def _value(self, depth: int) -> Any:
         first = self.peek()
-        if depth > _MAX_DEPTH:
-            raise Malformed(f"an argument has more than {_MAX_DEPTH} levels")
+        self.require_shallow(depth)
         if first in ("'", '"'):
             return self._string()
         if first == "{":
             return self._object(depth)
         if first in ("[", "("):
-            self._take(first)
+            self.take(first)
             values: list[Any] = []
             while self.peek() != _CLOSERS[first]:
                 values.append(self._value(depth + 1))
-                self._separated(_CLOSERS[first])
-            self._take(_CLOSERS[first])
+                self.separated(_CLOSERS[first])
+            self.take(_CLOSERS[first])
             return values
-        if match := _NUMBER.match(self.text, self.position):
+        if match := NUMBER.match(self.text, self.position):
             self.position = match.end()
-            return _number(match[0])
+            return number(match[0])
         name = self._name("a constant")
         if name not in _CONSTANTS:
             raise Malformed(f"`{name[:60]}` is no constant; write texts in quotes")
         return _CONSTANTS[name]
 
     def _object(self, depth: int) -> dict[str, Any]:
-        self._take("{")
+        self.take("{")
         values: dict[str, Any] = {}
         while self.peek() != "}":
             if self.peek() not in ("'", '"'):
-                raise self._expected("a key in quotes")
+                raise self.expected("a key in quotes")
             key = self._string()
-            self._take(":")
+            self.take(":")
             values[key] = self._value(depth + 1)
-            self._separated("}")
-        self._take("}")
+            self.separated("}")
+        self.take("}")
         return values
 
     def _string(self) -> str:
@@ -168,35 +156,9 @@ class _Scanner:
     def _name(self, what: str) -> str:
         self.peek()
         if (match := _NAME.match(self.text, self.position)) is None:
-            raise self._expected(what)
+            raise self.expected(what)
         self.position = match.end()
         return match[0]
-
-    def _take(self, mark: str) -> None:
-        if self.peek() != mark:
-            raise self._expected(f"`{mark}`")
-        self.position += 1
-
-    def _separated(self, closer: str) -> None:
-        if self.peek() == ",":
-            self.position += 1
-        elif self.peek() != closer:
-            raise self._expected(f"`,` or `{closer}`")
-
-    def _expected(self, what: str) -> Malformed:
-        if not (rest := self.text[self.position :][:20]):
-            return Malformed("the turn ends before the call is complete")
-        return Malformed(f"instead of {what} stands `{rest}`")
-
-
-def _number(text: str) -> int | float:
-    try:
-        value = int(text) if text.lstrip("+-").isdigit() else float(text)
-    except ValueError:
-        raise Malformed(f"{text[:20]} is too large") from None
-    if not math.isfinite(value):
-        raise Malformed(f"{text[:20]} is too large")
-    return value
 
 
 def _unescaped(text: str) -> str:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 
-from hone.envs.tools.formats.found import Found, Malformed, Schemas, closed, read_each, skip_space
+from hone.envs.tools.formats.found import (
+    Found,
+    Malformed,
+    Schemas,
+    closed,
+    decode_json,
+    read_each,
+    skip_space,
+)
 from hone.envs.tools.formats.values import typed_arguments
 
-__all__ = ["glm45", "qwen3_coder"]
+__all__ = ["glm45", "longcat", "qwen3_coder"]
 
 _QWEN = re.compile(r"<(?:seed:)?tool_call>|<function=")
 _QWEN_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _QWEN_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
 _QWEN_CLOSED = re.compile(r"\s*</(?:seed:)?tool_call>")
-_GLM = re.compile("<tool_call>")
 _GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
-_GLM_KEY = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 
 
 def qwen3_coder(text: str, schemas: Schemas, found: Found) -> None:
@@ -34,7 +40,7 @@ def qwen3_coder(text: str, schemas: Schemas, found: Found) -> None:
             if not is_seed:
                 value = value.removeprefix("\n").removesuffix("\n")
             texts[key[1].strip()] = value
-        position = closed(text, position, "</function>")
+        position = closed(text, position, "</function>", is_whole=False)
         if end := _QWEN_CLOSED.match(text, position):
             position = end.end()
         found.call(head[1], typed_arguments(head[1].strip(), texts, schemas))
@@ -46,18 +52,36 @@ def qwen3_coder(text: str, schemas: Schemas, found: Found) -> None:
 def glm45(text: str, schemas: Schemas, found: Found) -> None:
     """`<tool_call>NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` for each
     argument, and `</tool_call>`: GLM 4.5 and later."""
+    _read_keys(text, schemas, found, "")
+
+
+def longcat(text: str, schemas: Schemas, found: Found) -> None:
+    """As `glm45`, with `longcat_` before the name of each tag; the first LongCat Flash writes
+    `{"name": ..., "arguments": {...}}` between the outer ones."""
+    _read_keys(text, schemas, found, "longcat_")
+
+
+def _read_keys(text: str, schemas: Schemas, found: Found, prefix: str) -> None:
+    opening, closing = re.compile(f"<{prefix}tool_call>"), f"</{prefix}tool_call>"
+    end_of_value = f"</{prefix}arg_value>"
+    key_in = re.compile(rf"\s*<{prefix}arg_key>([^<]*)</{prefix}arg_key>\s*<{prefix}arg_value>")
 
     def read(match: re.Match[str]) -> int:
+        if prefix and text.startswith("{", skip_space(text, match.end())):
+            value, position = decode_json(text, match.end())
+            position = closed(text, position, closing)
+            found.json_calls(value)
+            return position
         if (head := _GLM_NAME.match(text, match.end())) is None:
-            raise Malformed("<tool_call> is followed by no name of a tool")
+            raise Malformed(f"{match[0]} is followed by no name of a tool")
         position, texts = head.end(), dict[str, str]()
-        while key := _GLM_KEY.match(text, position):
-            texts[key[1].strip()], position = _until(text, key.end(), "</arg_value>")
-        position = closed(text, position, "</tool_call>")
+        while key := key_in.match(text, position):
+            texts[key[1].strip()], position = _until(text, key.end(), end_of_value)
+        position = closed(text, position, closing, is_whole=False)
         found.call(head[1], typed_arguments(head[1], texts, schemas))
         return position
 
-    read_each(text, found, _GLM, read, closing="</tool_call>")
+    read_each(text, found, opening, read, closing=closing)
 
 
 def _until(text: str, start: int, closing: str) -> tuple[str, int]:
