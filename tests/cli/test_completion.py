@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.cli.main import COMMANDS, main
+from hone.cli.main import main
+from hone.config.commands import COMMANDS
 from hone.tools.completion import SHELLS
 from tests.tables import table
 
@@ -41,7 +42,7 @@ CASES: list[tuple[str, set[str], set[str]]] = [
 
 def script(shell: str, folder: Path) -> Path:
     file = folder / f"hone.{shell}"
-    file.write_text(SHELLS[shell](COMMANDS))
+    file.write_text(SHELLS[shell]())
     return file
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hone.cli.main import COMMANDS
+from hone.config.commands import COMMANDS
 from hone.config.schema import fields, is_section, locate
 from hone.config.tree import TREES
 from hone.envs import Env, Episode

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,9 +23,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 import hone
 from hone.cli import command as commands
 from hone.cli.command import conclude, take_nproc
-from hone.cli.help import _FIRST_PAGES
-from hone.cli.main import COMMANDS, main
+from hone.cli.help import FIRST_PAGES
+from hone.cli.main import main
 from hone.config import schema
+from hone.config.commands import COMMANDS
 from hone.config.load import load_config, resolve_recipe
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import recipe_names
@@ -37,6 +39,7 @@ from hone.observe.console import Console
 from hone.observe.resumed_run import save_config
 from tests.config import workspace as files
 from tests.config.rule_rows import ROWS
+from tests.config.trees import WALKED
 from tests.config.workspace import BASE
 from tests.tables import check_rows, table
 
@@ -78,6 +81,23 @@ def test_hone_alone_teaches(argv: list[str], capsys: pytest.CaptureFixture[str])
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_the_list_of_commands_loads_nothing_heavy() -> None:
+    program = "import sys; from hone.cli.main import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split("\n")[-2].split()
+    assert not {"torch", "transformers", "pydantic", "numpy", "rich"}.intersection(loaded)
+
+
+def test_a_command_is_an_entry_and_a_module() -> None:
+    """What reads a configuration has a first page, and is known to the tests of every tree."""
+    for name, entry in COMMANDS.items():
+        assert find_spec(f"hone.cli.{entry.module or name}") is not None, name
+        assert not COMMANDS.keys() & set(entry.other_names), name
+        assert name in TREES or not entry.has_recipes, name
+    assert FIRST_PAGES.keys() == TREES.keys() == WALKED.keys()
+
+
 def check_help(command: str, text: str) -> None:
     """Every key of the tree, with its allowed values, default and help text."""
     flat = " ".join(text.split())
@@ -94,7 +114,7 @@ def test_R22_help_explains_every_key(
 ) -> None:
     text = output(capsys, command, "--help", "all")
     check_help(command, text)
-    assert "default: 64]" in text or command in ("eval", "generate", "serve")
+    assert "default: 64]" in text or "trainer" not in RECIPE_TREES[command].model_fields
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -121,13 +141,13 @@ def test_help_of_one_section(workspace: Path, capsys: pytest.CaptureFixture[str]
     assert text.startswith("  --trainer.recompute\n      one of off, selective, full, or uniform:N")
 
 
-@table("command", _FIRST_PAGES)
+@table("command", FIRST_PAGES)
 def test_the_first_page_of_a_command(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nearly everybody sets, examples that the command takes, all sections by name."""
     monkeypatch.setenv("COLUMNS", "80")
-    page, tree = _FIRST_PAGES[command], TREES[command]
+    page, tree = FIRST_PAGES[command], TREES[command]
     text = output(capsys, *command.split(), "--help", *["run"] * (command == "plan"))
     if command == "plan":
         return  # its page has the columns of its table instead

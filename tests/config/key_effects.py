@@ -7,7 +7,8 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from tests.config.walk import Row, Seen, both, observe, write_walk_inputs
+from tests.config.row import Row
+from tests.config.walk import Seen, both, observe, write_walk_inputs
 
 
 class Walk:

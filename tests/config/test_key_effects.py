@@ -17,8 +17,8 @@ import pytest
 
 from hone.config.tree import TREES
 from tests.config.key_effects import Walk, complaint
-from tests.config.walk import Row
-from tests.config.walk_rows import ROWS
+from tests.config.row import Row
+from tests.config.trees import WALKED
 from tests.tables import check_rows
 
 PARTS: Mapping[str, tuple[frozenset[str], ...]] = {
@@ -49,7 +49,7 @@ def rows_of(tree: str, part: int) -> dict[str, Row]:
     def is_here(section: str) -> bool:
         return section in parts[part] if part < len(parts) else section not in named
 
-    return {key: row for key, row in ROWS[tree].items() if is_here(key.partition(".")[0])}
+    return {key: row for key, row in WALKED[tree].rows.items() if is_here(key.partition(".")[0])}
 
 
 def check_effects(walk: Walk, tree: str, part: int = 0) -> None:
@@ -63,7 +63,7 @@ def check_effects(walk: Walk, tree: str, part: int = 0) -> None:
 def test_parts_have_each_key_once() -> None:
     for tree in TREES:
         every = [key for n in range(len(PARTS.get(tree, ())) + 1) for key in rows_of(tree, n)]
-        assert sorted(every) == sorted(ROWS[tree])
+        assert sorted(every) == sorted(WALKED[tree].rows)
     assert not rows_of("rl", 5)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import pytest
 from hone.config import schema
 from hone.config.base import Section
 from hone.config.tree import TREES, RLConfig
-from tests.config import recorded_runs
 from tests.config.key_effects import Walk, complaint
 from tests.config.key_reads import KeyReads
 from tests.config.recorded_runs import (
@@ -31,8 +31,10 @@ from tests.config.recorded_runs import (
     smallest,
     unread,
 )
-from tests.config.walk import Row, observe
-from tests.config.walk_rows import NOT_OF_TIME, ROWS
+from tests.config.row import Row
+from tests.config.trees import WALKED, Unread
+from tests.config.walk import observe
+from tests.config.walk_rows.simulated import NOT_OF_TIME
 from tests.tables import check_rows
 
 
@@ -66,7 +68,7 @@ def test_every_key_has_a_row_and_every_row_a_key() -> None:
         keys = set(leaves(TREES[tree]))
         if tree == "plan":
             keys -= {key for key in leaves(RLConfig) if f"{key}.".startswith(NOT_OF_TIME)}
-        assert set(ROWS[tree]) == keys
+        assert set(WALKED[tree].rows) == keys
 
     check_rows([*TREES], check, minimum=9)
 
@@ -100,7 +102,7 @@ def test_keys_near_the_change_have_an_effect(walk: Walks) -> None:
         pytest.skip(f"no key is near the change; {num_left} are left to the whole suite")
 
     def check(tree: str, key: str) -> None:
-        wrong = complaint(walk, tree, key, ROWS[tree][key])
+        wrong = complaint(walk, tree, key, WALKED[tree].rows[key])
         assert wrong is None, wrong
 
     check_rows(chosen, check)
@@ -175,19 +177,20 @@ def test_only_what_a_run_reads_counts() -> None:
 
 def test_a_key_that_nobody_reads_is_named(walk: Walks, monkeypatch: pytest.MonkeyPatch) -> None:
     readers = walk.recorded("generate").readers
-    monkeypatch.setitem(ROWS["generate"], "planted", Row("1", "samples"))
+    monkeypatch.setitem(WALKED["generate"].rows, "planted", Row("1", "samples"))
     assert unread("generate", readers) == ["planted: no recorded run of `hone generate` reads it"]
-    monkeypatch.delitem(ROWS["generate"], "planted")
+    monkeypatch.delitem(WALKED["generate"].rows, "planted")
     assert len(unread("generate", {})) > 40, "where nothing is recorded, nearly all keys are named"
 
 
 def test_a_note_that_a_key_is_unread_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = "trainer.parallel.reference_ring_size"
-    every = {key: {"hone.loops.run:Run"} for key in ROWS["sft"]}
+    every = {key: {"hone.loops.run:Run"} for key in WALKED["sft"].rows}
     wrong = unread("sft", every)
     assert f"{ring} is said to be unread, and is read by ['hone.loops.run:Run']" in wrong
-    gone = recorded_runs.Unread("no more", "src/hone/loops/run.py", "reference_ring_size")
-    monkeypatch.setitem(recorded_runs.UNREAD, "sft", {ring: gone, "no.such": gone})
+    gone = Unread("no more", "src/hone/loops/run.py", "reference_ring_size")
+    planted = replace(WALKED["sft"], unread={ring: gone, "no.such": gone})
+    monkeypatch.setitem(WALKED, "sft", planted)
     wrong = unread("sft", {key: every[key] for key in every if key != ring})
     assert wrong == [
         f"{ring} is said to be read in src/hone/loops/run.py, which names no such attribute",

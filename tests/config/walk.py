@@ -15,8 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -32,125 +31,15 @@ from hone.config.base import Section
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
 from hone.hardware import Peaks, gpu_peaks
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from tests.config.row import Row
 from tests.config.serve_client import ask_in_thread
+from tests.config.trees import WALKED
 from tests.tiny_runs import make_classifier, write_inputs
 
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s")
 MEASURED = ("engines", "limit", "speedup", "speed", "memory", "device", "steps")
 """What benchmarks measure, which is different every time."""
 
-
-@dataclass(frozen=True)
-class Row:
-    """That a key has an effect: what differs between a run with and one without its flags."""
-
-    value: str
-    """What the key is set to in the second run; in the first unset, unless `given` sets it."""
-    shows: str
-    """Which of the things observed differs; or after `log:` a pattern that what the second run says
-    must match and what the first says must not."""
-    given: tuple[str, ...] = ()
-    """Flags of both runs: what the key needs to be of use."""
-    before: tuple[str, ...] | None = None
-    """Flags of a run that went before in the same folder; None without one."""
-    flag: str | None = None
-    """The flag of the second run, where the key cannot be set alone."""
-    command: str | None = None
-    """Another command to show the effect with: `check`, for what takes several GPUs."""
-    files: tuple[str, ...] = field(compare=False, default=())
-    """Which of `walk_rows` have made it, from the root of the repository: one may replace parts of
-    a row of another."""
-
-    def __post_init__(self) -> None:
-        frame = sys._getframe(1)
-        while "walk_rows" not in frame.f_code.co_filename and frame.f_back is not None:
-            frame = frame.f_back
-        own = f"tests/config/walk_rows/{Path(frame.f_code.co_filename).name}"
-        object.__setattr__(self, "files", (*self.files, own))
-
-
-SUPERVISED = (
-    "--run.steps=2",
-    "--data.chat=never",
-    "--data.max_prompt_tokens=8",
-    "--data.max_tokens=24",
-    "--data.examples_per_step=4",
-    "--trainer.optimizer.lr=3e-3",
-    "--trainer.logits_chunk_tokens=64",
-    "--eval.every_n_steps=2",
-    "--log.to=[]",
-)
-BASE: Mapping[str, tuple[str, ...]] = {
-    "rl": (
-        "--run.steps=2",
-        "--data.train=[{path: train.jsonl}]",
-        "--data.eval=[{path: eval.jsonl, max_rows: 4}]",
-        "--data.chat=never",
-        "--data.max_prompt_tokens=8",
-        "--rollout.prompts_per_step=4",
-        "--rollout.n_samples_per_prompt=4",
-        "--rollout.max_completion_tokens=6",
-        "--engine.max_num_seqs=16",
-        "--reward.functions=[{fn: 'rewards.py:even'}]",
-        "--reward.num_workers=1",
-        "--trainer.optimizer.lr=3e-3",
-        "--trainer.logits_chunk_tokens=64",
-        "--eval.max_completion_tokens=6",
-        "--eval.every_n_steps=2",
-        "--log.to=[]",
-    ),
-    "sft": (
-        *SUPERVISED,
-        "--data.train=[{path: train.jsonl, columns: {answer: answer}}]",
-        "--data.eval=[{path: eval.jsonl, max_rows: 4, columns: {answer: answer}}]",
-    ),
-    "dpo": (
-        *SUPERVISED,
-        "--data.train=[{path: pairs/train.jsonl}]",
-        "--data.eval=[{path: pairs/test.jsonl, max_rows: 4}]",
-    ),
-    "reward-model": (
-        *(flag for flag in SUPERVISED if "logits" not in flag),
-        "--data.train=[{path: pairs/train.jsonl}]",
-        "--data.eval=[{path: pairs/test.jsonl, max_rows: 4}]",
-    ),
-    "eval": (
-        "--data.eval=[{path: eval.jsonl, max_rows: 4}]",
-        "--data.chat=never",
-        "--data.max_prompt_tokens=8",
-        "--eval.max_completion_tokens=6",
-        "--engine.max_num_seqs=16",
-        "--reward.functions=[{fn: 'rewards.py:even'}]",
-        "--reward.num_workers=1",
-    ),
-    "generate": (
-        "--data.train=[{path: eval.jsonl, max_rows: 4}]",
-        "--data.chat=never",
-        "--data.max_prompt_tokens=8",
-        "--generation.max_completion_tokens=6",
-        "--engine.max_num_seqs=16",
-    ),
-    "serve": ("--generation.max_completion_tokens=6", "--engine.max_num_seqs=16"),
-    "bench engine": (
-        "--workload=decode",
-        "--decode.batch=2",
-        "--decode.context=8",
-        "--decode.steps=4",
-        "--engine.max_num_seqs=2",
-    ),
-    "bench train": ("--rows.per_step=2", "--rows.tokens=16", "--steps=1", "--warmup_steps=1"),
-    "plan": (
-        "--model.shape=qwen3-0.6b",
-        "--plan.gpus=2",
-        "--plan.steps=4",
-        "--plan.staleness=[1]",
-        "--rollout.prompts_per_step=8",
-        "--rollout.max_completion_tokens=256",
-        "--output=plan.json",
-    ),
-}
-"""Flags of the smallest run of each command; `model.path` and `run.device` are set for those that
-name no model or device."""
 
 Seen = dict[str, Any]
 
@@ -505,7 +394,7 @@ def both(tree: str, key: str, row: Row) -> list[tuple[str, tuple[str, ...], Any]
     """The two runs of a row: command, flags, flags of the run before. The second has the key."""
     command = row.command or tree
     common = ["--json"] if command.startswith("check") else []
-    base = [*BASE[tree], *row.given]
+    base = [*WALKED[tree].smallest, *row.given]
     if any(flag.startswith("--model.path") for flag in row.given):
         base = [flag for flag in base if not flag.startswith("--model.shape")]
     named = {flag.partition("=")[0] for flag in base}
@@ -514,6 +403,6 @@ def both(tree: str, key: str, row: Row) -> list[tuple[str, tuple[str, ...], Any]
     if "--run.device" not in named and tree != "plan":
         common.append("--run.device=cpu")
     flags = (*common, *base)
-    before = None if row.before is None else (*common, *BASE[tree], *row.before)
+    before = None if row.before is None else (*common, *WALKED[tree].smallest, *row.before)
     changed = row.flag or f"--{key}={row.value}"
     return [(command, flags, before), (command, (*flags, changed), before)]

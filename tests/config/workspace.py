@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+from tests.config.trees import WALKED
+
 CONTEXT = 4096
 VOCAB_SIZE = 1000
 MODEL_CONFIG = {
@@ -63,30 +65,9 @@ JUDGES: dict[str, dict[str, object]] = {
 }
 """Likewise, but for what scores."""
 
-BASE: dict[str, list[str]] = {
-    "rl": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
-    "sft": [
-        "--model.path=model",
-        "--data.train=[{path: train.jsonl}]",
-        "--trainer.optimizer.lr=1e-5",
-    ],
-    "dpo": [
-        "--model.path=model",
-        "--data.train=[{path: pairs.jsonl}]",
-        "--trainer.optimizer.lr=1e-6",
-    ],
-    "reward-model": [
-        "--model.path=model",
-        "--data.train=[{path: pairs.jsonl}]",
-        "--trainer.optimizer.lr=1e-5",
-    ],
-    "eval": ["--model.path=model", "--data.eval=[{path: train.jsonl}]"],
-    "generate": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
-    "serve": ["--model.path=model"],
-    "bench engine": ["--model.path=model", "--output=numbers.json"],
-    "bench train": ["--model.path=model", "--output=numbers.json"],
-    "plan": ["--model.path=model"],
-}
+
+BASE = {name: [*tree.checked] for name, tree in WALKED.items()}
+"""Flags of each command with which `hone check` has nothing to say."""
 
 
 def fill(folder: Path) -> None:

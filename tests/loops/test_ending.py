@@ -324,7 +324,8 @@ def test_a_process_that_ends_for_another_one_does_not_wait_for_its_report(
     monkeypatch.setattr("hone.loops.ending._DRAWING_S", 0.1, raising=False)
     pages = replace(PAGES, write_report=lambda *_, **__: is_over.wait(600))
     watch = Watch(Processes(0, 1, 0, 1), 60.0)
-    with Ending(tmp_path, watch, is_first=False, pages=pages).cause():
+    (tmp_path / ".lock").write_text("11\n")
+    with Ending(tmp_path, watch, is_first=False, pages=pages).cause(11):
         assert watch.on_end is not None
         leaving = threading.Thread(target=watch.on_end, args=["rank 1 is gone"], daemon=True)
         leaving.start()

@@ -29,10 +29,11 @@ from hone.loops import reinforce, supervised
 from hone.loops.interrupt import Terminated, terminable
 from hone.loops.launch import FolderLock
 from hone.loops.loop import train
-from hone.loops.run import Outcome
-from hone.loops.saving import time_in_words
+from hone.loops.run import Outcome, Run
+from hone.loops.saving import Saver, time_in_words
 from hone.models.settings import LoraConfig
 from hone.observe.resumed_run import exported_step, is_finished, require_resumable
+from hone.observe.run_folder import LOCK
 from hone.planner.disk import disk_use
 from hone.tools.report.pages import PAGES
 from hone.trainer.trainer import Trainer
@@ -318,13 +319,62 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(
         shutil.rmtree(cfg.run.dir)
         cfg.run.dir.mkdir()
         others.append(FolderLock(cfg.run.dir))
+        (cfg.run.dir / LOCK).write_text("4711\n")  # in another process than this one
 
     in_step(monkeypatch, 2, replace)
-    with pytest.raises(UserError, match=r"was deleted.*another run is at work"):
-        supervised.run(cfg)
+    with pytest.raises(UserError, match=r"was deleted.*another run is at work.*process 4711"):
+        supervised.run(cfg, pages=PAGES)
     others.pop().release()
-    assert not (cfg.run.dir / "model").exists()
-    assert not (cfg.run.dir / "checkpoints").exists()
+    assert [path.name for path in cfg.run.dir.iterdir()] == [LOCK], "no event and no report either"
+
+
+def test_a_folder_that_is_deleted_after_a_signal_stays_deleted(
+    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever stops a run, deletes its folder and starts anew would go on with the old run."""
+    cfg = with_checkpoint(sft_config, 1)
+
+    def stop_and_delete() -> None:
+        terminate()
+        shutil.rmtree(cfg.run.dir)
+
+    with monkeypatch.context() as patch:
+        in_step(patch, 2, stop_and_delete)
+        with pytest.raises(UserError, match=r"was deleted.*a signal ends it: step 2 is not saved"):
+            supervised.run(cfg, pages=PAGES)
+    assert not cfg.run.dir.exists()
+
+
+@pytest.mark.parametrize("what", ["model", "state"])
+def test_a_folder_that_is_deleted_while_the_end_is_written_stays_deleted(
+    what: str, sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the model, or once everything has been written: nothing is made anew, and the run does
+    not say that it has finished."""
+    cfg = with_checkpoint(sft_config, 50)
+    place, name = (Run, "export") if what == "model" else (Saver, "last")
+    write = getattr(place, name)
+
+    def write_and_lose(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        shutil.rmtree(cfg.run.dir)
+
+    monkeypatch.setattr(place, name, write_and_lose)
+    with pytest.raises(UserError, match="was deleted while the run wrote its end"):
+        supervised.run(cfg, pages=PAGES)
+    assert not cfg.run.dir.exists()
+
+
+def test_a_run_that_still_writes_is_not_read_by_the_next_one(
+    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may save another checkpoint, and delete the one that is being read."""
+    supervised.run(sft_config)
+    lock = FolderLock(sft_config.run.dir)
+    monkeypatch.setattr(CheckpointStore, "load", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(UserError, match=rf"another run is at work.*process {os.getpid()}\. Wait"):
+        supervised.run(sft_config)
+    lock.release()
 
 
 class EndsInDel:

@@ -171,6 +171,39 @@ def test_R24_two_processes_are_one_run(
     assert_same_run(one.run.dir, two.run.dir)
 
 
+COUNTED = """
+import os
+from pathlib import Path
+
+class Counted:
+    def __init__(self, file):
+        # A pool of workers has one parent process.
+        with Path(file).open("a") as loads:
+            loads.write(f"{os.getppid()}\\n")
+
+    def step(self, episode):
+        return float(len(episode.turn))
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_is_loaded_once_to_learn_what_it_is(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """By the first process, besides the workers of the two that play episodes."""
+    (tmp_path / "envs.py").write_text(COUNTED)
+    loads = tmp_path / "loads"
+    env = {"path": f"{tmp_path / 'envs.py'}:Counted", "args": {"file": str(loads)}}
+    cfg = make_config(
+        run={"dir": tmp_path / "two", "steps": 1},
+        env=env,
+        reward={"functions": [], "num_workers": 2},
+    )
+    run_hone("rl", cfg, tmp_path, "--nproc", "2")
+    assert len(lines(cfg.run.dir / "metrics.jsonl")) == 1
+    assert len(set(loads.read_text().split())) == 3
+
+
 @pytest.mark.slow
 def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path: Path) -> None:
     """Over-sampling carries samples over; some processes have no prompt at times."""

@@ -383,13 +383,12 @@ def _reward_problems(cfg: Command) -> Known:
     """Errors in the arguments of built-in reward functions, as a fact for the rules."""
     if not isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
         return {}
-    sections = {RLConfig: "rollout", EvaluateConfig: "eval", GenerateConfig: "generation"}
-    longest = getattr(cfg, sections[type(cfg)])
+    sampling = cfg.rollout if isinstance(cfg, RLConfig) else cfg
     problems: list[dict[str, str]] = []
     for index, function in enumerate(cfg.reward.functions):
         if function.fn in BUILTINS or is_address(function.fn):
             try:
-                build(function.fn, function.args).check_limit(longest.max_completion_tokens)
+                build(function.fn, function.args).check_limit(sampling.max_completion_tokens)
             except ValueError as error:
                 key = f"reward.functions.{index}"
                 problems.append({"key": key, "fn": function.fn, "problem": f"{error}"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hone.cli.main import COMMANDS
 from hone.errors import UserError
 from hone.tools.completion import SHELLS
 
@@ -29,5 +28,5 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in SHELLS or len(argv) > 1:
         raise UserError(f"`hone completion` takes one of {', '.join(SHELLS)}, got {argv[0]!r}")
-    sys.stdout.write(SHELLS[argv[0]](COMMANDS))
+    sys.stdout.write(SHELLS[argv[0]]())
     return 0

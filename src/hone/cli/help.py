@@ -16,6 +16,7 @@ from rich.text import Text
 from hone.cli.help_search import Hit, search_keys
 from hone.config.aliases import alias_hint
 from hone.config.base import Section
+from hone.config.commands import COMMANDS, FirstPage
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import read_recipe, recipe_names, resolve_recipe
 from hone.config.schema import Field, fields, is_section, locate
@@ -24,102 +25,22 @@ from hone.config.tree import TREES
 from hone.config.unknown import unknown_key
 from hone.errors import UserError
 
-__all__ = ["default_text", "is_help", "print_help"]
+__all__ = ["FIRST_PAGES", "default_text", "is_help", "print_help"]
 
 _MAX_WIDTH, _NARROW = 100, 80
 _ALL = "all"
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstPage:
-    """Content of the first help page of a command."""
-
-    keys: str
-    examples: str
-
-
-_FIRST_PAGES: Mapping[str, _FirstPage] = {
-    "rl": _FirstPage(
-        "model.path data.train.0.path data.eval.0.path data.max_prompt_tokens reward.functions.0.fn"
-        " rollout.prompts_per_step rollout.n_samples_per_prompt rollout.max_completion_tokens"
-        " algorithm.loss trainer.optimizer.lr trainer.max_tokens_per_microbatch eval.every_n_steps"
-        " run.steps run.dir log.to",
-        "hone rl gsm8k --model.path Qwen/Qwen3-0.6B --run.steps 3  # a trial\n"
-        "hone rl --model.path Qwen/Qwen3-0.6B --data.train.0.path my.jsonl \\\n"
-        "  --reward.functions.0.fn rewards.py:score           # your data, your reward\n"
-        "hone rl gsm8k --nproc 8 --trainer.parallel.zero_stage 3    # on eight GPUs",
-    ),
-    "sft": _FirstPage(
-        "model.path data.train.0.path data.eval.0.path data.max_tokens data.examples_per_step"
-        " data.train_on_prompt trainer.optimizer.lr trainer.optimizer.warmup_steps"
-        " trainer.optimizer.schedule trainer.max_tokens_per_microbatch model.lora.rank"
-        " eval.every_n_steps run.steps run.dir log.to",
-        "hone sft --model.path Qwen/Qwen3-0.6B --data.train.0.path my.jsonl \\\n"
-        "  --trainer.optimizer.lr 1e-5        # rows with `prompt` and `completion`\n"
-        "hone sft mine.yaml --run.steps 3     # a trial of a recipe\n"
-        "hone sft mine.yaml --nproc 8 --trainer.parallel.zero_stage 3",
-    ),
-    "dpo": _FirstPage(
-        "model.path data.train.0.path data.eval.0.path data.max_tokens data.examples_per_step"
-        " algorithm.loss algorithm.beta trainer.optimizer.lr trainer.optimizer.warmup_steps"
-        " trainer.max_tokens_per_microbatch model.lora.rank eval.every_n_steps run.steps run.dir"
-        " log.to",
-        "hone dpo --model.path runs/sft/model --data.train.0.path pairs.jsonl \\\n"
-        "  --trainer.optimizer.lr 1e-6        # `prompt`, `chosen` and `rejected`\n"
-        "hone dpo mine.yaml --algorithm.loss kto     # `prompt`, `completion`, `label`\n"
-        "hone dpo mine.yaml --nproc 8 --trainer.parallel.zero_stage 3",
-    ),
-    "reward-model": _FirstPage(
-        "model.path data.train.0.path data.eval.0.path data.max_tokens data.examples_per_step"
-        " algorithm.center_coef trainer.optimizer.lr trainer.optimizer.warmup_steps"
-        " trainer.max_tokens_per_microbatch model.lora.rank eval.every_n_steps run.steps run.dir"
-        " log.to",
-        "hone reward-model --model.path runs/sft/model \\\n"
-        "  --data.train.0.path pairs.jsonl    # `prompt`, `chosen` and `rejected`\n"
-        "hone reward-model mine.yaml --nproc 8 --trainer.parallel.zero_stage 3",
-    ),
-    "eval": _FirstPage(
-        "model.path data.eval.0.path data.eval.0.answer_pattern data.max_prompt_tokens"
-        " reward.functions.0.fn eval.n_samples_per_prompt eval.max_completion_tokens"
-        " eval.temperature eval.pass_function run.dir",
-        "hone eval gsm8k              # what its run has trained, else the start model\n"
-        "hone eval gsm8k --model.path Qwen/Qwen3-0.6B           # the start model again\n"
-        "hone eval gsm8k --eval.n_samples_per_prompt 8 --eval.temperature 1 # pass@8",
-    ),
-    "generate": _FirstPage(
-        "model.path data.train.0.path data.train.0.max_rows n_samples_per_prompt"
-        " generation.max_completion_tokens generation.temperature generation.top_p"
-        " generation.stop reward.functions.0.fn keep output",
-        "hone generate --model.path Qwen/Qwen3-0.6B --data.train.0.path my.jsonl\n"
-        "hone generate gsm8k --data.train.0.max_rows 10   # what its run has trained\n"
-        "hone generate gsm8k --n_samples_per_prompt 8 --keep best --output best.jsonl",
-    ),
-    "serve": _FirstPage(
-        "model.path serve.host serve.port serve.key_file serve.max_model_len"
-        " serve.max_requests serve.max_sessions generation.max_completion_tokens"
-        " generation.temperature engine.gpu_memory_utilization engine.max_num_seqs",
-        "hone serve --model.path Qwen/Qwen3-0.6B   # prints its address and a key\n"
-        "hone serve gsm8k --serve.port 8000      # what its run has trained\n"
-        "hone serve gsm8k --nproc 8              # an engine on each of eight GPUs",
-    ),
-    "plan": _FirstPage(
-        "plan.gpus plan.gpu plan.lengths.median plan.lengths.path"
-        " plan.staleness model.path rollout.prompts_per_step rollout.n_samples_per_prompt"
-        " rollout.max_completion_tokens output",
-        "hone plan gsm8k --plan.gpus 8 --output plan.yaml",
-    ),
-    "bench engine": _FirstPage(
-        "model.path model.shape workload decode.batch decode.context engine.max_num_seqs"
-        " engine.gpu_memory_utilization against output",
-        "hone bench engine --model.shape qwen3-0.6b --workload groups",
-    ),
-    "bench train": _FirstPage(
-        "model.path model.shape rows.tokens rows.per_step trainer.max_tokens_per_microbatch"
-        " trainer.recompute objective steps output",
-        "hone bench train --model.shape qwen3-0.6b",
-    ),
+FIRST_PAGES: Mapping[str, FirstPage] = {
+    **{name: entry.page for name, entry in COMMANDS.items() if entry.page is not None},
+    **{
+        f"{name} {action}": page
+        for name, entry in COMMANDS.items()
+        for action, page in entry.actions.items()
+        if page is not None
+    },
 }
-"""First help pages by command: the most used keys, in the order in which one usually sets them."""
+"""First help pages by the words after `hone`."""
 
 
 def is_help(argv: Iterable[str]) -> bool:
@@ -229,7 +150,7 @@ class _Page:
     def print_first(self, console: Console) -> None:
         """Print the description of the command and the most used keys."""
         command, recipe, tree = self.command, self.recipe, self.tree
-        page = _FIRST_PAGES[command]
+        page = FIRST_PAGES[command]
         console.print(Text(_joined(tree.__doc__)))
         console.print(Text(f"\nusage: hone {command} [RECIPE] [--section.key VALUE ...]"))
         if command in RECIPE_TREES:

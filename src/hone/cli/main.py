@@ -12,67 +12,14 @@ from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 
+from hone.config.commands import COMMANDS
 from hone.distributed.processes import Processes, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART
 from hone.errors import UserError
 from hone.observe.printable import printable
 from hone.version import __version__
 
-__all__ = ["COMMANDS", "main"]
-
-COMMANDS = {
-    "quickstart": "make a tiny model and watch it learn arithmetic on this machine",
-    "rl": "train by reinforcement learning with verifiable rewards",
-    "sft": "train on demonstrations",
-    "dpo": "learn from preferences: DPO, KTO, ORPO, SimPO and kin",
-    "reward-model": "train a model that scores completions, on pairs",
-    "generate": "sample completions for prompts from a file",
-    "serve": "serve a model over HTTP: OpenAI's and Anthropic's APIs",
-    "eval": "score a model on a data set",
-    "env": "play an environment turn by turn, or check it; needs no model",
-    "report": "draw the report of a run, or of several side by side",
-    "watch": "serve the report of a run as a page that keeps up with it",
-    "trace": "merge the traces of a step, and list what takes longest",
-    "bench": "measure the engine (compared with vLLM if wanted) or training",
-    "plan": "find what fits GPUs of a type, and what is fastest; needs none",
-    "tune": "measure the best of plan on this machine, and write the fastest",
-    "doctor": "measure whether this machine is right, with remedies",
-    "check": "check a recipe and print its derived numbers; needs no GPU",
-    "import": "make a recipe of a script for OpenRLHF, verl, Relax or TRL",
-    "recipes": "list the recipes that come with hone, show or copy one",
-    "completion": "print a script that completes keys and values in your shell",
-}
-
-_OTHER_NAMES = {
-    "train": ("rl", "sft"),
-    "grpo": ("rl",),
-    "ppo": ("rl",),
-    "kto": ("dpo",),
-    "orpo": ("dpo",),
-    "simpo": ("dpo",),
-    "rewardtrainer": ("reward-model",),
-    "reward_trainer": ("reward-model",),
-    "reward": ("reward-model",),
-    "train_rm": ("reward-model",),
-    "rm": ("reward-model",),
-    "finetune": ("sft", "rl"),
-    "fine-tune": ("sft", "rl"),
-    "evaluate": ("eval",),
-    "infer": ("generate",),
-    "inference": ("generate",),
-    "sample": ("generate",),
-    "server": ("serve",),
-    "api": ("serve",),
-    "plot": ("report",),
-    "profile": ("trace",),
-    "compare": ("report",),
-    "simulate": ("plan",),
-    "validate": ("check",),
-    "environment": ("env",),
-    "play": ("env",),
-}
-"""Other names that people may try, with the command they mean."""
-
+__all__ = ["main"]
 
 _USAGE = """\
 hone: post-training of language models by reinforcement learning.
@@ -91,19 +38,6 @@ examples:
   hone rl gsm8k --nproc 8 --trainer.parallel.zero_stage 3
 """
 
-
-_GOES_ON = "the same command goes on from the last checkpoint, or starts over without one"
-_SAME = "the same command goes on"
-_AFTERWARDS = {
-    "rl": _GOES_ON,
-    "sft": _GOES_ON,
-    "dpo": _GOES_ON,
-    "reward-model": _GOES_ON,
-    "quickstart": _SAME,
-    "generate": _SAME,
-    "tune": _SAME,
-}
-"""What remains after a command was interrupted where it could not save, by its name."""
 
 _MEMORY_ADVICE = """\
 In this order (benchmarks/memory.md has the numbers): lower engine.gpu_memory_utilization, or switch
@@ -153,7 +87,9 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             if reported := _claim(own, loads_torch=False):
-                _say(f"interrupted; {_AFTERWARDS.get(arguments[0], 'nothing was written')}")
+                command = COMMANDS.get(arguments[0])
+                left = "nothing was written" if command is None else command.interrupted
+                _say(f"interrupted; {left}")
                 reported(INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
@@ -224,28 +160,24 @@ def _dispatch(arguments: list[str]) -> int:
         sys.stdout.write(f"hone {__version__}\n")
         return 0
     if command not in COMMANDS:
-        near = _OTHER_NAMES.get(command.lower()) or get_close_matches(command, COMMANDS, 1)
+        named = [name for name, it in COMMANDS.items() if command.lower() in it.other_names]
+        near = named or get_close_matches(command, COMMANDS, 1)
         meant = " or ".join(f"`hone {name}`" for name in near)
         hint = f"Did you mean {meant}?" if near else f"Commands: {', '.join(COMMANDS)}."
         raise UserError(f"there is no command '{command}'. {hint}")
-    if any(word in ("-h", "--help") for word in rest):
-        from hone.config.tree import RECIPE_COMMANDS
+    entry = COMMANDS[command]
+    if entry.has_recipes and any(word in ("-h", "--help") for word in rest):
+        from hone.cli.help import print_help
 
-        if command in RECIPE_COMMANDS:
-            from hone.cli.help import print_help
-
-            return print_help(command, rest)
-    if command in ("dpo", "reward-model"):
-        return import_module("hone.cli.sft").run(rest, command)
-    # `import` is a keyword of Python.
-    module = "import_" if command == "import" else command.replace("-", "_")
-    return import_module(f"hone.cli.{module}").run(rest)
+        return print_help(command, rest)
+    module = import_module(f"hone.cli.{entry.module or command}")
+    return module.run(rest, command) if entry.module in COMMANDS else module.run(rest)
 
 
 def usage() -> str:
     """The page that `hone` without arguments prints."""
     return _USAGE.format(
-        commands="\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
+        commands="\n".join(f"  {name:<12} {entry.summary}" for name, entry in COMMANDS.items())
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.base import Section
+from hone.config.commands import COMMANDS
 from hone.config.schema import Field, fields, is_section, locate
 from hone.config.tree import (
     RECIPE_COMMANDS,
@@ -39,19 +40,15 @@ __all__ = [
 
 _TRAINING = (RLConfig, SFTConfig, DPOConfig, RewardModelingConfig)
 
-_GENERATION = {
-    f"rollout.{key}": f"generation.{key}"
-    for key in ("max_completion_tokens", "temperature", "stop")
-}
 SAME: Mapping[str, Mapping[str, str]] = {
-    "eval": {"rollout.stop": "eval.stop"},
-    "generate": _GENERATION,
-    "serve": _GENERATION,
+    name: entry.same_keys for name, entry in COMMANDS.items() if entry.same_keys
 }
 """By command, keys of `hone rl` and those of the command that say the same: a recipe that lacks the
 latter is sampled as its run samples."""
 
-UNREAD: Mapping[str, tuple[str, ...]] = {"generate": ("data.eval", "data.eval_fraction")}
+UNREAD: Mapping[str, tuple[str, ...]] = {
+    name: entry.unread_keys for name, entry in COMMANDS.items() if entry.unread_keys
+}
 """By command, keys that it has and has no use for in a recipe of another."""
 
 

@@ -22,6 +22,7 @@ from hone.config.bench import (
     DecodeConfig,
     RowsConfig,
 )
+from hone.config.commands import COMMANDS
 from hone.config.planning import PlannedModelConfig, PlanningConfig
 from hone.config.run import (
     CheckpointConfig,
@@ -48,6 +49,7 @@ from hone.trainer.settings import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
     "RECIPE_COMMANDS",
+    "SAMPLING",
     "SUPERVISED",
     "TREES",
     "BenchEngineConfig",
@@ -334,5 +336,8 @@ TREES: Mapping[str, type[Section]] = {
 SUPERVISED = tuple(name for name, tree in TREES.items() if issubclass(tree, SFTConfig))
 """Commands that train on rows of files; nothing is sampled."""
 
-RECIPE_COMMANDS = ("rl", *SUPERVISED, "eval", "generate", "serve")
+RECIPE_COMMANDS = tuple(name for name in TREES if name in COMMANDS and COMMANDS[name].has_recipes)
 """Commands that a recipe may be for."""
+
+SAMPLING = tuple(name for name in RECIPE_COMMANDS if "engine" in TREES[name].model_fields)
+"""Commands of these that sample with engines."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from hone.config.rules.facts import Facts
 from hone.config.rules.rule import error, excludes, needs, unused, warning, with_facts
 from hone.config.rules.view import Fact, NotKnownError
+from hone.config.tree import SAMPLING, TREES
 from hone.engine.backends import BACKENDS
 from hone.engine.settings import BLOCK_SIZE, CPU_CACHE_GIB
 from hone.families.model_facts import EXACT_ALIGNMENT, EXACT_HEAD_DIMS
@@ -17,10 +18,10 @@ from hone.hardware import GIB
 
 __all__ = ["RULES"]
 
-_RUNS = ("rl", "eval", "generate", "serve")
 _SIZE, _BACKEND = "engine.tensor_parallel_size", "engine.backend"
 _SMALL_BATCHED_TOKENS = 2048
-_EXACT_RUNS = (*_RUNS, "bench engine", "bench train")
+_NOT_TRAINING = tuple(name for name in SAMPLING if "trainer" not in TREES[name].model_fields)
+_EXACT_RUNS = (*SAMPLING, "bench engine", "bench train")
 _FUSED = f"{', '.join(FUSED_FAMILIES)} with the activation silu"
 """Models with fused decode layers, dense or with experts, as text."""
 _DENSE_FUSED = f"{', '.join(DENSE_FUSED_FAMILIES)} with the activation silu"
@@ -154,7 +155,7 @@ _ENGINE = (
     warning("not engine.enable_prefix_caching", "sampling.n_samples_per_prompt > 1",
             why="each prompt is prefilled once for each sample",
             fix="engine.enable_prefix_caching = true"),
-    unused("engine.enable_sleep", only=("eval", "generate", "serve", "bench engine"),
+    unused("engine.enable_sleep", only=(*_NOT_TRAINING, "bench engine"),
            why="it frees the KV cache while a trainer works, and nothing trains here"),
     warning("engine.gpu_memory_utilization > 0.8", "engine.kv_cache_gib = unset", only=("rl",),
             given=("not @is_apart", "not engine.enable_sleep"),
@@ -199,7 +200,7 @@ _TENSOR_PARALLEL = (
     error(f"{_SIZE} > 1", "@undivided",
           says=f"{_SIZE} is {{{_SIZE}}}, which does not divide {{undivided}} of {{the_model}}",
           fix=f"use a smaller power of two for {_SIZE}; further devices run as replicas"),
-    error(f"{_SIZE} does not divide @num_processes", only=("eval", "generate", "serve"),
+    error(f"{_SIZE} does not divide @num_processes", only=_NOT_TRAINING,
           why="each device of an engine takes a process, and further engines are replicas",
           fix=f"start a multiple of {{{_SIZE}}} processes (--nproc N)"),
     error(f"{_SIZE} != @num_processes", only=("bench engine",),

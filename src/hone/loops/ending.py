@@ -24,7 +24,7 @@ from hone.loops.interrupt import Terminated
 from hone.observe.disk import DiskError
 from hone.observe.loggers import append_event
 from hone.observe.pages import Pages
-from hone.observe.run_folder import LOCK, RunFolder, is_locked
+from hone.observe.run_folder import RunFolder, is_locked, lock_holder
 
 __all__ = ["Ending", "evaluation_cause", "record_death"]
 
@@ -38,7 +38,8 @@ class Ending:
     """Records the end of a run in its folder.
 
     The first process draws the report of a successful run. Any other end is recorded by the process
-    that reports the error, which then draws the report.
+    that reports the error, which then draws the report. Nothing is written into a folder that was
+    deleted: it may be another run's by then.
     """
 
     def __init__(
@@ -47,6 +48,10 @@ class Ending:
         self._folder, self._watch, self._pages = folder, watch, pages
         self._is_first = is_first
         self._is_recorded = False
+        self._holder: int | None = None
+        """Id of the process that has locked the folder."""
+        self._is_whole = True
+        """Whether the folder was still this run's when the run ended."""
 
     @contextmanager
     def report(self) -> Generator[None]:
@@ -58,13 +63,14 @@ class Ending:
             if self._is_recorded and (problem := _draw_failed(self._folder, self._pages)):
                 error.add_note(problem)
             raise
-        if self._is_first and self._pages is not None:
+        if self._is_first and self._is_whole and self._pages is not None:
             self._pages.write_report(self._folder)
 
     @contextmanager
-    def cause(self) -> Generator[None]:
-        """Record the error that ends the block, or its success. Entered while the folder is
-        locked."""
+    def cause(self, holder: int) -> Generator[None]:
+        """Record the error that ends the block, or its success. Entered while the folder is locked
+        by the process with the id `holder`."""
+        self._holder = holder
         self._watch.on_end, began_s = self._other_ended, time.time()
         try:
             yield
@@ -78,6 +84,9 @@ class Ending:
     def _finish(self, began_s: float) -> None:
         """Write the event `finished`, unless it is already the last event, or this launch, which
         began at `began_s`, was interrupted and has saved."""
+        if not self._is_ours():
+            self._is_whole = False
+            return
         run = RunFolder.read(self._folder, has_ended=True)
         if run.end is not None:
             kind, at_s = run.end["kind"], run.end.get("timestamp_s", 0.0)
@@ -94,7 +103,12 @@ class Ending:
         drawing.start()
         drawing.join(_DRAWING_S)
 
+    def _is_ours(self) -> bool:
+        return lock_holder(self._folder) == str(self._holder)
+
     def _record(self, **fields: Any) -> None:
+        if not self._is_ours():
+            return
         self._is_recorded = True
         _record(self._folder, **fields, step=self._watch.step, phase=self._watch.phase)
 
@@ -113,10 +127,7 @@ def record_death(
     Nothing is written if none of the run's processes, `pids`, had locked the folder yet, or if
     another run has it.
     """
-    lock = folder / LOCK
-    if not lock.is_file() or lock.read_text(errors="replace").strip() not in map(str, pids):
-        return
-    if is_locked(folder):
+    if (lock_holder(folder) or "") not in map(str, pids) or is_locked(folder):
         return
     _record(folder, kind="error", message=message, error="LostPeerError", step=step, phase=phase)
     _draw_failed(folder, pages)

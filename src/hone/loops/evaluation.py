@@ -10,7 +10,7 @@ import torch
 
 from hone.config.tree import EvaluateConfig
 from hone.loops.ending import evaluation_cause
-from hone.loops.inputs import prompts_of, tools_of, turns_of
+from hone.loops.inputs import facts_of, prompts_of, tools_of, turns_of
 from hone.loops.sampling import Host, counting, join_hosts, sampler_of
 from hone.loops.workers import gpus_for
 from hone.models.tokenizer import load_tokenizer
@@ -21,6 +21,7 @@ from hone.observe.metrics import to_scalars
 from hone.observe.pages import Pages
 from hone.observe.run_folder import EVAL_CONFIG, EVAL_ENVIRONMENT, EVAL_METRICS, EVAL_SAMPLES
 from hone.observe.whole_file import write_whole
+from hone.rewards.environment import EnvFacts
 from hone.rewards.scorer import FailureRateError, check_failure_rate
 from hone.rollout.eval_metrics import pass_rule, summarise
 from hone.rollout.evaluate import evaluate
@@ -48,12 +49,13 @@ def run_evaluation(
             kind = "cuda" if gpus_for(cfg.run, host.num_devices) else "cpu"
             environment = cfg.run.dir / EVAL_ENVIRONMENT
             save_environment(environment, torch.device(kind), host.num_processes)
+        facts = facts_of(cfg.env, cfg.reward, host)
         if not host.is_driver:
             if host.size > 1:
                 host.gather(None)
             return host.broadcast(None)
         try:
-            samples = _evaluated(cfg, host)
+            samples = _evaluated(cfg, host, facts)
         except FailureRateError as error:
             _write_samples(cfg, host, error.samples)
             raise
@@ -77,10 +79,10 @@ def _write_samples(cfg: EvaluateConfig, host: Host, samples: Sequence[Sample]) -
         write_whole(cfg.run.dir / EVAL_SAMPLES, "".join(rows), "run.dir")
 
 
-def _evaluated(cfg: EvaluateConfig, host: Host) -> list[Sample]:
+def _evaluated(cfg: EvaluateConfig, host: Host, facts: EnvFacts | None) -> list[Sample]:
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
-    tools = tools_of(cfg.env, cfg.reward, tokenizer)
+    tools = tools_of(facts, cfg.env, tokenizer)
     data = prompts_of(cfg, tokenizer, tools=tools.schemas)
     turns = turns_of(cfg, tokenizer, tools=tools)
     with (

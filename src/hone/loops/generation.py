@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.tree import GenerateConfig
 from hone.data.reading import num_rows, read_prompts
 from hone.data.tool_schemas import ToolSchemas
-from hone.loops.inputs import room_for_prompts, tools_of, turns_of
+from hone.loops.inputs import facts_of, room_for_prompts, tools_of, turns_of
 from hone.loops.sampling import Host, counting, is_scored, join_hosts, sampler_of
 from hone.models.load import load_config
 from hone.models.tokenizer import load_tokenizer, require_known_tokens
@@ -34,6 +34,7 @@ from hone.observe.resumable_jsonl import (
 )
 from hone.observe.whole_file import write_whole
 from hone.paths import settings_file
+from hone.rewards.environment import EnvFacts
 from hone.rewards.scorer import FailureRateError, describe_failures
 from hone.rollout.batch import Batch
 from hone.rollout.requests import sampling_params
@@ -67,8 +68,9 @@ def run_generation(cfg: GenerateConfig, num_devices: int = 1) -> int:
                 write_whole(settings_file(cfg.output), settings_text(cfg), "output")
                 parts = stack.enter_context(locked_parts(cfg.output))
             parts = host.broadcast(parts)
+            facts = facts_of(cfg.env, cfg.reward, host)
             if host.is_driver:
-                _generate(cfg, host, parts)
+                _generate(cfg, host, parts, facts)
             host.gather(None)  # all hosts are done
             parts = read_parts(cfg.output)
             host.gather(None)
@@ -91,11 +93,13 @@ def _conclude(cfg: GenerateConfig, parts: Sequence[PartFile]) -> None:
         _log.warning("warning: %s of them have no reward", f"{failed:,}")
 
 
-def _generate(cfg: GenerateConfig, host: Host, parts: Sequence[PartFile]) -> None:
+def _generate(
+    cfg: GenerateConfig, host: Host, parts: Sequence[PartFile], facts: EnvFacts | None
+) -> None:
     """Sample the unfinished prompts of this host."""
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
-    tools = tools_of(cfg.env, cfg.reward, tokenizer)
+    tools = tools_of(facts, cfg.env, tokenizer)
     turns = turns_of(cfg, tokenizer, tools=tools)
     prompts = _known(_prompts_of(cfg, tokenizer, tools.schemas), tokenizer, cfg)
     tried = list(islice(prompts, _TRIED_PROMPTS)) if is_scored(cfg) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,7 @@ from hone.families.tokens import is_of_tokenizers
 from hone.models.load import load_config, load_end_ids
 from hone.models.support import classifies, context_length
 from hone.models.tokenizer import load_tokenizer, require_known_tokens
+from hone.rewards.environment import EnvFacts
 from hone.rewards.pool import describe
 from hone.rewards.scorer import Scorer
 from hone.rewards.settings import RewardConfig
@@ -31,6 +33,7 @@ from hone.types import Prompt
 __all__ = [
     "Tools",
     "encoder",
+    "facts_of",
     "prompts_of",
     "room_for_prompts",
     "share_of_workers",
@@ -51,13 +54,29 @@ class Tools:
     """The format in which the model writes calls; None where none are read."""
 
 
-def tools_of(env: EnvConfig, reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> Tools:
-    """The tools of an environment, which is loaded in a worker for that, with the limits of
-    `reward`. Raises ValueError where it cannot be, or where the chat template does not show how
-    tools are called."""
+class Everyone(Protocol):
+    """All processes of a run: the part of `Mesh` and of `Host` that passes what one of them
+    knows."""
+
+    @property
+    def is_first(self) -> bool: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
+def facts_of(env: EnvConfig, reward: RewardConfig, everyone: Everyone) -> EnvFacts | None:
+    """What the environment of a run is; None without one. The first process loads it once in a
+    worker, with the limits of `reward`, however many processes there are. Collective. Raises
+    ValueError in the first process where it cannot be loaded."""
     if not env.is_set:
+        return None
+    return everyone.broadcast(describe(reward, env) if everyone.is_first else None)
+
+
+def tools_of(facts: EnvFacts | None, env: EnvConfig, tokenizer: PreTrainedTokenizerBase) -> Tools:
+    """The tools of an environment. Raises UserError where the chat template does not show how tools
+    are called."""
+    if facts is None:
         return Tools()
-    facts = describe(reward, env)
     if not facts.needs_tool_format:
         return Tools(facts.tools)
     template = None

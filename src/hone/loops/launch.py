@@ -51,7 +51,7 @@ from hone.observe.resumed_run import (
     exported_step,
     save_config,
 )
-from hone.observe.run_folder import ENVIRONMENT, LOCK
+from hone.observe.run_folder import ENVIRONMENT, LOCK, lock_holder
 from hone.observe.tracing import Tracing
 from hone.planner.smaller_start import smaller_start
 from hone.trainer.frozen import FrozenScorer
@@ -246,6 +246,10 @@ def launch(cfg: RLConfig | SFTConfig, pages: Pages | None = None) -> Generator[L
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
         torch.manual_seed(run.seed)
+        lock = None
+        if everyone.is_first and (run.dir / LOCK).is_file():
+            # First: a run that is still at work there may save another checkpoint.
+            lock = stack.enter_context(lock_run_dir(run.dir))
         require_same_inputs(plan, everyone)
         require_shared(run.dir, everyone)
         store = CheckpointStore(
@@ -263,14 +267,14 @@ def launch(cfg: RLConfig | SFTConfig, pages: Pages | None = None) -> Generator[L
         if checkpoint is not None:
             for line in announce(checkpoint, cfg, everyone.sizes):
                 _log.info("%s", line)
-        lock = None
         ending = Ending(run.dir, watch, is_first=everyone.is_first, pages=pages)
         stack.enter_context(ending.report())
-        if everyone.is_first:
+        if everyone.is_first and lock is None:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(lock_run_dir(run.dir))
-        stack.enter_context(ending.cause())
+        holder = everyone.broadcast(os.getpid())
+        stack.enter_context(ending.cause(holder))
         require_attention(plan.policy.model, everyone.device)
         if everyone.is_first and checkpoint is None:
             for line in announce_restart(cfg):
@@ -335,8 +339,8 @@ class FolderLock:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UserError(
-                    f"another run is at work in run.dir '{self._folder}'. Wait for its end, or "
-                    "name another folder."
+                    f"another run is at work in run.dir '{self._folder}': process "
+                    f"{lock_holder(self._folder)}. Wait for its end, or name another folder."
                 ) from error
             with writing(self._folder, "run.dir"):
                 file.truncate(0)

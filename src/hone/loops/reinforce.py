@@ -26,6 +26,7 @@ from hone.engine.backends import BACKENDS
 from hone.families.shape import ModelShape
 from hone.loops.engine_ranks import EngineRanks, LedEngine
 from hone.loops.inputs import (
+    facts_of,
     prompts_of,
     share_of_workers,
     tools_of,
@@ -284,7 +285,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
     """
     mesh, plan = start.mesh, start.plan
     tokenizer = _tokenizer(plan)
-    tools = tools_of(cfg.env, cfg.reward, tokenizer)
+    tools = tools_of(facts_of(cfg.env, cfg.reward, start.everyone), cfg.env, tokenizer)
     data = prompts_of(cfg, tokenizer, tools=tools.schemas)
     turns = turns_of(cfg, tokenizer, tools=tools)
     with ExitStack() as stack:
@@ -368,7 +369,8 @@ def build_critic(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generat
     """Build the same run in a process that trains a remote critic. It samples nothing, receives the
     groups from the first process, and makes the same calls as all."""
     tokenizer, algorithm = _tokenizer(start.plan), algorithm_of(cfg)
-    data = prompts_of(cfg, tokenizer, tools=tools_of(cfg.env, cfg.reward, tokenizer).schemas)
+    tools = tools_of(facts_of(cfg.env, cfg.reward, start.everyone), cfg.env, tokenizer)
+    data = prompts_of(cfg, tokenizer, tools=tools.schemas)
     with ExitStack() as stack:
         stack.enter_context(_pools(start, make_pools))
         models = _models(start, algorithm, policy=None, pools=None)

@@ -189,10 +189,10 @@ class Run(ABC, Generic[Item]):
             metric = self.checkpoint_metric(to_scalars(evaluated))
             with self.span("record"):
                 problem = self.record(step, batch, rows, metrics | evaluated)
-                problem = self._why_folder_is_lost(step) or problem
+                stop, is_saved = self.interrupt.is_requested(), True
+                problem = self._why_folder_is_lost(step, stop=stop) or problem
             # After the row is written: a run that dies in between computes the step again.
             with self.span("checkpoint"):
-                stop, is_saved = self.interrupt.is_requested(), True
                 if is_last or stop or problem is not None:
                     goes_on = not is_last or problem is not None
                     is_saved = self._write_end(step, metric, goes_on=goes_on)
@@ -255,7 +255,8 @@ class Run(ABC, Generic[Item]):
         Collective.
 
         Returns whether the state is on disk: a run whose model is written has not failed without
-        it. If the model cannot be written, its error is raised after the state is saved.
+        it. If the model cannot be written, its error is raised after the state is saved. Raises
+        UserError if the folder was deleted meanwhile.
         """
         problem: CheckpointError | ValueError | None = None
         writing = Interrupt(
@@ -266,7 +267,9 @@ class Run(ABC, Generic[Item]):
                 self.export(step)
             except (CheckpointError, ValueError) as error:  # in all processes
                 problem = error
+            self._require_folder()
             is_saved = self._save_last(step, metric, goes_on=goes_on or problem is not None)
+            self._require_folder()
         if problem is not None:
             raise problem
         return is_saved
@@ -284,28 +287,42 @@ class Run(ABC, Generic[Item]):
             return False
         return True
 
-    def _why_folder_is_lost(self, step: int) -> str | None:
+    def _why_folder_is_lost(self, step: int, *, stop: bool) -> str | None:
         """Reason to end the run if its folder was deleted, or None. The lock and the configuration
         are then written anew. Collective.
 
-        Raises UserError if another run has taken the folder.
+        Raises UserError if another run has taken the folder, or if a signal ends the run (`stop`):
+        who stops a run and deletes its folder wants nothing of it, and may start another one there.
         """
-        launch, is_taken = self.launch, False
+        launch, is_left = self.launch, stop
         reason: str | None = None
         if launch.lock is not None and not launch.lock.is_held():
             reason = f"run.dir={str(launch.dir)!r} was deleted while the run was at work"
-            try:
-                launch.lock.take_again()
-                launch.save_config()
-            except UserError as error:
-                reason, is_taken = f"{reason}: {error}", True
-        reason, is_taken = launch.everyone.broadcast((reason, is_taken))
-        if is_taken:
+            if stop:
+                reason += f", and a signal ends it: step {step} is not saved"
+            else:
+                try:
+                    launch.lock.take_again()
+                    launch.save_config()
+                except UserError as error:
+                    reason, is_left = f"{reason}: {error}", True
+        reason, is_left = launch.everyone.broadcast((reason, is_left))
+        if reason is not None and is_left:
             raise UserError(reason)
         return reason and (
             f"{reason}, and with it the records of its steps: it ends after step {step}, which is "
             "saved. The same command goes on from there."
         )
+
+    def _require_folder(self) -> None:
+        """Raise UserError in all processes if the folder was deleted. Collective."""
+        launch = self.launch
+        is_lost = launch.lock is not None and not launch.lock.is_held()
+        if launch.everyone.broadcast(is_lost):
+            raise UserError(
+                f"run.dir={str(launch.dir)!r} was deleted while the run wrote its end into it. It "
+                "writes nothing more there, since another run may begin in that folder."
+            )
 
     def _evaluate(self, step: int) -> Metrics:
         with self.span("eval"):

@@ -30,6 +30,7 @@ __all__ = [
     "Kind",
     "RunFolder",
     "is_locked",
+    "lock_holder",
     "read_config",
     "sample_files",
     "training_command",
@@ -266,6 +267,14 @@ def is_locked(folder: Path) -> bool:
     except OSError:  # no run was here, or the file system has no locks
         return False
     return False
+
+
+def lock_holder(folder: Path) -> str | None:
+    """The id of the process that last locked the folder, as text; None without one."""
+    try:
+        return (folder / LOCK).read_text(errors="replace").strip() or None
+    except OSError:
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

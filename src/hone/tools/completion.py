@@ -10,44 +10,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from hone.config.base import Section
+from hone.config.commands import COMMAND, COMMANDS, RECIPE
 from hone.config.env_try import EnvTryConfig
 from hone.config.recipe import recipe_names
 from hone.config.schema import fields, is_section, members
-from hone.config.tree import RECIPE_COMMANDS, TREES
+from hone.config.tree import RECIPE_COMMANDS, TREES, PlanConfig
 
 __all__ = ["SHELLS"]
 
 _SWITCH = ("true", "false")
 
 
+_TREES: Mapping[str, type[Section]] = {**TREES, "env": EnvTryConfig, "tune": PlanConfig}
+"""Trees by command, also of those that take only a part of a recipe."""
+_WITH_ACTIONS = tuple(name for name, entry in COMMANDS.items() if entry.actions)
+_WITH_TREES = tuple(name for name in _WITH_ACTIONS if any(COMMANDS[name].actions.values()))
+"""Commands each of whose actions has a tree of its own."""
+_OTHERS = tuple(name for name in _WITH_ACTIONS if name not in _WITH_TREES)
+
+
 def _second_words() -> dict[str, list[str]]:
     """What may follow a command, files apart."""
-    recipes = recipe_names()
-    return {
-        **{name: recipes for name in TREES if " " not in name},
-        "check": [*RECIPE_COMMANDS, *recipes],
-        "tune": recipes,
-        "bench": [name.partition(" ")[2] for name in TREES if " " in name],
-        "recipes": ["show", "copy"],
-        "completion": list(SHELLS),
-        "env": ["try", "check"],
-        "quickstart": ["--seed", "--dir"],
-    }
+    groups = {RECIPE: recipe_names(), COMMAND: RECIPE_COMMANDS}
+    found: dict[str, list[str]] = {}
+    for name, entry in COMMANDS.items():
+        words = [RECIPE] if entry.has_recipes else [*entry.actions, *entry.words]
+        found[name] = [each for word in words for each in groups.get(word, [word])]
+    return {name: words for name, words in found.items() if words}
 
 
 def _flags() -> dict[str, list[str]]:
     """The flags of each command, `bench` by its benchmarks; of `check` those of all that it
     checks."""
-    found = {name: [*_keys(tree), "--help"] for name, tree in TREES.items()}
-    for name in RECIPE_COMMANDS:
-        found[name].append("--nproc")
-    checked = dict.fromkeys(x for name in RECIPE_COMMANDS for x in found[name])
-    return found | {
-        "check": [*checked, "--gpu", "--json"],
-        "doctor": ["--run.dir", "--json"],
-        "env": [*_keys(EnvTryConfig), "--rows", "--script", "--turns", "--raw", "--json"],
-        "tune": [*found["plan"], "--nproc", "--candidates", "--steps-each"],
-    }
+    found = {name: [*_keys(tree), "--help"] for name, tree in _TREES.items()}
+    for name, entry in COMMANDS.items():
+        if entry.has_recipes:
+            found[name].append("--nproc")
+        if COMMAND in entry.words:
+            found[name] = list(dict.fromkeys(x for each in RECIPE_COMMANDS for x in found[each]))
+        if entry.flags:
+            found.setdefault(name, []).extend(entry.flags)
+    return found
 
 
 def _keys(tree: type[Section]) -> Iterator[str]:
@@ -75,7 +78,7 @@ def _words(kind: Any) -> tuple[str, ...]:
     return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
 
 
-def _bash(commands: Mapping[str, str]) -> str:
+def _bash() -> str:
     """Keys are given as `--key value` or `--key=value`, which readline cuts at the `=`."""
 
     def cases(table: Mapping[str, Sequence[str]]) -> str:
@@ -92,7 +95,7 @@ _hone() {{
   elif [[ $prev == "=" ]]; then prev="${{COMP_WORDS[COMP_CWORD-2]}}"
   fi
   if ((COMP_CWORD == 1)); then
-    COMPREPLY=($(compgen -W {shlex.quote(" ".join(commands))} -- "$cur"))
+    COMPREPLY=($(compgen -W {shlex.quote(" ".join(COMMANDS))} -- "$cur"))
     return
   fi
   case "$prev" in
@@ -104,13 +107,15 @@ _hone() {{
   fi
   words=""
   command="${{COMP_WORDS[1]}}"
-  if [[ $command == bench && COMP_CWORD -gt 2 ]]; then command="bench ${{COMP_WORDS[2]}}"; fi
+  if [[ " {" ".join(_WITH_TREES)} " == *" $command "* ]] && ((COMP_CWORD > 2)); then
+    command="$command ${{COMP_WORDS[2]}}"
+  fi
   if [[ $cur == -* ]]; then
     case "$command" in
 {flags}    esac
-  elif [[ ( $command == recipes || $command == env ) && COMP_CWORD -eq 3 ]]; then
+  elif [[ " {" ".join(_OTHERS)} " == *" $command "* ]] && ((COMP_CWORD == 3)); then
     words={shlex.quote(" ".join(recipe_names()))}
-  elif [[ $command == bench\\ * ]]; then
+  elif [[ $command == *\\ * ]]; then
     words={shlex.quote(" ".join(recipe_names()))}
   else
     case "$command" in
@@ -122,14 +127,14 @@ complete -o bashdefault -o default -F _hone hone
 """
 
 
-def _zsh(commands: Mapping[str, str]) -> str:
+def _zsh() -> str:
 
     def cases(table: Mapping[str, Sequence[str]]) -> str:
         lines = (f"{shlex.quote(x)}) found=({shlex.join(table[x])}) ;;" for x in table)
         return "".join(f"    {line}\n" for line in lines)
 
     seconds, flags, values = map(cases, (_second_words(), _flags(), _values()))
-    described = " ".join(shlex.quote(f"{name}:{text}") for name, text in commands.items())
+    described = " ".join(shlex.quote(f"{name}:{entry.summary}") for name, entry in COMMANDS.items())
     return f"""\
 #compdef hone
 # zsh completion of hone; after an update print it again: hone completion zsh
@@ -154,13 +159,15 @@ _hone() {{
     return
   fi
   found=()
-  if [[ $command == bench ]] && ((CURRENT > 3)); then command="bench ${{words[3]}}"; fi
+  if [[ $command == ({"|".join(_WITH_TREES)}) ]] && ((CURRENT > 3)); then
+    command="$command ${{words[3]}}"
+  fi
   if [[ $PREFIX == -* ]]; then
     case "$command" in
 {flags}    esac
-  elif [[ $command == bench\\ * ]]; then
+  elif [[ $command == *\\ * ]]; then
     found=({shlex.join(recipe_names())})
-  elif [[ $command == (recipes|env) ]] && ((CURRENT == 4)); then
+  elif [[ $command == ({"|".join(_OTHERS)}) ]] && ((CURRENT == 4)); then
     found=({shlex.join(recipe_names())})
   else
     case "$command" in
@@ -173,32 +180,31 @@ if [[ $zsh_eval_context[-1] == loadautofunc ]]; then _hone "$@"; else compdef _h
 """
 
 
-def _fish(commands: Mapping[str, str]) -> str:
+def _fish() -> str:
     lines = ["# fish completion of hone; after an update print it again: hone completion fish"]
     lines += ["complete -c hone -e"]
     none = "__fish_use_subcommand"
-    for name, text in commands.items():
-        lines.append(f"complete -c hone -f -n {none} -a {name} -d {_fish_quoted(text)}")
+    for name, entry in COMMANDS.items():
+        lines.append(f"complete -c hone -f -n {none} -a {name} -d {_fish_quoted(entry.summary)}")
     for name, words in _second_words().items():
         if not words[0].startswith("-"):
             condition = f"__fish_seen_subcommand_from {name}"
-            if name in ("bench", "recipes", "env"):
+            if name in _WITH_ACTIONS:
                 condition += f"; and not __fish_seen_subcommand_from {' '.join(words)}"
             seen = _fish_quoted(condition)
             lines.append(f"complete -c hone -n {seen} -a {_fish_quoted(' '.join(words))}")
     named = _fish_quoted(" ".join(recipe_names()))
-    lines.append(
-        f"complete -c hone -n '__fish_seen_subcommand_from show copy engine train try' -a {named}"
-    )
+    actions = " ".join(action for name in _WITH_ACTIONS for action in COMMANDS[name].actions)
+    lines.append(f"complete -c hone -n '__fish_seen_subcommand_from {actions}' -a {named}")
     values = _values()
-    flags = _flags() | {"quickstart": ["--seed", "--dir"]}
+    flags = _flags()
     commands_of: dict[str, list[str]] = {}
     for command, names in flags.items():
         for flag in names:
             commands_of.setdefault(flag, []).append(command)
     for flag, takers in commands_of.items():
         seen = dict.fromkeys(word for command in takers for word in command.split())
-        words = [word for word in seen if word != "bench"]
+        words = [word for word in seen if word not in _WITH_TREES]
         condition = f"__fish_seen_subcommand_from {' '.join(words)}"
         takes = "" if flag in ("--help", "--json") else " -r"
         if flag in values:
@@ -214,4 +220,4 @@ def _fish_quoted(text: str) -> str:
 
 
 SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-"""The function of each shell makes its script from the commands of hone and their help lines."""
+"""The function of each shell makes its script."""

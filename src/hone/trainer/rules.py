@@ -10,7 +10,7 @@ from functools import cached_property
 from hone.config.rules.facts import LONG_ROW, Facts
 from hone.config.rules.rule import error, excludes, needs, unused, warning, with_facts
 from hone.config.rules.view import Details, Fact, NotKnownError, required
-from hone.config.tree import SUPERVISED
+from hone.config.tree import SAMPLING, SUPERVISED
 from hone.distributed.settings import ulysses_problem
 from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.registry import SPECS, TENSOR_FAMILIES
@@ -19,7 +19,7 @@ from hone.families.stages import stage_layers
 
 __all__ = ["RULES"]
 
-_EXACT = ("rl", "eval", "generate", "serve", "bench engine", "bench train")
+_EXACT = (*SAMPLING, "bench engine", "bench train")
 _BUDGET, _FORWARD = "trainer.max_tokens_per_microbatch", "trainer.max_tokens_per_forward"
 _PARALLEL, _TENSOR = "trainer.parallel", "trainer.parallel.tensor_parallel_size"
 _EXPERTS = "trainer.parallel.expert_parallel_size"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.config.walk import Row
+from tests.config.row import Row
 from tests.config.walk_rows.shared import (
     LORA,
     engine_rows,

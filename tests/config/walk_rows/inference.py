@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.config.walk import Row
+from tests.config.row import Row
 from tests.config.walk_rows.rl import RL
 from tests.config.walk_rows.shared import (
     CHAT,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.config.walk import Row
+from tests.config.row import Row
 from tests.config.walk_rows.shared import engine_rows, model_rows, run_rows, sampling_rows
 
 SERVE: dict[str, Row] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.config.walk import Row
+from tests.config.row import Row
 
 CHAT = ("--data.chat=always", "--data.max_prompt_tokens=24")
 HUB = ("--data.train=[{path: owner/name}]",)

@@ -8,12 +8,12 @@ from functools import cached_property
 from hone.config.rules.facts import Facts
 from hone.config.rules.rule import error, excludes, unused, warning, with_facts
 from hone.config.rules.view import View
+from hone.config.tree import SAMPLING
 from hone.engine.sglang import facts
 from hone.engine.sglang.facts import FAMILIES, INSTALL, PYTHON, VERSIONS
 
 __all__ = ["RULES"]
 
-_RUNS = ("rl", "eval", "generate", "serve")
 _BACKEND, _SGLANG = "engine.backend", "engine.backend = sglang"
 _SIZE = "engine.tensor_parallel_size"
 
@@ -40,12 +40,12 @@ def _not_served(view: View) -> Iterator[Mapping[str, object]]:
 
 RULES = with_facts(
     SGLangFacts,
-    error(_SGLANG, each=_not_served, only=_RUNS,
+    error(_SGLANG, each=_not_served, only=SAMPLING,
           says="engine.backend is sglang, and {python} has {has}",
           why=f"versions {VERSIONS} are served, with other versions of transformers than hone's",
           fix=f"install one in an environment of its own ({INSTALL}) and name its Python in the "
           f"environment variable {PYTHON} | {_BACKEND} = embedded"),
-    error(_SGLANG, "not @is_sglang_family", only=_RUNS,
+    error(_SGLANG, "not @is_sglang_family", only=SAMPLING,
           says="engine.backend is sglang, and {the_model} is of the family {family}",
           why=f"of SGLang's models hone knows the weights of {', '.join(FAMILIES)}",
           fix=f"{_BACKEND} = embedded"),
@@ -62,7 +62,7 @@ RULES = with_facts(
     error(_SGLANG, "pipeline.max_staleness", "cluster.num_engines = 0",
           why="the server works on the device of the trainer, and this engine in a thread of it",
           fix=f"set cluster.num_engines | {_BACKEND} = embedded"),
-    *(error(_SGLANG, condition, only=_RUNS,
+    *(error(_SGLANG, condition, only=SAMPLING,
             why="SGLang draws from a part of the distribution then, and reports log-probabilities "
             "of the whole",
             fix=f"{key} = {value} | {_BACKEND} = embedded")
@@ -70,13 +70,13 @@ RULES = with_facts(
           ("sampling.top_p < 1", "sampling.top_p", "1"),
           ("sampling.top_k > 0", "sampling.top_k", "0"),
           ("sampling.min_p > 0", "sampling.min_p", "0"))),
-    warning("run.seed is set", _SGLANG, only=_RUNS,
+    warning("run.seed is set", _SGLANG, only=SAMPLING,
             why="no seed is sent to SGLang, which draws by a generator of its own, so that the "
             "tokens of two runs differ",
             fix=f"{_BACKEND} = embedded"),
     error(_SGLANG, only=("bench engine",),
           why="`hone bench engine` measures the embedded engine",
           fix=f"{_BACKEND} = embedded"),
-    unused("engine.enable_sleep", _SGLANG, "run.device = cpu", only=_RUNS,
+    unused("engine.enable_sleep", _SGLANG, "run.device = cpu", only=SAMPLING,
            why="SGLang frees nothing there"),
 )  # fmt: skip

@@ -7,13 +7,13 @@ from functools import cached_property
 from hone.config.rules.facts import Facts
 from hone.config.rules.rule import error, excludes, needs, warning, with_facts
 from hone.config.rules.view import required
+from hone.config.tree import SAMPLING
 from hone.engine.vllm import facts
 from hone.engine.vllm.facts import LOWEST_TEMPERATURE, VERSIONS, VLLM_EXPERTS
 from hone.extras import installed_version
 
 __all__ = ["RULES"]
 
-_RUNS = ("rl", "eval", "generate", "serve")
 _SIZE, _BACKEND, _VLLM = "engine.tensor_parallel_size", "engine.backend", "engine.backend = vllm"
 
 
@@ -57,11 +57,11 @@ RULES = with_facts(
     error(_VLLM, "pipeline.max_staleness", "cluster.num_engines = 0",
           why="vLLM runs in processes of its own, and this engine in a thread",
           fix=f"set cluster.num_engines | {_BACKEND} = embedded"),
-    error(_VLLM, "run.device = cpu", "@has_experts", only=_RUNS,
+    error(_VLLM, "run.device = cpu", "@has_experts", only=SAMPLING,
           says="engine.backend is vllm, run.device is cpu, and {the_model} has experts",
           why="on a CPU vLLM packs the weights of experts, and a sync would not reach these copies",
           fix=f"{_BACKEND} = embedded"),
-    error(_VLLM, "not @has_vllm_experts", only=_RUNS,
+    error(_VLLM, "not @has_vllm_experts", only=SAMPLING,
           says="engine.backend is vllm, and {the_model} has experts and is of the family {family}",
           why=f"of models with experts vLLM serves {', '.join(VLLM_EXPERTS)} here",
           fix=f"{_BACKEND} = embedded"),
@@ -71,12 +71,12 @@ RULES = with_facts(
             why="vLLM chooses experts by other kernels than the trainer, and the two send some "
             "tokens to different ones",
             fix="algorithm.routing_replay = true"),
-    needs("vllm", _VLLM, by="engine.backend=vllm", instead=f"{_BACKEND} = embedded", only=_RUNS),
-    error(_VLLM, "@vllm_version_not_served", only=_RUNS,
+    needs("vllm", _VLLM, by="engine.backend=vllm", instead=f"{_BACKEND} = embedded", only=SAMPLING),
+    error(_VLLM, "@vllm_version_not_served", only=SAMPLING,
           says=f"{_BACKEND} is vllm, and version {{vllm_version}} is installed",
           why=f"versions {VERSIONS} are served",
           fix=f"install one of them | {_BACKEND} = embedded"),
-    error(_VLLM, "run.device = cpu", "@vllm_head_dims", only=_RUNS,
+    error(_VLLM, "run.device = cpu", "@vllm_head_dims", only=SAMPLING,
           says="engine.backend is vllm, run.device is cpu, and {the_model} has heads of {head_dim}",
           why="on a CPU vLLM computes heads of {vllm_head_dims}",
           fix=f"{_BACKEND} = embedded"),
@@ -87,7 +87,7 @@ RULES = with_facts(
         "engine.weight_dtype = int8":
             ("its formats of 8 bits are not filled by syncs", "auto"),
     }),
-    error("engine.max_num_batched_tokens < engine.max_num_seqs", _VLLM, only=_RUNS,
+    error("engine.max_num_batched_tokens < engine.max_num_seqs", _VLLM, only=SAMPLING,
           why="vLLM refuses that",
           fix="raise engine.max_num_batched_tokens"),
     error(f"sampling.temperature < {LOWEST_TEMPERATURE}", _VLLM,
@@ -95,7 +95,7 @@ RULES = with_facts(
           why=f"vLLM raises what is below {LOWEST_TEMPERATURE} to that, and would sample from "
           "another distribution",
           fix=f"use 0 (greedy) | {LOWEST_TEMPERATURE} or more"),
-    warning("engine.enable_sleep", _VLLM, "run.device = cpu", only=_RUNS,
+    warning("engine.enable_sleep", _VLLM, "run.device = cpu", only=SAMPLING,
             why="vLLM frees nothing there", fix="remove engine.enable_sleep"),
     error(_VLLM, only=("bench engine",),
           why="`hone bench engine` measures the embedded engine, and runs vLLM beside it where "

@@ -13,6 +13,7 @@ from hone.loops.inputs import encoder, tools_of
 from hone.models.load import load_config, load_end_ids
 from hone.models.support import context_length
 from hone.models.tokenizer import decoder, load_tokenizer, require_known_tokens
+from hone.rewards.pool import describe
 from hone.tools.env_try.language import Language, examples_of
 
 __all__ = ["model_language"]
@@ -38,7 +39,8 @@ def model_language(cfg: EnvTryConfig, num_rows: int) -> Language:
             f"{context:,}"
         )
     examples = examples_of(cfg, num_rows)
-    tools = tools_of(cfg.env, cfg.reward, tokenizer)
+    facts = describe(cfg.reward, cfg.env) if cfg.env.is_set else None
+    tools = tools_of(facts, cfg.env, tokenizer)
     renderer = Renderer(tokenizer, cfg.data, keeps_messages=True, tools=tools.schemas)
     rendered = renderer.prompts(examples)
     prompts = [make_prompt(*both) for both in zip(examples, rendered, strict=True)]
