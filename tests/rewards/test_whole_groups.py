@@ -105,11 +105,18 @@ def test_a_call_that_fails_costs_all_samples_of_the_group(
     bad, good = group("four", text, "no"), group("four", "no")
     limit_s = 2.0 if failure is FailureKind.TIMEOUT else 60.0
     with scorer(tmp_path, timeout_s=limit_s) as scorer_:
-        scorer_.submit(*bad)
-        scorer_.submit(*good)
+        scorer_.submit(*bad, *good)
+        alone = list[Sample]()
+        while scorer_.pending:
+            alone += scorer_.poll(1.0)
+        assert sorted(map(id, alone)) == sorted(map(id, [*bad, *good]))
+        assert all(sample.awaits_group for sample in alone)
+        assert scorer_.stats().num_scored == 0
+        scorer_.compare(bad)
+        scorer_.compare(good)
         assert scorer_.pending == 5
         while scorer_.pending:
-            scorer_.poll(1.0)
+            assert not any(sample.awaits_group for sample in scorer_.poll(1.0))
         assert scorer_.stats().num_failed == {failure: 3}
     assert [sample.failure for sample in bad] == [failure] * 3
     assert all("rank" in sample.failure_detail for sample in bad)
@@ -180,8 +187,8 @@ def test_all_may_abstain_of_one_and_the_sum_is_finite() -> None:
     function = RewardFunction(f, name="f", weight=1.0, args={}, whole_groups=True)
     given = arguments(make_sample("a"), max_completion_tokens=8)
     own = score([function], given)
-    assert own.reward == Reward(total=0.0, parts={})
+    assert own.reward == Reward(total=0.0, parts={}, is_partial=True)
     (in_group,) = score_group([function], [given], on_call=lambda index: None).of_group
-    assert "every reward function returned None" in add_own(own, in_group).detail
-    large = Verdict(reward=Reward(total=1.7e308, parts={"f": 1.0}))
-    assert "is inf" in add_own(large, large).detail
+    assert "every reward function returned None" in add_own(own.reward, in_group).detail
+    large = Reward(total=1.7e308, parts={"f": 1.0})
+    assert "is inf" in add_own(large, Verdict(reward=large)).detail

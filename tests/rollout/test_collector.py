@@ -35,8 +35,10 @@ from tests.rollout.fakes import (
     CyclicPrompts,
     FakeEngine,
     FakeScorer,
+    by_first_token,
     collect,
     draw,
+    in_group,
     make_collector,
     prompt,
 )
@@ -142,18 +144,6 @@ def test_the_speed_of_scoring_changes_nothing(delay: int, oversample: int, dynam
         check_groups(actual, size=3)
 
 
-class RecordingScorer(FakeScorer):
-    """Keeps the ids of each submission."""
-
-    def __init__(self) -> None:
-        super().__init__(delay=2, takes_whole_groups=True)
-        self.submitted: list[list[str]] = []
-
-    def submit(self, *samples: Sample) -> None:
-        self.submitted.append([sample.id for sample in samples])
-        super().submit(*samples)
-
-
 @given(oversample=st.integers(0, 5), dynamic=st.booleans(), ahead=st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_a_scorer_of_whole_groups_gets_each_in_one_piece(
@@ -162,7 +152,7 @@ def test_a_scorer_of_whole_groups_gets_each_in_one_piece(
     """Whatever is carried over, with the samples that one which goes step by step gets."""
     options: dict[str, Any] = {"dynamic_sampling": dynamic, "max_completion_tokens": 40}
     options |= {"pipeline": {"max_staleness": 1}} if ahead else {"oversample_prompts": oversample}
-    scorer = RecordingScorer()
+    scorer = FakeScorer(delay=2, takes_whole_groups=True)
     whole = make(scorer, engine=FakeEngine(end_every=15), **options)
     single = make(engine=FakeEngine(end_every=15), **options)
     for step in range(4):
@@ -171,8 +161,11 @@ def test_a_scorer_of_whole_groups_gets_each_in_one_piece(
         if not ahead:
             assert tokens(groups) == tokens(collect(single, step))
         for group in groups:
-            (submitted,) = (ids for ids in scorer.submitted if ids[0].startswith(f"{group.id}/"))
-            assert submitted == [sample.id for sample in group.samples]
+            (compared,) = (ids for ids in scorer.compared if ids[0].startswith(f"{group.id}/"))
+            assert compared == [sample.id for sample in group.samples]
+            own = [by_first_token(sample) for sample in group.samples]
+            rewards = [sample.reward and sample.reward.total for sample in group.samples]
+            assert rewards == [each + in_group(each, own) for each in own]
 
 
 def test_dynamic_sampling_keeps_only_groups_that_teach() -> None:

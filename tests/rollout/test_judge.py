@@ -27,7 +27,8 @@ from hone.rewards.settings import (
     RewardFunctionConfig,
     RewardModelConfig,
 )
-from hone.rollout.judge import RewardModel, RewardModelScorer, Transcripts
+from hone.rollout.judge import RewardModel, RewardModelScorer
+from hone.rollout.transcripts import Transcripts
 from hone.types import FailureKind, Prompt, Sample, StopReason
 from tests.tables import table
 from tests.tiny_runs import make_classifier
