@@ -192,3 +192,20 @@ def test_all_may_abstain_of_one_and_the_sum_is_finite() -> None:
     assert "every reward function returned None" in add_own(own.reward, in_group).detail
     large = Reward(total=1.7e308, parts={"f": 1.0})
     assert "is inf" in add_own(large, Verdict(reward=large)).detail
+
+
+def test_a_run_that_goes_on_without_such_functions_keeps_what_waits(tmp_path: Path) -> None:
+    """One that nothing else has scored has no reward."""
+    samples = group("four", "no")
+    samples[0].reward = Reward(total=9.5, parts={"right": 9.5}, is_partial=True)
+    samples[1].reward = Reward(total=0.0, is_partial=True)
+    (tmp_path / "rewards.py").write_text(SOURCE)
+    functions = (RewardFunctionConfig(fn=f"{tmp_path / 'rewards.py'}:right"),)
+    rewards = RewardConfig(functions=functions, clip=(0.0, 2.0), num_workers=1)
+    with Scorer(rewards, max_completion_tokens=8) as scorer_:
+        scorer_.compare(samples)
+        assert scorer_.pending == 2
+        assert scorer_.poll() == samples
+        assert scorer_.pending == 0
+    assert samples[0].reward == Reward(total=2.0, parts={"right": 9.5})
+    assert samples[1].failure is FailureKind.INVALID
