@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score, score_group
-from hone.rewards.scorer import Scorer
+from hone.rewards.scorer import FailureRateError, Scorer
 from hone.rewards.settings import RewardConfig, RewardFunctionConfig
 from hone.types import FailureKind, Reward, Sample
 from tests.rewards.scoring import make_sample
@@ -209,3 +209,21 @@ def test_a_run_that_goes_on_without_such_functions_keeps_what_waits(tmp_path: Pa
         assert scorer_.pending == 0
     assert samples[0].reward == Reward(total=2.0, parts={"right": 9.5})
     assert samples[1].failure is FailureKind.INVALID
+
+
+def test_some_that_fail_while_others_wait_for_their_group_do_not_end_the_run(
+    tmp_path: Path,
+) -> None:
+    """Many that fail in the call of their group, and none that waits, do."""
+    with scorer(tmp_path) as scorer_:
+        samples = [replace(one, id=f"g/{n}") for n, one in enumerate(group(*["bad", "four"] * 30))]
+        for one in samples:
+            scorer_.submit(one)
+            while scorer_.pending:
+                scorer_.poll(1.0)
+        assert [one.awaits_group for one in samples] == [False, True] * 30
+        failing = samples[1::2]
+        failing[0].text = "raise"
+        scorer_.compare(failing)
+        with pytest.raises(FailureRateError, match="all of the first 24 samples failed"):
+            scorer_.poll(60.0)

@@ -45,7 +45,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_TIMES = 10_000
 _FIRST_CALLS = 24
-"""After this many failures and no score, no sample is expected ever to be scored."""
+"""After this many failures and no score, not even a partial one between them, no sample is expected
+ever to be scored."""
 _WAIT_S = 5.0
 """Time that the caller waits for scores before `on_wait` is called, in seconds."""
 
@@ -482,6 +483,7 @@ class Scorer:
         sample.reward = verdict.reward
         if sample.awaits_group:
             self._batch["samples"] -= 1  # it is submitted once more
+            self._first_failures.clear()  # some samples can be scored, as far as one knows
             self._times_s.append(verdict.seconds)
             self._done.append(sample)
             return
