@@ -313,6 +313,8 @@ class Reward:
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    is_partial: bool = False
+    """The scores of functions that take whole groups are still to be added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,6 +484,11 @@ class Sample(_Compact):
     def valid(self) -> bool:
         """Scored without failure: may enter baselines, losses and reward means."""
         return self.failure is None and self.reward is not None
+
+    @property
+    def awaits_group(self) -> bool:
+        """Has ended, and is scored by functions that take whole groups once its group has ended."""
+        return self.reward is not None and self.reward.is_partial
 
 
 @dataclass(slots=True, kw_only=True)

@@ -241,6 +241,12 @@ def test_a_sound_configuration_has_no_finding(command: str, read_workspace: Path
         "trainer.max_tokens_per_microbatch=4096",
         "env.path=envs.py:Game env.max_turns=2 eval.pass_function=env eval.every_n_steps=9 "
         "data.eval_fraction=0.1",
+        "reward.functions.0.fn=ranks.py:rank reward.functions.0.whole_groups=true "
+        "env.path=envs.py:Game env.max_turns=2",
+        "reward.functions.0.fn=ranks.py:rank reward.functions.0.whole_groups=true "
+        "env.tools=[mcp:x]",
+        "reward.model.path=judge env.path=envs.py:Game env.max_turns=2",
+        "reward.model.path=judge env.tools=[mcp:x]",
         "rollout.max_completion_tokens=3072",
         "algorithm.kl.coef=0.01",
         "algorithm.kl.coef=0.01 algorithm.kl.placement=reward algorithm.kl.estimator=k1",

@@ -97,7 +97,11 @@ def fill(folder: Path) -> None:
     (folder / "foreign" / "tokenizer.json").write_text('{"model": {"vocab": [["a", 0], ["c", 0]]}}')
     (folder / "empty").mkdir()
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
-    (folder / "ranks.py").write_text("def rank(completions):\n    return [1.0]\n")
+    (folder / "ranks.py").write_text(
+        "def rank(completions):\n    return [1.0]\n\n"
+        "def needy(completions, environments):\n    return [1.0]\n\n"
+        "def hoping(completions, environments=None):\n    return [1.0]\n"
+    )
     (folder / "labels.py").write_text("def score(queries, prompts, labels):\n    return [1.0]\n")
     (folder / "imports.py").write_text(
         "from __future__ import annotations\nimport json\nimport scores, no_such_module.deep\n"

@@ -58,6 +58,11 @@ class Counter:
 
 def any_answer(completion, answer):
     return float(len(completion) % 2)
+
+
+def shares(completions, **columns):
+    total = sum(map(len, completions)) or 1
+    return [len(text) / total for text in completions]
 '''
 
 
@@ -106,6 +111,23 @@ def test_tools_are_shown_and_a_turn_without_calls_is_scored(folder: Path, tmp_pa
         assert sample["reward"] == len(sample["text"]) % 2
         assert sample["reward_parts"]["env/tools/calls"] == 0.0
         assert not parse(sample["text"], "hermes", {}).calls
+
+
+def test_episodes_with_tools_are_compared(folder: Path, tmp_path: Path) -> None:
+    """By a function of whole groups, which gets the texts of all episodes of a prompt."""
+    settings = {"tools": [f"{folder / 'tools.py'}:double"], "max_turns": 3, "max_turn_tokens": 6}
+    function = {"fn": f"{folder / 'tools.py'}:shares", "whole_groups": True}
+    rewards = {"functions": [function], "num_workers": 1}
+    samples = run(configured(folder, tmp_path, env=settings, reward=rewards))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for sample in samples:
+        groups.setdefault(sample["id"].rpartition("/")[0], []).append(sample)
+    for group in groups.values():
+        lengths = [len(sample["text"]) for sample in group]
+        assert len(lengths) == 4
+        for sample in group:
+            assert sample["failure"] is None
+            assert sample["reward"] == pytest.approx(len(sample["text"]) / (sum(lengths) or 1))
 
 
 def test_an_environment_of_trl_trains_unchanged(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score, score_group
-from hone.rewards.scorer import Scorer
+from hone.rewards.scorer import FailureRateError, Scorer
 from hone.rewards.settings import RewardConfig, RewardFunctionConfig
 from hone.types import FailureKind, Reward, Sample
 from tests.rewards.scoring import make_sample
@@ -105,11 +105,18 @@ def test_a_call_that_fails_costs_all_samples_of_the_group(
     bad, good = group("four", text, "no"), group("four", "no")
     limit_s = 2.0 if failure is FailureKind.TIMEOUT else 60.0
     with scorer(tmp_path, timeout_s=limit_s) as scorer_:
-        scorer_.submit(*bad)
-        scorer_.submit(*good)
+        scorer_.submit(*bad, *good)
+        alone = list[Sample]()
+        while scorer_.pending:
+            alone += scorer_.poll(1.0)
+        assert sorted(map(id, alone)) == sorted(map(id, [*bad, *good]))
+        assert all(sample.awaits_group for sample in alone)
+        assert scorer_.stats().num_scored == 0
+        scorer_.compare(bad)
+        scorer_.compare(good)
         assert scorer_.pending == 5
         while scorer_.pending:
-            scorer_.poll(1.0)
+            assert not any(sample.awaits_group for sample in scorer_.poll(1.0))
         assert scorer_.stats().num_failed == {failure: 3}
     assert [sample.failure for sample in bad] == [failure] * 3
     assert all("rank" in sample.failure_detail for sample in bad)
@@ -180,8 +187,43 @@ def test_all_may_abstain_of_one_and_the_sum_is_finite() -> None:
     function = RewardFunction(f, name="f", weight=1.0, args={}, whole_groups=True)
     given = arguments(make_sample("a"), max_completion_tokens=8)
     own = score([function], given)
-    assert own.reward == Reward(total=0.0, parts={})
+    assert own.reward == Reward(total=0.0, parts={}, is_partial=True)
     (in_group,) = score_group([function], [given], on_call=lambda index: None).of_group
-    assert "every reward function returned None" in add_own(own, in_group).detail
-    large = Verdict(reward=Reward(total=1.7e308, parts={"f": 1.0}))
-    assert "is inf" in add_own(large, large).detail
+    assert "every reward function returned None" in add_own(own.reward, in_group).detail
+    large = Reward(total=1.7e308, parts={"f": 1.0})
+    assert "is inf" in add_own(large, Verdict(reward=large)).detail
+
+
+def test_a_run_that_goes_on_without_such_functions_keeps_what_waits(tmp_path: Path) -> None:
+    """One that nothing else has scored has no reward."""
+    samples = group("four", "no")
+    samples[0].reward = Reward(total=9.5, parts={"right": 9.5}, is_partial=True)
+    samples[1].reward = Reward(total=0.0, is_partial=True)
+    (tmp_path / "rewards.py").write_text(SOURCE)
+    functions = (RewardFunctionConfig(fn=f"{tmp_path / 'rewards.py'}:right"),)
+    rewards = RewardConfig(functions=functions, clip=(0.0, 2.0), num_workers=1)
+    with Scorer(rewards, max_completion_tokens=8) as scorer_:
+        scorer_.compare(samples)
+        assert scorer_.pending == 2
+        assert scorer_.poll() == samples
+        assert scorer_.pending == 0
+    assert samples[0].reward == Reward(total=2.0, parts={"right": 9.5})
+    assert samples[1].failure is FailureKind.INVALID
+
+
+def test_some_that_fail_while_others_wait_for_their_group_do_not_end_the_run(
+    tmp_path: Path,
+) -> None:
+    """Many that fail in the call of their group, and none that waits, do."""
+    with scorer(tmp_path) as scorer_:
+        samples = [replace(one, id=f"g/{n}") for n, one in enumerate(group(*["bad", "four"] * 30))]
+        for one in samples:
+            scorer_.submit(one)
+            while scorer_.pending:
+                scorer_.poll(1.0)
+        assert [one.awaits_group for one in samples] == [False, True] * 30
+        failing = samples[1::2]
+        failing[0].text = "raise"
+        scorer_.compare(failing)
+        with pytest.raises(FailureRateError, match="all of the first 24 samples failed"):
+            scorer_.poll(60.0)

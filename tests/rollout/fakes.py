@@ -170,9 +170,15 @@ def play(sample: Sample) -> Observation | None:
     )
 
 
+def in_group(total: float, totals: Sequence[float]) -> float:
+    """What a function of whole groups gives: the share of the group with another own score."""
+    return sum(total != other for other in totals) / len(totals)
+
+
 class FakeScorer:
     """Scores at the n-th poll after submission, in an order of its own; where there is an `answer`,
-    the sample goes on with it."""
+    the sample goes on with it. One that takes whole groups adds `in_group` to those that `scores`
+    says that functions score: all, where it is not given."""
 
     def __init__(
         self,
@@ -182,30 +188,50 @@ class FakeScorer:
         fails: Callable[[Sample], FailureKind | None] = lambda _: None,
         takes_whole_groups: bool = False,
         answer: Callable[[Sample], Observation | None] | None = None,
+        scores: Callable[[Sample], bool] = lambda _: True,
     ) -> None:
         self.max_turns = 1 if answer is None else 4
         self.answer = answer
         self.sessions = None
         self.max_turn_tokens = None
         self.takes_whole_groups = takes_whole_groups
+        self.scores = scores
         self.reward, self.delay, self.fails = reward, delay, fails
+        self.compared: list[list[str]] = []
+        """Ids of the samples of each call with a group."""
         self._waiting: list[tuple[int, Sample]] = []
 
     def submit(self, *samples: Sample) -> None:
         for sample in samples:
+            assert sample.reward is None
             self._waiting.append((draw("delay", sample.id) % (self.delay + 1), sample))
+
+    def compare(self, samples: Sequence[Sample]) -> None:
+        totals = [
+            sample.reward.total for sample in samples if sample.awaits_group and sample.reward
+        ]
+        assert len(totals) == len(samples)
+        self.compared.append([sample.id for sample in samples])
+        delay = draw("delay", *self.compared[-1]) % (self.delay + 1)
+        for sample, total in zip(samples, totals, strict=True):
+            parts = {"fake": total, "group": (place := in_group(total, totals))}
+            sample.reward = Reward(total=total + place, parts=parts)
+            self._waiting.append((delay, sample))
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
         del timeout_s
         ready = [sample for left, sample in self._waiting if left == 0]
         self._waiting = [(left - 1, sample) for left, sample in self._waiting if left]
         for sample in ready:
+            if sample.reward is not None:  # it comes from `compare`
+                continue
             sample.failure = sample.failure or self.fails(sample)
             if self.answer is not None and sample.failure is None:
                 sample.observation = self.answer(sample)
             if sample.failure is None and sample.observation is None:
                 total = self.reward(sample)
-                sample.reward = Reward(total=total, parts={"fake": total})
+                is_partial = self.takes_whole_groups and self.scores(sample)
+                sample.reward = Reward(total=total, parts={"fake": total}, is_partial=is_partial)
         return sorted(ready, key=lambda sample: draw("order", sample.id))
 
     def rest(self) -> list[Sample]:

@@ -35,9 +35,12 @@ from tests.rollout.fakes import (
     CyclicPrompts,
     FakeEngine,
     FakeScorer,
+    by_first_token,
     collect,
     draw,
+    in_group,
     make_collector,
+    play,
     prompt,
 )
 from tests.tables import table
@@ -142,18 +145,6 @@ def test_the_speed_of_scoring_changes_nothing(delay: int, oversample: int, dynam
         check_groups(actual, size=3)
 
 
-class RecordingScorer(FakeScorer):
-    """Keeps the ids of each submission."""
-
-    def __init__(self) -> None:
-        super().__init__(delay=2, takes_whole_groups=True)
-        self.submitted: list[list[str]] = []
-
-    def submit(self, *samples: Sample) -> None:
-        self.submitted.append([sample.id for sample in samples])
-        super().submit(*samples)
-
-
 @given(oversample=st.integers(0, 5), dynamic=st.booleans(), ahead=st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_a_scorer_of_whole_groups_gets_each_in_one_piece(
@@ -162,7 +153,7 @@ def test_a_scorer_of_whole_groups_gets_each_in_one_piece(
     """Whatever is carried over, with the samples that one which goes step by step gets."""
     options: dict[str, Any] = {"dynamic_sampling": dynamic, "max_completion_tokens": 40}
     options |= {"pipeline": {"max_staleness": 1}} if ahead else {"oversample_prompts": oversample}
-    scorer = RecordingScorer()
+    scorer = FakeScorer(delay=2, takes_whole_groups=True)
     whole = make(scorer, engine=FakeEngine(end_every=15), **options)
     single = make(engine=FakeEngine(end_every=15), **options)
     for step in range(4):
@@ -171,8 +162,62 @@ def test_a_scorer_of_whole_groups_gets_each_in_one_piece(
         if not ahead:
             assert tokens(groups) == tokens(collect(single, step))
         for group in groups:
-            (submitted,) = (ids for ids in scorer.submitted if ids[0].startswith(f"{group.id}/"))
-            assert submitted == [sample.id for sample in group.samples]
+            (compared,) = (ids for ids in scorer.compared if ids[0].startswith(f"{group.id}/"))
+            assert compared == [sample.id for sample in group.samples]
+            own = [by_first_token(sample) for sample in group.samples]
+            rewards = [sample.reward and sample.reward.total for sample in group.samples]
+            assert rewards == [each + in_group(each, own) for each in own]
+
+
+def is_left(sample: Sample) -> bool:
+    """Whether the environment ends an episode without a reward, so that functions score it."""
+    return len(sample.turns) != 2
+
+
+@given(
+    oversample=st.integers(0, 5),
+    dynamic=st.booleans(),
+    ahead=st.booleans(),
+    delay=st.integers(0, 4),
+    limit=st.sampled_from([None, 1]),
+)
+@settings(max_examples=40, deadline=None)
+def test_episodes_wait_for_their_group_when_they_have_ended_and_no_turn_does(
+    oversample: int, dynamic: bool, ahead: bool, delay: int, limit: int | None
+) -> None:
+    """Turns go on as if functions scored one sample at a time; each group is compared once, without
+    samples that have failed, and those that the environment scores keep their rewards."""
+    options: dict[str, Any] = {"dynamic_sampling": dynamic, "max_completion_tokens": 24}
+    options |= {"pipeline": {"max_staleness": 1}} if ahead else {"oversample_prompts": oversample}
+    options |= {"max_aborted_count": limit} if ahead or oversample else {}
+
+    def fails(sample: Sample) -> FailureKind | None:
+        return FailureKind.CRASH if draw("fails", *sample.token_ids) % 9 == 0 else None
+
+    def scorer(*, whole: bool) -> FakeScorer:
+        return FakeScorer(
+            delay=delay, answer=play, fails=fails, takes_whole_groups=whole, scores=is_left
+        )
+
+    comparing = scorer(whole=True)
+    whole, single = make(comparing, **options), make(scorer(whole=False), **options)
+    for step in range(4):
+        groups = collect(whole, step)
+        check_groups(groups, size=3)
+        if not ahead:
+            assert tokens(groups) == tokens(collect(single, step))
+            assert whole.engine.stats().num_steps == single.engine.stats().num_steps
+        for group in groups:
+            calls = [ids for ids in comparing.compared if ids[0].startswith(f"{group.id}/")]
+            left = [one for one in group.samples if one.failure is None and is_left(one)]
+            assert calls == ([[one.id for one in left]] if left else [])
+            own = {one.id: by_first_token(one) for one in left}
+            for one in group.samples:
+                reward = by_first_token(one)
+                reward += in_group(reward, list(own.values())) if one.id in own else 0.0
+                assert (one.reward.total if one.reward else None) == (
+                    None if one.failure else reward
+                )
 
 
 def test_dynamic_sampling_keeps_only_groups_that_teach() -> None:
@@ -432,14 +477,25 @@ def test_R20_truncated_follows_the_stop_reason(policy: str) -> None:
         assert sample.loss_mask == [trained] * len(sample.token_ids)
 
 
-@pytest.mark.parametrize("whole_groups", [False, True])
-def test_R17_state_goes_through_json_and_back(whole_groups: bool) -> None:
+def has_waiting(collector: Collector) -> bool:
+    """Whether the state has samples that have ended and wait for their group."""
+    groups = collector.state_dict()["groups"]
+    episodes = [episode for group in groups for episode in group["episodes"].values()]
+    return any(episode["reward"] and episode["reward"]["is_partial"] for episode in episodes)
+
+
+@pytest.mark.parametrize(
+    ("whole_groups", "answer"),
+    [(False, None), (True, None), (True, play)],
+    ids=["one by one", "whole groups", "whole groups of episodes"],
+)
+def test_R17_state_goes_through_json_and_back(whole_groups: bool, answer: Any) -> None:
     """Of samples that are under way, too: tokens, log-probabilities and the weights of each; and of
-    those that have ended and wait for their group."""
+    those that have ended and wait for their group, with the rewards that they have by then."""
 
     def fresh() -> Collector:
         return make(
-            FakeScorer(takes_whole_groups=whole_groups),
+            FakeScorer(takes_whole_groups=whole_groups, answer=answer, scores=is_left),
             engine=FakeEngine(end_every=15),
             oversample_prompts=4,
             max_completion_tokens=40,
@@ -456,12 +512,15 @@ def test_R17_state_goes_through_json_and_back(whole_groups: bool) -> None:
     assert any(
         len(set(sample["weight_versions"])) > 1 for group in expected for sample in group["samples"]
     )
+    waited = False
     for num_steps in range(1, 8):
         first, second = fresh(), fresh()
         actual = collected(first, range(num_steps))
+        waited |= has_waiting(first)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         second.prompts.position = first.prompts.position
         assert actual + collected(second, range(num_steps, 8)) == expected
+    assert waited is whole_groups
 
 
 def test_R12_failed_samples_keep_their_place_but_no_reward() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from hone.rewards.settings import (
     RewardFunctionConfig,
     RewardModelConfig,
 )
-from hone.rollout.judge import RewardModel, RewardModelScorer, Transcripts
-from hone.types import FailureKind, Prompt, Sample, StopReason
+from hone.rollout.judge import RewardModel, RewardModelScorer
+from hone.rollout.settings import EnvConfig
+from hone.rollout.transcripts import Transcripts
+from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
 from tests.tables import table
 from tests.tiny_runs import make_classifier
 
@@ -113,6 +116,78 @@ def test_it_reads_text_in_its_own_tokens_and_template(
     assert spelt(tokenizer, found) == expected.format(end=tokenizer.eos_token)
 
 
+def turn(text: str, observed: str = "", messages: Sequence[Any] = (), **fields: Any) -> Turn:
+    values: dict[str, Any] = {"start": 0, "end": 0, "stop_reason": StopReason.EOS} | fields
+    return Turn(text=text, observed=observed, messages=tuple(messages), **values)
+
+
+TOOL = {"role": "tool", "content": "8"}
+USER = {"role": "user", "content": "4"}
+SAYS = "<assistant>3{end}\n<tool>8{end}\n"
+OPENED = {"messages": (*MESSAGES, USER)}
+SHOWN: dict[str, Any] = {"messages": (MESSAGES[1],)}
+
+
+@table(
+    "fields, turns, keys, expected",
+    [
+        # Its own system prompt and template are in the messages that were rendered for the policy.
+        (OPENED, [turn("3")], {}, "<system>9{end}\n<user>1+2={end}\n<user>4{end}\n"
+         "<assistant>3{end}\n"),
+        (SHOWN, [turn("3", "~", [TOOL]), turn("5")], {"system_prompt": "7"},
+         f"<user>1+2={{end}}\n{SAYS}<assistant>5{{end}}\n"),
+        (SHOWN, [turn("3", "~", [TOOL]), turn("5", "6"), turn("7", "~", [TOOL, USER]), turn("2")],
+         {"prompt_template": "{prompt}!"},
+         f"<user>1+2={{end}}\n{SAYS}<assistant>567{{end}}\n<tool>8{{end}}\n<user>4{{end}}\n"
+         "<assistant>2{end}\n"),
+        # The last turn was cut by the longest completion, or whole where turns were used up.
+        (SHOWN, [turn("3", "~", [TOOL]), turn("5", stop_reason=StopReason.LENGTH)], {},
+         f"<user>1+2={{end}}\n{SAYS}<assistant>5"),
+        # What the environment says in text alone is part of the policy's message.
+        (SHOWN, [turn("3", "=1="), turn("5")], {}, "<user>1+2={end}\n<assistant>whole{end}\n"),
+        # Without a template on one side it is text: what the policy was shown.
+        ({}, [turn("3", "~=1="), turn("5")], {}, "<user>1+2={end}\n<assistant>whole{end}\n"),
+        (SHOWN, [turn("3", "~", [TOOL]), turn("5")], {"chat": "never"}, "1+2=whole{end}"),
+        (SHOWN, [turn("3", "~", [TOOL]), turn("5", stop_reason=StopReason.LENGTH)],
+         {"chat": "never"}, "1+2=whole"),
+        # Reasoning that the template has opened is closed in each of the turns.
+        (SHOWN | {"text": "1<think>"}, [turn("3</think>4", "<think>", [TOOL]), turn("5</think>6")],
+         {}, "<user>1+2={end}\n<assistant><think>3</think>4{end}\n<tool>8{end}\n"
+         "<assistant><think>5</think>6{end}\n"),
+    ],
+)  # fmt: skip
+def test_it_reads_an_episode_as_a_dialogue(
+    fields: dict[str, Any], turns: list[Turn], keys: dict[str, Any], expected: str
+) -> None:
+    """Also one that its limit of turns has ended."""
+    tokenizer = chatting()
+    transcripts = Transcripts(tokenizer, data(**keys), max_tokens=64, vocab_size=99, path="judge")
+    episode = sample(0, "whole")
+    episode.prompt, episode.turns = replace(prompt(), **fields), turns
+    episode.stop_reason = StopReason.MAX_TURNS
+    found = transcripts.of_sample(episode)
+    assert spelt(tokenizer, found) == expected.format(end=tokenizer.eos_token)
+
+
+def test_what_an_episode_says_in_ids_is_not_left_out_of_a_dialogue() -> None:
+    transcripts = Transcripts(chatting(), data(), max_tokens=64, vocab_size=99, path="judge")
+    turns = [turn("3", end=1), turn("4", "~", [TOOL], start=3, end=4), turn("5", start=6, end=7)]
+    shown = replace(prompt(), **SHOWN)
+    with pytest.raises(UserError, match="answered a turn with token_ids and another one with mess"):
+        transcripts.of(shown, "whole", is_truncated=False, turns=turns)
+    assert transcripts.of(shown, "whole", is_truncated=False, turns=turns[:1])
+
+
+def test_what_an_environment_says_is_rendered_before_the_run() -> None:
+    """By the reward model's template too, which may leave out a role."""
+    template = CHAT.replace("in messages", "in messages if m.role != 'tool'")
+    transcripts = Transcripts(chatting(template), data(), max_tokens=64, vocab_size=99, path="j")
+    shown = replace(prompt(), **SHOWN)
+    transcripts.check(shown, [turn("3", "~", [USER])])
+    with pytest.raises(UserError, match=r"reward.model.path='j': .*leaves out message 3, of"):
+        transcripts.check(shown, [turn("3", "~", [TOOL])])
+
+
 @table(
     "tokenizer, asked, keys, said",
     [
@@ -155,6 +230,7 @@ def judge(
     weight: float = 1.0,
     budget: int = 1000,
     clip: tuple[float, float] | None = None,
+    env: EnvConfig | None = None,
 ) -> RewardModelScorer:
     model = RewardModelConfig(path="judge", weight=weight, max_tokens_per_forward=budget)
     rewards = RewardConfig(
@@ -167,13 +243,14 @@ def judge(
         num_workers=1,
     )
     transcripts = Transcripts(
-        make_char_tokenizer(ALPHABET),
+        make_char_tokenizer(ALPHABET + "abcdefghijklmnopqrstuvwxyz"),
         data(chat="never"),
         max_tokens=64,
         vocab_size=99,
         path="judge",
     )
-    return RewardModelScorer(fake, transcripts, Scorer(rewards, max_completion_tokens=64), rewards)
+    scorer = Scorer(rewards, max_completion_tokens=64, env=env)
+    return RewardModelScorer(fake, transcripts, scorer, rewards)
 
 
 def sample(number: int, text: str, *, answer: str = "3") -> Sample:
@@ -388,3 +465,131 @@ def test_who_scores_elsewhere_and_is_lost_ends_the_run_with_the_cause() -> None:
     fake.open[0][0].set_exception(WorkersLostError("reward_model 0 is lost"))
     with pytest.raises(WorkersLostError, match="reward_model 0"):
         own.poll(0.01)
+
+
+# -- with environments and functions of whole groups -----------------------------------------------
+
+GAME = """
+def answer(text, turns):
+    if text == "bad":
+        raise ValueError("of this one")
+    if text == "more" and len(turns) == 1:
+        return "1"
+    return 0.25 if text == "done" else None
+
+
+class Stateless:
+    def step(self, episode):
+        return answer(episode.turn, episode.turns)
+
+
+class Live:
+    def start(self, row):
+        self.turns = []
+
+    def step(self, action):
+        self.turns.append(action.text)
+        return answer(action.text, self.turns)
+
+
+def rank(completions, **columns):
+    return [sum(len(x) < len(text) for x in completions) for text in completions]
+
+
+def own(completion):
+    return len(completion)
+"""
+
+
+def finished(own: RewardModelScorer) -> list[Sample]:
+    found: list[Sample] = []
+    while own.pending:
+        found += own.poll(0.01)
+    return sorted(found, key=lambda one: one.index)
+
+
+def of_turns(number: int, *texts: str) -> Sample:
+    one = sample(number, "".join(texts))
+    one.turns, one.must_end = [turn(text) for text in texts], False
+    return one
+
+
+@pytest.mark.parametrize("name", ["Stateless", "Live"])
+def test_it_scores_an_episode_once_its_environment_has_ended_it(tmp_path: Path, name: str) -> None:
+    """Whoever else scores it, and never a turn that is not the last one, nor one that has failed.
+    A prompt has 4 tokens, and one ends the text."""
+    file, fake = tmp_path / "game.py", Fake({9: 2.0, 8: -1.0, 12: 8.0})
+    file.write_text(GAME)
+    env = EnvConfig(path=f"{file}:{name}", retries=0)
+    functions: list[Any] = [f"{file}:own", {"fn": f"{file}:rank", "whole_groups": True}]
+    own = judge(fake, functions=functions, weight=0.5, env=env, clip=(-9.0, 21.0))
+    if name == "Live":
+        own.submit(*(of_turns(number) for number in range(5)))
+        assert [one.observation is not None for one in finished(own)] == [True] * 5
+        assert fake.passes == []
+    texts = ["done", "one", "more", "bad", "one"]
+    own.submit(*(of_turns(number, text) for number, text in enumerate(texts)))
+    done, one, more, bad, again = finished(own)
+    assert [lengths for lengths in fake.passes for lengths in lengths] == [9, 8]
+    assert done.reward is not None
+    assert (done.reward.total, dict(done.reward.parts)) == (1.25, {"env": 0.25, REWARD_MODEL: 2.0})
+    assert not done.awaits_group
+    assert (bad.failure, bad.reward) == (FailureKind.EXCEPTION, None)
+    assert (more.observation is not None, more.reward) == (True, None)
+    for waiting in (one, again):
+        assert waiting.awaits_group
+        assert waiting.reward is not None
+        assert waiting.reward.total == 5.5
+    more.observation, more.text = None, "more1on"
+    more.turns.append(turn("on"))
+    own.submit(more)
+    assert [each.index for each in finished(own)] == [2]
+    assert more.awaits_group
+    assert more.reward is not None
+    assert more.reward.total == 18.0, "not clipped before all is there"
+    num_passes = len(fake.passes)
+    own.compare([one, more, again])
+    assert own.pending == 3
+    assert finished(own) == [one, more, again]
+    assert len(fake.passes) == num_passes
+    assert [each.reward and each.reward.total for each in (one, more, again)] == [5.5, 21.0, 5.5]
+    assert more.reward is not None
+    assert dict(more.reward.parts) == {"own": 7.0, REWARD_MODEL: 8.0, "rank": 2.0}
+    assert not any(each.awaits_group for each in (one, more, again))
+
+
+def test_whole_groups_without_an_environment_wait_for_it_too(tmp_path: Path) -> None:
+    file, fake = tmp_path / "game.py", Slow()
+    file.write_text(GAME)
+    own = judge(fake, functions=[{"fn": f"{file}:rank", "whole_groups": True}], clip=(0.0, 7.0))
+    samples = [sample(0, "3"), sample(1, "33")]
+    own.submit(*samples)
+    for _ in range(20):
+        assert own.poll(0.01) == []
+    fake.answer(0)
+    assert finished(own) == samples
+    assert all(one.awaits_group for one in samples)
+    own.compare(samples)
+    assert finished(own) == samples
+    assert [one.reward and one.reward.total for one in samples] == [pytest.approx(6.001), 7.0]
+
+
+def test_what_it_cannot_read_leaves_the_group(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(GAME)
+    own = judge(Fake(), functions=[{"fn": f"{file}:rank", "whole_groups": True}])
+    long, short = sample(0, "3" * 60), sample(1, "3")
+    own.submit(long, short)
+    assert finished(own) == [long, short]
+    assert long.failure is FailureKind.INVALID
+    assert (long.awaits_group, short.awaits_group) == (False, True)
+
+
+def test_it_is_the_whole_reward_of_what_the_environment_leaves_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(GAME)
+    own = judge(Fake({8: -1.0}), env=EnvConfig(path=f"{file}:Stateless"))
+    own.submit(one := of_turns(0, "one"))
+    assert finished(own) == [one]
+    assert one.reward is not None
+    assert (one.reward.total, dict(one.reward.parts)) == (-1.0, {REWARD_MODEL: -1.0})

@@ -26,8 +26,8 @@ from hone.rewards.environment import EnvFacts
 from hone.rewards.pool import describe
 from hone.rewards.scorer import Scorer
 from hone.rewards.settings import RewardConfig
-from hone.rollout.judge import Transcripts
 from hone.rollout.settings import EnvConfig
+from hone.rollout.transcripts import Transcripts
 from hone.types import Prompt
 
 __all__ = [
@@ -185,16 +185,20 @@ def try_out(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     render: TurnRenderer,
+    transcripts: Transcripts | None = None,
 ) -> None:
     """Test the rewards with `Scorer.check_data`, and render the environment's answer if there is
-    one. Raises UserError."""
+    one, also for the reward model of `transcripts`. Raises UserError."""
     for sample in scorer.check_data(prompts, encoder(tokenizer)):
         assert sample.observation is not None, sample.id
         try:
             if sample.turns:
-                render(sample, sample.observation)
+                turn = sample.turns[-1]
+                turn.observed, turn.messages, _ = render(sample, sample.observation)
             else:
-                render.opening(sample.prompt, sample.observation)
+                sample.prompt = render.opening(sample.prompt, sample.observation)
+            if transcripts is not None:
+                transcripts.check(sample.prompt, sample.turns)
         except RenderError as error:
             raise UserError(
                 f"the answer of the environment to row {sample.prompt.id}: {error}"

@@ -19,7 +19,6 @@ from hone.config.plan import Role, RunPlan
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptData
 from hone.data.turns import TurnRenderer
-from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.distributed.team import Team
 from hone.engine.backends import BACKENDS
@@ -70,6 +69,7 @@ from hone.rollout.collector import Collector
 from hone.rollout.eval_metrics import PassRule, pass_rule, summarise
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.runner import SampleScorer
+from hone.rollout.transcripts import Transcripts
 from hone.trainer.frozen import WithoutAdapters
 from hone.trainer.models import Models
 from hone.trainer.scorer import RowScorer
@@ -294,10 +294,9 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
             size = plan.roles["engine"].axes.tensor
             ranks = EngineRanks.join(size, mesh, timeout_s=plan.timeout_s)
         scoring = _scoring(
-            cfg, mesh, ranks, data=data, tokenizer=tokenizer, turns=turns, tool_format=tools.format
+            cfg, start, ranks, data=data, tokenizer=tokenizer, turns=turns, tool_format=tools.format
         )
-        scorer = stack.enter_context(scoring)
-        transcripts = transcripts_of(plan, data.all_rows()) if scorer is not None else None
+        scorer, transcripts = stack.enter_context(scoring)
         pools = stack.enter_context(_pools(start, make_pools))
 
         load = partial(load_for_training, plan.policy.model, mesh, seed=cfg.run.seed)
@@ -429,18 +428,19 @@ def _pools(start: Launch, make_pools: MakePools) -> Generator[Pools | None]:
 @contextmanager
 def _scoring(
     cfg: RLConfig,
-    mesh: Mesh,
+    start: Launch,
     ranks: EngineRanks | None,
     *,
     data: PromptData,
     tokenizer: PreTrainedTokenizerBase,
     turns: TurnRenderer,
     tool_format: str | None,
-) -> Generator[Scorer | None]:
-    """The scorer of this process, or None if another process drives its engine. The first process
-    tries the reward functions."""
-    if not (mesh.is_first if ranks is None else ranks.is_first):
-        yield None
+) -> Generator[tuple[Scorer | None, Transcripts | None]]:
+    """The scorer of this process, and what a reward model reads; None if another process drives
+    its engine. The first process tries the reward functions."""
+    is_first = start.mesh.is_first
+    if not (is_first if ranks is None else ranks.is_first):
+        yield None, None
         return
     rewards = cfg.reward
     if ranks is not None:
@@ -449,9 +449,10 @@ def _scoring(
     with Scorer(
         rewards, max_completion_tokens=limit, env=cfg.env, tool_format=tool_format
     ) as scorer:
-        if mesh.is_first:
-            try_out(scorer, data.all_rows(), tokenizer, turns)
-        yield scorer
+        transcripts = transcripts_of(start.plan, data.all_rows())
+        if is_first:
+            try_out(scorer, data.all_rows(), tokenizer, turns, transcripts)
+        yield scorer, transcripts
 
 
 @contextmanager

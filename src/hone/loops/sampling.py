@@ -176,9 +176,9 @@ def sampler_of(
             )
             stack.enter_context(scorer)
             scorer.on_wait = counter.waiting
-            if host.is_first:
-                try_out(scorer, tried, tokenizer, turns)
             transcripts = transcripts_of(plan, tried)
+            if host.is_first:
+                try_out(scorer, tried, tokenizer, turns, transcripts)
         device, pools, num_engines = torch.device("cpu"), None, 1
         if host.num_devices > 1:
             pools = stack.enter_context(local_pools(plan, host.num_devices))

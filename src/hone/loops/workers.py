@@ -37,8 +37,9 @@ from hone.models.tokenizer import decoder, load_tokenizer
 from hone.observe.tracing import EngineTracer, MemoryRecorder
 from hone.rewards.scorer import Scorer
 from hone.rollout.engine_pool import EnginePool
-from hone.rollout.judge import PooledRewardModel, RewardModel, RewardModelScorer, Transcripts
+from hone.rollout.judge import PooledRewardModel, RewardModel, RewardModelScorer
 from hone.rollout.scorer_pool import ScorerPool
+from hone.rollout.transcripts import Transcripts
 from hone.trainer.frozen import FrozenScorer
 from hone.types import Engine, EngineLostError
 from hone.weights.receiver import WeightReceiver

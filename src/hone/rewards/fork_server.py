@@ -454,7 +454,9 @@ def _decode(message: Mapping[str, Any]) -> Verdict:
     parts = {str(name): float(value) for name, value in message["parts"].items()}
     reason = message["stop_reason"]
     return Verdict(
-        reward=Reward(total=float(message["total"]), parts=parts),
+        reward=Reward(
+            total=float(message["total"]), parts=parts, is_partial=bool(message["is_partial"])
+        ),
         stop_reason=None if reason is None else StopReason(reason),
         seconds=seconds,
     )

@@ -70,11 +70,12 @@ def play(
     episode: EpisodeSoFar,
     *,
     on_call: Callable[[int], None],
+    may_abstain: bool = False,
 ) -> Verdict:
     """Call the environment; where it ends the episode without a reward, call the functions.
 
     `on_call` gets the index of each function just before its call; the environment's index is
-    `len(functions)`.
+    `len(functions)`. `may_abstain` is that of `score`.
     """
     start = time.perf_counter()
     on_call(len(functions))
@@ -97,7 +98,7 @@ def play(
         if is_scored or earned:
             outcome = replace(outcome, score=(outcome.score or 0.0) + earned)
         called = [] if is_scored else functions
-        outcome = score(called, given, of_env=outcome, on_call=on_call)
+        outcome = score(called, given, of_env=outcome, on_call=on_call, may_abstain=may_abstain)
     return replace(outcome, stop_reason=stop_reason, seconds=time.perf_counter() - start)
 
 

@@ -27,6 +27,7 @@ from hone.rewards.settings import (
 )
 from hone.user_code.inherited import inherited
 from hone.user_code.signatures import (
+    ENVIRONMENTS,
     missing_column,
     needed_columns,
     one_at_a_time,
@@ -164,6 +165,16 @@ def _comparing(view: RewardFacts) -> Found:
     """Functions that are called with whole groups."""
     for key, function in _functions(view):
         yield from [{"key": f"{key}.whole_groups"}] * function.whole_groups
+
+
+def _without_environments(view: RewardFacts) -> Found:
+    """Functions of whole groups that would take the environments of the episodes, if they could.
+    Where they must, their signature is wrong."""
+    for key, function in _functions(view) if view["env"].is_set else []:
+        parameters = parsed_parameters(function.fn) if names_code(function.fn) else None
+        named = [parameter.name for parameter in parameters or []]
+        if function.whole_groups and ENVIRONMENTS in named:
+            yield {"key": key, "fn": function.fn}
 
 
 def _missing_package(view: RewardFacts) -> Found:
@@ -348,13 +359,6 @@ RULES = with_facts(
     error("reward.model.path", each=_no_reward_model,
           says="reward.model.path '{reward.model.path}' {problem}",
           fix="name a model for sequence classification with one label"),
-    error("reward.model.path", "env.tools",
-          says="reward.model.path is set, and env.tools has tools",
-          why="a reward model scores answers of one turn",
-          fix="remove reward.model.path | leave env.tools out"),
-    error("reward.model.path", "env.path",
-          why="a reward model reads a prompt and one completion",
-          fix="remove reward.model.path | remove env.path"),
     warning("@longest > @reward_model_context", given=("reward.model.path",),
             why="samples that are longer in its tokens fail",
             fix="lower what adds up to the row | use a model with a longer context"),
@@ -374,17 +378,15 @@ RULES = with_facts(
           says="{key}.args.timeout_s is {seconds}, and reward.timeout_s is {reward.timeout_s}",
           why="a program that never ends would count as a failure of scoring, not as wrong",
           fix="raise reward.timeout_s above {seconds}"),
-    error("env.path", each=_comparing, says="{key} is on, and env.path is '{env.path}'",
-          why="an environment scores each episode when it ends, and alone",
-          fix="leave {key} out | unset env.path"),
     warning("sampling.n_samples_per_prompt = 1", each=_comparing,
             says="{key} is on, and sampling.n_samples_per_prompt is 1",
             why="there is nothing to compare a completion with",
             fix="raise sampling.n_samples_per_prompt"),
+    warning(each=_without_environments,
+            says="{key}.whole_groups is on, and '{fn}' takes `environments`",
+            why="they have ended when the group is scored, so that it gets the parameter's default",
+            fix="leave {key}.whole_groups out | take no `environments`"),
     error("env.path", each=_wrong_env, says="env.path '{env.path}'", why="{problem}"),
-    error("env.tools", each=_comparing, says="{key} is on, and env.tools has tools",
-          why="an episode with tools is scored when it ends, and alone",
-          fix="leave {key} out | leave env.tools out"),
     unused("env.args", "env.path = unset", instead="name the environment in env.path"),
     unused("env.(max_turns|max_turn_tokens|turn_timeout_s|episode_timeout_s|retries|concurrency)",
            "env.path = unset", "not env.tools",

@@ -166,9 +166,9 @@ def score(
     apply, plus the score of an environment.
 
     `on_call` gets the index of each function just before its call. An error in a function is a
-    failure, never a score. Where no function applies, the sample fails too, except with
-    `may_abstain` or where functions of whole groups follow: then the total is 0 without parts, to
-    which another score will be added.
+    failure, never a score. Where functions of whole groups follow, the reward is partial. Where no
+    function applies, the sample fails too, except with `may_abstain` or where the reward is
+    partial: then the total is 0 without parts, to which another score will be added.
     """
     start = time.perf_counter()
     weighted = [] if of_env is None else [(ENV_NAME, 1.0, of_env)]
@@ -182,8 +182,12 @@ def score(
             return replace(outcome, seconds=time.perf_counter() - start)
         (part,) = outcome
         weighted.append((function.name, function.weight, part))
-    may_abstain = may_abstain or any(function.whole_groups for function in functions)
-    return _combine(weighted, may_abstain=may_abstain, seconds=time.perf_counter() - start)
+    is_partial = any(function.whole_groups for function in functions)
+    seconds = time.perf_counter() - start
+    verdict = _combine(weighted, may_abstain=may_abstain or is_partial, seconds=seconds)
+    if verdict.reward is None or not is_partial:
+        return verdict
+    return replace(verdict, reward=replace(verdict.reward, is_partial=True))
 
 
 def score_group(
@@ -212,16 +216,14 @@ def score_group(
     return Verdict(of_group=tuple(verdicts), seconds=seconds)
 
 
-def add_own(own: Verdict, in_group: Verdict, *, may_abstain: bool = False) -> Verdict:
-    """The sum of a sample's verdict by functions of single samples, which has a reward, and of its
-    verdict `in_group`. `may_abstain` is that of `score`."""
-    seconds = own.seconds + in_group.seconds
+def add_own(own: Reward, in_group: Verdict, *, may_abstain: bool = False) -> Verdict:
+    """The sum of a sample's partial reward and of its verdict `in_group`. `may_abstain` is that of
+    `score`."""
     if in_group.reward is None:
-        return replace(in_group, seconds=seconds)
-    assert own.reward is not None, f"{own=}"
-    parts = {**own.reward.parts, **in_group.reward.parts}
-    total = own.reward.total + in_group.reward.total
-    return _checked(total, parts, may_abstain=may_abstain, seconds=seconds)
+        return in_group
+    parts = {**own.parts, **in_group.reward.parts}
+    total = own.total + in_group.reward.total
+    return _checked(total, parts, may_abstain=may_abstain, seconds=in_group.seconds)
 
 
 def attempt(function: Scoring[T], given: Any) -> T | Verdict:

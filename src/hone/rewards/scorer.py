@@ -6,8 +6,9 @@
             sample.reward or sample.failure
 
 Every sample is returned exactly once, with either a reward or a failure. A sample whose episode
-continues is returned with `observation`, and is submitted again after its next turn. No failure
-ever becomes a number.
+continues is returned with `observation`, and is submitted again after its next turn. Where
+functions take whole groups, a sample is returned with a partial reward, and once more after
+`compare`. No failure ever becomes a number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
@@ -29,7 +30,7 @@ from hone.rewards.resolve import check_signature
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score
 from hone.rewards.settings import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
 from hone.rollout.settings import EnvConfig
-from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
+from hone.types import FailureKind, Prompt, Reward, Sample, StopReason, Turn
 from hone.user_code.signatures import SHAPES, Shape, missing_column
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_TIMES = 10_000
 _FIRST_CALLS = 24
-"""After this many failures and no score, no sample is expected ever to be scored."""
+"""After this many failures and no score, not even a partial one between them, no sample is expected
+ever to be scored."""
 _WAIT_S = 5.0
 """Time that the caller waits for scores before `on_wait` is called, in seconds."""
 
@@ -72,18 +74,10 @@ class ScorerStats:
     num_restarts: int = 0
     """Episodes played again from their start, because their session was lost."""
     p99_s: float
-    """99th percentile of the time in reward functions, over the last 10,000 samples, or nan."""
+    """99th percentile of the time in reward functions, over the last 10,000 samples, or nan. A
+    sample that is scored by itself and then with its group counts as two."""
     model_s: float = 0.0
     """Time in a reward model."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """Samples of a prompt, for functions that compare them after each was scored by itself."""
-
-    num_left: int
-    """Samples that have not been scored by themselves, and have not failed."""
-    scored: list[tuple[Sample, Verdict]] = field(default_factory=list[tuple[Sample, Verdict]])
 
 
 class Scorer:
@@ -120,11 +114,9 @@ class Scorer:
         """Counts since nothing was pending: samples submitted, done, and failed by kind."""
         self._waiting_since: float | None = None
         self._max_completion_tokens = max_completion_tokens
-        self.takes_whole_groups = any(entry.whole_groups for entry in cfg.functions)
-        """All samples of a prompt must be submitted together."""
-        self._submitted: dict[int, tuple[Sample, _Group | None] | _Group] = {}
-        """Requests to workers by ticket: a sample (with its group, where functions compare
-        samples), or a whole group."""
+        self._takes_whole_groups = any(entry.whole_groups for entry in cfg.functions)
+        self._submitted: dict[int, Sample | Sequence[Sample]] = {}
+        """Requests to workers by ticket: a sample, or samples to compare."""
         self._num_open = 0
         """Submitted samples without a verdict."""
         self._done: list[Sample] = []
@@ -261,10 +253,11 @@ class Scorer:
                 self.sessions.end(sample)
         else:
             verdict = self._wait_for(self._pool, given, self._episode(sample))
-            if self.takes_whole_groups and verdict.reward is not None:
-                in_group = self._wait_for(self._pool, [given, given])
-                first = in_group.of_group[0] if in_group.of_group else in_group
-                verdict = add_own(verdict, first, may_abstain=self._may_abstain)
+        if verdict.reward is not None and verdict.reward.is_partial:
+            assert self._pool is not None
+            in_group = self._wait_for(self._pool, [given, given])
+            first = in_group.of_group[0] if in_group.of_group else in_group
+            verdict = add_own(verdict.reward, first, may_abstain=self._may_abstain)
         if verdict.failure is not None:
             what = "answer" if prompt.answer else "prompt"
             problem = (
@@ -313,74 +306,80 @@ class Scorer:
         return None if self._episode_of is None else self._episode_of(sample)
 
     def submit(self, *samples: Sample) -> None:
-        """Start to score `samples`; `poll` returns each when it is done. Where functions take whole
-        groups, pass all samples of a prompt in one call.
+        """Start to score `samples`; `poll` returns each when it is done.
 
         A sample that has failed already is returned unchanged.
         """
-        group = _Group(len(samples)) if self.takes_whole_groups else None
         for sample in samples:
-            self._submit(sample, group)
+            self._submit(sample)
 
-    def _submit(self, sample: Sample, group: _Group | None) -> None:
+    def compare(self, samples: Sequence[Sample]) -> None:
+        """Start to score all samples of a group whose rewards are partial in one call of each
+        function that takes whole groups; `poll` returns them with their whole rewards."""
+        self._add_open(len(samples))
+        if not self._takes_whole_groups:  # any more: the run was resumed with other functions
+            self._add(samples, Verdict(reward=Reward(total=0.0)))
+            return
+        assert self._pool is not None
+        ticket = self._new_ticket()
+        self._submitted[ticket] = samples
+        limit = self._max_completion_tokens
+        givens = [arguments(sample, max_completion_tokens=limit) for sample in samples]
+        self._pool.submit(ticket, givens)
+
+    def _add_open(self, number: int) -> None:
+        if not self._num_open:
+            self._batch.clear()
+        self._batch["samples"] += number
+        self._num_open += number
+
+    def _submit(self, sample: Sample) -> None:
         assert sample.reward is None, f"{sample.id=} {sample.reward=}"
         if sample.failure is not None:
             self._num_failed[sample.failure] += 1
             self._done.append(sample)
             if self.sessions is not None:
                 self.sessions.end(sample)
-            if group is not None:
-                group.num_left -= 1
             return
-        if not self._num_open:
-            self._batch.clear()
-        self._batch["samples"] += 1
-        self._num_open += 1
+        self._add_open(1)
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
             self._finish(sample, score(self._inline, given, may_abstain=self._may_abstain))
             return
         ticket = self._new_ticket()
-        self._submitted[ticket] = (sample, group)
+        self._submitted[ticket] = sample
         if self.sessions is not None:
             self.sessions.submit(ticket, sample, given)
         else:
             self._pool.submit(ticket, given, self._episode(sample))
 
-    def _take(self, pool: WorkerPool, ticket: int, verdict: Verdict) -> None:
-        """Process a verdict on a sample, or on a group."""
+    def _take(self, ticket: int, verdict: Verdict) -> None:
+        """Process a verdict on a sample, or on samples that were compared."""
         request = self._submitted.pop(ticket)
-        if isinstance(request, _Group):
-            # A failed call fails all samples of the group.
-            verdicts = verdict.of_group or (verdict,) * len(request.scored)
-            for (sample, own), in_group in zip(request.scored, verdicts, strict=True):
-                verdict = add_own(own, in_group, may_abstain=self._may_abstain)
-                self._finish(sample, verdict)
+        if isinstance(request, Sample):
+            if self.sessions is not None:
+                self.sessions.take(request, verdict)
+            if self._has_env and request.turns:
+                request.turns[-1].env_s = verdict.seconds
+            self._finish(request, verdict)
             return
-        sample, group = request
-        if self.sessions is not None:
-            self.sessions.take(sample, verdict)
-        if group is None or verdict.failure is not None:
-            self._finish(sample, verdict)
-        else:
-            group.scored.append((sample, verdict))
-        if group is None:
-            return
-        group.num_left -= 1
-        if group.num_left == 0 and group.scored:
-            group.scored.sort(key=lambda scored: scored[0].index)  # not by the speed of scoring
-            ticket = self._new_ticket()
-            self._submitted[ticket] = group
-            limit = self._max_completion_tokens
-            givens = [arguments(scored, max_completion_tokens=limit) for scored, _ in group.scored]
-            pool.submit(ticket, givens)
+        self._add(request, verdict)
+
+    def _add(self, samples: Sequence[Sample], verdict: Verdict) -> None:
+        """Add what functions of whole groups have given to the partial rewards of samples. One
+        verdict, such as that of a failed call, is that of all."""
+        verdicts = verdict.of_group or (verdict,) * len(samples)
+        for sample, in_group in zip(samples, verdicts, strict=True):
+            own = sample.reward
+            assert own is not None, sample.id
+            self._finish(sample, add_own(own, in_group, may_abstain=self._may_abstain))
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
         """Samples with a verdict, or with an observation to continue from; waits at most
         `timeout_s` for the first one."""
         if self._pool is not None:
             for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
-                self._take(self._pool, ticket, verdict)
+                self._take(ticket, verdict)
             self._report_waiting(timeout_s)
         done, self._done = self._done, []
         return done
@@ -409,7 +408,7 @@ class Scorer:
         taken = [self._submitted.pop(ticket) for ticket in self.sessions.rest()]
         self._num_open -= len(taken)
         self._batch["samples"] -= len(taken)
-        return [entry[0] for entry in taken if isinstance(entry, tuple)]
+        return [request for request in taken if isinstance(request, Sample)]
 
     def wake(self) -> None:
         """Go on after `rest`."""
@@ -433,6 +432,9 @@ class Scorer:
         self.submit(*samples)
         while self.pending:
             self.poll(timeout_s=1.0)
+            waiting = [sample for sample in samples if sample.awaits_group]
+            if waiting and not self.pending:
+                self.compare(waiting)
         return list(samples)
 
     @property
@@ -479,13 +481,17 @@ class Scorer:
         sample.observation = verdict.observation
         sample.stop_reason = verdict.stop_reason or sample.stop_reason
         sample.reward = verdict.reward
+        if sample.awaits_group:
+            self._batch["samples"] -= 1  # it is submitted once more
+            self._first_failures.clear()  # some samples can be scored, as far as one knows
+            self._times_s.append(verdict.seconds)
+            self._done.append(sample)
+            return
         if sample.reward is not None and not self._may_abstain:  # else its total is not complete
             total = self._cfg.clipped(sample.reward.total)
             sample.reward = replace(sample.reward, total=total)
         sample.failure = verdict.failure
         sample.failure_detail = verdict.detail
-        if self._has_env and sample.turns:
-            sample.turns[-1].env_s = verdict.seconds
         if verdict.observation is not None:
             self._has_answered = True
         elif verdict.failure is None:

@@ -163,7 +163,14 @@ class _Server:
         if isinstance(given, list):
             return score_group(functions, given, on_call=report)
         if self.env is not None:
-            return play(self.env, functions, given, episode, on_call=report)
+            return play(
+                self.env,
+                functions,
+                given,
+                episode,
+                on_call=report,
+                may_abstain=self.job.may_abstain,
+            )
         return score(functions, given, on_call=report, may_abstain=self.job.may_abstain)
 
     def _close_session(self) -> None:
@@ -282,6 +289,7 @@ def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
         plain |= {
             "total": verdict.reward.total,
             "parts": dict(verdict.reward.parts),
+            "is_partial": verdict.reward.is_partial,
             "stop_reason": verdict.stop_reason,
         }
     num_bytes = len(json.dumps(plain))

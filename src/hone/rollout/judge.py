@@ -3,6 +3,9 @@
 completion ─┬─► Scorer: functions, in their workers ─────────────────────────┐
             └─► Transcripts: text, ids ─► passes of the model ─► its score ──┴─► weighted sum
 
+With an environment the model comes after the functions, since only the environment knows which
+turn of an episode is its last one. Functions of whole groups come after both.
+
 The model is colocated (whole on the collecting process's device) or remote (copies on their own
 devices, which score during generation and training). It is frozen, so a score depends only on the
 sample: groups are filtered by rewards, and advantages are computed from them.
@@ -21,93 +24,30 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hone.algorithms.algorithm import Outputs
 from hone.algorithms.preferences.reward_model import valued_at_end
 from hone.algorithms.settings import Output
-from hone.data.chat import Renderer
-from hone.data.columns import Example
-from hone.data.settings import DataConfig
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
 from hone.rewards.scorer import Scorer, ScorerStats
 from hone.rewards.settings import REWARD_MODEL, RewardConfig
 from hone.rollout.runner import Sessions
 from hone.rollout.scorer_pool import ScorerPool
+from hone.rollout.transcripts import Transcripts
 from hone.trainer.build import frozen_model
 from hone.trainer.collating import collate
 from hone.trainer.settings import SFTTrainerConfig
-from hone.types import FailureKind, Prompt, Reward, Row, Sample, with_opened_tag
+from hone.types import FailureKind, Row, Sample
 
-__all__ = ["PooledRewardModel", "RewardModel", "RewardModelScorer", "Transcripts"]
+__all__ = ["PooledRewardModel", "RewardModel", "RewardModelScorer"]
 
 _MAX_POLLS = 32
 """Most polls, one for each engine step, that a sequence waits for others to fill its pass: a small
 pass takes about as long as an engine step."""
 _MAX_KEPT = 100_000
 """Largest number of scores that are kept for equal sequences."""
-
-
-class Transcripts:
-    """Renders prompts with their completions for a reward model, in its own tokens.
-
-    The text is rendered and tokenised again, since the model may have another tokenizer and chat
-    template (`Renderer.transcript`). A truncated completion has no end token.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        *,
-        max_tokens: int,
-        vocab_size: int,
-        path: str,
-    ) -> None:
-        """`max_tokens` is the model's context, `vocab_size` the size of its vocabulary, `path` its
-        name for messages. Raises UserError where its tokenizer cannot render what `data` requires.
-        """
-        self.max_tokens = max_tokens
-        self._vocab_size = vocab_size
-        self._path = path
-        try:
-            self._renderer = Renderer(tokenizer, data)
-        except UserError as error:
-            raise UserError(f"reward.model.path={path!r}: {error}") from error
-
-    def check(self, prompt: Prompt) -> None:
-        """Raise UserError where a prompt of the data cannot be rendered for the model."""
-        try:
-            self.of(prompt, prompt.answer or prompt.text, is_truncated=False)
-        except UserError as error:
-            raise UserError(f"reward.model.path={self._path!r}: {error}") from error
-
-    def of(self, prompt: Prompt, completion: str, *, is_truncated: bool) -> list[int]:
-        """Token ids. Raises UserError where the text cannot be rendered or tokenised, or becomes a
-        token that the model lacks."""
-        example = Example(
-            id=prompt.id,
-            location=f"row {prompt.id}",
-            prompt=prompt.unrendered or prompt.text,
-            answer=None,
-            completion={
-                "role": "assistant",
-                "content": with_opened_tag(prompt.text, completion),
-            },
-            task=prompt.task,
-            metadata={},
-            columns=prompt.metadata,
-            raw_answer=None,
-            is_truncated=is_truncated,
-        )
-        ids = list(self._renderer.transcript(example))
-        if max(ids, default=0) >= self._vocab_size:
-            raise UserError(
-                f"prompt and completion have token {max(ids)} of the tokenizer in that folder, and "
-                f"its model has {self._vocab_size}: put the model's own tokenizer there"
-            )
-        return ids
 
 
 _Sequences = Sequence[Sequence[int]]
@@ -189,10 +129,14 @@ class _Pending:
     """A sample that waits for the model or for the functions."""
 
     sample: Sample
+    is_asked: bool
+    """Whether the model is to score it."""
     ids: _Ids = ()
     score: float | None = None
     problem: str = ""
     """Why the model gives no score."""
+    is_compared: bool = False
+    """Whether it comes to functions of whole groups, so that it has the model's score."""
     is_returned: bool = False
     """Whether the functions have scored it."""
 
@@ -203,7 +147,8 @@ class _Pending:
 
     @property
     def is_done(self) -> bool:
-        return self.is_returned and (self.score is not None or bool(self.problem))
+        has_answer = self.score is not None or bool(self.problem)
+        return self.is_returned and (has_answer or not self.is_asked)
 
 
 class RewardModelScorer:
@@ -211,7 +156,8 @@ class RewardModelScorer:
 
     A pass starts when sequences fill it, when one has waited for `_MAX_POLLS` polls, or when the
     caller has nothing else to do. So the contents of passes depend on engine steps, not on the
-    speed of functions. Equal sequences that are pending together get equal scores.
+    speed of functions; with an environment, on when that ends the episodes. Equal sequences that
+    are pending together get equal scores.
     """
 
     def __init__(
@@ -251,10 +197,6 @@ class RewardModelScorer:
         return len(self._pending)
 
     @property
-    def takes_whole_groups(self) -> bool:
-        return self._functions.takes_whole_groups
-
-    @property
     def sessions(self) -> Sessions | None:
         return self._functions.sessions
 
@@ -262,13 +204,19 @@ class RewardModelScorer:
         """Start to score samples, like `Scorer.submit`."""
         if not self._pending:
             self._known.clear()
+        has_ended = self._functions.environment is None
         for sample in samples:
-            pending = self._pending[sample.id] = _Pending(sample)
-            if sample.failure is not None:
-                pending.problem = sample.failure_detail or sample.failure
-            else:
+            is_asked = has_ended and sample.failure is None
+            pending = self._pending[sample.id] = _Pending(sample, is_asked)
+            if is_asked:
                 self._enqueue(pending)
         self._functions.submit(*samples)
+
+    def compare(self, samples: Sequence[Sample]) -> None:
+        """Like `Scorer.compare`. The partial rewards have the model's scores already."""
+        for sample in samples:
+            self._pending[sample.id] = _Pending(sample, is_asked=False, is_compared=True)
+        self._functions.compare(samples)
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
         """Return scored samples, like `Scorer.poll`; start the passes that are due first."""
@@ -282,11 +230,13 @@ class RewardModelScorer:
             wait(self._passes, timeout_s, FIRST_COMPLETED)
             self._take_passes()
         for sample in self._functions.poll(timeout_s):
-            self._pending[sample.id].is_returned = True
+            self._take_returned(sample)
         done = [pending for pending in self._pending.values() if pending.is_done]
         for pending in done:
             del self._pending[pending.sample.id]
-            self._add(pending)
+            if pending.is_asked:
+                self._add(pending)
+            self._clip(pending.sample)
         return [pending.sample for pending in done]
 
     def rest(self) -> list[Sample]:
@@ -312,10 +262,21 @@ class RewardModelScorer:
     def stats(self) -> ScorerStats:
         return replace(self._functions.stats(), num_pending=self.pending, model_s=self._busy_s)
 
+    def _take_returned(self, sample: Sample) -> None:
+        """Take a sample from the functions. If it is an episode that its environment has ended, the
+        model is asked now."""
+        pending = self._pending[sample.id]
+        pending.is_returned = True
+        if self._functions.environment is None or pending.is_compared:
+            return
+        if sample.reward is not None:
+            pending.is_asked = True
+            self._enqueue(pending)
+
     def _enqueue(self, pending: _Pending) -> None:
         sample, limit = pending.sample, self._transcripts.max_tokens
         try:
-            ids = self._transcripts.of(sample.prompt, sample.text, is_truncated=sample.truncated)
+            ids = self._transcripts.of_sample(sample)
         except UserError as error:
             pending.problem = f"{error}"
             return
@@ -367,6 +328,11 @@ class RewardModelScorer:
             del self._known[next(iter(self._known))]
         return bool(done)
 
+    def _clip(self, sample: Sample) -> None:
+        if sample.reward is not None and not sample.reward.is_partial:
+            total = self._cfg.clipped(sample.reward.total)
+            sample.reward = replace(sample.reward, total=total)
+
     def _add(self, pending: _Pending) -> None:
         """Add the model's weighted score to the reward of the functions."""
         sample = pending.sample
@@ -376,7 +342,7 @@ class RewardModelScorer:
         total = sample.reward.total + self._cfg.model.weight * score
         if math.isfinite(total):
             parts = {**sample.reward.parts, REWARD_MODEL: score}
-            sample.reward = Reward(total=self._cfg.clipped(total), parts=parts)
+            sample.reward = replace(sample.reward, total=total, parts=parts)
         else:
             problem = pending.problem or f"the score is {score}, the reward with it {total}"
             sample.reward, sample.failure = None, FailureKind.INVALID

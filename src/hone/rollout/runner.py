@@ -54,6 +54,7 @@ class SampleScorer(Protocol):
     """The part of `hone.rewards.scorer.Scorer` that a rollout needs."""
 
     def submit(self, *samples: Sample) -> None: ...
+    def compare(self, samples: Sequence[Sample], /) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
     def cancel(self) -> None: ...
     def rest(self) -> list[Sample]: ...
@@ -64,8 +65,6 @@ class SampleScorer(Protocol):
     def max_turns(self) -> int: ...
     @property
     def max_turn_tokens(self) -> int | None: ...
-    @property
-    def takes_whole_groups(self) -> bool: ...
     @property
     def sessions(self) -> Sessions | None: ...
     def stats(self) -> ScorerStats: ...
@@ -99,12 +98,13 @@ class RunningGroup:
     the tokens so far."""
     episodes: dict[int, Sample] = field(default_factory=dict[int, Sample])
     """Samples by index: those of `requests` with their earlier turns, and finished ones that wait
-    for the rest of the group (where reward functions compare samples) or for the caller of an
-    opened episode."""
+    for the rest of the group (`Sample.awaits_group`) or for the caller of an opened episode."""
     unscored: int = 0
     """Samples that the scorer, or the caller of an opened episode, has."""
     undecided: int = 0
     """Samples among `unscored` that may get another turn."""
+    is_compared: bool = False
+    """Whether all samples have ended, and functions of whole groups score those that waited."""
     is_opened: bool = False
     """Whether it is an opened episode, driven by the caller."""
 
@@ -472,7 +472,7 @@ class Runner:
 
     def _returned(self, entry: RunningGroup, sample: Sample) -> None:
         """Take note that the scorer has a sample no longer."""
-        may_go_on = self._may_go_on(sample)
+        may_go_on = not entry.is_compared and self._may_go_on(sample)
         entry.unscored -= 1
         entry.undecided -= may_go_on
         self.num_undecided -= may_go_on
@@ -523,16 +523,11 @@ class Runner:
         if self.scorer is None:
             self._end(entry, sample)
             return
-        entry.episodes[sample.index] = sample
-        if self.scorer.takes_whole_groups and entry.requests:
-            return
-        waiting = sorted(entry.episodes.keys() - entry.requests.keys())
-        samples = [entry.episodes.pop(index) for index in waiting]
-        num_undecided = sum(map(self._may_go_on, samples))
-        entry.unscored += len(samples)
-        entry.undecided += num_undecided
-        self.num_undecided += num_undecided
-        self.scorer.submit(*samples)
+        may_go_on = self._may_go_on(sample)
+        entry.unscored += 1
+        entry.undecided += may_go_on
+        self.num_undecided += may_go_on
+        self.scorer.submit(sample)
 
     def _go_on(self, entry: RunningGroup, sample: Sample) -> bool:
         """Request the turn after an observation; False where there can be none."""
@@ -549,10 +544,20 @@ class Runner:
         return True
 
     def _end(self, entry: RunningGroup, sample: Sample) -> None:
-        self.num_ended += 1
-        self.num_failed += sample.failure is not None
-        entry.group.samples.append(sample)
-        if entry.complete:
+        if sample.awaits_group:
+            entry.episodes[sample.index] = sample
+        else:
+            self.num_ended += 1
+            self.num_failed += sample.failure is not None
+            entry.group.samples.append(sample)
+        if not entry.complete:
+            return
+        if entry.episodes:
+            assert self.scorer is not None
+            waiting = [entry.episodes.pop(index) for index in sorted(entry.episodes)]
+            entry.unscored, entry.is_compared = len(waiting), True
+            self.scorer.compare(waiting)
+        else:
             del self.groups[entry.group.id]
             entry.group.samples.sort(key=lambda ended: ended.index)
             self._ended.groups.append(entry)

@@ -19,6 +19,7 @@ from hone.errors import did_you_mean
 from hone.user_code.inherited import inherited
 
 __all__ = [
+    "ENVIRONMENTS",
     "GIVEN",
     "OWN",
     "SHAPES",
@@ -36,6 +37,9 @@ __all__ = [
 GIVEN = ("completion", "prompt", "answer", "completion_ids", "task", "stop_reason", "metadata",
          "messages", "max_completion_tokens", "turns")  # fmt: skip
 """Names of the arguments that every sample provides."""
+
+ENVIRONMENTS = "environments"
+"""The parameter by which TRL's functions ask for the live objects of episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ OWN = Shape("hone", None, GIVEN, "answer", takes_columns=True, takes_lists=False
             called_with="one sample")  # fmt: skip
 SHAPES = (
     Shape("TRL", "completions",
-          ("prompts", "completions", "completion_ids", "environments", "trainer_state",
+          ("prompts", "completions", "completion_ids", ENVIRONMENTS, "trainer_state",
            "log_metric", "log_extra", "answer", "task"),
           "answer", takes_columns=True, takes_lists=True, called_with="lists of one sample"),
     Shape("verl", "solution_str", ("data_source", "solution_str", "ground_truth", "extra_info"),
@@ -104,6 +108,15 @@ def signature_problem(
         )
     if whole_groups and not shape.takes_lists:
         return one_at_a_time(f"'{spec}', in {shape.framework}'s shape,")
+    if whole_groups and any(
+        parameter.name == ENVIRONMENTS and parameter.default is Parameter.empty
+        for parameter in parameters
+    ):
+        return (
+            f"'{spec}' takes `{ENVIRONMENTS}`, and whole_groups is true: each episode of a group "
+            "has an environment in a process of its own, which has ended when the group is scored. "
+            "Read what was said from `completions`, or leave whole_groups out"
+        )
     for parameter in parameters:
         if parameter.kind is Parameter.POSITIONAL_ONLY and parameter.default is Parameter.empty:
             return (

@@ -61,8 +61,9 @@ def maker(source: Source) -> EnvMaker:
 def _maker(path: str, env: Any, file: str | None) -> EnvMaker:
     if env.requires_group_rollouts:
         raise ValueError(
-            f"the rubric of '{path}' compares the rollouts of a group, and a session scores one; "
-            "write such rewards as `reward.functions` with whole_groups"
+            f"the rubric of '{path}' compares the rollouts of a group, and a session scores one. "
+            "Write such rewards as `reward.functions` with whole_groups, for an environment that "
+            "ends episodes without a reward"
         )
     tools = list(env.tool_defs or ())
     return EnvMaker(

@@ -8,6 +8,7 @@ Only the engine is another one: a person, or a script, says what the policy says
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,6 +24,8 @@ from hone.tools.env_try.policy import ScriptedEngine
 from hone.types import Prompt, Request, Sample, SamplingParams
 
 __all__ = ["Audience", "Say", "Stage", "episodes_of", "sampling_of", "scorer_of"]
+
+_log = logging.getLogger(__name__)
 
 
 class Say(Protocol):
@@ -79,6 +82,11 @@ def scorer_of(cfg: EnvTryConfig, language: Language) -> TriedScorer:
         raise UserError(
             "neither env.path nor env.tools is set, so there is no environment to play. Name one: "
             "`hone env try path/to/file.py:Class`, or --env.path"
+        )
+    if cfg.reward.model.path is not None:
+        _log.warning(
+            "reward.model.path is set, and no weights are loaded here: the rewards that are shown "
+            "lack its part, and are not clipped"
         )
     reward = cfg.reward.model_copy(update={"num_workers": 1, "max_failure_rate": 1.0})
     return TriedScorer(
