@@ -18,14 +18,14 @@ import uvicorn
 
 from hone.distributed.listening import listen
 from hone.door.app import make_app
+from hone.door.connections import KEEP_ALIVE_S, Connections
 from hone.door.door import Door
 from hone.errors import UserError
 
 __all__ = ["DoorServer"]
 
 _MORE_CONNECTIONS = 256
-"""Connections beyond those of requests and sessions that may be open; uvicorn answers others with
-status 503."""
+"""Connections beyond those of requests and sessions that may be open."""
 _END_S = 5
 """Longest wait for answers that are under way when the server ends."""
 
@@ -48,15 +48,20 @@ class DoorServer:
         self.port: int = self._socket.getsockname()[1]
         host = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
         self.url = f"http://{host}:{self.port}"
+        connections = Connections(cfg.max_requests + cfg.max_sessions + _MORE_CONNECTIONS)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 make_app(door),
+                http=connections.protocol,
                 log_config=None,  # which would log to stdout; nothing of a request is logged
+                log_level="error",  # a stranger's broken requests are none of ours
                 access_log=False,
                 server_header=False,
                 lifespan="off",
                 ws="none",
-                limit_concurrency=cfg.max_requests + cfg.max_sessions + _MORE_CONNECTIONS,
+                # Reached only where each of the connections has a request that is being answered.
+                limit_concurrency=connections.most + 1,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_END_S,
             )
         )
