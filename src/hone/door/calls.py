@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hone.door.nesting import is_deep
+from hone.envs.session import ToolCall
 from hone.envs.tools.formats.registry import detect, parse
 from hone.envs.tools.reading import argument_schemas
 from hone.errors import UserError
 
 __all__ = ["CalledTool", "ReadAnswer", "ReadCalls", "calls_reader", "decoded"]
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""The escape of a half of a surrogate pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +53,41 @@ class ReadAnswer:
 
 
 def decoded(arguments: str) -> Any:
-    """The object that the text of arguments stands for, or the text where it is none: a policy has
-    written it, and its mistakes must not end the episode."""
+    """The object that the text of arguments stands for, or the text where it is none that can be
+    written again: a policy has written it, and its mistakes must not end the episode."""
     try:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    if not isinstance(found, dict) or is_deep(found):
+        return arguments
+    if _HALF.search(arguments) and not _is_writable(json.dumps(found, ensure_ascii=False)):
+        return arguments
+    return found
+
+
+def _is_writable(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no UTF-8 has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 ReadCalls = Callable[[str, Sequence[Mapping[str, Any]], str], ReadAnswer]
 """Reads the text of a turn, given the tools of the request and the tag that the prompt has opened.
 Never raises: a call that cannot be read stays in the content."""
+
+
+def _is_sound(call: ToolCall) -> bool:
+    """Whether a call can be written as JSON."""
+    return _is_writable(call.name + call.id) and not is_deep(dict(call.arguments))
+
+
+def _written(arguments: Mapping[str, Any]) -> str:
+    written = json.dumps(dict(arguments), ensure_ascii=False)
+    return written if _is_writable(written) else json.dumps(dict(arguments))
 
 
 def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
@@ -71,11 +100,13 @@ def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
 
     def read(text: str, tools: Sequence[Mapping[str, Any]], opened: str) -> ReadAnswer:
         parsed = parse(text, tool_format, argument_schemas(tools), opened=opened)
+        if not all(_is_sound(call) for call in parsed.calls):
+            return ReadAnswer(text, (), parsed.reasoning)
         calls = tuple(
             CalledTool(
                 id=call.id or f"call_{secrets.token_hex(12)}",
                 name=call.name,
-                arguments=json.dumps(dict(call.arguments), ensure_ascii=False),
+                arguments=_written(call.arguments),
             )
             for call in parsed.calls
         )

@@ -21,7 +21,14 @@ from hone.door.prompts import ChatPrompt, Prompts, TextPrompt, message_key
 from hone.door.refusal import Refusal
 from hone.door.repeats import Repeats, Sent
 from hone.door.security import Keys
-from hone.door.sessions import FinishedSession, History, Session, Sessions, Status
+from hone.door.sessions import (
+    MAX_CONTEXTS,
+    FinishedSession,
+    History,
+    Session,
+    Sessions,
+    Status,
+)
 from hone.door.settings import DoorConfig
 from hone.door.tree import Node, Place, Sampled, path_of
 from hone.door.turns import Answer, Asked, AskedTurn
@@ -67,7 +74,7 @@ class Door:
         the thread that ends them."""
         self.loop_calls = LoopCalls()
         self.model, self.cfg, self.keys = model, cfg, keys or Keys()
-        self.repeats = Repeats(max_running=cfg.max_requests)
+        self.repeats = Repeats()
         self.prompts = prompts
         self._handover, self._on_finished = handover, on_finished
         self._sessions = Sessions(max_sessions=cfg.max_sessions, timeout_s=cfg.session_timeout_s)
@@ -132,9 +139,10 @@ class Door:
         whole = asked.prompt.whole
         place = Place(None, None, 0, "start")
         if session is not None:
+            session.require_turn()
             place = session.find(asked.prompt.opening, whole)
-        turn = AskedTurn(asked)
-        task = asyncio.create_task(self._answer(turn, session, place))
+        turn = AskedTurn(stop=tuple(asked.sampling.stop), reads_calls=asked.reads_calls)
+        task = asyncio.create_task(self._answer(turn, asked, session, place))
         turn.run(task)
         if session is not None:
             session.running.add(task)
@@ -142,13 +150,16 @@ class Door:
         self.repeats.remember(sent, turn)
         return turn
 
-    async def _answer(self, turn: AskedTurn, session: Session | None, place: Place) -> Answer:
+    async def _answer(
+        self, turn: AskedTurn, asked: Asked, session: Session | None, place: Place
+    ) -> Answer:
         """Sample a turn. It is recorded once it is whole, and only then."""
-        asked = turn.asked
         place, given = await self._rendered(asked, session, place)
         before = [] if place.turn is None else path_of(place.turn)
         ids = tuple(token for node in (*before, given) for token in node.token_ids)
         room = self.prompts.require_room(len(ids), asked.prompt_field)
+        if session is not None and given is not place.given:
+            session.require_tokens(len(given.token_ids), MAX_CONTEXTS * self.prompts.max_model_len)
         turn.prompt_ids = ids
         prompt, number = self._seeded(asked, session, ids)
         sampled = await self._handover.sample(
