@@ -267,6 +267,7 @@ def test_a_server_that_sends_slowly_has_one_deadline(begun):
 def test_the_length_of_a_message_is_bounded(spec, monkeypatch):
     monkeypatch.setattr("hone.envs.tools.mcp_http._MAX_BYTES", 5000)
     monkeypatch.setattr("hone.envs.tools.mcp_stdio._MAX_LINE", 5000)
+    monkeypatch.setattr("hone.envs.tools.mcp_stdio._PATIENCE_S", 0.1)
     with pytest.raises(ToolLostError, match="more than 5,000 bytes"):
         played([spec], action(call("echo", text="x" * 6000)))
 
