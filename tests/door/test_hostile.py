@@ -105,7 +105,10 @@ def test_arguments_are_objects_where_they_can_be_written() -> None:
     ],
 )
 def test_calls_are_read_where_they_can_be_written(call: str, arguments: str | None) -> None:
-    read, why = calls_reader('<tool_call>{"name": <function-name>, "arguments": {}}</tool_call>')
+    read, why = calls_reader(
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call> '
+        "{{ tools }} hermes"
+    )
     assert read is not None, why
     text = f"<tool_call>\n{call}\n</tool_call>"
     answer = read(text, TOOLS, "")
@@ -136,7 +139,7 @@ BODIES: list[tuple[str, bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "field"), BODIES)
+@pytest.mark.parametrize(("path", "body", "field"), BODIES, ids=map(str, range(len(BODIES))))
 def test_numbers_and_texts_without_end_are_refused(
     path: str, body: bytes, field: str, served: Served
 ) -> None:
@@ -162,7 +165,7 @@ def test_a_reward_is_finite(served: Served) -> None:
     [
         *("//v1/models", "/v1//models", "/v1/models/", "/v1/models%2F", "/V1/models"),
         *("/sessions/", "/sessions/a%2Fb/v1/models", "/%ff%fe", "/v1/../v1/models", "/*"),
-        "/" + "a" * 60_000,
+        pytest.param("/" + "a" * 60_000, id="long"),
     ],
 )
 def test_a_path_is_a_route_or_none(path: str, served: Served) -> None:
