@@ -228,7 +228,7 @@ def test_all_bodies_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             return served.send("/v1/chat/completions", body)
 
         def too_much() -> list[Reply]:
-            until(lambda: len(served.engine.submitted) == 4)
+            until(lambda: served.handover._num_open == 4)
             refused = [ask(), served.send("/sessions", {"x": "x" * 900})]
             served.engine.gate.set()
             return refused

@@ -99,7 +99,7 @@ def test_arguments_are_objects_where_they_can_be_written() -> None:
     ("call", "arguments"),
     [
         ('{"name": "add", "arguments": {"a": "\\u00e9"}}', '{"a": "\u00e9"}'),
-        (f'{{"name": "add", "arguments": {HALF}}}', HALF),
+        (f'{{"name": "add", "arguments": {HALF}}}', None),
         ('{"name": "\\ud800", "arguments": {}}', None),
         ('{"name": "add", "arguments": {"a": ' + "[" * 500 + "]" * 500 + "}}", None),
     ],

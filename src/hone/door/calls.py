@@ -85,11 +85,6 @@ def _is_sound(call: ToolCall) -> bool:
     return _is_writable(call.name + call.id) and not is_deep(dict(call.arguments))
 
 
-def _written(arguments: Mapping[str, Any]) -> str:
-    written = json.dumps(dict(arguments), ensure_ascii=False)
-    return written if _is_writable(written) else json.dumps(dict(arguments))
-
-
 def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
     """The reader of the format in which a chat template writes calls; None, with the reason, where
     that is not known."""
@@ -106,7 +101,7 @@ def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
             CalledTool(
                 id=call.id or f"call_{secrets.token_hex(12)}",
                 name=call.name,
-                arguments=_written(call.arguments),
+                arguments=json.dumps(dict(call.arguments), ensure_ascii=False),
             )
             for call in parsed.calls
         )
