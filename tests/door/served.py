@@ -196,8 +196,13 @@ class Served:
     door: Door
     engine: ScriptedEngine
     handover: Handover
+    server: DoorServer
     finished: list[FinishedSession] = field(default_factory=list[FinishedSession])
     errors: list[BaseException] = field(default_factory=list[BaseException])
+
+    @property
+    def port(self) -> int:
+        return self.server.port
 
     @property
     def turns(self) -> list[AskedTurn]:
@@ -311,7 +316,9 @@ def serving(
     with DoorServer(door) as server:
         thread.start()
         try:
-            yield Served(server.url, door.keys.key, door, engine, handover, finished, errors)
+            yield Served(
+                server.url, door.keys.key, door, engine, handover, server, finished, errors
+            )
         finally:
             engine.gate.set()
             handover.close()

@@ -291,11 +291,11 @@ def test_a_turn_whose_client_leaves_is_aborted_and_not_recorded(streams: bool) -
         )
         until(lambda: not engine.gate.is_set())  # some tokens are there
         response = connection.getresponse() if streams else None
+        [turn] = served.turns  # once the client has left, it is forgotten
         if response is not None:
             assert response.read(5) == b"data:"
             response.close()
         connection.close()
-        [turn] = served.turns
         until(turn.answer.done)
         engine.gate.set()
         until(lambda: engine.aborted)

@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from hone.door.bodies import BodyBudget, read_body
 from hone.door.door import Door
 from hone.door.refusal import Refusal, anthropic_error, openai_error
 from hone.door.repeats import Sent
-from hone.door.security import read_body
 from hone.door.sessions import Session
 from hone.door.turns import Answer, Asked, AskedTurn
 from hone.door.wire.chat import ChatOptions, ChatWriter, read_chat, written_chat
@@ -77,7 +78,14 @@ def make_app(door: Door) -> Starlette:
         Route("/sessions/{session}/reward", _refusing(routes.reward), methods=["POST"]),
         Route("/sessions/{session}/end", _refusing(routes.end_session), methods=["POST"]),
     ]
-    return Starlette(routes=found, exception_handlers={HTTPException: _no_route})
+    app = Starlette(
+        routes=found,
+        exception_handlers={HTTPException: _no_route},
+        middleware=[Middleware(BodyBudget, max_body=routes.max_body)],
+    )
+    # Else a path with one slash too many is answered by the name that the request gives the server.
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -103,7 +111,7 @@ def _refusing(endpoint: _Endpoint, error_body: _ErrorBody = openai_error) -> _En
 class _Routes:
     def __init__(self, door: Door) -> None:
         self._door = door
-        self._max_body = int(door.cfg.max_body_mib * 2**20)
+        self.max_body = int(door.cfg.max_body_mib * 2**20)
 
     # -- models and sessions ---------------------------------------------------------------------
 
@@ -195,7 +203,7 @@ class _Routes:
     async def _body(self, request: Request) -> _Body:
         session_id = self._session_id(request)
         session = None if session_id is None else self._door.session(session_id)
-        content = await read_body(request, self._max_body)
+        content = await read_body(request, self.max_body)
         # The same path with and without the session in it is one route.
         route = request.url.path.removeprefix(f"/sessions/{session_id}")
         sent = Sent(route, session_id, request.headers, content)
@@ -229,7 +237,7 @@ class _Routes:
 
     async def _fields(self, request: Request) -> Fields:
         """The fields of a body, which may be empty."""
-        return read_json(await read_body(request, self._max_body) or b"{}")
+        return read_json(await read_body(request, self.max_body) or b"{}")
 
 
 class _Body(NamedTuple):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hone.door.nesting import is_deep
+from hone.envs.session import ToolCall
 from hone.envs.tools.formats.registry import detect, parse
 from hone.envs.tools.reading import argument_schemas, can_be_id, needs_ids
 from hone.errors import UserError
@@ -22,6 +25,9 @@ __all__ = [
     "format_in",
     "with_names",
 ]
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""The escape of a half of a surrogate pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +62,26 @@ class ReadAnswer:
 
 
 def decoded(arguments: str) -> Any:
-    """The object that the text of arguments stands for, or the text where it is none: a policy has
-    written it, and its mistakes must not end the episode."""
+    """The object that the text of arguments stands for, or the text where it is none that can be
+    written again: a policy has written it, and its mistakes must not end the episode."""
     try:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    if not isinstance(found, dict) or is_deep(found):
+        return arguments
+    if _HALF.search(arguments) and not _is_writable(json.dumps(found, ensure_ascii=False)):
+        return arguments
+    return found
+
+
+def _is_writable(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no UTF-8 has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def with_names(messages: Sequence[Message], start: int) -> tuple[Message, ...]:
@@ -96,6 +115,11 @@ ReadCalls = Callable[[str, Sequence[Mapping[str, Any]], str], ReadAnswer]
 Never raises: a call that cannot be read stays in the content."""
 
 
+def _is_sound(call: ToolCall) -> bool:
+    """Whether a call can be written as JSON."""
+    return _is_writable(call.name + call.id) and not is_deep(dict(call.arguments))
+
+
 def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
     """The reader of the format in which a chat template writes calls; None, with the reason, where
     that is not known."""
@@ -106,6 +130,8 @@ def calls_reader(chat_template: str | None) -> tuple[ReadCalls | None, str]:
 
     def read(text: str, tools: Sequence[Mapping[str, Any]], opened: str) -> ReadAnswer:
         parsed = parse(text, tool_format, argument_schemas(tools), opened=opened)
+        if not all(_is_sound(call) for call in parsed.calls):
+            return ReadAnswer(text, (), parsed.reasoning)
         calls = tuple(
             CalledTool(
                 id=call.id if can_be_id(call.id, tool_format) else _new_id(tool_format),

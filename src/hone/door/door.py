@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from hone.data.template_check import RenderError
 from hone.door.calls import ReadAnswer, ReadCalls
 from hone.door.handover import Handover
+from hone.door.loop_calls import LoopCalls
 from hone.door.prompts import ChatPrompt, Prompts, TextPrompt, message_key
 from hone.door.refusal import Refusal
 from hone.door.repeats import Repeats, Sent
 from hone.door.security import Keys
-from hone.door.sessions import FinishedSession, History, Session, Sessions, Status
+from hone.door.sessions import (
+    MAX_CONTEXTS,
+    FinishedSession,
+    History,
+    Session,
+    Sessions,
+    Status,
+)
 from hone.door.settings import DoorConfig
 from hone.door.tree import Node, Place, Sampled, path_of
 from hone.door.turns import Answer, Asked, AskedTurn
@@ -61,10 +70,11 @@ class Door:
         keys: Keys | None = None,
         on_finished: OnFinished = lambda _: None,
     ) -> None:
-        """`on_finished` gets sessions as they end, in the event loop or in the thread that ends
-        them."""
+        """`on_finished` gets sessions as they end: in the event loop, or while no server runs in
+        the thread that ends them."""
+        self.loop_calls = LoopCalls()
         self.model, self.cfg, self.keys = model, cfg, keys or Keys()
-        self.repeats = Repeats(max_running=cfg.max_requests)
+        self.repeats = Repeats()
         self.prompts = prompts
         self._handover, self._on_finished = handover, on_finished
         self._sessions = Sessions(max_sessions=cfg.max_sessions, timeout_s=cfg.session_timeout_s)
@@ -83,7 +93,9 @@ class Door:
         return self._sessions.open(
             history=history,
             seed=next(self._asked) if seed is None else seed,
-            on_expired=lambda session: self._finish(session, "expired"),
+            on_expired=lambda session: self.loop_calls.soon(
+                partial(self._finish, session, "expired")
+            ),
         )
 
     def session(self, session_id: str) -> Session:
@@ -99,6 +111,14 @@ class Door:
         for task in session.running:
             task.cancel()
         return self._finish(session, status, detail)
+
+    def end_soon(
+        self, session_id: str, status: Status = "completed", detail: str = ""
+    ) -> Future[FinishedSession]:
+        """As `end_session`, in the event loop of the server; any thread may call this. The future
+        has Refusal where no such session is open. It does not wait for the runner, so the thread
+        that steps the runner may wait for it."""
+        return self.loop_calls.soon(partial(self.end_session, session_id, status, detail))
 
     def _finish(self, session: Session, status: Status, detail: str = "") -> FinishedSession:
         finished = session.finish(status, detail)
@@ -119,9 +139,10 @@ class Door:
         whole = asked.prompt.whole
         place = Place(None, None, 0, "start")
         if session is not None:
+            session.require_turn()
             place = session.find(asked.prompt.opening, whole)
-        turn = AskedTurn(asked)
-        task = asyncio.create_task(self._answer(turn, session, place))
+        turn = AskedTurn(stop=tuple(asked.sampling.stop), reads_calls=asked.reads_calls)
+        task = asyncio.create_task(self._answer(turn, asked, session, place))
         turn.run(task)
         if session is not None:
             session.running.add(task)
@@ -129,13 +150,16 @@ class Door:
         self.repeats.remember(sent, turn)
         return turn
 
-    async def _answer(self, turn: AskedTurn, session: Session | None, place: Place) -> Answer:
+    async def _answer(
+        self, turn: AskedTurn, asked: Asked, session: Session | None, place: Place
+    ) -> Answer:
         """Sample a turn. It is recorded once it is whole, and only then."""
-        asked = turn.asked
         place, given = await self._rendered(asked, session, place)
         before = [] if place.turn is None else path_of(place.turn)
         ids = tuple(token for node in (*before, given) for token in node.token_ids)
         room = self.prompts.require_room(len(ids), asked.prompt_field)
+        if session is not None and given is not place.given:
+            session.require_tokens(len(given.token_ids), MAX_CONTEXTS * self.prompts.max_model_len)
         turn.prompt_ids = ids
         prompt, number = self._seeded(asked, session, ids)
         sampled = await self._handover.sample(

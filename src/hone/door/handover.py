@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from hone.door.refusal import Refusal
@@ -60,10 +59,13 @@ class Handover:
     def __init__(self, *, max_requests: int) -> None:
         """At most `max_requests` are sampled or wait at once."""
         self._max_requests = max_requests
-        self._calls: SimpleQueue[tuple[_Waiting, bool] | None] = SimpleQueue()
-        """Requests, each with whether it is wanted or cancelled; None only wakes the thread."""
         self._lock = threading.Lock()
+        self._has_news = threading.Condition(self._lock)
         # Guarded by the lock.
+        self._new: dict[_Waiting, None] = {}
+        """Requests that the runner has not got, in their order."""
+        self._cancelled: list[_Waiting] = []
+        """Requests that the runner has got and shall close."""
         self._num_open = 0
         self._refusal: Refusal | None = None
         """Why no request is taken now."""
@@ -108,15 +110,26 @@ class Handover:
                     retry_after_s=_RETRY_AFTER_S,
                 )
             self._num_open += 1
-            self._calls.put((waiting, True))
+            self._new[waiting] = None
+            self._has_news.notify()
         try:
             return await waiting.future
         except asyncio.CancelledError:
-            self._calls.put((waiting, False))
+            self._withdraw(waiting)
             raise
         finally:
             with self._lock:
                 self._num_open -= 1
+
+    def _withdraw(self, waiting: _Waiting) -> None:
+        """Forget a request at once where the runner has not got it: it may be long until somebody
+        steps the runner, and prompts take memory."""
+        with self._lock:
+            if waiting in self._new:
+                del self._new[waiting]
+            else:
+                self._cancelled.append(waiting)
+                self._has_news.notify()
 
     # -- in any thread ---------------------------------------------------------------------------
 
@@ -138,7 +151,7 @@ class Handover:
         """Let `serve` return; requests are refused from now on."""
         with self._lock:
             self._is_closed = True
-        self._calls.put(None)
+            self._has_news.notify()
 
     # -- in the thread that owns the runner ------------------------------------------------------
 
@@ -158,14 +171,18 @@ class Handover:
             self._refuse_all(refusal)
 
     def take(self, runner: Runner, *, waits: bool = False) -> None:
-        """Give the runner what has come since the last call; with `waits` wait for the first."""
-        with suppress(Empty):
-            call = self._calls.get(block=waits)
-            while True:
-                if call is not None:
-                    waiting, is_wanted = call
-                    (self._open if is_wanted else self._cancel)(waiting, runner)
-                call = self._calls.get_nowait()
+        """Give the runner what has come since the last call; with `waits` wait for the first, or
+        for `close`."""
+        with self._lock:
+            while waits and not (self._new or self._cancelled or self._is_closed):
+                self._has_news.wait()
+            new, self._new = self._new, {}
+            cancelled, self._cancelled = self._cancelled, []
+        for waiting in new:
+            self._open(waiting, runner)
+        for waiting in cancelled:
+            if self._waiting.pop(waiting.episode_id, None) is not None:
+                runner.close(waiting.episode_id)
 
     def give(
         self, runner: Runner, turns: Iterable[Sample], tokens_since: TokensSince | None = None
@@ -201,19 +218,13 @@ class Handover:
         waiting.episode_id = episode_id
         self._waiting[episode_id] = waiting
 
-    def _cancel(self, waiting: _Waiting, runner: Runner) -> None:
-        if self._waiting.pop(waiting.episode_id, None) is not None:
-            runner.close(waiting.episode_id)
-
     def _refuse_all(self, refusal: Refusal) -> None:
         with self._lock:
             self._refusal = refusal
-        waiting = [*self._waiting.values()]
+            waiting = [*self._waiting.values(), *self._new]
+            self._new.clear()
+            self._cancelled.clear()
         self._waiting.clear()
-        with suppress(Empty):
-            while True:
-                call = self._calls.get_nowait()
-                waiting += [call[0]] if call is not None else []
         for request in waiting:
             _call(request.loop, [partial(_answer, request.future, refusal.again())])
 

@@ -10,13 +10,14 @@ _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
     409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
 """The type of an error in both APIs, by status."""
-_TRIED_AGAIN = (429, 503)
+_TRIED_AGAIN = (408, 429, 503)
 """Statuses after which the same request may succeed."""
 
 
@@ -35,12 +36,13 @@ class Refusal(Exception):
         field: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        closes: bool = False,
     ) -> None:
         """`field` names the part of the request that is wrong, `code` is OpenAI's name of the
-        cause."""
+        cause. `closes` ends the connection, where the rest of the request is not read."""
         super().__init__(text)
         self.status, self.field, self.code = status, field, code
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.closes = retry_after_s, closes
 
     def again(self) -> Refusal:
         """A copy, to be raised once more: an exception collects where it was raised."""
@@ -50,6 +52,7 @@ class Refusal(Exception):
             field=self.field,
             code=self.code,
             retry_after_s=self.retry_after_s,
+            closes=self.closes,
         )
 
     @property
@@ -57,6 +60,8 @@ class Refusal(Exception):
         found = {"x-should-retry": "true" if self.status in _TRIED_AGAIN else "false"}
         if self.retry_after_s is not None:
             found["Retry-After"] = str(self.retry_after_s)
+        if self.closes:
+            found["Connection"] = "close"
         return found
 
 

@@ -1,4 +1,4 @@
-"""Who may use the server, and how much a request may take.
+"""Who may use the server.
 
 Each request has a key: that of the server, which opens everything, or that of one session. A
 session's key is made of its id and a secret of this process, so none is kept, and the key of a
@@ -15,12 +15,10 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from starlette.requests import Request
-
 from hone.door.refusal import Refusal
 from hone.errors import UserError
 
-__all__ = ["Keys", "is_loopback", "new_id", "read_body", "read_key"]
+__all__ = ["Keys", "is_loopback", "new_id", "read_key"]
 
 _PREFIX = "hone-"
 _MIN_KEY = 16
@@ -97,23 +95,6 @@ def new_id() -> str:
 def is_loopback(host: str) -> bool:
     """Whether `host` is reached from this machine alone."""
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request. Raises Refusal as soon as it is longer than `max_bytes`."""
-    too_long = Refusal(
-        413, f"the body is longer than {max_bytes / 2**20:g} MiB (serve.max_body_mib)"
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_long
-    parts, size = list[bytes](), 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise too_long
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _given_key(headers: Mapping[str, str]) -> str | None:

@@ -20,7 +20,16 @@ from hone.door.tree import Node, Place, Tree, sample_of
 from hone.door.turns import Answer
 from hone.types import Reward, Sample
 
-__all__ = ["COUNTS", "FinishedSession", "History", "Session", "Sessions", "Status"]
+__all__ = [
+    "COUNTS",
+    "MAX_CONTEXTS",
+    "MAX_TURNS",
+    "FinishedSession",
+    "History",
+    "Session",
+    "Sessions",
+    "Status",
+]
 
 History = Literal["linear", "tree"]
 Status = Literal["completed", "failed", "expired"]
@@ -28,6 +37,12 @@ Status = Literal["completed", "failed", "expired"]
 COUNTS = ("bridged", "forks", "branches", "repeated")
 """What is counted of requests: those that extend the last turn, share the path to an earlier one,
 share nothing with others before them, and those that repeat another one."""
+MAX_TURNS = 4096
+"""Turns that a session may have. Each request is compared with all turns of its session."""
+MAX_CONTEXTS = 32
+"""Tokens that a session may have, as a multiple of the model's longest sequence: a linear session
+has at most one such sequence, one that rewrites its history may fill 32. A token takes about 100
+bytes of memory."""
 _COUNTED = {"start": "starts", "bridged": "bridged", "fork": "forks", "branch": "branches"}
 
 
@@ -91,6 +106,24 @@ class Session:
             f"{why}. Send the earlier messages as they were, or open the session with "
             '{"history": "tree"}, where such a request opens a branch',
             code="history_rewritten",
+        )
+
+    def require_turn(self) -> None:
+        """Raise Refusal where the session may have no further turn."""
+        if len(self.tree.turns) + len(self.running) >= MAX_TURNS:
+            raise self._full(f"{MAX_TURNS:,} turns")
+
+    def require_tokens(self, num_new: int, most: int) -> None:
+        """Raise Refusal where `num_new` tokens are too many for a session of at most `most`."""
+        if self.tree.num_tokens + num_new > most:
+            raise self._full(f"{most:,} tokens")
+
+    def _full(self, limit: str) -> Refusal:
+        return Refusal(
+            409,
+            f"session {self.id} may have at most {limit} in all its branches; end it with "
+            "POST /sessions/S/end, and open another",
+            code="session_full",
         )
 
     def record(self, opening: Hashable, place: Place, given: Node, sampled: Node) -> None:
@@ -162,9 +195,10 @@ class Sessions:
         """The open session of this id. Raises Refusal where there is none."""
         with self._lock:
             session = self._open.get(session_id)
+            if session is not None:  # under the lock, else `open` may end it at this moment
+                session.used_at = monotonic()
         if session is None:
             raise _unknown(session_id)
-        session.used_at = monotonic()
         return session
 
     def take(self, session_id: str) -> Session:

@@ -79,6 +79,8 @@ class Tree:
     def __init__(self) -> None:
         self.turns: list[Node] = []
         """All turns, in the order in which they ended."""
+        self.num_tokens = 0
+        """Tokens of all nodes."""
         self._roots: dict[Hashable, list[Node]] = {}
 
     @property
@@ -124,9 +126,11 @@ class Tree:
         if known is None:
             given.parent = turn
             siblings.append(given)
+            self.num_tokens += len(given.token_ids)
         sampled.parent = known or given
         sampled.parent.children.append(sampled)
         self.turns.append(sampled)
+        self.num_tokens += len(sampled.token_ids)
 
     def paths(self) -> Iterator[tuple[list[Node], set[Node]]]:
         """Each path from a root to a leaf, in the order in which the leaves ended, with the turns

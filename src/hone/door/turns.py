@@ -59,9 +59,13 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class AskedTurn:
-    """A request until it is answered. Only the event loop uses it."""
+    """A request until it is answered, without its prompt: what waits or is remembered for long
+    keeps no body. Only the event loop uses it."""
 
-    asked: Asked
+    stop: tuple[str, ...] = ()
+    """Its stop strings."""
+    reads_calls: bool = False
+    """Whether the answer is read for tool calls."""
     answer: asyncio.Future[Answer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )

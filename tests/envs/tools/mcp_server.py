@@ -1,6 +1,6 @@
 """A server of the Model Context Protocol, written with the standard library alone, for tests.
 
-    python mcp_server.py [--stubborn] [--silent]
+    python mcp_server.py [--stubborn] [--silent] [--deaf]
 
 `handle` answers one message; the standard streams and HTTP carry it.
 """
@@ -102,6 +102,8 @@ def main():
             write({"jsonrpc": "2.0", "method": "notifications/message", "params": {}})
         if message.get("id") == "theirs":
             assert message["result"] == {}
+        if "--deaf" in sys.argv and message.get("method") == "notifications/initialized":
+            time.sleep(600)
         if "--silent" not in sys.argv:
             threading.Thread(target=answer, args=(message,), daemon=True).start()
     while "--stubborn" in sys.argv:

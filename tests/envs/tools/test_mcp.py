@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -205,6 +207,69 @@ def test_a_server_that_never_answers_is_refused_at_the_start():
     with pytest.raises(UserError, match=r"did not answer initialize in 0\.2 s"):
         make_tools([f"{SERVER} --silent"], load=load, deadline_s=0.2)
     assert not [x for x in psutil.Process().children() if "--silent" in " ".join(x.cmdline())]
+
+
+def test_a_server_that_does_not_read_fails_calls_at_their_deadline():
+    """Each of the messages is longer than what the pipe to the server holds."""
+    server = McpServer(f"{SERVER} --deaf", deadline_s=DEADLINE_S)
+    server.start()
+    process = psutil.Process(server._connection._process.pid)
+    server._connection._deadline_s = 0.1
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(server._call, "echo", text="x" * 2**20) for _ in range(2)]
+            errors = [str(call.exception(DEADLINE_S)) for call in calls]
+        assert any("did not answer tools/call in 0.1 s" in error for error in errors), errors
+        with pytest.raises(ToolLostError, match="takes no messages: it did not read an earlier"):
+            server._call("echo", text="x")
+    finally:
+        process.kill()
+        server.close()
+
+
+DRIPS = {
+    "status": "HTTP/1.1 2",
+    "headers": "HTTP/1.1 200 OK\r\nContent-Type: x",
+    "json": "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n",
+    "chunks": "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5;",
+    "events": "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: ",
+    "refusal": "HTTP/1.1 500 No\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("begun", DRIPS.values(), ids=DRIPS)
+def test_a_server_that_sends_slowly_has_one_deadline(begun):
+    """Each byte comes long before the deadline, and there are enough for 5 seconds."""
+    stop = threading.Event()
+
+    def drip(listener):
+        sock, _ = listener.accept()
+        with sock, suppress(OSError):
+            sock.recv(2**16)
+            sock.sendall(begun.encode())
+            for _ in range(250):
+                if stop.wait(0.02):
+                    return
+                sock.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        server = McpServer(f"mcp:http://127.0.0.1:{listener.getsockname()[1]}/", deadline_s=0.2)
+        try:
+            with pytest.raises(ToolLostError, match=r"did not answer initialize in 0\.2 s"):
+                server.start()
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_the_length_of_a_message_is_bounded(spec, monkeypatch):
+    monkeypatch.setattr("hone.envs.tools.mcp_http._MAX_BYTES", 5000)
+    monkeypatch.setattr("hone.envs.tools.mcp_stdio._MAX_LINE", 5000)
+    monkeypatch.setattr("hone.envs.tools.mcp_stdio._PATIENCE_S", 0.1)
+    with pytest.raises(ToolLostError, match="more than 5,000 bytes"):
+        played([spec], action(call("echo", text="x" * 6000)))
 
 
 def test_http_has_a_session_that_is_ended(http_server):

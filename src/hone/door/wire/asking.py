@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from hone.door.wire.fields import Fields, wrong
 from hone.types import Message, SamplingParams
 
 __all__ = [
+    "MAX_NAME",
     "asked_chat",
     "chat_messages",
     "chat_tools",
@@ -50,6 +52,10 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that change what is sampled or answered and that nobody here computes, with the values
 that change nothing."""
+MAX_NAME = 1024
+"""Most characters of names and ids, which templates may leave out of a prompt but sessions keep."""
+_MAX_ARGUMENTS = 2**16
+"""Most characters of `chat_template_kwargs` as JSON, for the same reason."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -111,7 +117,7 @@ def _message(fields: Fields) -> Message:
     if role == "assistant" and fields.get("tool_calls"):
         message["tool_calls"] = [_call(call) for call in fields.objects("tool_calls")]
     for name in ("name", "tool_call_id"):
-        if value := fields.text(name, ""):
+        if value := fields.text(name, "", most=MAX_NAME):
             message[name] = value
     return message
 
@@ -122,7 +128,7 @@ def _call(fields: Fields) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = decoded(arguments)
     made = {"name": function.text("name"), "arguments": {} if arguments is None else arguments}
-    return {"id": fields.text("id", ""), "type": "function", "function": made}
+    return {"id": fields.text("id", "", most=MAX_NAME), "type": "function", "function": made}
 
 
 def content_text(content: Any, path: str) -> str:
@@ -152,11 +158,17 @@ def asked_chat(
     field: str,
 ) -> Asked:
     """What a request of chat messages asks for; `field` is the name of its messages."""
+    arguments = fields.mapping("chat_template_kwargs")
+    if len(json.dumps(arguments)) > _MAX_ARGUMENTS:
+        raise wrong(
+            fields.path("chat_template_kwargs"),
+            f"must have at most {_MAX_ARGUMENTS:,} characters as JSON",
+        )
     return Asked(
         prompt=ChatPrompt(
             messages=tuple(messages),
             tools=tools,
-            arguments=fields.mapping("chat_template_kwargs"),
+            arguments=arguments,
         ),
         prompt_field=field,
         sampling=sampling,

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from hone.door.nesting import MAX_DEPTH, is_deep
 from hone.door.refusal import Refusal
 
 __all__ = ["Fields", "read_json", "wrong"]
@@ -16,6 +17,8 @@ _MOST_TEXTS, _LONGEST_TEXT = 64, 1024
 """Each token of an answer is compared with all stop strings, by the thread that serves all."""
 
 _MAX_SEED = 2**63
+_MAX_ID = 2**31
+"""Tokenizers and tensors take no larger ids."""
 
 
 class Fields:
@@ -40,13 +43,15 @@ class Fields:
             raise wrong(self.path(name), "is missing")
         return value
 
-    def text(self, name: str, default: str | None = None) -> str:
-        """A text; required without a default."""
+    def text(self, name: str, default: str | None = None, *, most: int | None = None) -> str:
+        """A text of at most `most` characters; required without a default."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
             raise wrong(self.path(name), f"must be a text, got {_kind(value)}")
+        if most is not None and len(value) > most:
+            raise wrong(self.path(name), f"has {len(value):,} characters, and may have {most:,}")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -132,7 +137,7 @@ class Fields:
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Token ids; empty where there are none."""
         ids = self.array(name)
-        if not all(type(token) is int and token >= 0 for token in ids):
+        if not all(type(token) is int and 0 <= token < _MAX_ID for token in ids):
             raise wrong(self.path(name), "must be a list of token ids, whole numbers from 0")
         return tuple(ids)
 
@@ -151,6 +156,9 @@ def read_json(body: bytes) -> Fields:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise Refusal(400, f"the body is no JSON: {error}") from error
+    # A body with few brackets, as one of token ids, is not looked through.
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_deep(value):
+        raise Refusal(400, f"the body has values that are nested more than {MAX_DEPTH} times")
     return _object(value, "")
 
 

@@ -9,6 +9,7 @@ from hone.door.calls import decoded
 from hone.door.refusal import Refusal, anthropic_error
 from hone.door.turns import Answer, Asked, AskedTurn
 from hone.door.wire.asking import (
+    MAX_NAME,
     asked_chat,
     content_text,
     require_messages,
@@ -50,12 +51,18 @@ def _messages(fields: Fields) -> list[Message]:
                 texts.append(block.text("text"))
             case "tool_use" if role == "assistant":
                 function = {"name": block.text("name"), "arguments": block.mapping("input")}
-                calls.append({"id": block.text("id"), "type": "function", "function": function})
+                calls.append(
+                    {
+                        "id": block.text("id", most=MAX_NAME),
+                        "type": "function",
+                        "function": function,
+                    }
+                )
             case "tool_result" if role == "user":
                 results.append(
                     {
                         "role": "tool",
-                        "tool_call_id": block.text("tool_use_id"),
+                        "tool_call_id": block.text("tool_use_id", most=MAX_NAME),
                         "content": content_text(block.get("content"), block.path("content")),
                     }
                 )

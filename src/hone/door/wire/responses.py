@@ -10,6 +10,7 @@ from hone.door.calls import CalledTool, decoded
 from hone.door.refusal import Refusal, openai_error
 from hone.door.turns import Answer, Asked, AskedTurn
 from hone.door.wire.asking import (
+    MAX_NAME,
     asked_chat,
     content_text,
     require_messages,
@@ -79,12 +80,20 @@ def _append(messages: list[Message], item: Fields) -> None:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             function = {"name": item.text("name"), "arguments": decoded(item.text("arguments", ""))}
-            call = {"id": item.text("call_id"), "type": "function", "function": function}
+            call = {
+                "id": item.text("call_id", most=MAX_NAME),
+                "type": "function",
+                "function": function,
+            }
             messages[-1].setdefault("tool_calls", []).append(call)
         case "function_call_output":
             content = content_text(item.get("output"), item.path("output"))
             messages.append(
-                {"role": "tool", "tool_call_id": item.text("call_id"), "content": content}
+                {
+                    "role": "tool",
+                    "tool_call_id": item.text("call_id", most=MAX_NAME),
+                    "content": content,
+                }
             )
         case "reasoning":
             pass  # templates leave out earlier thoughts, and the ids of ours are in the tree

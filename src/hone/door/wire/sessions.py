@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 from hone.door.refusal import Refusal
@@ -10,6 +11,11 @@ from hone.door.wire.fields import Fields, wrong
 from hone.types import Reward
 
 __all__ = ["read_opening", "read_status", "set_reward", "written_session"]
+
+
+_MAX_DETAIL = 10_000
+"""Most characters of a reason: it is kept with the session."""
+_MAX_PARTS = 256
 
 
 def read_opening(fields: Fields) -> tuple[History, int | None]:
@@ -21,9 +27,13 @@ def read_opening(fields: Fields) -> tuple[History, int | None]:
 def set_reward(fields: Fields, session: Session) -> None:
     """Set the reward of a session, or of one of its turns. Raises Refusal."""
     parts = {name: _finite(fields.part("parts"), name) for name in fields.mapping("parts")}
+    if len(parts) > _MAX_PARTS:
+        raise wrong("parts", f"has {len(parts)} entries, and may have {_MAX_PARTS}")
     if fields.get("reward") is None and not parts:
         raise wrong("reward", "is missing; give a number, or parts with a number each")
     total = sum(parts.values()) if fields.get("reward") is None else _finite(fields, "reward")
+    if not math.isfinite(total):
+        raise wrong("parts", f"must have a finite sum, got {total}")
     place = fields.integer("turn", least=0)
     if place is None:
         session.reward = Reward(total=total, parts=parts)
@@ -37,7 +47,7 @@ def set_reward(fields: Fields, session: Session) -> None:
 def read_status(fields: Fields) -> tuple[Status, str]:
     """How a session has ended, and why it has failed. Raises Refusal."""
     status = fields.choice("status", ("completed", "failed"), "completed")
-    return cast(Status, status), fields.text("detail", "")
+    return cast(Status, status), fields.text("detail", "", most=_MAX_DETAIL)
 
 
 def written_session(finished: FinishedSession, *, has_paths: bool) -> dict[str, Any]:

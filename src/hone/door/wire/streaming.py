@@ -164,7 +164,7 @@ class _TextStream:
 
     def __init__(self, turn: AskedTurn, decode: Callable[[Sequence[int]], str]) -> None:
         self._turn, self._decode = turn, decode
-        self._num_held = max(map(len, turn.asked.sampling.stop), default=1) - 1
+        self._num_held = max(map(len, turn.stop), default=1) - 1
         self._num_tokens = 0
         """Tokens that have been taken."""
         self._text, self._num_sent = "", 0
@@ -183,7 +183,7 @@ class _TextStream:
             return text, [*ids[start:]], [*logprobs[start:]]
         ids, logprobs = turn.token_ids[start:], turn.logprobs[start:]
         self._num_tokens += len(ids)
-        if turn.asked.reads_calls:
+        if turn.reads_calls:
             return "", ids, logprobs
         self._push(ids)
         end = max(len(self._text) - self._num_held, self._num_sent)
