@@ -89,6 +89,7 @@ def _spec_of(env: EnvConfig, tool_format: str | None) -> EnvSpec:
         max_parallel_calls=env.max_parallel_calls,
         timeout_s=env.turn_timeout_s,
         max_sessions=env.concurrency,
+        command=env.harness.command,
     )
 
 

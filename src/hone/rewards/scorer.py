@@ -34,6 +34,7 @@ from hone.user_code.signatures import SHAPES, Shape, missing_column
 
 if TYPE_CHECKING:
     from hone.rewards.environment import EnvFacts
+    from hone.rewards.live_programs import OpenAccess
     from hone.rewards.live_sessions import LiveSessions
     from hone.rewards.play import EpisodeSoFar
     from hone.rewards.pool import WorkerPool
@@ -101,11 +102,13 @@ class Scorer:
         max_completion_tokens: int,
         env: EnvConfig | None = None,
         tool_format: str | None = None,
+        open_access: OpenAccess | None = None,
         trusted: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """`tool_format` is the format of the policy's calls of tools (`env.tool_format`), None
-        where the environment has no tools. `trusted` are functions that run in this process like
-        built-ins, by their names in `cfg`."""
+        where the environment has no tools. `open_access` says where a program that plays an episode
+        finds the policy (`env.harness.command`). `trusted` are functions that run in this process
+        like built-ins, by their names in `cfg`."""
         env, trusted = env or EnvConfig(), trusted or {}
         self.max_turns = env.max_turns if env.is_set else 1
         """Largest number of turns of an episode; after the last one a sample `must_end`."""
@@ -136,6 +139,7 @@ class Scorer:
         self._pool: WorkerPool | None = None
         self._has_env = env.is_set
         self._episode_of: Callable[[Sample], EpisodeSoFar] | None = None
+        self._open_access = open_access
         self.sessions: LiveSessions | None = None
         """The live objects of episodes, where the environment has them; then a sample is submitted
         before its first turn too."""
@@ -143,7 +147,7 @@ class Scorer:
         """Whether the environment has answered, so that samples are not expected to fail."""
         self._may_abstain = cfg.model.path is not None
         """Whether a reward model scores samples too, outside of this class."""
-        if not cfg.has_parts and env.path is None:
+        if not cfg.has_parts and env.path is None and env.harness.command is None:
             raise ValueError("`reward.functions` is empty; name one, such as `exact_match`")
         builtins = _builtins(cfg, max_completion_tokens)
         names = cfg.names
@@ -167,8 +171,14 @@ class Scorer:
         from hone.rewards.pool import WorkerPool, job_of
 
         pool = WorkerPool(job_of(self._cfg, names, env, tool_format=tool_format))
-        if pool.env is not None and pool.env.has_sessions:
-            self.sessions = LiveSessions(pool, env, max_tokens=self._max_completion_tokens)
+        limit = self._max_completion_tokens
+        if self._open_access is not None:
+            from hone.rewards.live_programs import LivePrograms
+
+            access = self._open_access
+            self.sessions = LivePrograms(pool, env, max_tokens=limit, open_access=access)
+        elif pool.env is not None and pool.env.has_sessions:
+            self.sessions = LiveSessions(pool, env, max_tokens=limit)
         elif self._has_env:
             self._episode_of = partial(episode_of, max_turns=self.max_turns)
         return pool
@@ -229,7 +239,7 @@ class Scorer:
                 if lacking:
                     rows = [(f"row {prompt.id}", _columns(prompt)) for prompt in lacking]
                     raise UserError(missing_column(entry.fn, name, rows, f"{len(prompts):,} rows"))
-        return self._try_out(prompts[0], encode) if prompts else []
+        return self._try_out(prompts[0], encode) if prompts and not self._open_access else []
 
     def _try_out(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> list[Sample]:
         text = prompt.answer or prompt.text
@@ -487,7 +497,7 @@ class Scorer:
         if self._has_env and sample.turns:
             sample.turns[-1].env_s = verdict.seconds
         if verdict.observation is not None:
-            self._has_answered = True
+            self._has_answered |= self._open_access is None  # else a program is only running
         elif verdict.failure is None:
             self._num_scored += 1
         elif self.sessions is not None and self.sessions.is_restarting(sample):
@@ -498,12 +508,15 @@ class Scorer:
             self._batch["failed"] += 1
             self._batch[verdict.failure] += 1
         self._batch["done"] += 1
-        self._times_s.append(verdict.seconds)
+        if self._open_access is None or verdict.observation is None:
+            self._times_s.append(verdict.seconds)
         self._done.append(sample)
         self._check_first_calls(sample)
 
     def _check_first_calls(self, sample: Sample) -> None:
-        if self._num_scored or self._has_answered or self._cfg.max_failure_rate == 1:
+        if sample.failure is None or self._num_scored or self._has_answered:
+            return
+        if self._cfg.max_failure_rate == 1:
             return
         self._first_failures.append(sample)
         if len(self._first_failures) == _FIRST_CALLS:
