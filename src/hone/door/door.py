@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from hone.data.template_check import RenderError
 from hone.door.calls import ReadAnswer, ReadCalls
 from hone.door.handover import Handover
+from hone.door.loop_calls import LoopCalls
 from hone.door.prompts import ChatPrompt, Prompts, TextPrompt, message_key
 from hone.door.refusal import Refusal
 from hone.door.repeats import Repeats, Sent
@@ -61,8 +63,9 @@ class Door:
         keys: Keys | None = None,
         on_finished: OnFinished = lambda _: None,
     ) -> None:
-        """`on_finished` gets sessions as they end, in the event loop or in the thread that ends
-        them."""
+        """`on_finished` gets sessions as they end: in the event loop, or while no server runs in
+        the thread that ends them."""
+        self.loop_calls = LoopCalls()
         self.model, self.cfg, self.keys = model, cfg, keys or Keys()
         self.repeats = Repeats(max_running=cfg.max_requests)
         self.prompts = prompts
@@ -83,7 +86,9 @@ class Door:
         return self._sessions.open(
             history=history,
             seed=next(self._asked) if seed is None else seed,
-            on_expired=lambda session: self._finish(session, "expired"),
+            on_expired=lambda session: self.loop_calls.soon(
+                partial(self._finish, session, "expired")
+            ),
         )
 
     def session(self, session_id: str) -> Session:
@@ -99,6 +104,14 @@ class Door:
         for task in session.running:
             task.cancel()
         return self._finish(session, status, detail)
+
+    def end_soon(
+        self, session_id: str, status: Status = "completed", detail: str = ""
+    ) -> Future[FinishedSession]:
+        """As `end_session`, in the event loop of the server; any thread may call this. The future
+        has Refusal where no such session is open. It does not wait for the runner, so the thread
+        that steps the runner may wait for it."""
+        return self.loop_calls.soon(partial(self.end_session, session_id, status, detail))
 
     def _finish(self, session: Session, status: Status, detail: str = "") -> FinishedSession:
         finished = session.finish(status, detail)

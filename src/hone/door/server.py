@@ -3,6 +3,9 @@
 with DoorServer(door) as server:
     print(server.url)
     handover.serve(runner)
+
+The settings are those of `door.cfg`, which code may make: `DoorConfig()` listens at a free port of
+loopback, and the key of the server is drawn (`door.keys.key`).
 """
 
 from __future__ import annotations
@@ -57,10 +60,12 @@ class DoorServer:
                 timeout_graceful_shutdown=_END_S,
             )
         )
+        self._has_loop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hone-door", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
+        self._has_loop.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,9 +74,19 @@ class DoorServer:
     def close(self) -> None:
         """Stop listening. Answers that are under way have a moment to be sent."""
         self._server.should_exit = True
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
         self._socket.close()
         self._door.close()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._has_loop.set()
+            self._door.loop_calls.detach()
+
+    async def _serve(self) -> None:
+        self._door.loop_calls.attach(asyncio.get_running_loop())
+        self._has_loop.set()
+        await self._server.serve(sockets=[self._socket])

@@ -162,9 +162,10 @@ class Sessions:
         """The open session of this id. Raises Refusal where there is none."""
         with self._lock:
             session = self._open.get(session_id)
+            if session is not None:  # under the lock, else `open` may end it at this moment
+                session.used_at = monotonic()
         if session is None:
             raise _unknown(session_id)
-        session.used_at = monotonic()
         return session
 
     def take(self, session_id: str) -> Session:
