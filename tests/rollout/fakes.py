@@ -21,6 +21,7 @@ from hone.types import (
     Request,
     Reward,
     Sample,
+    SamplingParams,
     StopReason,
 )
 
@@ -185,7 +186,7 @@ class FakeScorer:
     ) -> None:
         self.max_turns = 1 if answer is None else 4
         self.answer = answer
-        self.sessions = None
+        self.sessions = self.requests = None
         self.max_turn_tokens = None
         self.takes_whole_groups = takes_whole_groups
         self.reward, self.delay, self.fails = reward, delay, fails
@@ -207,6 +208,10 @@ class FakeScorer:
                 total = self.reward(sample)
                 sample.reward = Reward(total=total, parts={"fake": total})
         return sorted(ready, key=lambda sample: draw("order", sample.id))
+
+    def begin(self, sample: Sample, sampling: SamplingParams) -> None:
+        del sampling
+        self.submit(sample)
 
     def rest(self) -> list[Sample]:
         return []

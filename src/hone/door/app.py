@@ -135,7 +135,15 @@ class _Routes:
     async def reward(self, request: Request) -> Response:
         session_id = self._named_session(request)
         fields = await self._fields(request)
-        set_reward(fields, self._door.session(session_id))
+        session = self._door.session(session_id)
+        if session.terms is not None:
+            raise Refusal(
+                403,
+                "the reward of an episode that a run trains or evaluates is the last line that its "
+                "program prints, or that of reward.functions: whatever a completion makes run "
+                "might find this key",
+            )
+        set_reward(fields, session)
         return JSONResponse({"session": session_id})
 
     async def end_session(self, request: Request) -> Response:
@@ -143,6 +151,8 @@ class _Routes:
         fields = await self._fields(request)
         status, detail = read_status(fields)
         has_paths = fields.flag("return_paths")
+        if self._door.session(session_id).terms is not None:
+            raise Refusal(403, "the episode of a run ends when its program ends")
         finished = self._door.end_session(session_id, status, detail)
         return JSONResponse(written_session(finished, has_paths=has_paths))
 

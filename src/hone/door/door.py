@@ -21,7 +21,7 @@ from hone.door.prompts import ChatPrompt, Prompts, TextPrompt, message_key
 from hone.door.refusal import Refusal
 from hone.door.repeats import Repeats, Sent
 from hone.door.security import Keys
-from hone.door.sessions import FinishedSession, History, Session, Sessions, Status
+from hone.door.sessions import FinishedSession, History, Session, Sessions, Status, Terms
 from hone.door.settings import DoorConfig
 from hone.door.tree import Node, Place, Sampled, path_of
 from hone.door.turns import Answer, Asked, AskedTurn
@@ -80,12 +80,15 @@ class Door:
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def open_session(self, *, history: History = "tree", seed: int | None = None) -> Session:
+    def open_session(
+        self, *, history: History = "tree", seed: int | None = None, terms: Terms | None = None
+    ) -> Session:
         """Open a session; equal seeds and requests give equal turns. Any thread may call this.
         Raises Refusal where too many are open."""
         return self._sessions.open(
             history=history,
             seed=next(self._asked) if seed is None else seed,
+            terms=terms,
             on_expired=lambda session: self.loop_calls.soon(
                 partial(self._finish, session, "expired")
             ),
@@ -133,6 +136,8 @@ class Door:
         place = Place(None, None, 0, "start")
         if session is not None:
             place = session.find(asked.prompt.opening, whole)
+            session.require_turn()
+            self._note_ignored(asked, session)
         turn = AskedTurn(asked)
         task = asyncio.create_task(self._answer(turn, session, place))
         turn.run(task)
@@ -148,14 +153,15 @@ class Door:
         place, given = await self._rendered(asked, session, place)
         before = [] if place.turn is None else path_of(place.turn)
         ids = tuple(token for node in (*before, given) for token in node.token_ids)
-        room = self.prompts.require_room(len(ids), asked.prompt_field)
+        sampling = self._sampling(asked, session, num_tokens=len(ids), before=before)
         turn.prompt_ids = ids
         prompt, number = self._seeded(asked, session, ids)
         sampled = await self._handover.sample(
             prompt,
-            replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, room)),
+            sampling,
             number=number,
             on_tokens=turn.show,
+            owner="" if session is None or session.terms is None else session.terms.owner,
         )
         answer = self._read(asked, ids, given, sampled)
         if session is None:
@@ -163,6 +169,32 @@ class Door:
         node = _node(asked, answer)
         session.record(asked.prompt.opening, place, given, node)
         return replace(answer, turn=len(session.tree.turns) - 1)
+
+    def _sampling(
+        self, asked: Asked, session: Session | None, *, num_tokens: int, before: Sequence[Node]
+    ) -> SamplingParams:
+        """The sampling parameters of a turn behind `num_tokens` tokens, whose path begins with the
+        nodes `before`. Raises Refusal where no token is left."""
+        try:
+            room = self.prompts.require_room(num_tokens, asked.prompt_field)
+        except Refusal:
+            if session is not None and session.terms is not None:
+                session.limit = session.limit or StopReason.LENGTH
+            raise
+        if session is None:
+            return replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, room))
+        num_given = num_tokens - len(before[0].token_ids) if before else 0
+        return session.fitted(asked.sampling, num_given=num_given, room=room)
+
+    def _note_ignored(self, asked: Asked, session: Session) -> None:
+        """Note what a request asks for that the terms of its session fix."""
+        if session.terms is not None:
+            session.ignored.update(
+                name
+                for name in ("temperature", "top_p", "top_k", "min_p")
+                if getattr(asked.sampling, name) != getattr(self.model.defaults, name)
+            )
+            session.ignored.update(["seed"] if asked.seed is not None else [])
 
     async def _rendered(
         self, asked: Asked, session: Session | None, place: Place
@@ -184,8 +216,9 @@ class Door:
         self, asked: Asked, session: Session | None, ids: tuple[int, ...]
     ) -> tuple[Prompt, int]:
         """The prompt and the number that make the seed of a turn: a client's seed, else the
-        session's and the turn's place in it, else one that no other request has."""
-        if asked.seed is not None:
+        session's and the turn's place in it, else one that no other request has. In the episode of
+        a run a client's seed does not count: it would make the samples of a group equal."""
+        if asked.seed is not None and (session is None or session.terms is None):
             name, number = "seed", asked.seed
         elif session is not None:
             name, number = f"session/{session.seed}", session.num_started

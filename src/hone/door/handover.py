@@ -48,8 +48,11 @@ class _Waiting:
     on_tokens: Progress | None
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Sampled]
+    owner: str
+    """Id of the group whose runner serves it; empty: any runner."""
+    runner: Runner | None = None
+    """Set with `episode_id` once a runner has it."""
     episode_id: str = ""
-    """Set once the runner has it."""
     num_shown: int = 0
     """Tokens that `on_tokens` has got."""
 
@@ -57,9 +60,10 @@ class _Waiting:
 class Handover:
     """Takes requests from an event loop to a runner, and their turns back."""
 
-    def __init__(self, *, max_requests: int) -> None:
-        """At most `max_requests` are sampled or wait at once."""
-        self._max_requests = max_requests
+    def __init__(self, *, max_requests: int, on_call: Callable[[], object] = lambda: None) -> None:
+        """At most `max_requests` are sampled or wait at once. `on_call` is called in the event loop
+        after each request, to wake up a thread that waits for something else."""
+        self._max_requests, self.on_call = max_requests, on_call
         self._calls: SimpleQueue[tuple[_Waiting, bool] | None] = SimpleQueue()
         """Requests, each with whether it is wanted or cancelled; None only wakes the thread."""
         self._lock = threading.Lock()
@@ -69,6 +73,8 @@ class Handover:
         """Why no request is taken now."""
         self._is_closed = False
         # Of the thread that owns the runner.
+        self._held: list[_Waiting] = []
+        """Requests for another runner than the one that has taken the calls."""
         self._waiting: dict[str, _Waiting] = {}
         """Requests that the runner has, by the id of the episode."""
 
@@ -81,8 +87,10 @@ class Handover:
         *,
         number: int,
         on_tokens: Progress | None = None,
+        owner: str = "",
     ) -> Sampled:
-        """One turn after `prompt`, with the seed of sample 0 of group `number` of this prompt.
+        """One turn after `prompt`, with the seed of sample 0 of group `number` of this prompt. With
+        an `owner` it is sampled by the runner that has the group of this id, once that takes it.
 
         Where the caller is cancelled, the turn is aborted. Raises Refusal where the queue is full,
         weights are being changed, or the engine cannot serve the request.
@@ -95,6 +103,7 @@ class Handover:
             on_tokens=on_tokens,
             loop=loop,
             future=loop.create_future(),
+            owner=owner,
         )
         with self._lock:
             if self._refusal is not None:
@@ -109,6 +118,7 @@ class Handover:
                 )
             self._num_open += 1
             self._calls.put((waiting, True))
+        self.on_call()
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -158,30 +168,40 @@ class Handover:
             self._refuse_all(refusal)
 
     def take(self, runner: Runner, *, waits: bool = False) -> None:
-        """Give the runner what has come since the last call; with `waits` wait for the first."""
+        """Give the runner what has come since the last call; with `waits` wait for the first.
+        Requests with another owner are kept for its runner."""
         with suppress(Empty):
             call = self._calls.get(block=waits)
             while True:
                 if call is not None:
                     waiting, is_wanted = call
-                    (self._open if is_wanted else self._cancel)(waiting, runner)
+                    (self._held.append if is_wanted else self._cancel)(waiting)
                 call = self._calls.get_nowait()
+        held, self._held = self._held, []
+        for waiting in held:
+            if not waiting.owner or waiting.owner in runner.groups:
+                self._open(waiting, runner)
+            else:
+                self._held.append(waiting)
 
     def give(
         self, runner: Runner, turns: Iterable[Sample], tokens_since: TokensSince | None = None
-    ) -> None:
+    ) -> list[Sample]:
         """Answer the requests whose turns have ended, and show new tokens to those who want to see
-        them. Turns of other callers are ignored."""
+        them. Returns the turns of other callers."""
+        others = list[Sample]()
         news: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = {}
         for sample in turns:
             waiting = self._waiting.pop(sample.id, None)
-            if waiting is not None:
-                runner.close(sample.id)
-                answer = partial(_answer, waiting.future, _sampled(sample))
-                news.setdefault(waiting.loop, []).append(answer)
+            if waiting is None:
+                others.append(sample)
+                continue
+            runner.close(sample.id)
+            answer = partial(_answer, waiting.future, _sampled(sample))
+            news.setdefault(waiting.loop, []).append(answer)
         if tokens_since is not None:
             for waiting in self._waiting.values():
-                if waiting.on_tokens is None:
+                if waiting.on_tokens is None or waiting.runner is not runner:
                     continue
                 ids, logprobs = tokens_since(waiting.episode_id, waiting.num_shown)
                 if ids:
@@ -190,6 +210,12 @@ class Handover:
                     news.setdefault(waiting.loop, []).append(show)
         for loop, calls in news.items():
             _call(loop, calls)
+        return others
+
+    @property
+    def owners(self) -> set[str]:
+        """Owners of the requests that runners have."""
+        return {waiting.owner for waiting in self._waiting.values()}
 
     def _open(self, waiting: _Waiting, runner: Runner) -> None:
         try:
@@ -198,18 +224,21 @@ class Handover:
             refusal = Refusal(400, f"the engine refuses the request: {error}")
             _call(waiting.loop, [partial(_answer, waiting.future, refusal)])
             return
-        waiting.episode_id = episode_id
+        waiting.runner, waiting.episode_id = runner, episode_id
         self._waiting[episode_id] = waiting
 
-    def _cancel(self, waiting: _Waiting, runner: Runner) -> None:
-        if self._waiting.pop(waiting.episode_id, None) is not None:
-            runner.close(waiting.episode_id)
+    def _cancel(self, waiting: _Waiting) -> None:
+        if waiting.runner is None:
+            self._held = [held for held in self._held if held is not waiting]
+        elif self._waiting.pop(waiting.episode_id, None) is not None:
+            waiting.runner.close(waiting.episode_id)
 
     def _refuse_all(self, refusal: Refusal) -> None:
         with self._lock:
             self._refusal = refusal
-        waiting = [*self._waiting.values()]
+        waiting = [*self._waiting.values(), *self._held]
         self._waiting.clear()
+        self._held.clear()
         with suppress(Empty):
             while True:
                 call = self._calls.get_nowait()

@@ -55,7 +55,7 @@ def tools_of(env: EnvConfig, reward: RewardConfig, tokenizer: PreTrainedTokenize
     """The tools of an environment, which is loaded in a worker for that, with the limits of
     `reward`. Raises ValueError where it cannot be, or where the chat template does not show how
     tools are called."""
-    if not env.is_set:
+    if not env.is_set or env.harness.command is not None:
         return Tools()
     facts = describe(reward, env)
     if not facts.needs_tool_format:

@@ -39,6 +39,7 @@ from hone.loops.rank0 import PoolWeights, Rank0Collector, Rank0Scorer
 from hone.loops.recorder import Limits, recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Phase, Run
+from hone.loops.scoring import Scoring, scoring
 from hone.loops.untrained import Untrained, is_stalled, why_untrained
 from hone.loops.workers import (
     Pools,
@@ -292,10 +293,17 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         if not plan.is_apart:
             size = plan.roles["engine"].axes.tensor
             ranks = EngineRanks.join(size, mesh, timeout_s=plan.timeout_s)
-        scoring = _scoring(
-            cfg, mesh, ranks, data=data, tokenizer=tokenizer, turns=turns, tool_format=tools.format
+        made = _scoring(
+            cfg,
+            plan,
+            mesh,
+            ranks,
+            data=data,
+            tokenizer=tokenizer,
+            turns=turns,
+            tool_format=tools.format,
         )
-        scorer = stack.enter_context(scoring)
+        scorer, plays = stack.enter_context(made) or (None, None)
         transcripts = transcripts_of(plan, data.all_rows()) if scorer is not None else None
         pools = stack.enter_context(_pools(start, make_pools))
 
@@ -322,7 +330,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
             models.sleep()  # before the engine measures the free memory
 
         judges = pools and pools.scorers.get("reward_model")
-        scores = scorer and with_reward_model(scorer, transcripts, plan, mesh.device, judges)
+        scores = plays and with_reward_model(plays, transcripts, plan, mesh.device, judges)
         sampling = stack.enter_context(
             _sampling(
                 cfg,
@@ -427,6 +435,7 @@ def _pools(start: Launch, make_pools: MakePools) -> Generator[Pools | None]:
 @contextmanager
 def _scoring(
     cfg: RLConfig,
+    plan: RunPlan,
     mesh: Mesh,
     ranks: EngineRanks | None,
     *,
@@ -434,7 +443,7 @@ def _scoring(
     tokenizer: PreTrainedTokenizerBase,
     turns: TurnRenderer,
     tool_format: str | None,
-) -> Generator[Scorer | None]:
+) -> Generator[Scoring | None]:
     """The scorer of this process, or None if another process drives its engine. The first process
     tries the reward functions."""
     if not (mesh.is_first if ranks is None else ranks.is_first):
@@ -443,13 +452,17 @@ def _scoring(
     rewards = cfg.reward
     if ranks is not None:
         rewards = share_of_workers(rewards, processes_per_engine=ranks.tp.size)
-    limit = cfg.rollout.max_completion_tokens
-    with Scorer(
-        rewards, max_completion_tokens=limit, env=cfg.env, tool_format=tool_format
-    ) as scorer:
+    with scoring(
+        cfg,
+        rewards,
+        plan.roles["engine"].model,
+        tokenizer,
+        tool_format=tool_format,
+        max_model_len=plan.max_model_len,
+    ) as made:
         if mesh.is_first:
-            try_out(scorer, data.all_rows(), tokenizer, turns)
-        yield scorer
+            try_out(made.scorer, data.all_rows(), tokenizer, turns)
+        yield made
 
 
 @contextmanager

@@ -7,7 +7,6 @@ the turns that it asked for (`hone.door.harness`) and wants the score.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from time import monotonic
 
@@ -42,10 +41,6 @@ class LivePrograms(LiveSessions):
         turns. `limit` is what has cut the episode."""
         self._limits[sample.id] = limit
 
-    def is_overdue(self, sample: Sample) -> bool:
-        """Whether the time of the sample's episode is over."""
-        return monotonic() > self._live[sample.id].ends_at
-
     def _access(self, sample: Sample) -> ModelAccess | None:
         self._limits.pop(sample.id, None)  # of an earlier attempt
         return self._open_access(sample)
@@ -53,20 +48,21 @@ class LivePrograms(LiveSessions):
     def _call(self, sample: Sample, live: LiveSession) -> EpisodeSoFar:
         if sample.id in self._limits:
             limit = self._limits.pop(sample.id)
-            turns = (turn for path in sample.paths.values() for turn in path.turns)
-            earned = math.fsum(turn.reward for turn in turns)
-            return EpisodeSoFar(given=_step(limit, is_last=True), earned=earned, limit=limit)
+            num_turns = sum(len(path.turns) for path in sample.paths.values())
+            return EpisodeSoFar(
+                given=_step(limit, num_turns, is_last=True), earned=0.0, limit=limit
+            )
         limit = StopReason.DEADLINE if monotonic() > live.ends_at else None
         return EpisodeSoFar(given=_step(limit), earned=0.0, limit=limit)
 
 
-def _step(limit: StopReason | None, *, is_last: bool = False) -> SessionCall:
+def _step(limit: StopReason | None, num_turns: int = 0, *, is_last: bool = False) -> SessionCall:
     action = Action(
         text="",
         token_ids=(),
         content="",
         stop_reason=str(limit or ""),
-        index=0,
+        index=num_turns,
         must_end=is_last,
         tokens_left=0,
     )

@@ -61,6 +61,11 @@ class LiveSessions:
         return len(self._live)
 
     @property
+    def plays_alone(self) -> bool:
+        """Whether sessions ask for turns by themselves."""
+        return False
+
+    @property
     def num_waiting(self) -> int:
         """Samples whose sessions wait for a place."""
         return len(self._waiting)

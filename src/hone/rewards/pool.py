@@ -162,8 +162,11 @@ class WorkerPool:
         """Close a session, after the call that it is in."""
         self._stream.put(encode_request(-1, [], None, session=session, kind=CLOSE))
 
-    def poll(self, timeout_s: float) -> list[tuple[int, Verdict]]:
-        """Tickets and verdicts since the last poll; waits at most `timeout_s` for the first."""
+    def poll(
+        self, timeout_s: float, *, wake: socket.socket | None = None
+    ) -> list[tuple[int, Verdict]]:
+        """Tickets and verdicts since the last poll; waits at most `timeout_s` for the first, or
+        until `wake` has something to read."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._receive()
@@ -171,7 +174,8 @@ class WorkerPool:
             if self._verdicts or not self._pending or left <= 0:
                 verdicts, self._verdicts = self._verdicts, []
                 return verdicts
-            self._wait(left)
+            if self._wait(left, wake):
+                deadline = 0.0
 
     def cancel(self) -> None:
         """Drop all samples: `poll` returns no verdicts on them. Workers finish what they score."""
@@ -190,9 +194,14 @@ class WorkerPool:
         if self._scratch is not None:
             remove_tree(Path(self._scratch))
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, timeout_s: float, wake: socket.socket | None = None) -> bool:
+        """Wait for a message, or for room to send one; whether `wake` has something to read."""
         sock = self._stream.sock
-        select.select([sock], [sock] if self._stream.has_outgoing else [], [], timeout_s)
+        reading = [sock] if wake is None else [sock, wake]
+        ready, _, _ = select.select(
+            reading, [sock] if self._stream.has_outgoing else [], [], timeout_s
+        )
+        return wake in ready
 
     def _receive(self) -> None:
         """Process the fork server's messages. Raises ValueError where a worker cannot load the

@@ -25,10 +25,12 @@ from hone.envs.session import Action, DataRow, End, ModelAccess
 from hone.rewards.shapes import DeadlineError, ProgramError
 from hone.types import Observation, StopReason
 
-__all__ = ["HAS_ENDED", "TERMINATE", "ProgramSession"]
+__all__ = ["HAS_ENDED", "TERMINATE", "WAS_CUT", "ProgramSession"]
 
 HAS_ENDED = "has_ended"
 """Key of the state that `step` answers with: whether the program has ended."""
+WAS_CUT = "was_cut"
+"""Key of the same state: whether it was ended since its time was over."""
 TERMINATE = str(StopReason.DEADLINE)
 """Stop reason of the `step` that ends the program, since its time is over."""
 
@@ -51,6 +53,7 @@ class ProgramSession:
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._outputs: tuple[_End, ...] = ()
+        self._was_cut = False
 
     def start(self, row: DataRow) -> None:
         """Start the program. Raises ProgramError where that is not possible."""
@@ -69,7 +72,8 @@ class ProgramSession:
             text = f"env.harness.command cannot be started: {error}"
             raise ProgramError(text) from error
         self._process = process
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         assert process.stderr is not None
         self._outputs = _End(process.stdout), _End(process.stderr)
         Thread(target=_write, args=(process.stdin, _task(row)), daemon=True).start()
@@ -84,7 +88,8 @@ class ProgramSession:
         else:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_SLICE_S)
-        return Observation(state={HAS_ENDED: self._process.returncode is not None})
+        has_ended = self._process.returncode is not None
+        return Observation(state={HAS_ENDED: has_ended, WAS_CUT: self._was_cut})
 
     def close(self) -> None:
         """Kill what still runs of the program, and remove its folder."""
@@ -95,8 +100,8 @@ class ProgramSession:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self, action: Action) -> End:
-        """The score of the program, which has ended. One that was cut at a limit may fail, since
-        it asked for turns that it did not get."""
+        """The score of the program, which has ended after `action.index` turns. One that was cut at
+        a limit may fail, since it asked for turns that it did not get."""
         assert self._process is not None
         printed, complaint = (output.text() for output in self._outputs)
         score = _score(printed)
@@ -111,10 +116,15 @@ class ProgramSession:
             how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
             said = complaint.strip()[-_SHOWN_CHARS:] or "nothing"
             raise ProgramError(f"the program ended with {how}; the end of its stderr: {said}")
-        return End(score, truncated=is_cut)
+        if not action.index:
+            raise ProgramError("the program ended without a turn of the policy")
+        return End(score=score, truncated=is_cut)
 
     def _terminate(self) -> None:
         assert self._process is not None
+        if self._process.poll() is not None:
+            return
+        self._was_cut = True
         self._signal(signal.SIGTERM)
         try:
             self._process.wait(_GRACE_S)

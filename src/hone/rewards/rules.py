@@ -321,14 +321,20 @@ def _bound_names(tree: ast.Module) -> set[str]:
     return names
 
 
+_WITHOUT_ENV = (
+    "env.path = unset",
+    "env.harness.command = unset",
+    "reward.model.path = unset",
+)
+
 RULES = with_facts(
     RewardFacts,
-    error("not reward.functions", given=("env.path = unset", "reward.model.path = unset"),
+    error("not reward.functions", given=_WITHOUT_ENV,
           only=("rl", "eval"),
           fix="name at least one | name an environment in env.path | name a model in "
           "reward.model.path"),
     error("keep != all", "not reward.functions",
-          given=("env.path = unset", "reward.model.path = unset"),
+          given=_WITHOUT_ENV,
           why="completions without a reward are all alike",
           fix="name at least one of reward.functions | name an environment in env.path | "
           "name a model in reward.model.path | keep = all"),
@@ -385,9 +391,13 @@ RULES = with_facts(
     error("env.tools", each=_comparing, says="{key} is on, and env.tools has tools",
           why="an episode with tools is scored when it ends, and alone",
           fix="leave {key} out | leave env.tools out"),
+    error("env.harness.command", each=_comparing,
+          says="{key} is on, and env.harness.command is set",
+          why="an episode that a program plays is scored when it ends, and alone",
+          fix="leave {key} out | unset env.harness.command"),
     unused("env.args", "env.path = unset", instead="name the environment in env.path"),
     unused("env.(max_turns|max_turn_tokens|turn_timeout_s|episode_timeout_s|retries|concurrency)",
-           "env.path = unset", "not env.tools",
+           "env.path = unset", "not env.tools", "env.harness.command = unset",
            instead="name an environment in env.path | name tools in env.tools"),
     warning("reward.num_workers > @cores", given=("not @waits_for_services",),
             why="more than one or two a core only takes memory",

@@ -29,10 +29,12 @@ from hone.rewards.resolve import check_signature
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score
 from hone.rewards.settings import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
 from hone.rollout.settings import EnvConfig
-from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
+from hone.types import FailureKind, Prompt, Sample, SamplingParams, StopReason, Turn
 from hone.user_code.signatures import SHAPES, Shape, missing_column
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from hone.rewards.environment import EnvFacts
     from hone.rewards.live_programs import OpenAccess
     from hone.rewards.live_sessions import LiveSessions
@@ -70,6 +72,8 @@ class ScorerStats:
     num_pending: int
     num_kills: int
     """Workers killed at a deadline."""
+    num_requests: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Requests of programs that play episodes, by `hone.door.sessions.COUNTS`."""
     num_restarts: int = 0
     """Episodes played again from their start, because their session was lost."""
     p99_s: float
@@ -322,6 +326,10 @@ class Scorer:
     def _episode(self, sample: Sample) -> EpisodeSoFar | None:
         return None if self._episode_of is None else self._episode_of(sample)
 
+    def begin(self, sample: Sample, sampling: SamplingParams) -> None:
+        """Start the session of a sample without turns. Its turns are sampled with `sampling`."""
+        self.submit(sample)
+
     def submit(self, *samples: Sample) -> None:
         """Start to score `samples`; `poll` returns each when it is done. Where functions take whole
         groups, pass all samples of a prompt in one call.
@@ -385,11 +393,12 @@ class Scorer:
             givens = [arguments(scored, max_completion_tokens=limit) for scored, _ in group.scored]
             pool.submit(ticket, givens)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
+    def poll(self, timeout_s: float = 0.0, *, wake: socket | None = None) -> list[Sample]:
         """Samples with a verdict, or with an observation to continue from; waits at most
-        `timeout_s` for the first one."""
+        `timeout_s` for the first one, or until `wake` has something to read."""
         if self._pool is not None:
-            for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
+            timeout_s = 0.0 if self._done else timeout_s
+            for ticket, verdict in self._pool.poll(timeout_s, wake=wake):
                 self._take(self._pool, ticket, verdict)
             self._report_waiting(timeout_s)
         done, self._done = self._done, []
@@ -454,6 +463,11 @@ class Scorer:
     def uses_workers(self) -> bool:
         """Whether scoring runs in other processes, and takes their CPU time."""
         return self._pool is not None
+
+    @property
+    def requests(self) -> None:
+        """No program asks for turns by itself (`hone.door.harness.HarnessScorer`)."""
+        return None
 
     @property
     def pending(self) -> int:

@@ -31,14 +31,22 @@ from hone.data.columns import Example
 from hone.data.settings import DataConfig
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
-from hone.rewards.scorer import Scorer, ScorerStats
+from hone.rewards.scorer import ScorerStats
 from hone.rewards.settings import REWARD_MODEL, RewardConfig
-from hone.rollout.runner import Sessions
+from hone.rollout.runner import RequestSource, SampleScorer, Sessions
 from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.build import frozen_model
 from hone.trainer.collating import collate
 from hone.trainer.settings import SFTTrainerConfig
-from hone.types import FailureKind, Prompt, Reward, Row, Sample, with_opened_tag
+from hone.types import (
+    FailureKind,
+    Prompt,
+    Reward,
+    Row,
+    Sample,
+    SamplingParams,
+    with_opened_tag,
+)
 
 __all__ = ["PooledRewardModel", "RewardModel", "RewardModelScorer", "Transcripts"]
 
@@ -218,7 +226,7 @@ class RewardModelScorer:
         self,
         model: SequenceScorer,
         transcripts: Transcripts,
-        functions: Scorer,
+        functions: SampleScorer,
         cfg: RewardConfig,
     ) -> None:
         self._model, self._transcripts, self._functions = model, transcripts, functions
@@ -257,6 +265,15 @@ class RewardModelScorer:
     @property
     def sessions(self) -> Sessions | None:
         return self._functions.sessions
+
+    @property
+    def requests(self) -> RequestSource | None:
+        return self._functions.requests
+
+    def begin(self, sample: Sample, sampling: SamplingParams) -> None:
+        """Start the session of a sample without turns, like `Scorer.begin`."""
+        self._pending[sample.id] = _Pending(sample)
+        self._functions.begin(sample, sampling)
 
     def submit(self, *samples: Sample) -> None:
         """Start to score samples, like `Scorer.submit`."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from time import perf_counter
 from typing import NamedTuple, Protocol, Self
 
@@ -44,7 +45,15 @@ from hone.types import (
     StopReason,
 )
 
-__all__ = ["SCORE_WAIT_S", "Ended", "Runner", "RunningGroup", "SampleScorer"]
+__all__ = [
+    "SCORE_WAIT_S",
+    "Ended",
+    "RequestSource",
+    "Runner",
+    "RunningGroup",
+    "SampleScorer",
+    "Sessions",
+]
 
 SCORE_WAIT_S = 0.05
 """Longest wait for a score while the engine has no requests."""
@@ -53,6 +62,7 @@ SCORE_WAIT_S = 0.05
 class SampleScorer(Protocol):
     """The part of `hone.rewards.scorer.Scorer` that a rollout needs."""
 
+    def begin(self, sample: Sample, sampling: SamplingParams) -> None: ...
     def submit(self, *samples: Sample) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
     def cancel(self) -> None: ...
@@ -68,11 +78,30 @@ class SampleScorer(Protocol):
     def takes_whole_groups(self) -> bool: ...
     @property
     def sessions(self) -> Sessions | None: ...
+    @property
+    def requests(self) -> RequestSource | None: ...
     def stats(self) -> ScorerStats: ...
+
+
+class RequestSource(Protocol):
+    """Requests of programs that play the episodes of a runner's samples: `hone.door.harness`."""
+
+    def take(self, runner: Runner, /) -> None:
+        """Open an episode for each new request of the runner's samples."""
+        ...
+
+    def give(self, runner: Runner, turns: list[Sample], /) -> list[Sample]:
+        """Answer requests with their turns, which are closed. Returns the turns of others."""
+        ...
 
 
 class Sessions(Protocol):
     """The part of `hone.rewards.live_sessions.LiveSessions` that a rollout needs."""
+
+    @property
+    def plays_alone(self) -> bool:
+        """Whether sessions ask for turns by themselves, so that their samples have no requests."""
+        ...
 
     @property
     def num_waiting(self) -> int: ...
@@ -271,6 +300,10 @@ class Runner:
                     self._end(entry, sample)
             elif not self._go_on(entry, sample):
                 self._score(entry, sample)
+        requests = None if self.scorer is None else self.scorer.requests
+        if requests is not None:
+            self._ended.turns[:] = requests.give(self, self._ended.turns)
+            requests.take(self)
         ended = self._ended
         if ended.groups or ended.turns:
             self._ended = Ended([], [])
@@ -341,11 +374,14 @@ class Runner:
         episode is open.
         """
         order, self._num_opened = self._num_opened, self._num_opened + 1
+        # Unlike the order it is unique in the process: several runners may have requests of one
+        # source.
+        name = f"open-{next(_OPENED)}"
         entry = RunningGroup.of(
             prompt,
             sampling,
             self.episodes,
-            group_id=f"open-{order}",
+            group_id=name,
             indices=[index],
             order=order,
             number=order if number is None else number,
@@ -434,6 +470,8 @@ class Runner:
             if sample is None or not self.sessions.is_live(sample):
                 attempt = 0 if sample is None else sample.attempt
                 self._start(entry, self._begin(entry, index, attempt))
+            elif self.sessions.plays_alone:
+                self._start(entry, sample)
 
     def _begin(self, entry: RunningGroup, index: int, attempt: int) -> Sample:
         sample_id = f"{entry.group.id}/{index}"
@@ -454,7 +492,7 @@ class Runner:
         entry.unscored += 1
         entry.undecided += 1
         self.num_undecided += 1
-        self.scorer.submit(sample)
+        self.scorer.begin(sample, entry.sampling)
 
     def _returned(self, entry: RunningGroup, sample: Sample) -> None:
         """Take note that the scorer has a sample no longer."""
@@ -548,5 +586,6 @@ class Runner:
         return self.groups[group_id].order, int(index)
 
 
+_OPENED = count()
 _NOTHING = Ended([], [])
 """Shared by all steps that finish nothing, and never changed."""

@@ -16,4 +16,13 @@ ROWS: list[Row] = [
     ("eval", "env.max_parallel_calls=3", "warning", "env.max_parallel_calls env.path env.tools"),
     ("generate", "env.max_observation_tokens=9", "warning",
      "env.max_observation_tokens env.path env.tools"),
+    ("rl", "env.harness.command=no-such-program", "error", "env.harness.command"),
+    ("eval", "env.harness.command=' '", "error", "env.harness.command"),
+    ("generate", """env.harness.command='"python'""", "error", "env.harness.command"),
+    ("rl", "env.harness.command=ls env.path=envs.py:Game", "error",
+     "env.harness.command env.path"),
+    ("eval", "env.harness.command=ls env.tools=[mcp:x]", "error", "env.harness.command env.tools"),
+    ("rl", "env.harness.command=ls reward.model.path=judge", "error",
+     "env.harness.command reward.model.path"),
+    ("rl", "env.history=tree", "warning", "env.history env.harness.command"),
 ]  # fmt: skip
