@@ -3,6 +3,7 @@ what happens where they fail."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hone.config.run import EvalConfig
 from hone.config.tree import RLConfig
 from hone.loops import reinforce
 from hone.rewards.scorer import Scorer
 from hone.rewards.settings import RewardConfig
 from hone.rollout.episodes import Episodes
+from hone.rollout.evaluate import evaluate
 from hone.rollout.requests import sampling_params
 from hone.rollout.runner import Runner, RunningGroup
 from hone.rollout.settings import EnvConfig, RolloutConfig
-from hone.types import FailureKind, Group, Reward, Sample
+from hone.types import FailureKind, Group, Prompt, Reward, Sample
 from tests.rollout.fakes import FakeEngine, prompt, render
 from tests.tiny_runs import lines, tiny_config, write_inputs
 
@@ -294,3 +297,84 @@ def test_a_session_is_closed_once_unless_its_process_is_gone(once: Played) -> No
     killed = {"exit": 1, "hang": 1, "after": 1}
     for fault in FAULTS:
         assert once.closed[fault] == once.sessions[fault] - killed.get(fault, 0), fault
+
+
+@pytest.mark.parametrize("num_turns", [0, 1], ids="stopped after {} turns".format)
+def test_a_stopped_evaluation_closes_its_own_sessions_at_once(
+    tmp_path: Path, num_turns: int
+) -> None:
+    """Those of the training's episodes, which rest meanwhile, go on where they were."""
+    (tmp_path / "envs.py").write_text(ENVS)
+    cfg = EnvConfig(path=f"{tmp_path / 'envs.py'}:Faulty", args={"folder": str(tmp_path)})
+    sampling = sampling_params(RolloutConfig(max_completion_tokens=60), ())
+
+    def named(name: str, order: int) -> Prompt:
+        return replace(prompt(order), id=name, text=name, task="none", answer="never")
+
+    def num_started(*names: str) -> int:
+        return sum((tmp_path / f"{name}.started").exists() for name in names)
+
+    trained, evaluated = ["train-0", "train-1"], ["held-out-0", "held-out-1", "held-out-2"]
+    rewards = RewardConfig(functions=(), num_workers=2, memory_limit_gib=1.0)
+    with Scorer(rewards, max_completion_tokens=60, env=cfg) as scorer:
+        assert scorer.sessions is not None
+
+        def episodes(purpose: str) -> Episodes:
+            return Episodes(
+                decode=lambda ids: " ".join(map(str, ids)),
+                max_turns=scorer.max_turns,
+                render=render,
+                run_seed=3,
+                purpose=purpose,
+            )
+
+        engine, of_training = FakeEngine(end_every=3), episodes("rollout")
+        runner = Runner(engine, scorer, of_training)
+        groups = [
+            RunningGroup.of(
+                named(name, order),
+                sampling,
+                of_training,
+                group_id=name,
+                indices=[0],
+                order=order,
+            )
+            for order, name in enumerate(trained)
+        ]
+        runner.submit(groups)
+        while num_started(*trained) < 2:
+            runner.poll(0.01)
+        runner.withdraw()
+        while scorer.pending:
+            runner.poll(0.01)
+        num_before = len(engine.submitted)
+
+        def is_enough() -> bool:
+            turns = len(engine.submitted) - num_before
+            return num_started(*evaluated) == 3 and turns >= 3 * num_turns
+
+        samples = evaluate(
+            [named(name, order) for order, name in enumerate(evaluated)],
+            engine=engine,
+            scorer=scorer,
+            cfg=EvalConfig(max_completion_tokens=60),
+            episodes=episodes("eval"),
+            should_stop=is_enough,
+        )
+        assert samples is None
+        assert not engine.has_unfinished
+        assert len(scorer.sessions) == 2, "those of training"
+        deadline = time.monotonic() + 60
+        while not all((tmp_path / f"{name}.closed").exists() for name in evaluated):
+            assert time.monotonic() < deadline, "their objects are not closed"
+            scorer.poll(0.01)
+        assert not any((tmp_path / f"{name}.closed").exists() for name in trained)
+
+        runner.resume(groups)
+        while runner.groups:
+            runner.step()
+        assert [entry.group.samples[0].reward for entry in groups] == [
+            Reward(total=4.0, parts={"env": 4.0})
+        ] * 2
+        for name in trained:
+            assert len((tmp_path / f"{name}.started").read_text().split()) == 1, "not played again"

@@ -37,7 +37,8 @@ def evaluate(
     allows for all.
 
     The same seed gives the same samples at every evaluation of a run, so two evaluations differ
-    only by the weights. `stop` are stop strings and ids. The engine is left without requests.
+    only by the weights. `stop` are stop strings and ids. The engine is left without requests, and
+    none of these samples has a session any more.
     """
     comm = comm or SingleProcess()
     sampling = sampling_params(cfg, stop)
@@ -66,8 +67,7 @@ def evaluate(
             progress(runner.num_ended, num_own)
     own = None if runner.groups else _ended(groups)
     if own is None:
-        runner.withdraw()
-        scorer.cancel()
+        runner.drop()
     if comm.size == 1:
         return own
     values = [

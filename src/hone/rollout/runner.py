@@ -313,6 +313,24 @@ class Runner:
     def withdraw(self) -> None:
         """Abort all requests of the engine. Samples keep their tokens so far until `resume`; `poll`
         still returns scores."""
+        self._abort()
+        for sample in [] if self.scorer is None else self.scorer.rest():
+            entry = self.groups[sample.id.rpartition("/")[0]]
+            self._returned(entry, sample)
+            self._start(entry, sample)
+
+    def drop(self) -> None:
+        """Abort all requests and drop all samples, whose sessions are closed. Those of another
+        runner that rest stay open. Opened episodes must have been closed."""
+        assert not any(entry.is_opened for entry in self.groups.values())
+        self._abort()
+        if self.scorer is not None:
+            self.scorer.cancel()
+        self.groups.clear()
+        self.num_undecided = 0
+
+    def _abort(self) -> None:
+        """Abort all requests of the engine, whose samples keep their tokens."""
         waiting = {request.id for request in self._next_turns}
         requests = (
             request for entry in self.groups.values() for request in entry.requests.values()
@@ -330,10 +348,6 @@ class Runner:
             for completion in self.engine.abort(running):
                 self._on_completion(completion)
         self._num_requests = 0
-        for sample in [] if self.scorer is None else self.scorer.rest():
-            entry = self.groups[sample.id.rpartition("/")[0]]
-            self._returned(entry, sample)
-            self._start(entry, sample)
 
     def _first_request(
         self, entry: RunningGroup, index: int, prompt: Prompt | None = None
