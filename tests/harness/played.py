@@ -98,8 +98,7 @@ def played(
     max_model_len: int = 4096,
     **env: Any,
 ) -> Generator[Played]:
-    """A scorer whose episodes are played by `program`, after the client of `tests.harness.programs`.
-    Fails where anything is left behind."""
+    """A scorer whose episodes are played by `program`, which may use `CLIENT`."""
     tokenizer = tokenizer_of()
     decode = decoder(tokenizer, [tokenizer.eos_token_id])
     command = command_of(folder, "program", program)

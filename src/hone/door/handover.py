@@ -212,6 +212,14 @@ class Handover:
             _call(loop, calls)
         return others
 
+    def drop(self, runner: Runner) -> None:
+        """Close the turns that the runner samples, and refuse their requests."""
+        refusal = Refusal(503, "the episode is dropped", code="dropped")
+        for waiting in [w for w in self._waiting.values() if w.runner is runner]:
+            del self._waiting[waiting.episode_id]
+            runner.close(waiting.episode_id)
+            _call(waiting.loop, [partial(_answer, waiting.future, refusal.again())])
+
     @property
     def owners(self) -> set[str]:
         """Owners of the requests that runners have."""

@@ -221,6 +221,8 @@ class HarnessScorer:
         episode = self._episodes.pop(sample.id, None)
         if episode is not None:
             self._close(episode)
+            if episode.is_asked:
+                self.scorer.forget(sample)
         self._programs.end(sample)
 
     # -- the requests of a runner ----------------------------------------------------------------
@@ -233,6 +235,9 @@ class HarnessScorer:
         engine = runner.engine
         tokens_since = engine.tokens_since if isinstance(engine, EngineBase) else None
         return self._handover.give(runner, turns, tokens_since)
+
+    def drop(self, runner: Runner) -> None:
+        self._handover.drop(runner)
 
     # -- an episode ------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class LivePrograms(LiveSessions):
                 given=_step(limit, num_turns, is_last=True), earned=0.0, limit=limit
             )
         limit = StopReason.DEADLINE if monotonic() > live.ends_at else None
-        return EpisodeSoFar(given=_step(limit), earned=0.0, limit=limit)
+        return EpisodeSoFar(given=_step(limit), earned=0.0, limit=None)
 
 
 def _step(limit: StopReason | None, num_turns: int = 0, *, is_last: bool = False) -> SessionCall:

@@ -177,6 +177,11 @@ class WorkerPool:
             if self._wait(left, wake):
                 deadline = 0.0
 
+    def forget(self, ticket: int) -> None:
+        """Drop one sample, whose worker finishes its call."""
+        self._pending.discard(ticket)
+        self._verdicts = [found for found in self._verdicts if found[0] != ticket]
+
     def cancel(self) -> None:
         """Drop all samples: `poll` returns no verdicts on them. Workers finish what they score."""
         self._pending.clear()

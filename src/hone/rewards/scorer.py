@@ -435,6 +435,19 @@ class Scorer:
         if self.sessions is not None:
             self.sessions.wake()
 
+    def forget(self, sample: Sample) -> None:
+        """Drop one pending sample: `poll` does not return it."""
+        assert self._pool is not None
+        found = (
+            ticket
+            for ticket, entry in self._submitted.items()
+            if isinstance(entry, tuple) and entry[0] is sample
+        )
+        ticket = next(found)
+        del self._submitted[ticket]
+        self._num_open -= 1
+        self._pool.forget(ticket)
+
     def cancel(self) -> None:
         """Drop all pending samples: `poll` returns none of them."""
         if self._pool is not None:

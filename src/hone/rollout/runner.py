@@ -94,6 +94,10 @@ class RequestSource(Protocol):
         """Answer requests with their turns, which are closed. Returns the turns of others."""
         ...
 
+    def drop(self, runner: Runner, /) -> None:
+        """Close the episodes of all requests that the runner has, and refuse these."""
+        ...
+
 
 class Sessions(Protocol):
     """The part of `hone.rewards.live_sessions.LiveSessions` that a rollout needs."""
@@ -236,6 +240,11 @@ class Runner:
         return None if self.scorer is None else self.scorer.sessions
 
     @property
+    def _requests(self) -> RequestSource | None:
+        """The requests of programs that play the groups' episodes."""
+        return None if self.scorer is None else self.scorer.requests
+
+    @property
     def has_requests(self) -> bool:
         """Whether the engine has requests, or gets some with the next step."""
         return self.engine.has_unfinished or bool(self._next_turns)
@@ -300,8 +309,7 @@ class Runner:
                     self._end(entry, sample)
             elif not self._go_on(entry, sample):
                 self._score(entry, sample)
-        requests = None if self.scorer is None else self.scorer.requests
-        if requests is not None:
+        if (requests := self._requests) is not None:
             self._ended.turns[:] = requests.give(self, self._ended.turns)
             requests.take(self)
         ended = self._ended
@@ -322,8 +330,10 @@ class Runner:
     def drop(self) -> None:
         """Abort all requests and drop all samples, whose sessions are closed. Those of another
         runner that rest stay open. Opened episodes must have been closed."""
-        assert not any(entry.is_opened for entry in self.groups.values())
         self._abort()
+        if (requests := self._requests) is not None:
+            requests.drop(self)
+        assert not any(entry.is_opened for entry in self.groups.values())
         if self.scorer is not None:
             self.scorer.cancel()
         self.groups.clear()
