@@ -398,13 +398,13 @@ def test_programs_rest_while_another_runner_plays(tmp_path: Path) -> None:
     with played(tmp_path, TWO_TURNS, concurrency=2) as game:
         training = game.runner()
         groups = [group_of(game.episodes, group_id=f"1-{n}", number=n) for n in range(2)]
-        game.engine.gate.clear()
         training.submit(groups)
-        until(lambda: game.scorer._handover._num_open == 2)
-        training.poll()
+        while len(game.engine.submitted) < 2 or game.engine.has_unfinished:
+            training.step()
+        # Two programs have a turn each, and ask for the next one, which nobody takes.
+        until(lambda: game.scorer._handover._calls.qsize() == 2)
         training.withdraw()
         assert game.scorer.pending == 0
-        game.engine.gate.set()
         num_before = len(game.engine.submitted)
         held = group_of(game.episodes, group_id="eval-0", number=9)
         samples = game.play(held)
