@@ -31,6 +31,8 @@ __all__ = ["Door", "OnFinished", "ServedModel"]
 
 OnFinished = Callable[[FinishedSession], object]
 """Gets each session that has ended; must return at once."""
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters that say from which distribution tokens are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,7 @@ class Door:
         return self.loop_calls.soon(partial(self.end_session, session_id, status, detail))
 
     def _finish(self, session: Session, status: Status, detail: str = "") -> FinishedSession:
+        self.repeats.forget(session.id)
         finished = session.finish(status, detail)
         self._on_finished(finished)
         return finished
@@ -186,13 +189,21 @@ class Door:
         num_given = num_tokens - len(before[0].token_ids) if before else 0
         return session.fitted(asked.sampling, num_given=num_given, room=room)
 
+    def defaults(self, session: Session | None) -> SamplingParams:
+        """The sampling parameters of a request that does not say otherwise: those of the model, or
+        the distribution that the terms of its session fix."""
+        if session is None or session.terms is None:
+            return self.model.defaults
+        fixed = {name: getattr(session.terms.sampling, name) for name in _DISTRIBUTION}
+        return replace(self.model.defaults, **fixed)
+
     def _note_ignored(self, asked: Asked, session: Session) -> None:
-        """Note what a request asks for that the terms of its session fix."""
+        """Note what a request asks for that the terms of its session fix otherwise."""
         if session.terms is not None:
             session.ignored.update(
                 name
-                for name in ("temperature", "top_p", "top_k", "min_p")
-                if getattr(asked.sampling, name) != getattr(self.model.defaults, name)
+                for name in _DISTRIBUTION
+                if getattr(asked.sampling, name) != getattr(session.terms.sampling, name)
             )
             session.ignored.update(["seed"] if asked.seed is not None else [])
 
