@@ -20,6 +20,7 @@ from hone.rewards.program import ProgramSession
 from hone.types import FailureKind, Observation, StopReason
 from tests.door.served import until
 from tests.harness.played import SAMPLING, Played, finish, group_of, played
+from tests.harness.programs import command_of
 from tests.harness.test_harness_scorer import TWO_TURNS
 
 
@@ -35,17 +36,21 @@ def resting(game: Played, num: int) -> Any:
     return runner, group
 
 
-def test_programs_that_end_at_once_find_room_for_their_sessions(tmp_path: Path) -> None:
-    """A program starts before the door has ended the session of the one that gave it its place;
+def test_programs_find_room_for_their_sessions(tmp_path: Path) -> None:
+    """Where one cannot be started, the next gets its place before the door has ended its session;
     others rest."""
-    program = "if 'fails' in TASK['columns']:\n    sys.exit(1)\n" + TWO_TURNS
-    with played(tmp_path, program, concurrency=1, max_sessions=2) as game:
+    wrapper = tmp_path / "start"
+    wrapper.write_text(f"#!/bin/sh\nexec {command_of(tmp_path, 'program', TWO_TURNS)}\n")
+    wrapper.chmod(0o700)
+    harness = {"command": str(wrapper)}
+    with played(tmp_path, TWO_TURNS, concurrency=1, max_sessions=2, harness=harness) as game:
         training, group = resting(game, 1)
-        failing = group_of(game.episodes, group_id="eval-0", number=9, indices=range(4), fails=True)
-        samples = game.play(failing)
+        wrapper.unlink()
+        samples = game.play(group_of(game.episodes, group_id="eval-0", number=9, indices=range(4)))
         training.resume([group])
         finish(training)
     assert {sample.failure for sample in samples} == {FailureKind.EXCEPTION}
+    assert "cannot be started" in samples[0].failure_detail
     assert group.group.samples[0].failure is None
 
 
@@ -221,3 +226,10 @@ def test_episodes_leave_nothing_in_the_driver(tmp_path: Path) -> None:
         assert (runner.num_undecided, runner._num_requests) == (0, 0)
         assert not runner.groups
         assert not runner._dropped
+
+
+def test_a_running_program_is_one_sample_of_those_that_wait_for_scores(tmp_path: Path) -> None:
+    """However often it is asked whether it has ended."""
+    with played(tmp_path, TWO_TURNS) as game:
+        game.play(group_of(game.episodes, indices=range(3)))
+        assert game.scorer.scorer._batch == {"samples": 3, "done": 3}
