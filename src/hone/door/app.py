@@ -216,7 +216,7 @@ class _Routes:
         asked = read(body.fields, self._door.defaults(body.session))
         if body.session is not None:
             self._door.session(body.session.id)  # it may have ended while the body came
-        return self._door.ask(asked, body.sent, body.session)
+        return self._door.ask(asked, body.sent, body.session, streams=body.streams)
 
     def _streamed(
         self, turn: AskedTurn, writer: Writer, error_body: _ErrorBody = openai_error

@@ -126,9 +126,11 @@ class Door:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def ask(self, asked: Asked, sent: Sent, session: Session | None) -> AskedTurn:
-        """The turn that answers a request: a new one, or that of the request that it repeats.
-        Raises Refusal."""
+    def ask(
+        self, asked: Asked, sent: Sent, session: Session | None, *, streams: bool = False
+    ) -> AskedTurn:
+        """The turn that answers a request: a new one, or that of the request that it repeats. With
+        `streams` a new one shows its tokens while they are sampled. Raises Refusal."""
         if (first := self.repeats.first(sent)) is not None:
             if session is not None:
                 session.counts["repeated"] += 1
@@ -141,7 +143,7 @@ class Door:
             place = session.find(asked.prompt.opening, whole)
             session.require_turn()
             self._note_ignored(asked, session)
-        turn = AskedTurn(asked)
+        turn = AskedTurn(asked, streams=streams)
         task = asyncio.create_task(self._answer(turn, session, place))
         turn.run(task)
         if session is not None:
@@ -163,7 +165,8 @@ class Door:
             prompt,
             sampling,
             number=number,
-            on_tokens=turn.show,
+            # Where nobody reads along, the thread of the engine has no work with it.
+            on_tokens=turn.show if turn.streams else None,
             owner="" if session is None or session.terms is None else session.terms.owner,
         )
         answer = self._read(asked, ids, given, sampled)
