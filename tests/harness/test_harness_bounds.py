@@ -88,15 +88,22 @@ def test_nothing_is_remembered_of_sessions_that_have_ended(tmp_path: Path) -> No
         assert not game.door.repeats._turns
 
 
-@pytest.mark.parametrize(("asked", "is_ignored"), [("0.7", False), ("1.0", True), ("None", False)])
-def test_only_another_distribution_is_ignored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str, is_ignored: bool
+def test_only_what_differs_from_the_run_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    asked = {"temperature=0.7": "", "temperature=1.0": "temperature", "temperature=None": ""}
+    asked |= {"stop_token_ids=[5]": "stop_token_ids", "ignore_eos=True": "ignore_eos"}
+    program = f"chat(TASK['messages'], **eval('dict(' + {[*asked]}[TASK['columns']['n']] + ')'))\n"
     sampling = replace(SAMPLING, temperature=0.7)
-    with played(tmp_path, f"chat(TASK['messages'], temperature={asked})\nprint(1)\n") as game:
-        game.play(group_of(game.episodes, sampling=sampling, indices=[0]))
-    said = [r.getMessage() for r in caplog.records if "their own" in r.getMessage()]
-    assert len(said) == is_ignored, said
+    with played(tmp_path, program + "print(1)\n") as game:
+        for number, ignored in enumerate(asked.values()):
+            group = group_of(game.episodes, sampling=sampling, indices=[0], number=number, n=number)
+            caplog.clear()
+            (sample,) = game.play(group)
+            assert sample.failure is None, sample.failure_detail
+            said = [r.getMessage() for r in caplog.records if "their own" in r.getMessage()]
+            assert len(said) == bool(ignored), (number, said)
+            assert all(f"their own {ignored}," in text for text in said)
 
 
 def test_only_programs_that_ask_wait_for_the_engine(tmp_path: Path) -> None:

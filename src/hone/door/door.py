@@ -203,10 +203,11 @@ class Door:
     def _note_ignored(self, asked: Asked, session: Session) -> None:
         """Note what a request asks for that the terms of its session fix otherwise."""
         if session.terms is not None:
+            usual = self.defaults(session)
             session.ignored.update(
                 name
-                for name in _DISTRIBUTION
-                if getattr(asked.sampling, name) != getattr(session.terms.sampling, name)
+                for name in (*_DISTRIBUTION, "stop_token_ids", "ignore_eos")
+                if getattr(asked.sampling, name) != getattr(usual, name)
             )
             session.ignored.update(["seed"] if asked.seed is not None else [])
 
