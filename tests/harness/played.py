@@ -96,6 +96,7 @@ def played(
     *,
     functions: Sequence[dict[str, Any]] = (),
     max_model_len: int = 4096,
+    max_sessions: int = 64,
     **env: Any,
 ) -> Generator[Played]:
     """A scorer whose episodes are played by `program`, which may use `CLIENT`."""
@@ -120,7 +121,7 @@ def played(
         token_text=lambda token: tokenizer.decode([token]),
         defaults=SamplingParams(max_tokens=256),
     )
-    door = Door(model, prompts, handover, DoorConfig())
+    door = Door(model, prompts, handover, DoorConfig(max_sessions=max_sessions))
     engine = ScriptedEngine(script, tokenizer)
     with DoorServer(door) as server:
         scorer = HarnessScorer(

@@ -213,10 +213,10 @@ class _Routes:
         return _Body(fields, fields.flag("stream"), sent, session)
 
     def _ask(self, body: _Body, read: Callable[[Fields, SamplingParams], Asked]) -> AskedTurn:
-        asked = read(body.fields, self._door.model.defaults)
+        asked = read(body.fields, self._door.defaults(body.session))
         if body.session is not None:
             self._door.session(body.session.id)  # it may have ended while the body came
-        return self._door.ask(asked, body.sent, body.session)
+        return self._door.ask(asked, body.sent, body.session, streams=body.streams)
 
     def _streamed(
         self, turn: AskedTurn, writer: Writer, error_body: _ErrorBody = openai_error

@@ -31,6 +31,8 @@ __all__ = ["Door", "OnFinished", "ServedModel"]
 
 OnFinished = Callable[[FinishedSession], object]
 """Gets each session that has ended; must return at once."""
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters that say from which distribution tokens are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +119,18 @@ class Door:
         return self.loop_calls.soon(partial(self.end_session, session_id, status, detail))
 
     def _finish(self, session: Session, status: Status, detail: str = "") -> FinishedSession:
+        self.repeats.forget(session.id)
         finished = session.finish(status, detail)
         self._on_finished(finished)
         return finished
 
     # -- requests --------------------------------------------------------------------------------
 
-    def ask(self, asked: Asked, sent: Sent, session: Session | None) -> AskedTurn:
-        """The turn that answers a request: a new one, or that of the request that it repeats.
-        Raises Refusal."""
+    def ask(
+        self, asked: Asked, sent: Sent, session: Session | None, *, streams: bool = False
+    ) -> AskedTurn:
+        """The turn that answers a request: a new one, or that of the request that it repeats. With
+        `streams` a new one shows its tokens while they are sampled. Raises Refusal."""
         if (first := self.repeats.first(sent)) is not None:
             if session is not None:
                 session.counts["repeated"] += 1
@@ -138,7 +143,7 @@ class Door:
             place = session.find(asked.prompt.opening, whole)
             session.require_turn()
             self._note_ignored(asked, session)
-        turn = AskedTurn(asked)
+        turn = AskedTurn(asked, streams=streams)
         task = asyncio.create_task(self._answer(turn, session, place))
         turn.run(task)
         if session is not None:
@@ -160,7 +165,8 @@ class Door:
             prompt,
             sampling,
             number=number,
-            on_tokens=turn.show,
+            # Where nobody reads along, the thread of the engine has no work with it.
+            on_tokens=turn.show if turn.streams else None,
             owner="" if session is None or session.terms is None else session.terms.owner,
         )
         answer = self._read(asked, ids, given, sampled)
@@ -186,13 +192,22 @@ class Door:
         num_given = num_tokens - len(before[0].token_ids) if before else 0
         return session.fitted(asked.sampling, num_given=num_given, room=room)
 
+    def defaults(self, session: Session | None) -> SamplingParams:
+        """The sampling parameters of a request that does not say otherwise: those of the model, or
+        the distribution that the terms of its session fix."""
+        if session is None or session.terms is None:
+            return self.model.defaults
+        fixed = {name: getattr(session.terms.sampling, name) for name in _DISTRIBUTION}
+        return replace(self.model.defaults, **fixed)
+
     def _note_ignored(self, asked: Asked, session: Session) -> None:
-        """Note what a request asks for that the terms of its session fix."""
+        """Note what a request asks for that the terms of its session fix otherwise."""
         if session.terms is not None:
+            usual = self.defaults(session)
             session.ignored.update(
                 name
-                for name in ("temperature", "top_p", "top_k", "min_p")
-                if getattr(asked.sampling, name) != getattr(self.model.defaults, name)
+                for name in (*_DISTRIBUTION, "stop_token_ids", "ignore_eos")
+                if getattr(asked.sampling, name) != getattr(usual, name)
             )
             session.ignored.update(["seed"] if asked.seed is not None else [])
 

@@ -49,7 +49,7 @@ class _Waiting:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Sampled]
     owner: str
-    """Id of the group whose runner serves it; empty: any runner."""
+    """Id of the sample whose runner serves it; empty: any runner."""
     runner: Runner | None = None
     """Set with `episode_id` once a runner has it."""
     episode_id: str = ""
@@ -90,7 +90,7 @@ class Handover:
         owner: str = "",
     ) -> Sampled:
         """One turn after `prompt`, with the seed of sample 0 of group `number` of this prompt. With
-        an `owner` it is sampled by the runner that has the group of this id, once that takes it.
+        an `owner` it is sampled by the runner that has the sample of this id, once that takes it.
 
         Where the caller is cancelled, the turn is aborted. Raises Refusal where the queue is full,
         weights are being changed, or the engine cannot serve the request.
@@ -179,7 +179,7 @@ class Handover:
                 call = self._calls.get_nowait()
         held, self._held = self._held, []
         for waiting in held:
-            if not waiting.owner or waiting.owner in runner.groups:
+            if not waiting.owner or waiting.owner.rpartition("/")[0] in runner.groups:
                 self._open(waiting, runner)
             else:
                 self._held.append(waiting)

@@ -30,6 +30,7 @@ from hone.door.server import DoorServer
 from hone.door.sessions import FinishedSession, History, Session, Terms
 from hone.engine.base import EngineBase
 from hone.envs.session import ModelAccess
+from hone.model_input import TEXT
 from hone.rewards.live_programs import LivePrograms
 from hone.rewards.program import HAS_ENDED, WAS_CUT
 from hone.rewards.scorer import Scorer, ScorerStats
@@ -145,10 +146,8 @@ class HarnessScorer:
                 self._go_on(episode)
 
     def submit(self, *samples: Sample) -> None:
-        """Return samples that have failed before their programs could start."""
-        for sample in samples:
-            assert sample.failure is not None, f"{sample.id=} is not played by a program"
-        self.scorer.submit(*samples)
+        """Never called: `begin` gets all samples, and the runner has no turns of theirs."""
+        raise AssertionError(f"{[sample.id for sample in samples]} are played by programs")
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
         """Samples that are scored or have failed. Waits at most `timeout_s` for one, for a request
@@ -203,7 +202,7 @@ class HarnessScorer:
             for e in self._episodes.values()
             if e.stage == "playing" and not e.is_resting and e.session is not None
         )
-        num_asking = sum(_owner(episode.sample) in owners for episode in asking)
+        num_asking = sum(episode.sample.id in owners for episode in asking)
         return self._programs.num_waiting + num_asking
 
     def may_restart(self, sample: Sample) -> bool:
@@ -249,7 +248,7 @@ class HarnessScorer:
             sampling=episode.sampling,
             max_turns=self._max_turns,
             max_turn_tokens=self._max_turn_tokens,
-            owner=_owner(sample),
+            owner=sample.id,
         )
         # The seed of a sample is equal in its group, and samples must differ.
         seed = request_seed(sample.seed, "harness", 0, sample.prompt.id, sample.index)
@@ -341,10 +340,6 @@ class HarnessScorer:
         self._wake.close()
 
 
-def _owner(sample: Sample) -> str:
-    return sample.id.rpartition("/")[0]
-
-
 def assemble(
     sample: Sample, finished: FinishedSession, decode: Callable[[Sequence[int]], str]
 ) -> None:
@@ -369,6 +364,7 @@ def assemble(
             token_ids=prompt.token_ids,
             text=prompt.text,
             messages=prompt.messages,
+            model_input=TEXT,  # requests are of texts alone, whatever the row has
         )
         sample.token_ids, sample.logprobs = own.token_ids, own.logprobs
         sample.weight_versions, sample.loss_mask = own.weight_versions, own.loss_mask

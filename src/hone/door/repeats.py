@@ -69,6 +69,13 @@ class Repeats:
         while len(self._turns) > self._max_names:
             self._turns.popitem(last=False)
 
+    def forget(self, session_id: str) -> None:
+        """Forget the requests of a session that has ended: it answers none any more, and the tokens
+        of each take memory."""
+        start = f"{session_id}/"
+        for name in [name for name in self._turns if name.startswith(start)]:
+            del self._turns[name]
+
     def _forget_refused(self, names: Sequence[str], turn: AskedTurn) -> None:
         """Forget a request that was not answered, which may be asked again."""
         if turn.answer.cancelled() or turn.answer.exception() is not None:

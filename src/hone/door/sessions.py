@@ -44,7 +44,7 @@ class Terms:
     max_turn_tokens: int | None = None
     """Longest turn, in tokens; None: what is left."""
     owner: str = ""
-    """Id of the group whose runner samples the turns (`Handover.sample`)."""
+    """Id of the sample whose runner samples the turns (`Handover.sample`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +114,16 @@ class Session:
     def rewritten(self, why: str) -> Refusal:
         """The refusal of a request that does not extend the last turn of a linear session."""
         self.rewrite = self.rewrite or why
+        remedy = (
+            'open the session with {"history": "tree"}'
+            if self.terms is None
+            else "set env.history to tree"
+        )
         return Refusal(
             409,
             f"session {self.id} keeps a linear history, and this request does not extend it: "
-            f"{why}. Send the earlier messages as they were, or open the session with "
-            '{"history": "tree"}, where such a request opens a branch',
+            f"{why}. Send the earlier messages as they were, or {remedy}, where such a request "
+            "opens a branch",
             code="history_rewritten",
         )
 
@@ -205,10 +210,15 @@ class Sessions:
         on_expired: Callable[[Session], object],
     ) -> Session:
         """Open a session. Where as many are open as there may be, those that have had no request
-        for long are ended by `on_expired`. Raises Refusal where that is not enough."""
+        for long are ended by `on_expired`. Raises Refusal where that is not enough, though not for
+        a session with `terms`: a run opens as many as it plays, and each may begin while the one
+        before it is being ended."""
         session = Session(id=new_id(), history=history, seed=seed, terms=terms)
         expired = list[Session]()
         with self._lock:
+            if terms is not None:
+                self._open[session.id] = session
+                return session
             if len(self._open) >= self._max_sessions:
                 limit = monotonic() - self._timeout_s
                 expired = [x for x in self._open.values() if x.used_at < limit and not x.running]

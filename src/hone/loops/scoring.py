@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -83,7 +82,6 @@ def scoring(
     settings = DoorConfig(
         max_sessions=num_sessions,
         max_requests=_REQUESTS_PER_SESSION * num_sessions,
-        session_timeout_s=sys.float_info.max,
     )
     handover = Handover(max_requests=settings.max_requests)
     door = Door(served, prompts, handover, settings)

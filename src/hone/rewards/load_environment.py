@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from hone.envs.session import Session
 from hone.envs.shapes import EnvMaker, made_from
@@ -22,10 +23,13 @@ from hone.rewards.session_player import SessionPlayer
 __all__ = ["load_environment"]
 
 
-def load_environment(spec: EnvSpec) -> tuple[Player | SessionPlayer, EnvFacts]:
-    """The environment and what it is. Raises ValueError where it cannot be loaded."""
+def load_environment(
+    spec: EnvSpec, folder: Path | None = None
+) -> tuple[Player | SessionPlayer, EnvFacts]:
+    """The environment and what it is. A program that plays episodes writes to `folder`. Raises
+    ValueError where the environment cannot be loaded."""
     if spec.command is not None:
-        make_program = partial(ProgramSession, spec.command)
+        make_program = partial(ProgramSession, spec.command, folder)
         facts = EnvFacts(shape="harness", has_sessions=True)
         return SessionPlayer(make_program, read_answer, file=None), facts
     tools = None

@@ -30,6 +30,7 @@ from hone.rewards import wire
 from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.jail import remove_tree, warn_of
 from hone.rewards.play import EpisodeSoFar
+from hone.rewards.program import CALL_TIMEOUT_S
 from hone.rewards.score import Verdict
 from hone.rewards.settings import RewardConfig
 from hone.rewards.worker import CLOSE, NO_SESSION, FunctionSpec, Job, encode_request
@@ -87,7 +88,7 @@ def _spec_of(env: EnvConfig, tool_format: str | None) -> EnvSpec:
         tool_format=tool_format,
         max_tool_calls=env.max_tool_calls,
         max_parallel_calls=env.max_parallel_calls,
-        timeout_s=env.turn_timeout_s,
+        timeout_s=env.turn_timeout_s if env.harness.command is None else CALL_TIMEOUT_S,
         max_sessions=env.concurrency,
         command=env.harness.command,
     )
@@ -118,7 +119,8 @@ class WorkerPool:
         self.env: EnvFacts | None = None
         """What the environment is; None without one."""
         self._scratch = None
-        if any(function.spec == "code_tests" for function in job.functions):
+        runs_command = job.env is not None and job.env.command is not None
+        if runs_command or any(function.spec == "code_tests" for function in job.functions):
             self._scratch = tempfile.mkdtemp(prefix="hone-code-")
             os.chmod(self._scratch, 0o711)  # programs may run as another user, who must enter it
         self._job = job = replace(job, scratch=self._scratch)

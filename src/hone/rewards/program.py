@@ -25,7 +25,7 @@ from hone.envs.session import Action, DataRow, End, ModelAccess
 from hone.rewards.shapes import DeadlineError, ProgramError
 from hone.types import Observation, StopReason
 
-__all__ = ["HAS_ENDED", "TERMINATE", "WAS_CUT", "ProgramSession"]
+__all__ = ["CALL_TIMEOUT_S", "HAS_ENDED", "TERMINATE", "WAS_CUT", "ProgramSession"]
 
 HAS_ENDED = "has_ended"
 """Key of the state that `step` answers with: whether the program has ended."""
@@ -34,6 +34,8 @@ WAS_CUT = "was_cut"
 TERMINATE = str(StopReason.DEADLINE)
 """Stop reason of the `step` that ends the program, since its time is over."""
 
+CALL_TIMEOUT_S = 60.0
+"""Deadline of one call of `ProgramSession`, which waits for far less than that."""
 _SLICE_S = 2.0
 """Longest time that one `step` waits for the end of the program."""
 _GRACE_S = 5.0
@@ -48,8 +50,10 @@ _LIMITS = tuple(map(str, (StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.DE
 class ProgramSession:
     """One run of the program. Implements `Session`."""
 
-    def __init__(self, command: str) -> None:
-        self._command = shlex.split(command)
+    def __init__(self, command: str, parent: Path | None) -> None:
+        """The folder of the episode is made in `parent`, which outlives no worker that is killed;
+        None: where the system keeps temporary files."""
+        self._command, self._parent = shlex.split(command), parent
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._outputs: tuple[_End, ...] = ()
@@ -58,7 +62,7 @@ class ProgramSession:
     def start(self, row: DataRow) -> None:
         """Start the program. Raises ProgramError where that is not possible."""
         assert row.model is not None, "the driver says where the policy is"
-        self._folder = Path(tempfile.mkdtemp(prefix="hone-episode-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="hone-episode-", dir=self._parent))
         try:
             process = subprocess.Popen(
                 self._command,
@@ -93,7 +97,9 @@ class ProgramSession:
 
     def close(self) -> None:
         """Kill what still runs of the program, and remove its folder."""
-        if self._process is not None:
+        # The id of a process that has been waited for may be that of another one by now; what such
+        # a program has left behind is killed by the worker.
+        if self._process is not None and self._process.returncode is None:
             self._signal(signal.SIGKILL)
             self._process.wait()
         if self._folder is not None:

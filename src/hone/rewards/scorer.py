@@ -350,9 +350,15 @@ class Scorer:
             if group is not None:
                 group.num_left -= 1
             return
-        if not self._num_open:
+        # A program that plays an episode is asked again and again whether it has ended.
+        is_asked_again = (
+            self._open_access is not None
+            and self.sessions is not None
+            and self.sessions.is_live(sample)
+        )
+        if not self._num_open and not is_asked_again:
             self._batch.clear()
-        self._batch["samples"] += 1
+        self._batch["samples"] += not is_asked_again
         self._num_open += 1
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
@@ -534,8 +540,8 @@ class Scorer:
             self._num_failed[verdict.failure] += 1
             self._batch["failed"] += 1
             self._batch[verdict.failure] += 1
-        self._batch["done"] += 1
         if self._open_access is None or verdict.observation is None:
+            self._batch["done"] += 1
             self._times_s.append(verdict.seconds)
         self._done.append(sample)
         self._check_first_calls(sample)

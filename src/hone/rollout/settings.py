@@ -150,7 +150,8 @@ class HarnessConfig(Section):
     shell does, and no shell runs it. The program finds the policy at OPENAI_BASE_URL with
     OPENAI_API_KEY (or ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY), and its task as JSON on its
     standard input. The last line that it prints may be the score; else `reward.functions` score the
-    episode. Each episode is a process of its own, in the workers of reward functions."""
+    episode. Each episode is a process of its own, in the workers of reward functions, and may take
+    the address space of `reward.memory_limit_gib`; a program that runs on Node.js needs 16."""
 
 
 class EnvConfig(Section):

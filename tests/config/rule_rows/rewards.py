@@ -46,6 +46,8 @@ ROWS: list[Row] = [
     ("rl", "reward.model.path=judge env.path=envs.py:Game", "error", "reward.model.path env.path"),
     ("rl", "reward.model.path=judge env.tools=[mcp:x]", "error", "reward.model.path env.tools"),
     ("rl", f"{WHOLE} env.tools=[mcp:x]", "error", "reward.functions.0.whole_groups env.tools"),
+    ("rl", f"{WHOLE} env.harness.command=ls", "error",
+     "reward.functions.0.whole_groups env.harness.command"),
     ("rl", "reward.model.path=judge reward.model.weight=0", "error",
      "reward.model.weight"),
     ("rl", "reward.model.path=short", "warning",

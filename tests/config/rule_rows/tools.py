@@ -24,5 +24,9 @@ ROWS: list[Row] = [
     ("eval", "env.harness.command=ls env.tools=[mcp:x]", "error", "env.harness.command env.tools"),
     ("rl", "env.harness.command=ls reward.model.path=judge", "error",
      "env.harness.command reward.model.path"),
+    ("rl", "env.harness.command=ls algorithm.routing_replay=true", "error",
+     "env.harness.command algorithm.routing_replay"),
+    ("eval", "env.harness.command=ls env.turn_timeout_s=9", "warning",
+     "env.turn_timeout_s env.harness.command"),
     ("rl", "env.history=tree", "warning", "env.history env.harness.command"),
 ]  # fmt: skip
