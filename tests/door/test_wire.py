@@ -111,6 +111,20 @@ def test_a_stream_shows_tokens_as_they_are_sampled() -> None:
         connection.close()
 
 
+def test_only_the_tokens_of_streams_are_shown() -> None:
+    """Each costs the thread of the engine a moment."""
+    with serving(lambda _: "hello world") as served:
+        shown = set[bool]()
+        served.engine.on_step = lambda: shown.update(
+            waiting.on_tokens is not None for waiting in served.handover._waiting.values()
+        )
+        for streams in (False, True):
+            body = {"messages": [user("x")], "stream": streams}
+            assert served.send("/v1/chat/completions", body).status == 200
+            assert shown == {streams}
+            shown.clear()
+
+
 def test_a_stop_string_is_not_streamed_though_its_tokens_come_one_by_one() -> None:
     with serving(lambda _: "hello to the world") as served:
         body = {"messages": [user("x")], "stop": ["the", "xyzzy"], "stream": True}

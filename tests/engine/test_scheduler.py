@@ -291,9 +291,7 @@ def sequence_of(num_tokens, *, arrival, priority=0, first_token=0):
 
 def scheduler_of(*, num_blocks=100, max_num_seqs=8, budget=64, **settings):
     blocks = BlockManager(num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=True)
-    return Scheduler(
-        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings
-    )
+    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings)
 
 
 def finish_step(plan):

@@ -21,6 +21,7 @@ from hone.types import (
     Request,
     Reward,
     Sample,
+    SamplingParams,
     StopReason,
 )
 
@@ -192,7 +193,7 @@ class FakeScorer:
     ) -> None:
         self.max_turns = 1 if answer is None else 4
         self.answer = answer
-        self.sessions = None
+        self.sessions = self.requests = self.environment = None
         self.max_turn_tokens = None
         self.takes_whole_groups = takes_whole_groups
         self.scores = scores
@@ -233,6 +234,10 @@ class FakeScorer:
                 is_partial = self.takes_whole_groups and self.scores(sample)
                 sample.reward = Reward(total=total, parts={"fake": total}, is_partial=is_partial)
         return sorted(ready, key=lambda sample: draw("order", sample.id))
+
+    def begin(self, sample: Sample, sampling: SamplingParams) -> None:
+        del sampling
+        self.submit(sample)
 
     def rest(self) -> list[Sample]:
         return []

@@ -202,7 +202,7 @@ def test_a_close_aborts_the_turn_that_is_sampled(
     runner.close(other)
     assert not runner.engine.has_unfinished
     assert not runner.num_unfinished
-    with pytest.raises(ValueError, match="no episode 'open-1/0' is open"):
+    with pytest.raises(ValueError, match=f"no episode '{name}' is open"):
         runner.close(name)
 
 
@@ -222,7 +222,7 @@ def ended(runner: Runner) -> Sample:
 def test_an_episode_without_turns_left_can_only_be_closed() -> None:
     runner = Runner(FakeEngine(length=lambda _: 2), None, episodes(max_turns=2))
     name = runner.open(prompt(0), SAMPLING)
-    with pytest.raises(ValueError, match="turn of episode 'open-0/0' is still being sampled"):
+    with pytest.raises(ValueError, match=f"turn of episode '{name}' is still being sampled"):
         runner.extend(name, "too early")
     assert runner.extend(ended(runner).id, Observation(token_ids=(7,)))
     assert ended(runner).must_end

@@ -208,7 +208,15 @@ def _config(words: list[str]) -> EnvTryConfig:
     if words and ":" in words[0] and "=" not in words[0] and not Path(words[0]).is_file():
         words[0] = f"--env.path={words[0]}"
     recipe, flags = split(words)
-    return load_noted(EnvTryConfig, recipe, flags)[0]
+    cfg = load_noted(EnvTryConfig, recipe, flags)[0]
+    if cfg.env.harness.command is not None:
+        raise UserError(
+            f"env.harness.command is '{cfg.env.harness.command}', and a program that plays "
+            "episodes by itself has no environment that could be tried with typed turns. Start "
+            "`hone serve` with the model and the program with its address, or play a few episodes "
+            "with `hone eval`"
+        )
+    return cfg
 
 
 def _language(cfg: EnvTryConfig, num_rows: int) -> Language:

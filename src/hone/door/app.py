@@ -143,7 +143,15 @@ class _Routes:
     async def reward(self, request: Request) -> Response:
         session_id = self._named_session(request)
         fields = await self._fields(request)
-        set_reward(fields, self._door.session(session_id))
+        session = self._door.session(session_id)
+        if session.terms is not None:
+            raise Refusal(
+                403,
+                "the reward of an episode that a run trains or evaluates is the last line that its "
+                "program prints, or that of reward.functions: whatever a completion makes run "
+                "might find this key",
+            )
+        set_reward(fields, session)
         return JSONResponse({"session": session_id})
 
     async def end_session(self, request: Request) -> Response:
@@ -151,6 +159,8 @@ class _Routes:
         fields = await self._fields(request)
         status, detail = read_status(fields)
         has_paths = fields.flag("return_paths")
+        if self._door.session(session_id).terms is not None:
+            raise Refusal(403, "the episode of a run ends when its program ends")
         finished = self._door.end_session(session_id, status, detail)
         return JSONResponse(written_session(finished, has_paths=has_paths))
 
@@ -211,10 +221,10 @@ class _Routes:
         return _Body(fields, fields.flag("stream"), sent, session)
 
     def _ask(self, body: _Body, read: Callable[[Fields, SamplingParams], Asked]) -> AskedTurn:
-        asked = read(body.fields, self._door.model.defaults)
+        asked = read(body.fields, self._door.defaults(body.session))
         if body.session is not None:
             self._door.session(body.session.id)  # it may have ended while the body came
-        return self._door.ask(asked, body.sent, body.session)
+        return self._door.ask(asked, body.sent, body.session, streams=body.streams)
 
     def _streamed(
         self, turn: AskedTurn, writer: Writer, error_body: _ErrorBody = openai_error

@@ -28,6 +28,7 @@ from hone.door.sessions import (
     Session,
     Sessions,
     Status,
+    Terms,
 )
 from hone.door.settings import DoorConfig
 from hone.door.tree import Node, Place, Sampled, path_of
@@ -38,6 +39,8 @@ __all__ = ["Door", "OnFinished", "ServedModel"]
 
 OnFinished = Callable[[FinishedSession], object]
 """Gets each session that has ended; must return at once."""
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters that say from which distribution tokens are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +90,15 @@ class Door:
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def open_session(self, *, history: History = "tree", seed: int | None = None) -> Session:
+    def open_session(
+        self, *, history: History = "tree", seed: int | None = None, terms: Terms | None = None
+    ) -> Session:
         """Open a session; equal seeds and requests give equal turns. Any thread may call this.
         Raises Refusal where too many are open."""
         return self._sessions.open(
             history=history,
             seed=next(self._asked) if seed is None else seed,
+            terms=terms,
             on_expired=lambda session: self.loop_calls.soon(
                 partial(self._finish, session, "expired")
             ),
@@ -121,15 +127,18 @@ class Door:
         return self.loop_calls.soon(partial(self.end_session, session_id, status, detail))
 
     def _finish(self, session: Session, status: Status, detail: str = "") -> FinishedSession:
+        self.repeats.forget(session.id)
         finished = session.finish(status, detail)
         self._on_finished(finished)
         return finished
 
     # -- requests --------------------------------------------------------------------------------
 
-    def ask(self, asked: Asked, sent: Sent, session: Session | None) -> AskedTurn:
-        """The turn that answers a request: a new one, or that of the request that it repeats.
-        Raises Refusal."""
+    def ask(
+        self, asked: Asked, sent: Sent, session: Session | None, *, streams: bool = False
+    ) -> AskedTurn:
+        """The turn that answers a request: a new one, or that of the request that it repeats. With
+        `streams` a new one shows its tokens while they are sampled. Raises Refusal."""
         if (first := self.repeats.first(sent)) is not None:
             if session is not None:
                 session.counts["repeated"] += 1
@@ -141,7 +150,10 @@ class Door:
         if session is not None:
             session.require_turn()
             place = session.find(asked.prompt.opening, whole)
-        turn = AskedTurn(stop=tuple(asked.sampling.stop), reads_calls=asked.reads_calls)
+            self._note_ignored(asked, session)
+        turn = AskedTurn(
+            stop=tuple(asked.sampling.stop), reads_calls=asked.reads_calls, streams=streams
+        )
         task = asyncio.create_task(self._answer(turn, asked, session, place))
         turn.run(task)
         if session is not None:
@@ -157,16 +169,18 @@ class Door:
         place, given = await self._rendered(asked, session, place)
         before = [] if place.turn is None else path_of(place.turn)
         ids = tuple(token for node in (*before, given) for token in node.token_ids)
-        room = self.prompts.require_room(len(ids), asked.prompt_field)
+        sampling = self._sampling(asked, session, num_tokens=len(ids), before=before)
         if session is not None and given is not place.given:
             session.require_tokens(len(given.token_ids), MAX_CONTEXTS * self.prompts.max_model_len)
         turn.prompt_ids = ids
         prompt, number = self._seeded(asked, session, ids)
         sampled = await self._handover.sample(
             prompt,
-            replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, room)),
+            sampling,
             number=number,
-            on_tokens=turn.show,
+            # Where nobody reads along, the thread of the engine has no work with it.
+            on_tokens=turn.show if turn.streams else None,
+            owner="" if session is None or session.terms is None else session.terms.owner,
         )
         answer = self._read(asked, ids, given, sampled)
         if session is None:
@@ -174,6 +188,41 @@ class Door:
         node = _node(asked, answer)
         session.record(asked.prompt.opening, place, given, node)
         return replace(answer, turn=len(session.tree.turns) - 1)
+
+    def _sampling(
+        self, asked: Asked, session: Session | None, *, num_tokens: int, before: Sequence[Node]
+    ) -> SamplingParams:
+        """The sampling parameters of a turn behind `num_tokens` tokens, whose path begins with the
+        nodes `before`. Raises Refusal where no token is left."""
+        try:
+            room = self.prompts.require_room(num_tokens, asked.prompt_field)
+        except Refusal:
+            if session is not None and session.terms is not None:
+                session.limit = session.limit or StopReason.LENGTH
+            raise
+        if session is None:
+            return replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, room))
+        num_given = num_tokens - len(before[0].token_ids) if before else 0
+        return session.fitted(asked.sampling, num_given=num_given, room=room)
+
+    def defaults(self, session: Session | None) -> SamplingParams:
+        """The sampling parameters of a request that does not say otherwise: those of the model, or
+        the distribution that the terms of its session fix."""
+        if session is None or session.terms is None:
+            return self.model.defaults
+        fixed = {name: getattr(session.terms.sampling, name) for name in _DISTRIBUTION}
+        return replace(self.model.defaults, **fixed)
+
+    def _note_ignored(self, asked: Asked, session: Session) -> None:
+        """Note what a request asks for that the terms of its session fix otherwise."""
+        if session.terms is not None:
+            usual = self.defaults(session)
+            session.ignored.update(
+                name
+                for name in (*_DISTRIBUTION, "stop_token_ids", "ignore_eos")
+                if getattr(asked.sampling, name) != getattr(usual, name)
+            )
+            session.ignored.update(["seed"] if asked.seed is not None else [])
 
     async def _rendered(
         self, asked: Asked, session: Session | None, place: Place
@@ -195,8 +244,9 @@ class Door:
         self, asked: Asked, session: Session | None, ids: tuple[int, ...]
     ) -> tuple[Prompt, int]:
         """The prompt and the number that make the seed of a turn: a client's seed, else the
-        session's and the turn's place in it, else one that no other request has."""
-        if asked.seed is not None:
+        session's and the turn's place in it, else one that no other request has. In the episode of
+        a run a client's seed does not count: it would make the samples of a group equal."""
+        if asked.seed is not None and (session is None or session.terms is None):
             name, number = "seed", asked.seed
         elif session is not None:
             name, number = f"session/{session.seed}", session.num_started

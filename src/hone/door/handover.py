@@ -47,8 +47,11 @@ class _Waiting:
     on_tokens: Progress | None
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Sampled]
+    owner: str
+    """Id of the sample whose runner serves it; empty: any runner."""
+    runner: Runner | None = None
+    """Set with `episode_id` once a runner has it."""
     episode_id: str = ""
-    """Set once the runner has it."""
     num_shown: int = 0
     """Tokens that `on_tokens` has got."""
 
@@ -56,9 +59,10 @@ class _Waiting:
 class Handover:
     """Takes requests from an event loop to a runner, and their turns back."""
 
-    def __init__(self, *, max_requests: int) -> None:
-        """At most `max_requests` are sampled or wait at once."""
-        self._max_requests = max_requests
+    def __init__(self, *, max_requests: int, on_call: Callable[[], object] = lambda: None) -> None:
+        """At most `max_requests` are sampled or wait at once. `on_call` is called in the event loop
+        after each request, to wake up a thread that waits for something else."""
+        self._max_requests, self.on_call = max_requests, on_call
         self._lock = threading.Lock()
         self._has_news = threading.Condition(self._lock)
         # Guarded by the lock.
@@ -83,8 +87,10 @@ class Handover:
         *,
         number: int,
         on_tokens: Progress | None = None,
+        owner: str = "",
     ) -> Sampled:
-        """One turn after `prompt`, with the seed of sample 0 of group `number` of this prompt.
+        """One turn after `prompt`, with the seed of sample 0 of group `number` of this prompt. With
+        an `owner` it is sampled by the runner that has the sample of this id, once that takes it.
 
         Where the caller is cancelled, the turn is aborted. Raises Refusal where the queue is full,
         weights are being changed, or the engine cannot serve the request.
@@ -97,6 +103,7 @@ class Handover:
             on_tokens=on_tokens,
             loop=loop,
             future=loop.create_future(),
+            owner=owner,
         )
         with self._lock:
             if self._refusal is not None:
@@ -112,6 +119,7 @@ class Handover:
             self._num_open += 1
             self._new[waiting] = None
             self._has_news.notify()
+        self.on_call()
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -172,33 +180,39 @@ class Handover:
 
     def take(self, runner: Runner, *, waits: bool = False) -> None:
         """Give the runner what has come since the last call; with `waits` wait for the first, or
-        for `close`."""
+        for `close`. Requests with another owner are kept for its runner."""
         with self._lock:
             while waits and not (self._new or self._cancelled or self._is_closed):
                 self._has_news.wait()
-            new, self._new = self._new, {}
+            new = [w for w in self._new if _is_of(w, runner)]
+            for waiting in new:
+                del self._new[waiting]
             cancelled, self._cancelled = self._cancelled, []
         for waiting in new:
             self._open(waiting, runner)
         for waiting in cancelled:
             if self._waiting.pop(waiting.episode_id, None) is not None:
-                runner.close(waiting.episode_id)
+                assert waiting.runner is not None
+                waiting.runner.close(waiting.episode_id)
 
     def give(
         self, runner: Runner, turns: Iterable[Sample], tokens_since: TokensSince | None = None
-    ) -> None:
+    ) -> list[Sample]:
         """Answer the requests whose turns have ended, and show new tokens to those who want to see
-        them. Turns of other callers are ignored."""
+        them. Returns the turns of other callers."""
+        others = list[Sample]()
         news: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = {}
         for sample in turns:
             waiting = self._waiting.pop(sample.id, None)
-            if waiting is not None:
-                runner.close(sample.id)
-                answer = partial(_answer, waiting.future, _sampled(sample))
-                news.setdefault(waiting.loop, []).append(answer)
+            if waiting is None:
+                others.append(sample)
+                continue
+            runner.close(sample.id)
+            answer = partial(_answer, waiting.future, _sampled(sample))
+            news.setdefault(waiting.loop, []).append(answer)
         if tokens_since is not None:
             for waiting in self._waiting.values():
-                if waiting.on_tokens is None:
+                if waiting.on_tokens is None or waiting.runner is not runner:
                     continue
                 ids, logprobs = tokens_since(waiting.episode_id, waiting.num_shown)
                 if ids:
@@ -207,6 +221,20 @@ class Handover:
                     news.setdefault(waiting.loop, []).append(show)
         for loop, calls in news.items():
             _call(loop, calls)
+        return others
+
+    def drop(self, runner: Runner) -> None:
+        """Close the turns that the runner samples, and refuse their requests."""
+        refusal = Refusal(503, "the episode is dropped", code="dropped")
+        for waiting in [w for w in self._waiting.values() if w.runner is runner]:
+            del self._waiting[waiting.episode_id]
+            runner.close(waiting.episode_id)
+            _call(waiting.loop, [partial(_answer, waiting.future, refusal.again())])
+
+    @property
+    def owners(self) -> set[str]:
+        """Owners of the requests that runners have."""
+        return {waiting.owner for waiting in self._waiting.values()}
 
     def _open(self, waiting: _Waiting, runner: Runner) -> None:
         try:
@@ -215,7 +243,7 @@ class Handover:
             refusal = Refusal(400, f"the engine refuses the request: {error}")
             _call(waiting.loop, [partial(_answer, waiting.future, refusal)])
             return
-        waiting.episode_id = episode_id
+        waiting.runner, waiting.episode_id = runner, episode_id
         self._waiting[episode_id] = waiting
 
     def _refuse_all(self, refusal: Refusal) -> None:
@@ -227,6 +255,11 @@ class Handover:
         self._waiting.clear()
         for request in waiting:
             _call(request.loop, [partial(_answer, request.future, refusal.again())])
+
+
+def _is_of(waiting: _Waiting, runner: Runner) -> bool:
+    """Whether the runner serves a request."""
+    return not waiting.owner or waiting.owner.rpartition("/")[0] in runner.groups
 
 
 def _sampled(sample: Sample) -> Sampled | Refusal:

@@ -70,6 +70,16 @@ class Repeats:
             self._turns[name] = turn
         turn.answer.add_done_callback(lambda _: self._finish(names, turn))
 
+    def forget(self, session_id: str) -> None:
+        """Forget the requests of a session that has ended: it answers none any more, and the tokens
+        of each take memory."""
+        start = f"{session_id}/"
+        for name in [name for name in self._turns if name.startswith(start)]:
+            del self._turns[name]
+        kept = [(names, t) for names, t in self._finished if not names[0].startswith(start)]
+        self._finished = deque(kept)
+        self._num_tokens = sum(_num_tokens(turn) for _, turn in kept)
+
     def _finish(self, names: Sequence[str], turn: AskedTurn) -> None:
         """Remember an answer, in place of the oldest ones where there are too many. A request that
         was not answered may be asked again."""

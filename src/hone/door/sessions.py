@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from hone.door.refusal import Refusal
 from hone.door.security import new_id
 from hone.door.tree import Node, Place, Tree, sample_of
 from hone.door.turns import Answer
-from hone.types import Reward, Sample
+from hone.types import Reward, Sample, SamplingParams, StopReason
 
 __all__ = [
     "COUNTS",
@@ -29,6 +29,7 @@ __all__ = [
     "Session",
     "Sessions",
     "Status",
+    "Terms",
 ]
 
 History = Literal["linear", "tree"]
@@ -47,6 +48,22 @@ _COUNTED = {"start": "starts", "bridged": "bridged", "fork": "forks", "branch": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a run fixes of a session whose episode it trains or evaluates."""
+
+    sampling: SamplingParams
+    """The distribution of all turns, whatever a request asks for: the trainer scores tokens of this
+    one. `max_tokens` bounds what follows the first messages of a path, turns and given messages
+    together. A request may ask for fewer tokens, and for further stop strings."""
+    max_turns: int
+    """Most turns of the session, on all paths together."""
+    max_turn_tokens: int | None = None
+    """Longest turn, in tokens; None: what is left."""
+    owner: str = ""
+    """Id of the sample whose runner samples the turns (`Handover.sample`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSession:
     """A session that has ended."""
 
@@ -61,6 +78,12 @@ class FinishedSession:
     reward: Reward | None
     counts: dict[str, int]
     """Numbers by `COUNTS`."""
+    limit: StopReason | None = None
+    """The first of its terms for which a request was refused: turns or tokens."""
+    rewritten: str = ""
+    """Why a request did not extend the last turn, where history is `linear`."""
+    ignored: frozenset[str] = frozenset()
+    """Names of sampling parameters that requests asked for and did not get."""
 
     @property
     def num_turns(self) -> int:
@@ -84,6 +107,12 @@ class Session:
     """Turns that are being sampled."""
     num_started: int = 0
     """Turns that were started; part of their seeds."""
+    terms: Terms | None = None
+    """None: requests say how they are sampled, and a client sets the reward."""
+    limit: StopReason | None = None
+    """As in `FinishedSession`, and so the next two."""
+    rewrite: str = ""
+    ignored: set[str] = field(default_factory=set[str])
     used_at: float = field(default_factory=monotonic)
 
     def find(self, opening: Hashable, whole: Sequence[Any]) -> Place:
@@ -100,30 +129,67 @@ class Session:
 
     def rewritten(self, why: str) -> Refusal:
         """The refusal of a request that does not extend the last turn of a linear session."""
+        self.rewrite = self.rewrite or why
+        remedy = (
+            'open the session with {"history": "tree"}'
+            if self.terms is None
+            else "set env.history to tree"
+        )
         return Refusal(
             409,
             f"session {self.id} keeps a linear history, and this request does not extend it: "
-            f"{why}. Send the earlier messages as they were, or open the session with "
-            '{"history": "tree"}, where such a request opens a branch',
+            f"{why}. Send the earlier messages as they were, or {remedy}, where such a request "
+            "opens a branch",
             code="history_rewritten",
         )
 
     def require_turn(self) -> None:
         """Raise Refusal where the session may have no further turn."""
-        if len(self.tree.turns) + len(self.running) >= MAX_TURNS:
-            raise self._full(f"{MAX_TURNS:,} turns")
+        num_turns = len(self.tree.turns) + len(self.running)
+        if self.terms is not None and num_turns >= self.terms.max_turns:
+            self.limit = self.limit or StopReason.MAX_TURNS
+            raise Refusal(
+                400,
+                f"the episode has used its {self.terms.max_turns} turns (env.max_turns)",
+                code="max_turns",
+            )
+        if num_turns >= MAX_TURNS:
+            raise self._full(f"{MAX_TURNS:,} turns", StopReason.MAX_TURNS)
 
     def require_tokens(self, num_new: int, most: int) -> None:
         """Raise Refusal where `num_new` tokens are too many for a session of at most `most`."""
         if self.tree.num_tokens + num_new > most:
-            raise self._full(f"{most:,} tokens")
+            raise self._full(f"{most:,} tokens", StopReason.LENGTH)
 
-    def _full(self, limit: str) -> Refusal:
+    def _full(self, limit: str, reason: StopReason) -> Refusal:
+        self.limit = self.limit or reason
         return Refusal(
             409,
             f"session {self.id} may have at most {limit} in all its branches; end it with "
             "POST /sessions/S/end, and open another",
             code="session_full",
+        )
+
+    def fitted(self, asked: SamplingParams, *, num_given: int, room: int) -> SamplingParams:
+        """The sampling parameters of a turn behind `num_given` tokens after the first messages of
+        its path, with `room` tokens left in the model's context. Raises Refusal where no token is
+        left."""
+        if self.terms is None:
+            return replace(asked, max_tokens=min(asked.max_tokens, room))
+        fixed = self.terms.sampling
+        left = fixed.max_tokens - num_given
+        if left <= 0:
+            self.limit = self.limit or StopReason.LENGTH
+            raise Refusal(
+                400,
+                f"the episode has {num_given} tokens after its first messages, and at most "
+                f"{fixed.max_tokens} are allowed",
+                code="context_length_exceeded",
+            )
+        return replace(
+            fixed,
+            max_tokens=min(asked.max_tokens, room, left, self.terms.max_turn_tokens or left),
+            stop=(*fixed.stop, *(text for text in asked.stop if text not in fixed.stop)),
         )
 
     def record(self, opening: Hashable, place: Place, given: Node, sampled: Node) -> None:
@@ -149,6 +215,9 @@ class Session:
             paths=paths,
             reward=self.reward,
             counts={name: self.counts[name] for name in COUNTS},
+            limit=self.limit,
+            rewritten=self.rewrite,
+            ignored=frozenset(self.ignored),
         )
 
 
@@ -165,12 +234,23 @@ class Sessions:
         return len(self._open)
 
     def open(
-        self, *, history: History, seed: int, on_expired: Callable[[Session], object]
+        self,
+        *,
+        history: History,
+        seed: int,
+        terms: Terms | None = None,
+        on_expired: Callable[[Session], object],
     ) -> Session:
         """Open a session. Where as many are open as there may be, those that have had no request
-        for long are ended by `on_expired`. Raises Refusal where that is not enough."""
-        session, expired = Session(id=new_id(), history=history, seed=seed), list[Session]()
+        for long are ended by `on_expired`. Raises Refusal where that is not enough, though not for
+        a session with `terms`: a run opens as many as it plays, and each may begin while the one
+        before it is being ended."""
+        session = Session(id=new_id(), history=history, seed=seed, terms=terms)
+        expired = list[Session]()
         with self._lock:
+            if terms is not None:
+                self._open[session.id] = session
+                return session
             if len(self._open) >= self._max_sessions:
                 limit = monotonic() - self._timeout_s
                 expired = [x for x in self._open.values() if x.used_at < limit and not x.running]

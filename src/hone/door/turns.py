@@ -66,6 +66,8 @@ class AskedTurn:
     """Its stop strings."""
     reads_calls: bool = False
     """Whether the answer is read for tool calls."""
+    streams: bool = False
+    """Whether its tokens are shown while they are sampled."""
     answer: asyncio.Future[Answer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -75,7 +77,8 @@ class AskedTurn:
     """Set once the prompt is rendered."""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    """What has been sampled so far, where the engine shows it; empty once the answer is there."""
+    """What has been sampled so far, where it `streams` and the engine shows it; empty once the
+    answer is there."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at the next change; then another event takes its place."""
     task: asyncio.Task[Answer] | None = None

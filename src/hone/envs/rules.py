@@ -1,7 +1,9 @@
-"""Rules on tools. The user's files are parsed, never imported."""
+"""Rules on tools, and on programs that play episodes. The files of users are parsed alone."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections.abc import Iterator
 
 from hone.address import module_file
@@ -9,6 +11,7 @@ from hone.config.rules.facts import Facts
 from hone.config.rules.rule import error, unused
 from hone.config.rules.view import Details
 from hone.errors import did_you_mean
+from hone.extras import missing_extra
 from hone.user_code.inherited import inherited
 from hone.user_code.signatures import parsed_class
 
@@ -46,7 +49,46 @@ def _problem(spec: str) -> str | None:
     return None
 
 
+def _wrong_command(view: Facts) -> Iterator[Details]:
+    """Why no program can be started, as far as that shows without starting it."""
+    command: str = view["env.harness.command"]
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        yield {"problem": f"it is no command of a shell: {error}"}
+        return
+    if not words:
+        yield {"problem": "it names no program"}
+    elif shutil.which(words[0]) is None:
+        yield {"problem": f"there is no program '{words[0]}' here that can be run"}
+
+
+def _no_server(view: Facts) -> Iterator[Details]:
+    """The packages without which programs cannot ask the policy."""
+    del view
+    for package in ("starlette", "uvicorn"):
+        if (missing := missing_extra(package, needed_by="env.harness.command")) is not None:
+            yield {"missing": missing}
+
+
 RULES = (
+    error("env.harness.command", each=_wrong_command,
+          says="env.harness.command is '{env.harness.command}'", why="{problem}",
+          fix="correct env.harness.command"),
+    error("env.harness.command", each=_no_server, says="{missing}"),
+    error("env.harness.command", "env.path",
+          why="a program that plays an episode has no environment besides itself",
+          fix="remove env.harness.command | unset env.path"),
+    error("env.harness.command", "env.tools",
+          why="a program that plays an episode has tools of its own",
+          fix="remove env.harness.command | leave env.tools out"),
+    error("env.harness.command", "algorithm.routing_replay",
+          why="the experts of tokens that a program has asked for are not recorded",
+          fix="algorithm.routing_replay = false | unset env.harness.command"),
+    unused("env.turn_timeout_s", "env.harness.command",
+           instead="bound the episode of a program by env.episode_timeout_s"),
+    unused("env.history", "env.harness.command = unset",
+           instead="name a program in env.harness.command"),
     error("env.tools", each=_wrong_tools, says="env.tools holds '{spec}'", why="{problem}",
           fix="correct env.tools"),
     unused("env.(tool_format|max_tool_calls|max_parallel_calls|max_observation_tokens)",

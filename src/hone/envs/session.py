@@ -28,12 +28,24 @@ from typing import Any, Protocol
 from hone.envs.env import Answer
 from hone.types import Message, Observation
 
-__all__ = ["Action", "DataRow", "End", "Opening", "Session", "ToolCall"]
+__all__ = ["Action", "DataRow", "End", "ModelAccess", "Opening", "Session", "ToolCall"]
 
 Opening = Observation | str | Sequence[Message] | None
 """What a session says before the first turn. A text is appended to the last message of the prompt,
 or to the prompt itself where there is no chat template. Messages are appended to the prompt's
 messages. None: the prompt stands as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAccess:
+    """Where a program asks the policy for the turns of one episode."""
+
+    base_url: str
+    """Address of the episode's routes; `/v1/chat/completions` and others follow it."""
+    api_key: str
+    """Key of this episode alone."""
+    name: str
+    """Name of the model in requests and answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +70,8 @@ class DataRow:
     """Most turns of the policy in the episode."""
     max_tokens: int
     """Longest episode after the prompt, in tokens."""
+    model: ModelAccess | None = None
+    """With `env.harness.command`: where its program asks the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,10 +64,10 @@ class Everyone(Protocol):
 
 
 def facts_of(env: EnvConfig, reward: RewardConfig, everyone: Everyone) -> EnvFacts | None:
-    """What the environment of a run is; None without one. The first process loads it once in a
-    worker, with the limits of `reward`, however many processes there are. Collective. Raises
-    ValueError in the first process where it cannot be loaded."""
-    if not env.is_set:
+    """What the environment of a run is; None without one, and for a program that plays by itself.
+    The first process loads it once in a worker, with the limits of `reward`, however many processes
+    there are. Collective. Raises ValueError in the first process where it cannot be loaded."""
+    if not env.is_set or env.harness.command is not None:
         return None
     return everyone.broadcast(describe(reward, env) if everyone.is_first else None)
 

@@ -39,6 +39,7 @@ from hone.loops.rank0 import PoolWeights, Rank0Collector, Rank0Scorer
 from hone.loops.recorder import Limits, recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Phase, Run
+from hone.loops.scoring import Scoring, scoring
 from hone.loops.untrained import Untrained, is_stalled, why_untrained
 from hone.loops.workers import (
     Pools,
@@ -293,10 +294,10 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         if not plan.is_apart:
             size = plan.roles["engine"].axes.tensor
             ranks = EngineRanks.join(size, mesh, timeout_s=plan.timeout_s)
-        scoring = _scoring(
+        made = _scoring(
             cfg, start, ranks, data=data, tokenizer=tokenizer, turns=turns, tool_format=tools.format
         )
-        scorer, transcripts = stack.enter_context(scoring)
+        (scorer, plays), transcripts = stack.enter_context(made)
         pools = stack.enter_context(_pools(start, make_pools))
 
         load = partial(load_for_training, plan.policy.model, mesh, seed=cfg.run.seed)
@@ -322,7 +323,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
             models.sleep()  # before the engine measures the free memory
 
         judges = pools and pools.scorers.get("reward_model")
-        scores = scorer and with_reward_model(scorer, transcripts, plan, mesh.device, judges)
+        scores = plays and with_reward_model(plays, transcripts, plan, mesh.device, judges)
         sampling = stack.enter_context(
             _sampling(
                 cfg,
@@ -435,24 +436,28 @@ def _scoring(
     tokenizer: PreTrainedTokenizerBase,
     turns: TurnRenderer,
     tool_format: str | None,
-) -> Generator[tuple[Scorer | None, Transcripts | None]]:
+) -> Generator[tuple[Scoring | tuple[None, None], Transcripts | None]]:
     """The scorer of this process, and what a reward model reads; None if another process drives
     its engine. The first process tries the reward functions."""
-    is_first = start.mesh.is_first
+    is_first, plan = start.mesh.is_first, start.plan
     if not (is_first if ranks is None else ranks.is_first):
-        yield None, None
+        yield (None, None), None
         return
     rewards = cfg.reward
     if ranks is not None:
         rewards = share_of_workers(rewards, processes_per_engine=ranks.tp.size)
-    limit = cfg.rollout.max_completion_tokens
-    with Scorer(
-        rewards, max_completion_tokens=limit, env=cfg.env, tool_format=tool_format
-    ) as scorer:
-        transcripts = transcripts_of(start.plan, data.all_rows())
+    with scoring(
+        cfg,
+        rewards,
+        plan.roles["engine"].model,
+        tokenizer,
+        tool_format=tool_format,
+        max_model_len=plan.max_model_len,
+    ) as made:
+        transcripts = transcripts_of(plan, data.all_rows())
         if is_first:
-            try_out(scorer, data.all_rows(), tokenizer, turns, transcripts)
-        yield scorer, transcripts
+            try_out(made.scorer, data.all_rows(), tokenizer, turns, transcripts)
+        yield made, transcripts
 
 
 @contextmanager

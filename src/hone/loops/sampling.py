@@ -34,14 +34,13 @@ from hone.distributed.worker_rank import runs_on_gpus
 from hone.errors import UserError
 from hone.loops.inputs import transcripts_of, try_out
 from hone.loops.launch import choose_device, join, plan_run
+from hone.loops.scoring import scoring
 from hone.loops.workers import load_engine, local_pools, with_reward_model
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import decoder
 from hone.observe.loggers import append_event
-from hone.rewards.scorer import Scorer
 from hone.rollout.episodes import Episodes
-from hone.rollout.judge import RewardModelScorer
-from hone.rollout.runner import Runner
+from hone.rollout.runner import Runner, SampleScorer
 from hone.types import Engine, Prompt, SamplingEngine
 
 __all__ = [
@@ -138,7 +137,7 @@ class Sampler:
 
     engine: SamplingEngine
     num_engines: int
-    scorer: Scorer | RewardModelScorer | None
+    scorer: SampleScorer | None
     episodes: Episodes
 
     def runner(self) -> Runner:
@@ -166,15 +165,17 @@ def sampler_of(
     """
     plan = plan_sampling(cfg, host)
     with ExitStack() as stack:
-        scorer = transcripts = None
+        scorer = plays = transcripts = None
         if is_scored(cfg):
-            scorer = Scorer(
+            made = scoring(
+                cfg,
                 cfg.reward,
-                max_completion_tokens=cfg.max_completion_tokens,
-                env=cfg.env,
+                plan.roles["engine"].model,
+                tokenizer,
                 tool_format=tool_format,
+                max_model_len=plan.max_model_len,
             )
-            stack.enter_context(scorer)
+            scorer, plays = stack.enter_context(made)
             scorer.on_wait = counter.waiting
             transcripts = transcripts_of(plan, tried)
             if host.is_first:
@@ -192,9 +193,9 @@ def sampler_of(
         else:
             device = choose_device(cfg.run)
         scores = None
-        if scorer is not None:
+        if plays is not None:
             pool = None if pools is None else pools.scorers.get("reward_model")
-            scores = with_reward_model(scorer, transcripts, plan, device, pool)
+            scores = with_reward_model(plays, transcripts, plan, device, pool)
         engine: SamplingEngine
         engine = load_alone(plan, device, tokenizer) if pools is None else pools.engines
         episodes = Episodes(

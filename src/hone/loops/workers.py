@@ -35,9 +35,9 @@ from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import decoder, load_tokenizer
 from hone.observe.tracing import EngineTracer, MemoryRecorder
-from hone.rewards.scorer import Scorer
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.judge import PooledRewardModel, RewardModel, RewardModelScorer
+from hone.rollout.runner import SampleScorer
 from hone.rollout.scorer_pool import ScorerPool
 from hone.rollout.transcripts import Transcripts
 from hone.trainer.frozen import FrozenScorer
@@ -140,12 +140,12 @@ def make_engine(
 
 
 def with_reward_model(
-    scorer: Scorer,
+    scorer: SampleScorer,
     transcripts: Transcripts | None,
     plan: RunPlan,
     device: torch.device,
     pool: ScorerPool | None = None,
-) -> Scorer | RewardModelScorer:
+) -> SampleScorer:
     """`scorer`, combined with the reward model if `transcripts` are made for one. The model is
     loaded on `device`, or taken from `pool`. Raises as `load_model`.
 

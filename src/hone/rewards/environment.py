@@ -25,13 +25,16 @@ class EnvSpec:
     """Deadline of one call of a session."""
     max_sessions: int
     """Most sessions that are held at a time."""
+    command: str | None = None
+    """The program that plays an episode (`env.harness.command`)."""
 
     @property
     def described(self) -> str:
         """The keys with what they name, for messages."""
         path = f"env.path ({self.path})" if self.path is not None else ""
         tools = f"env.tools ({', '.join(self.tools)})" if self.tools else ""
-        return " and ".join(filter(None, (path, tools)))
+        command = f"env.harness.command ({self.command})" if self.command is not None else ""
+        return " and ".join(filter(None, (path, tools, command)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class EnvFacts:
     """What an environment is, as a worker has found it."""
 
     shape: str
-    """`stateless`, `tools`, or the name of the shape of its sessions."""
+    """`stateless`, `tools`, `harness`, or the name of the shape of its sessions."""
     has_sessions: bool
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas of the tools that the policy may call."""

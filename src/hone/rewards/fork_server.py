@@ -34,6 +34,7 @@ from hone.rewards.builtin import warm_up_math
 from hone.rewards.environment import EnvFacts
 from hone.rewards.jail import remove_tree
 from hone.rewards.pool import ONE_THREAD, describe_exit
+from hone.rewards.process_tree import num_descendants
 from hone.rewards.score import Verdict
 from hone.rewards.worker import (
     CLOSE,
@@ -339,7 +340,7 @@ class ForkServer:
             return
         for worker in self.workers.values():
             if not worker.is_waiting and now - worker.since > _COUNT_S and not worker.num_processes:
-                number = _num_descendants(worker.pid)
+                number = num_descendants(worker.pid)
                 if number > MAX_PROCESSES:
                     worker.num_processes = number
                     _kill_worker(worker)
@@ -479,13 +480,6 @@ def _observation(message: Mapping[str, Any]) -> Observation:
 
 def _folder_of(scratch: str, pid: int) -> Path:
     return Path(scratch) / str(pid)
-
-
-def _num_descendants(pid: int) -> int:
-    try:
-        return len(psutil.Process(pid).children(recursive=True))
-    except psutil.Error:
-        return 0  # it has ended
 
 
 def _kill(child: psutil.Process) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from hone.envs.session import Action, DataRow
+from hone.envs.session import Action, DataRow, ModelAccess
 from hone.rewards.play import EpisodeSoFar
 from hone.rewards.pool import WorkerPool
 from hone.rewards.score import Verdict
@@ -21,11 +21,11 @@ from hone.rewards.worker import START, STEP
 from hone.rollout.settings import EnvConfig
 from hone.types import Sample, StopReason, opened_tag
 
-__all__ = ["LiveSessions"]
+__all__ = ["LiveSession", "LiveSessions"]
 
 
 @dataclass(slots=True)
-class _Live:
+class LiveSession:
     """An open session."""
 
     number: int
@@ -49,7 +49,7 @@ class LiveSessions:
         self._pool = pool
         self._cfg = cfg
         self._max_tokens = max_tokens
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveSession] = {}
         self._waiting: deque[tuple[int, Sample]] = deque()
         """Samples whose sessions wait for a place, with their tickets."""
         self._lost: set[str] = set()
@@ -61,6 +61,11 @@ class LiveSessions:
         return len(self._live)
 
     @property
+    def plays_alone(self) -> bool:
+        """Whether sessions ask for turns by themselves."""
+        return False
+
+    @property
     def num_waiting(self) -> int:
         """Samples whose sessions wait for a place."""
         return len(self._waiting)
@@ -69,7 +74,8 @@ class LiveSessions:
         """Start the session of a sample without turns, once there is a place; else pass it the last
         turn. `given` is for reward functions."""
         self._lost.discard(sample.id)
-        if not sample.turns:
+        if sample.id not in self._live:
+            assert not sample.turns, f"{sample.id=} has turns and no session"
             # One that was lost was at the front already.
             add = self._waiting.appendleft if sample.attempt else self._waiting.append
             add((ticket, sample))
@@ -148,11 +154,15 @@ class LiveSessions:
             ticket, sample = self._waiting.popleft()
             self._num_started += 1
             num_played += 1
-            live = _Live(self._num_started, monotonic() + self._cfg.episode_timeout_s)
+            live = LiveSession(self._num_started, monotonic() + self._cfg.episode_timeout_s)
             self._live[sample.id] = live
             call = SessionCall(kind="start", row=self._row(sample))
             episode = EpisodeSoFar(given=call, earned=0.0, limit=None)
             self._pool.submit(ticket, {}, episode, session=live.number, kind=START)
+
+    def _access(self, sample: Sample) -> ModelAccess | None:
+        """Where the session of a sample asks the policy; None, since the driver asks for turns."""
+        return None
 
     def _row(self, sample: Sample) -> DataRow:
         prompt = sample.prompt
@@ -167,9 +177,10 @@ class LiveSessions:
             seed=sample.seed,
             max_turns=self._cfg.max_turns,
             max_tokens=self._max_tokens,
+            model=self._access(sample),
         )
 
-    def _call(self, sample: Sample, live: _Live) -> EpisodeSoFar:
+    def _call(self, sample: Sample, live: LiveSession) -> EpisodeSoFar:
         """The call for the last turn of a sample. A turn that the session has answered already,
         with more than there is room for, ends the episode."""
         is_overdue = monotonic() > live.ends_at

@@ -1,4 +1,4 @@
-"""Loads the environment of a run in a worker: a stateless one, or what makes sessions.
+"""Loads the environment of a run in a worker: a stateless one, what makes sessions, or a program.
 
 Only a worker with an environment imports this module and with it the shapes and tools.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from hone.envs.session import Session
 from hone.envs.shapes import EnvMaker, made_from
@@ -15,14 +16,22 @@ from hone.envs.tools.reading import argument_schemas, read_action
 from hone.envs.tools.with_session import WithTools
 from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.play import Player, read_answer
+from hone.rewards.program import ProgramSession
 from hone.rewards.resolve import resolve
 from hone.rewards.session_player import SessionPlayer
 
 __all__ = ["load_environment"]
 
 
-def load_environment(spec: EnvSpec) -> tuple[Player | SessionPlayer, EnvFacts]:
-    """The environment and what it is. Raises ValueError where it cannot be loaded."""
+def load_environment(
+    spec: EnvSpec, folder: Path | None = None
+) -> tuple[Player | SessionPlayer, EnvFacts]:
+    """The environment and what it is. A program that plays episodes writes to `folder`. Raises
+    ValueError where the environment cannot be loaded."""
+    if spec.command is not None:
+        make_program = partial(ProgramSession, spec.command, folder)
+        facts = EnvFacts(shape="harness", has_sessions=True)
+        return SessionPlayer(make_program, read_answer, file=None), facts
     tools = None
     if spec.tools:
         load = partial(resolve, what="tool")

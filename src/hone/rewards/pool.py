@@ -30,6 +30,7 @@ from hone.rewards import wire
 from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.jail import remove_tree, warn_of
 from hone.rewards.play import EpisodeSoFar
+from hone.rewards.program import CALL_TIMEOUT_S
 from hone.rewards.score import Verdict
 from hone.rewards.settings import RewardConfig
 from hone.rewards.worker import CLOSE, NO_SESSION, FunctionSpec, Job, encode_request
@@ -87,8 +88,9 @@ def _spec_of(env: EnvConfig, tool_format: str | None) -> EnvSpec:
         tool_format=tool_format,
         max_tool_calls=env.max_tool_calls,
         max_parallel_calls=env.max_parallel_calls,
-        timeout_s=env.turn_timeout_s,
+        timeout_s=env.turn_timeout_s if env.harness.command is None else CALL_TIMEOUT_S,
         max_sessions=env.concurrency,
+        command=env.harness.command,
     )
 
 
@@ -117,7 +119,8 @@ class WorkerPool:
         self.env: EnvFacts | None = None
         """What the environment is; None without one."""
         self._scratch = None
-        if any(function.spec == "code_tests" for function in job.functions):
+        runs_command = job.env is not None and job.env.command is not None
+        if runs_command or any(function.spec == "code_tests" for function in job.functions):
             self._scratch = tempfile.mkdtemp(prefix="hone-code-")
             os.chmod(self._scratch, 0o711)  # programs may run as another user, who must enter it
         self._job = job = replace(job, scratch=self._scratch)
@@ -161,8 +164,11 @@ class WorkerPool:
         """Close a session, after the call that it is in."""
         self._stream.put(encode_request(-1, [], None, session=session, kind=CLOSE))
 
-    def poll(self, timeout_s: float) -> list[tuple[int, Verdict]]:
-        """Tickets and verdicts since the last poll; waits at most `timeout_s` for the first."""
+    def poll(
+        self, timeout_s: float, *, wake: socket.socket | None = None
+    ) -> list[tuple[int, Verdict]]:
+        """Tickets and verdicts since the last poll; waits at most `timeout_s` for the first, or
+        until `wake` has something to read."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._receive()
@@ -170,7 +176,13 @@ class WorkerPool:
             if self._verdicts or not self._pending or left <= 0:
                 verdicts, self._verdicts = self._verdicts, []
                 return verdicts
-            self._wait(left)
+            if self._wait(left, wake):
+                deadline = 0.0
+
+    def forget(self, ticket: int) -> None:
+        """Drop one sample, whose worker finishes its call."""
+        self._pending.discard(ticket)
+        self._verdicts = [found for found in self._verdicts if found[0] != ticket]
 
     def cancel(self) -> None:
         """Drop all samples: `poll` returns no verdicts on them. Workers finish what they score."""
@@ -189,9 +201,14 @@ class WorkerPool:
         if self._scratch is not None:
             remove_tree(Path(self._scratch))
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, timeout_s: float, wake: socket.socket | None = None) -> bool:
+        """Wait for a message, or for room to send one; whether `wake` has something to read."""
         sock = self._stream.sock
-        select.select([sock], [sock] if self._stream.has_outgoing else [], [], timeout_s)
+        reading = [sock] if wake is None else [sock, wake]
+        ready, _, _ = select.select(
+            reading, [sock] if self._stream.has_outgoing else [], [], timeout_s
+        )
+        return wake in ready
 
     def _receive(self) -> None:
         """Process the fork server's messages. Raises ValueError where a worker cannot load the

@@ -332,14 +332,20 @@ def _bound_names(tree: ast.Module) -> set[str]:
     return names
 
 
+_WITHOUT_ENV = (
+    "env.path = unset",
+    "env.harness.command = unset",
+    "reward.model.path = unset",
+)
+
 RULES = with_facts(
     RewardFacts,
-    error("not reward.functions", given=("env.path = unset", "reward.model.path = unset"),
+    error("not reward.functions", given=_WITHOUT_ENV,
           only=("rl", "eval"),
           fix="name at least one | name an environment in env.path | name a model in "
           "reward.model.path"),
     error("keep != all", "not reward.functions",
-          given=("env.path = unset", "reward.model.path = unset"),
+          given=_WITHOUT_ENV,
           why="completions without a reward are all alike",
           fix="name at least one of reward.functions | name an environment in env.path | "
           "name a model in reward.model.path | keep = all"),
@@ -389,7 +395,7 @@ RULES = with_facts(
     error("env.path", each=_wrong_env, says="env.path '{env.path}'", why="{problem}"),
     unused("env.args", "env.path = unset", instead="name the environment in env.path"),
     unused("env.(max_turns|max_turn_tokens|turn_timeout_s|episode_timeout_s|retries|concurrency)",
-           "env.path = unset", "not env.tools",
+           "env.path = unset", "not env.tools", "env.harness.command = unset",
            instead="name an environment in env.path | name tools in env.tools"),
     warning("reward.num_workers > @cores", given=("not @waits_for_services",),
             why="more than one or two a core only takes memory",

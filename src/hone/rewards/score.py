@@ -23,6 +23,7 @@ from hone.rewards.shapes import (
     DeadlineError,
     FunctionScore,
     InvalidScoreError,
+    ProgramError,
     ScoreTypeError,
     call_arguments,
     read_scores,
@@ -237,6 +238,8 @@ def attempt(function: Scoring[T], given: Any) -> T | Verdict:
         kind, detail, is_certain = error.kind, str(error), True
     except DeadlineError as error:
         kind, detail, is_certain = FailureKind.TIMEOUT, str(error), False
+    except ProgramError as error:
+        kind, detail, is_certain = FailureKind.EXCEPTION, str(error), False
     except MemoryError:
         kind, detail, is_certain = FailureKind.OUT_OF_MEMORY, "ran out of memory", False
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything

@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
@@ -30,11 +30,14 @@ from hone.rewards.resolve import check_signature
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score
 from hone.rewards.settings import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
 from hone.rollout.settings import EnvConfig
-from hone.types import FailureKind, Prompt, Reward, Sample, StopReason, Turn
+from hone.types import FailureKind, Prompt, Reward, Sample, SamplingParams, StopReason, Turn
 from hone.user_code.signatures import SHAPES, Shape, missing_column
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from hone.rewards.environment import EnvFacts
+    from hone.rewards.live_programs import OpenAccess
     from hone.rewards.live_sessions import LiveSessions
     from hone.rewards.play import EpisodeSoFar
     from hone.rewards.pool import WorkerPool
@@ -71,6 +74,8 @@ class ScorerStats:
     num_pending: int
     num_kills: int
     """Workers killed at a deadline."""
+    num_requests: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Requests of programs that play episodes, by `hone.door.sessions.COUNTS`."""
     num_restarts: int = 0
     """Episodes played again from their start, because their session was lost."""
     p99_s: float
@@ -95,11 +100,13 @@ class Scorer:
         max_completion_tokens: int,
         env: EnvConfig | None = None,
         tool_format: str | None = None,
+        open_access: OpenAccess | None = None,
         trusted: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """`tool_format` is the format of the policy's calls of tools (`env.tool_format`), None
-        where the environment has no tools. `trusted` are functions that run in this process like
-        built-ins, by their names in `cfg`."""
+        where the environment has no tools. `open_access` says where a program that plays an episode
+        finds the policy (`env.harness.command`). `trusted` are functions that run in this process
+        like built-ins, by their names in `cfg`."""
         env, trusted = env or EnvConfig(), trusted or {}
         self.max_turns = env.max_turns if env.is_set else 1
         """Largest number of turns of an episode; after the last one a sample `must_end`."""
@@ -128,6 +135,7 @@ class Scorer:
         self._pool: WorkerPool | None = None
         self._has_env = env.is_set
         self._episode_of: Callable[[Sample], EpisodeSoFar] | None = None
+        self._open_access = open_access
         self.sessions: LiveSessions | None = None
         """The live objects of episodes, where the environment has them; then a sample is submitted
         before its first turn too."""
@@ -135,7 +143,7 @@ class Scorer:
         """Whether the environment has answered, so that samples are not expected to fail."""
         self._may_abstain = cfg.model.path is not None
         """Whether a reward model scores samples too, outside of this class."""
-        if not cfg.has_parts and env.path is None:
+        if not cfg.has_parts and env.path is None and env.harness.command is None:
             raise ValueError("`reward.functions` is empty; name one, such as `exact_match`")
         builtins = _builtins(cfg, max_completion_tokens)
         names = cfg.names
@@ -159,8 +167,14 @@ class Scorer:
         from hone.rewards.pool import WorkerPool, job_of
 
         pool = WorkerPool(job_of(self._cfg, names, env, tool_format=tool_format))
-        if pool.env is not None and pool.env.has_sessions:
-            self.sessions = LiveSessions(pool, env, max_tokens=self._max_completion_tokens)
+        limit = self._max_completion_tokens
+        if self._open_access is not None:
+            from hone.rewards.live_programs import LivePrograms
+
+            access = self._open_access
+            self.sessions = LivePrograms(pool, env, max_tokens=limit, open_access=access)
+        elif pool.env is not None and pool.env.has_sessions:
+            self.sessions = LiveSessions(pool, env, max_tokens=limit)
         elif self._has_env:
             self._episode_of = partial(episode_of, max_turns=self.max_turns)
         return pool
@@ -221,7 +235,7 @@ class Scorer:
                 if lacking:
                     rows = [(f"row {prompt.id}", _columns(prompt)) for prompt in lacking]
                     raise UserError(missing_column(entry.fn, name, rows, f"{len(prompts):,} rows"))
-        return self._try_out(prompts[0], encode) if prompts else []
+        return self._try_out(prompts[0], encode) if prompts and not self._open_access else []
 
     def _try_out(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> list[Sample]:
         text = prompt.answer or prompt.text
@@ -305,6 +319,10 @@ class Scorer:
     def _episode(self, sample: Sample) -> EpisodeSoFar | None:
         return None if self._episode_of is None else self._episode_of(sample)
 
+    def begin(self, sample: Sample, sampling: SamplingParams) -> None:
+        """Start the session of a sample without turns. Its turns are sampled with `sampling`."""
+        self.submit(sample)
+
     def submit(self, *samples: Sample) -> None:
         """Start to score `samples`; `poll` returns each when it is done.
 
@@ -341,7 +359,16 @@ class Scorer:
             if self.sessions is not None:
                 self.sessions.end(sample)
             return
-        self._add_open(1)
+        # A program that plays an episode is asked again and again whether it has ended.
+        is_asked_again = (
+            self._open_access is not None
+            and self.sessions is not None
+            and self.sessions.is_live(sample)
+        )
+        if is_asked_again:
+            self._num_open += 1
+        else:
+            self._add_open(1)
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
             self._finish(sample, score(self._inline, given, may_abstain=self._may_abstain))
@@ -374,11 +401,12 @@ class Scorer:
             assert own is not None, sample.id
             self._finish(sample, add_own(own, in_group, may_abstain=self._may_abstain))
 
-    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
+    def poll(self, timeout_s: float = 0.0, *, wake: socket | None = None) -> list[Sample]:
         """Samples with a verdict, or with an observation to continue from; waits at most
-        `timeout_s` for the first one."""
+        `timeout_s` for the first one, or until `wake` has something to read."""
         if self._pool is not None:
-            for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
+            timeout_s = 0.0 if self._done else timeout_s
+            for ticket, verdict in self._pool.poll(timeout_s, wake=wake):
                 self._take(ticket, verdict)
             self._report_waiting(timeout_s)
         done, self._done = self._done, []
@@ -415,6 +443,14 @@ class Scorer:
         if self.sessions is not None:
             self.sessions.wake()
 
+    def forget(self, sample: Sample) -> None:
+        """Drop one pending sample: `poll` does not return it."""
+        assert self._pool is not None
+        ticket = next(ticket for ticket, entry in self._submitted.items() if entry is sample)
+        del self._submitted[ticket]
+        self._num_open -= 1
+        self._pool.forget(ticket)
+
     def cancel(self) -> None:
         """Drop all pending samples: `poll` returns none of them."""
         if self._pool is not None:
@@ -446,6 +482,11 @@ class Scorer:
     def uses_workers(self) -> bool:
         """Whether scoring runs in other processes, and takes their CPU time."""
         return self._pool is not None
+
+    @property
+    def requests(self) -> None:
+        """No program asks for turns by itself (`hone.door.harness.HarnessScorer`)."""
+        return None
 
     @property
     def pending(self) -> int:
@@ -493,7 +534,7 @@ class Scorer:
         sample.failure = verdict.failure
         sample.failure_detail = verdict.detail
         if verdict.observation is not None:
-            self._has_answered = True
+            self._has_answered |= self._open_access is None  # else a program is only running
         elif verdict.failure is None:
             self._num_scored += 1
         elif self.sessions is not None and self.sessions.is_restarting(sample):
@@ -503,13 +544,16 @@ class Scorer:
             self._num_failed[verdict.failure] += 1
             self._batch["failed"] += 1
             self._batch[verdict.failure] += 1
-        self._batch["done"] += 1
-        self._times_s.append(verdict.seconds)
+        if self._open_access is None or verdict.observation is None:
+            self._batch["done"] += 1
+            self._times_s.append(verdict.seconds)
         self._done.append(sample)
         self._check_first_calls(sample)
 
     def _check_first_calls(self, sample: Sample) -> None:
-        if self._num_scored or self._has_answered or self._cfg.max_failure_rate == 1:
+        if sample.failure is None or self._num_scored or self._has_answered:
+            return
+        if self._cfg.max_failure_rate == 1:
             return
         self._first_failures.append(sample)
         if len(self._first_failures) == _FIRST_CALLS:

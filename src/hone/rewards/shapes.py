@@ -22,6 +22,7 @@ __all__ = [
     "DeadlineError",
     "FunctionScore",
     "InvalidScoreError",
+    "ProgramError",
     "ScoreTypeError",
     "call_arguments",
     "read_score",
@@ -35,6 +36,10 @@ class InvalidScoreError(Exception):
 
 class DeadlineError(Exception):
     """An episode has passed its deadline and has no score."""
+
+
+class ProgramError(Exception):
+    """The program that plays an episode has failed."""
 
 
 class ScoreTypeError(InvalidScoreError):

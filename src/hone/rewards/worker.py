@@ -27,6 +27,7 @@ from hone.rewards.builtin import build
 from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.jail import launchers
 from hone.rewards.play import EpisodeSoFar, Player, play
+from hone.rewards.process_tree import children_of
 from hone.rewards.resolve import check_signature, resolve
 from hone.rewards.score import ENV_NAME, RewardFunction, Verdict, score, score_group
 from hone.rewards.session_player import SessionPlayer
@@ -79,7 +80,8 @@ class Job:
     inherits: bool = False
     """Some functions are objects of the driver, so the fork server is a fork of the driver."""
     scratch: str | None = None
-    """Folder with a folder of each worker, for files of programs; None where no programs run."""
+    """Folder with a folder of each worker, for files of programs; None where no programs run. The
+    folder of a worker is removed when it ends, also where it is killed."""
     may_abstain: bool = False
     """The argument `may_abstain` of `hone.rewards.score.score`."""
 
@@ -227,7 +229,7 @@ def load(
         # With the shapes and tools that it imports, only where there is an environment.
         from hone.rewards.load_environment import load_environment
 
-        loaded = load_environment(job.env)
+        loaded = load_environment(job.env, folder)
     return loaded, functions, signatures, warnings
 
 
@@ -335,16 +337,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _has_children_but(known: set[int]) -> bool:
-    """Whether this process has children other than `known`, from the kernel's list, which is far
-    faster than reading the parents of all processes. True where the kernel has no list."""
-    children: set[int] = set()
-    try:
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/children") as file:
-                children.update(map(int, file.read().split()))
-    except FileNotFoundError:
-        return True
-    return not children <= known
+    """Whether this process has children other than `known`; true where that is not known."""
+    children = children_of(os.getpid())
+    return children is None or not children <= known
 
 
 def _kill_children(*, keep: set[int]) -> None:

@@ -8,6 +8,7 @@ started and which of them form a step.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -184,6 +185,9 @@ class Buffer:
         counts.num_cut_messages += now.num_cut - before.num_cut
         counts.num_kills += now.scorer.num_kills - before.scorer.num_kills
         counts.num_restarts += now.scorer.num_restarts - before.scorer.num_restarts
+        new = Counter(now.scorer.num_requests)
+        new.subtract(before.scorer.num_requests)
+        counts.num_requests = dict(Counter(counts.num_requests) + new)
         counts.reward_p99_s = now.scorer.p99_s
         counts.reward_model_s += now.scorer.model_s - before.scorer.model_s
         engine, earlier = now.engine, before.engine

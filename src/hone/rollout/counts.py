@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hone.types import Group
 
@@ -46,6 +47,8 @@ class RolloutCounts:
     """Messages of environments that have lost their middle (`env.max_observation_tokens`)."""
     num_restarts: int = 0
     """Episodes played again from their start, because their session was lost."""
+    num_requests: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Requests of programs that play episodes, by `hone.door.sessions.COUNTS`."""
     reward_p99_s: float = math.nan
     """99th percentile of the time in reward functions, the largest of all processes; nan where
     nothing was scored."""
@@ -73,10 +76,14 @@ class RolloutCounts:
     def over(cls, processes: Sequence[RolloutCounts]) -> RolloutCounts:
         """The counts of all processes as one."""
         times = [c.reward_p99_s for c in processes if not math.isnan(c.reward_p99_s)]
+        requests = Counter[str]()
+        for own in processes:
+            requests.update(own.num_requests)
         added = {name: sum(getattr(c, name) for c in processes) for name in _OF_ONE_PROCESS}
         return replace(
             processes[0],
             **added,
+            num_requests=dict(requests),
             max_kv_cache_usage=max(c.max_kv_cache_usage for c in processes),
             reward_p99_s=max(times, default=math.nan),
             counted_s=max(c.counted_s for c in processes),

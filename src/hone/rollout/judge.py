@@ -31,15 +31,16 @@ from hone.algorithms.preferences.reward_model import valued_at_end
 from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
-from hone.rewards.scorer import Scorer, ScorerStats
+from hone.rewards.environment import EnvFacts
+from hone.rewards.scorer import ScorerStats
 from hone.rewards.settings import REWARD_MODEL, RewardConfig
-from hone.rollout.runner import Sessions
+from hone.rollout.runner import RequestSource, SampleScorer, Sessions
 from hone.rollout.scorer_pool import ScorerPool
 from hone.rollout.transcripts import Transcripts
 from hone.trainer.build import frozen_model
 from hone.trainer.collating import collate
 from hone.trainer.settings import SFTTrainerConfig
-from hone.types import FailureKind, Row, Sample
+from hone.types import FailureKind, Row, Sample, SamplingParams
 
 __all__ = ["PooledRewardModel", "RewardModel", "RewardModelScorer"]
 
@@ -164,7 +165,7 @@ class RewardModelScorer:
         self,
         model: SequenceScorer,
         transcripts: Transcripts,
-        functions: Scorer,
+        functions: SampleScorer,
         cfg: RewardConfig,
     ) -> None:
         self._model, self._transcripts, self._functions = model, transcripts, functions
@@ -199,6 +200,19 @@ class RewardModelScorer:
     @property
     def sessions(self) -> Sessions | None:
         return self._functions.sessions
+
+    @property
+    def environment(self) -> EnvFacts | None:
+        return self._functions.environment
+
+    @property
+    def requests(self) -> RequestSource | None:
+        return self._functions.requests
+
+    def begin(self, sample: Sample, sampling: SamplingParams) -> None:
+        """Start the session of a sample without turns, like `Scorer.begin`."""
+        self._pending[sample.id] = _Pending(sample, is_asked=False)
+        self._functions.begin(sample, sampling)
 
     def submit(self, *samples: Sample) -> None:
         """Start to score samples, like `Scorer.submit`."""

@@ -54,6 +54,8 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
     }
     if counts.num_cut_messages:
         metrics["rollout/cut_observations"] = Sum(counts.num_cut_messages)
+    for name, number in counts.num_requests.items():
+        metrics[f"rollout/requests/{name}"] = Sum(number)
     if counts.num_restarts:
         metrics["rollout/restarted_episodes"] = Sum(counts.num_restarts)
     if not math.isnan(counts.reward_p99_s):

@@ -24,9 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from time import perf_counter
 from typing import NamedTuple, Protocol, Self
 
+from hone.rewards.environment import EnvFacts
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.episodes import Episodes
 from hone.types import (
@@ -44,7 +46,15 @@ from hone.types import (
     StopReason,
 )
 
-__all__ = ["SCORE_WAIT_S", "Ended", "Runner", "RunningGroup", "SampleScorer"]
+__all__ = [
+    "SCORE_WAIT_S",
+    "Ended",
+    "RequestSource",
+    "Runner",
+    "RunningGroup",
+    "SampleScorer",
+    "Sessions",
+]
 
 SCORE_WAIT_S = 0.05
 """Longest wait for a score while the engine has no requests."""
@@ -53,6 +63,7 @@ SCORE_WAIT_S = 0.05
 class SampleScorer(Protocol):
     """The part of `hone.rewards.scorer.Scorer` that a rollout needs."""
 
+    def begin(self, sample: Sample, sampling: SamplingParams) -> None: ...
     def submit(self, *samples: Sample) -> None: ...
     def compare(self, samples: Sequence[Sample], /) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
@@ -67,11 +78,36 @@ class SampleScorer(Protocol):
     def max_turn_tokens(self) -> int | None: ...
     @property
     def sessions(self) -> Sessions | None: ...
+    @property
+    def requests(self) -> RequestSource | None: ...
+    @property
+    def environment(self) -> EnvFacts | None: ...
     def stats(self) -> ScorerStats: ...
+
+
+class RequestSource(Protocol):
+    """Requests of programs that play the episodes of a runner's samples: `hone.door.harness`."""
+
+    def take(self, runner: Runner, /) -> None:
+        """Open an episode for each new request of the runner's samples."""
+        ...
+
+    def give(self, runner: Runner, turns: list[Sample], /) -> list[Sample]:
+        """Answer requests with their turns, which are closed. Returns the turns of others."""
+        ...
+
+    def drop(self, runner: Runner, /) -> None:
+        """Close the episodes of all requests that the runner has, and refuse these."""
+        ...
 
 
 class Sessions(Protocol):
     """The part of `hone.rewards.live_sessions.LiveSessions` that a rollout needs."""
+
+    @property
+    def plays_alone(self) -> bool:
+        """Whether sessions ask for turns by themselves, so that their samples have no requests."""
+        ...
 
     @property
     def num_waiting(self) -> int: ...
@@ -207,6 +243,11 @@ class Runner:
         return None if self.scorer is None else self.scorer.sessions
 
     @property
+    def _requests(self) -> RequestSource | None:
+        """The requests of programs that play the groups' episodes."""
+        return None if self.scorer is None else self.scorer.requests
+
+    @property
     def has_requests(self) -> bool:
         """Whether the engine has requests, or gets some with the next step."""
         return self.engine.has_unfinished or bool(self._next_turns)
@@ -271,6 +312,9 @@ class Runner:
                     self._end(entry, sample)
             elif not self._go_on(entry, sample):
                 self._score(entry, sample)
+        if (requests := self._requests) is not None:
+            self._ended.turns[:] = requests.give(self, self._ended.turns)
+            requests.take(self)
         ended = self._ended
         if ended.groups or ended.turns:
             self._ended = Ended([], [])
@@ -289,8 +333,10 @@ class Runner:
     def drop(self) -> None:
         """Abort all requests and drop all samples, whose sessions are closed. Those of another
         runner that rest stay open. Opened episodes must have been closed."""
-        assert not any(entry.is_opened for entry in self.groups.values())
         self._abort()
+        if (requests := self._requests) is not None:
+            requests.drop(self)
+        assert not any(entry.is_opened for entry in self.groups.values())
         if self.scorer is not None:
             self.scorer.cancel()
         self.groups.clear()
@@ -355,11 +401,14 @@ class Runner:
         episode is open.
         """
         order, self._num_opened = self._num_opened, self._num_opened + 1
+        # Unlike the order it is unique in the process: several runners may have requests of one
+        # source.
+        name = f"open-{next(_OPENED)}"
         entry = RunningGroup.of(
             prompt,
             sampling,
             self.episodes,
-            group_id=f"open-{order}",
+            group_id=name,
             indices=[index],
             order=order,
             number=order if number is None else number,
@@ -448,6 +497,8 @@ class Runner:
             if sample is None or not self.sessions.is_live(sample):
                 attempt = 0 if sample is None else sample.attempt
                 self._start(entry, self._begin(entry, index, attempt))
+            elif self.sessions.plays_alone:
+                self._start(entry, sample)
 
     def _begin(self, entry: RunningGroup, index: int, attempt: int) -> Sample:
         sample_id = f"{entry.group.id}/{index}"
@@ -468,7 +519,7 @@ class Runner:
         entry.unscored += 1
         entry.undecided += 1
         self.num_undecided += 1
-        self.scorer.submit(sample)
+        self.scorer.begin(sample, entry.sampling)
 
     def _returned(self, entry: RunningGroup, sample: Sample) -> None:
         """Take note that the scorer has a sample no longer."""
@@ -567,5 +618,6 @@ class Runner:
         return self.groups[group_id].order, int(index)
 
 
+_OPENED = count()
 _NOTHING = Ended([], [])
 """Shared by all steps that finish nothing, and never changed."""

@@ -12,6 +12,7 @@ __all__ = [
     "EnvConfig",
     "FilteredSamplingConfig",
     "GenerationConfig",
+    "HarnessConfig",
     "PipelineConfig",
     "RolloutConfig",
     "SamplingConfig",
@@ -154,6 +155,18 @@ class PipelineConfig(Section):
         return self.samples_ahead and self.in_flight != "finish"
 
 
+class HarnessConfig(Section):
+    """A program that plays an episode by itself, and asks the policy over HTTP for each turn."""
+
+    command: str | None = None
+    """Command of a program that plays one episode, such as `python agent.py`; it is split as a
+    shell does, and no shell runs it. The program finds the policy at OPENAI_BASE_URL with
+    OPENAI_API_KEY (or ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY), and its task as JSON on its
+    standard input. The last line that it prints may be the score; else `reward.functions` score the
+    episode. Each episode is a process of its own, in the workers of reward functions, and may take
+    the address space of `reward.memory_limit_gib`; a program that runs on Node.js needs 16."""
+
+
 class EnvConfig(Section):
     """The environment of an episode: tools, simulated users, games. Unset, a sample is one turn,
     scored by `reward.functions`."""
@@ -217,7 +230,14 @@ class EnvConfig(Section):
     """Longest message of the environment, such as the answer of a tool, in tokens. A longer one
     loses its middle, and says how much."""
 
+    harness: HarnessConfig = Field(default_factory=HarnessConfig)
+
+    history: Literal["linear", "tree"] = "linear"
+    """What a request of `env.harness.command` does that does not extend the turn before it, as
+    where a program shortens its history or asks two things at once. `linear`: it is refused, and
+    the sample fails. `tree`: it opens a branch, which becomes a row of its own."""
+
     @property
     def is_set(self) -> bool:
         """Whether episodes have an environment."""
-        return self.path is not None or bool(self.tools)
+        return self.path is not None or bool(self.tools) or self.harness.command is not None

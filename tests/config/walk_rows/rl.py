@@ -100,6 +100,8 @@ RL: dict[str, Row] = {
     "env.episode_timeout_s": Row("0.001", "metrics", LIVE),
     "env.retries": Row("2", "metrics", LIVE),
     "env.concurrency": Row("3", "Scorer", LIVE),
+    "env.harness.command": Row("no-such-program", "log:there is no program 'no-such-program'"),
+    "env.history": not_used("env.history", "tree"),
     "reward.functions": Row("[{fn: 'rewards.py:nine'}]", "metrics"),
     "reward.functions.0.fn": Row("rewards.py:nine", "metrics"),
     "reward.functions.0.weight": Row("2", "metrics"),

@@ -326,6 +326,7 @@ def test_what_is_wrong_with_the_words(
         ("try", recipe, "--env.max_turn", "3"): "max_turns",
         ("try", "--script", str(script)): "neither env.path nor env.tools is set",
         ("check",): "neither env.path nor env.tools is set",
+        ("check", "--env.harness.command=ls"): "a program that plays episodes by itself has no",
     }
     for words, problem in cases.items():
         assert main(["env", *words]) == 2, words

@@ -34,7 +34,7 @@ def _passing(view: RunFacts) -> Iterator[Details]:
     """Names of the reward functions, where the one that lets samples pass is none of them, nor the
     environment."""
     name, names = view["eval.pass_function"], view["reward"].names
-    if view["env.path"] is not None:
+    if view["env.path"] is not None or view["env.harness.command"] is not None:
         names = ["env", *names]
     if view["reward.model.path"] is not None:
         names = [*names, REWARD_MODEL]
@@ -45,7 +45,7 @@ def _passing(view: RunFacts) -> Iterator[Details]:
 def _passing_unknown(view: RunFacts) -> Iterator[Details]:
     """Why no sample will be said to pass, as far as the reward functions tell before they run."""
     reward = view["reward"]
-    if view["env.path"] is not None:
+    if view["env.path"] is not None or view["env.harness.command"] is not None:
         return
     counted = [
         (name, entry)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from socket import socket
 from typing import Protocol
 
 from hone.config.env_try import EnvTryConfig
@@ -66,9 +67,9 @@ class TriedScorer(Scorer):
     last_failure = ""
     """The kind and the message of the last failure."""
 
-    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
+    def poll(self, timeout_s: float = 0.0, *, wake: socket | None = None) -> list[Sample]:
         """As `Scorer.poll`."""
-        done = super().poll(timeout_s)
+        done = super().poll(timeout_s, wake=wake)
         for sample in done:
             if sample.failure is not None:
                 self.last_failure = f"{sample.failure}: {sample.failure_detail}"
