@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from benchmarks.agent_forms import CALLS, Guessing
 
 from hone.cli.main import main
 from hone.config.load import load_config
@@ -98,6 +99,34 @@ def test_halving_wins_every_game_and_fixed_guesses_three_in_seven() -> None:
 )
 def test_the_game_answers(guesses: list[str], answers: list[str | float]) -> None:
     assert play(4, guesses) == answers
+
+
+def test_the_game_as_a_class_of_trl_answers_as_the_session_does() -> None:
+    """That of `benchmarks/agent_learning.py`: for every three guesses the same answers, and who has
+    won stays so."""
+    places: dict[str, int] = {}
+    for game in range(200):
+        env = Guessing()
+        env.reset(game=game, prompt="?")
+        places.setdefault(env.number, game)
+    assert sorted(places) == [*NUMBERS]
+    for number, guesses in product(NUMBERS, product(NUMBERS, repeat=3)):
+        env = Guessing()
+        env.reset(game=places[number])
+        said = [env.guess(int(guess)) for guess in guesses]
+        answers = play(NUMBERS.index(number), guesses)
+        told = [answer for answer in answers if isinstance(answer, str)]
+        assert said[: len(told)] == told
+        assert env.get_reward() == answers[-1]
+        assert env.guess(int(number)) == "="
+        assert env.get_reward() == answers[-1]  # a fourth guess counts no more
+
+
+def test_a_call_of_the_game_is_read() -> None:
+    (made,) = parse(
+        CALLS[3], "pythonic", argument_schemas([function_schema(Guessing().guess)])
+    ).calls
+    assert made.arguments == {"number": 4}
 
 
 def test_the_taught_call_is_a_call_of_the_tool() -> None:
