@@ -41,6 +41,11 @@ def load_environment(spec: EnvSpec) -> tuple[Player | SessionPlayer, EnvFacts]:
                 )
             player = Player(resolve(spec.path, "environment"), spec.path, spec.args)
             return player, EnvFacts(shape="stateless", has_sessions=False)
+        if tools is not None and maker.tool_schemas and maker.make_with_tools is None:
+            raise ValueError(
+                f"env.path '{spec.path}' has tools of its own, which it runs itself, and env.tools "
+                "names more. Make those methods of the class, or unset env.tools"
+            )
     schemas = (
         *(tools.schemas if tools is not None else ()),
         *(maker.tool_schemas if maker is not None else ()),

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 
 from hone.envs.session import Action, ToolCall
-from hone.envs.shapes import made_from
+from hone.envs.shapes import made_from, methods_problem
+from hone.envs.tools.session import ToolSession
 from hone.extras import is_installed
 from hone.rewards.environment import EnvSpec
 from hone.rewards.load_environment import load_environment
@@ -322,6 +324,21 @@ def test_one_class_without_the_base_of_verl(folder: Path) -> None:
     assert play(user.make(), row(extra_info=INFO), ["7"], cut=False).end is not None
 
 
+def test_the_conversation_has_answers_that_no_template_writes(folder: Path) -> None:
+    """As for gpt-oss."""
+    made = maker_of("verl:tools.yaml")
+    assert made.make_with_tools is not None
+    session: Any = made.make_with_tools(partial(ToolSession, tool_format="harmony"))
+
+    async def steps() -> Any:
+        await session.start(row(extra_info=INFO))
+        return await session.step(calls(submit("42")))
+
+    said = asyncio.run(steps())
+    assert (said.role, "try 1 of 2 messages: True" in said.content) == (None, True)
+    assert session.environment.messages[-1]["content"] == "try 1 of 2 messages: True"
+
+
 def test_hone_runs_the_tools_with_the_limits_of_env(folder: Path) -> None:
     """Beside further functions of `env.tools`."""
     Path("more.py").write_text(
@@ -383,6 +400,13 @@ def test_what_is_said_of_one_that_cannot_be_played(
         Path(name).write_text(text)
     with pytest.raises(ValueError, match=words):
         made_from(path, args, resolve=resolve)
+
+
+def test_methods_of_the_same_names_are_no_mark_in_another_shape() -> None:
+    assert methods_problem(["start", "step", "generate_response"]) is None
+    assert methods_problem(["reset", "create", "execute", "release"]) is None
+    assert methods_problem(["create", "execute", "release"]) is None
+    assert methods_problem(["generate_response"]) is None
 
 
 @pytest.mark.parametrize(

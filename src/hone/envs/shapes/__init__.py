@@ -76,7 +76,8 @@ SHAPES = (
     Shape(name="verifiers", methods="an Environment of verifiers", package="verifiers",
           maker=verifiers.maker),
     Shape(name="verl", methods="a BaseTool or BaseInteraction of verl", package="verl",
-          fits=lambda has: "generate_response" in has or {"create", "execute", "release"} <= has,
+          fits=lambda has: has.isdisjoint({"start", "init", "reset", "step"})
+          and ({"create", "execute", "release"} <= has or "generate_response" in has),
           maker=verl.maker),
     Shape(name="SkyRL-Gym", methods="`init` and `step`", package="skyrl_gym",
           fits=lambda has: {"init", "step"} <= has, maker=skyrl.maker),

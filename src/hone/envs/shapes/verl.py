@@ -183,13 +183,13 @@ class VerlSession:
         data.assistant_turns += 1
         data.messages.append(_said(action))
         if action.tool_calls or action.parse_error:
-            answer = await self._tools.step(action)
-            if isinstance(answer, End):
+            if action.must_end:
+                await self._tools.step(action)  # counts calls that are not made
                 return self._end(truncated=True)
-            if not isinstance(answer, Observation):
-                data.messages.extend(answer)
+            answers = await self._tools.answer(action)
+            data.messages.extend(answers)
             data.user_turns += 1
-            return answer
+            return self._tools.written(answers)
         if self._interaction is None or action.must_end:
             return self._end(truncated=self._interaction is not None)
         is_over, said, score, *_ = await awaited(

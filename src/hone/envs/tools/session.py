@@ -91,8 +91,10 @@ class ToolSession:
             self._num_unanswered += len(action.tool_calls)
             return self.end(truncated=bool(action.tool_calls or action.parse_error))
         messages = await self.answer(action)
-        if not messages:
-            return self.end()
+        return self.written(messages) if messages else self.end()
+
+    def written(self, messages: Sequence[Message]) -> Sequence[Message] | Observation:
+        """Answers as the model reads them: a text where its chat template does not write them."""
         write = self._format.answers
         return Observation(write(messages), role=None) if write else messages
 
