@@ -202,7 +202,7 @@ def table(runs: Sequence[Run]) -> str:
 
 def main() -> int:
     """Train, and print the table. Returns 1 where a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
