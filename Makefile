@@ -150,7 +150,7 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml | $(VLLM_BIN)/pytho
 	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --editable .)
 	@touch $@
 
-# Of openrlhf, skyrl and trl only the loops are run, so what they require for GPUs is left out.
+# Of openrlhf, skyrl, trl and verl only the loops are run, so what they require for GPUs is left out.
 $(ENVS_VENV)/.installed: constraints.txt constraints-envs.txt pyproject.toml | $(ENVS_BIN)/python
 	@$(call quietly, \
 	  $(ENVS_BIN)/python $(PIP_INSTALL) --no-deps $(CPU_INDEX) "torch==$(TORCH)+cpu" \
@@ -158,7 +158,7 @@ $(ENVS_VENV)/.installed: constraints.txt constraints-envs.txt pyproject.toml | $
 	@$(call quietly, $(ENVS_BIN)/python $(PIP_INSTALL) --constraint constraints.txt \
 	  --constraint constraints-envs.txt --editable "$(ENVS_EXTRAS)" accelerate aiohttp loguru pytest pytest-timeout)
 	@$(call quietly, $(ENVS_BIN)/python $(PIP_INSTALL) --constraint constraints-envs.txt --no-deps \
-	  openrlhf skyrl trl)
+	  openrlhf skyrl trl verl)
 	@touch $@
 
 # hone goes in without what it requires: just its sessions are run there.

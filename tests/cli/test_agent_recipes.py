@@ -1,14 +1,19 @@
-"""The recipes of agents, the calculator and the guessing game: inputs, one step, and learning."""
+"""The recipes of agents, calculator, guessing game and search: inputs, one step, and learning."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
+import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
+from benchmarks.agent_forms import CALLS, Guessing
 
 from hone.cli.main import main
 from hone.config.load import load_config
@@ -24,6 +29,9 @@ from hone.families.model_facts import ModelFacts
 from hone.recipes.agent_inputs import CALL, make_calculator, make_guessing
 from hone.recipes.calculator import multiply
 from hone.recipes.guessing import HigherOrLower
+from hone.recipes.search import Documents, Index
+from hone.recipes.search_inputs import CALL as SEARCH
+from hone.recipes.search_inputs import make_search
 from hone.rules import findings
 from tests.tables import table
 from tests.tiny_runs import lines
@@ -45,6 +53,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     make_calculator(Path("runs/calculator"), 0)
     make_guessing(Path("runs/guessing"), 0)
+    make_search(Path("runs/search"), 0)
     return tmp_path
 
 
@@ -92,6 +101,34 @@ def test_the_game_answers(guesses: list[str], answers: list[str | float]) -> Non
     assert play(4, guesses) == answers
 
 
+def test_the_game_as_a_class_of_trl_answers_as_the_session_does() -> None:
+    """That of `benchmarks/agent_learning.py`: for every three guesses the same answers, and who has
+    won stays so."""
+    places: dict[str, int] = {}
+    for game in range(200):
+        env = Guessing()
+        env.reset(game=game, prompt="?")
+        places.setdefault(env.number, game)
+    assert sorted(places) == [*NUMBERS]
+    for number, guesses in product(NUMBERS, product(NUMBERS, repeat=3)):
+        env = Guessing()
+        env.reset(game=places[number])
+        said = [env.guess(int(guess)) for guess in guesses]
+        answers = play(NUMBERS.index(number), guesses)
+        told = [answer for answer in answers if isinstance(answer, str)]
+        assert said[: len(told)] == told
+        assert env.get_reward() == answers[-1]
+        assert env.guess(int(number)) == "="
+        assert env.get_reward() == answers[-1]  # a fourth guess counts no more
+
+
+def test_a_call_of_the_game_is_read() -> None:
+    (made,) = parse(
+        CALLS[3], "pythonic", argument_schemas([function_schema(Guessing().guess)])
+    ).calls
+    assert made.arguments == {"number": 4}
+
+
 def test_the_taught_call_is_a_call_of_the_tool() -> None:
     (call,) = parse(
         CALL.format(37, 58), "pythonic", argument_schemas([function_schema(multiply)])
@@ -116,10 +153,89 @@ def test_demonstrations_are_of_two_teachers_and_of_no_held_out_product() -> None
     assert set("".join(asked)) <= set(ALPHABET)
 
 
+def bm25(documents: dict[str, str], query: str) -> list[str]:
+    """The documents by their scores, each by the formula alone: the slow reference."""
+    words = {
+        name: re.findall(r"\w+", f"{f'{name} ' * 3}{text}") for name, text in documents.items()
+    }
+    mean = statistics.mean(map(len, words.values()))
+
+    def score(name: str) -> float:
+        total = 0.0
+        for word in set(query.split()):
+            having = sum(word in each for each in words.values())
+            rarity = math.log((len(words) - having + 0.5) / (having + 0.5) + 1)
+            count = words[name].count(word)
+            share = 0.25 + 0.75 * len(words[name]) / mean
+            total += rarity * count * 2.2 / (count + 1.2 * share)
+        return total
+
+    found = [name for name in words if score(name) > 0]
+    return sorted(found, key=lambda name: (-score(name), list(words).index(name)))
+
+
+def test_a_search_ranks_as_bm25_does() -> None:
+    draw = random.Random(3)
+    letters = "abcdefgh"
+    for _ in range(50):
+        documents = {
+            f"d{n} {draw.choice(letters)}": " ".join(draw.choices(letters, k=draw.randint(1, 12)))
+            for n in range(8)
+        }
+        query = " ".join(draw.choices(letters + "z", k=3))
+        found = Index(documents).search(query, 8)
+        assert [name for name, _ in found] == bm25(documents, query)
+
+
+def test_passages_are_found_and_documents_read(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/rivers.txt").write_text(
+        "The Ulm is long.\n\n\nThe Tarn is short, the Tarn.\n"
+    )
+    (tmp_path / "lakes.txt").write_text("Rivers feed lakes.")
+    env = Documents(str(tmp_path), limit=2)
+    assert env.search("tarn") == "deep/rivers: The Tarn is short, the Tarn."
+    assert env.search("RIVERS").splitlines() == [
+        "deep/rivers: The Ulm is long.",
+        "deep/rivers: The Tarn is short, the Tarn.",
+    ]
+    assert env.search("sea") == "nothing found"
+    assert env.read("deep/rivers").startswith("The Ulm is long.\n\n\nThe Tarn")
+    with pytest.raises(KeyError, match="no document 'seas'; search"):
+        env.read("seas")
+    with pytest.raises(ValueError, match="no text file"):
+        Documents(str(tmp_path / "absent"))
+
+
 @pytest.mark.usefixtures("inputs")
-@table("name", ["calculator-sft", "calculator-rl", "guessing-rl"])
+def test_every_question_is_answered_by_its_searches() -> None:
+    """The documents, as the tool finds them, lead to each answer; what teachers say is of it."""
+    env = Documents("runs/search/documents", limit=1)
+    train, held = (lines(Path(f"runs/search/{name}.jsonl")) for name in ("train", "eval"))
+    assert (len(train), len(held)) == (1000, 200)
+    said = {row["prompt"][0]["content"] for row in train}
+    assert not said & {row["prompt"][0]["content"] for row in held}
+    for row in [*train, *held]:
+        asked = row["prompt"][0]["content"]
+        (person,) = re.findall(r"(\w+)\?", asked)
+        last = env.search(person).split()[-1]
+        if asked.startswith("leader"):
+            last = env.search(last).split()[-1]
+        assert last == row["answer"]
+    for row in lines(Path("runs/search/demonstrations.jsonl")):
+        turns = [message["content"] for message in row["prompt"]]
+        for call, found in zip(turns[1::2], turns[2::2], strict=True):
+            (parsed,) = parse(call, "pythonic", argument_schemas(row["tools"])).calls
+            assert env.search(**parsed.arguments) == found
+        assert turns[0] in said
+    assert SEARCH.format("mira") == '[search(query="mira")]'
+
+
+@pytest.mark.usefixtures("inputs")
+@table("name", ["calculator-sft", "calculator-rl", "guessing-rl", "search-sft", "search-rl"])
 def test_every_recipe_passes_its_check(name: str) -> None:
-    flags = ["--model.path=runs/calculator/model"] if name == "calculator-rl" else []
+    of, _, what = name.partition("-")
+    flags = [f"--model.path=runs/{of}/model"] if what == "rl" else []
     tree = SFTConfig if name.endswith("sft") else RLConfig
     cfg = load_config(tree, resolve_recipe(name), flags)
     plan = resolve(cfg, ModelFacts.known(cfg.model.path), Devices(kind="cpu"), world_size=1)
@@ -127,7 +243,7 @@ def test_every_recipe_passes_its_check(name: str) -> None:
 
 
 @pytest.mark.usefixtures("inputs")
-@table("name", ["calculator", "guessing"])
+@table("name", ["calculator", "guessing", "search"])
 def test_one_step_plays_its_episodes(name: str) -> None:
     few = ["--run.steps=1", "--rollout.prompts_per_step=2", "--rollout.n_samples_per_prompt=4"]
     few += ["--eval.at_start=false", "--eval.every_n_steps=0", "--log.to=[]"]
@@ -164,6 +280,21 @@ def test_calling_the_tool_is_learnt(
     assert main(["rl", "calculator-rl", f"--run.seed={seed}"]) == 0
     first, last = held_out("calculator")
     assert 0.1 < first < 0.5
+    assert last > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_searching_twice_is_learnt(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the questions need one search, and half two, so that one search gives a half."""
+    monkeypatch.chdir(tmp_path)
+    make_search(Path("runs/search"), seed)
+    assert main(["sft", "search-sft", f"--run.seed={seed}"]) == 0
+    assert main(["rl", "search-rl", f"--run.seed={seed}"]) == 0
+    first, last = held_out("search")
+    assert 0.1 < first < 0.4
     assert last > 0.8
 
 

@@ -5,7 +5,8 @@ The quick start, the tests and the benchmarks run on these: no download, any siz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """Shapes of public models, as keyword arguments of `make_tiny_model`."""
 
 
-def make_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+def make_char_tokenizer(alphabet: str, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Tokenizer with one token per character of `alphabet`; other characters cannot be encoded.
+    Texts in `words` are one token each; where two begin at one place, the longer one counts.
     `<|im_end|>` ends a turn and is the end of sequence, `<|endoftext|>` pads."""
     letters = sorted(set(alphabet))
-    vocab = {token: i for i, token in enumerate([PAD_TOKEN, TURN_START, TURN_END, *letters])}
-    tokenizer = Tokenizer(models.WordLevel(vocab))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokens = [PAD_TOKEN, TURN_START, TURN_END, *letters, *words]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}))
+    pieces = [*map(re.escape, sorted(words, key=len, reverse=True)), r"[\s\S]"]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return _fast(tokenizer, CHAR_CHAT_TEMPLATE)
 

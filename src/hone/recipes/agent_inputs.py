@@ -1,5 +1,5 @@
-"""`python -m hone.recipes.agent_inputs [--dir DIR] [--seed N]`: what the recipes `calculator-sft`,
-`calculator-rl` and `guessing-rl` start from. Two tiny models of random weights, and their data."""
+"""`python -m hone.recipes.agent_inputs [--dir DIR] [--seed N]`: what the recipes of the calculator,
+the guessing game and the search start from. Tiny models of random weights, and their data."""
 
 from __future__ import annotations
 
@@ -11,34 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from hone.cli.command import quiet_transformers
-from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.data.arithmetic import generate, write_jsonl
 from hone.envs.tools.schema import function_schema
-from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.models.tiny import PRINTABLE, make_char_tokenizer, make_tiny_model
 from hone.recipes.calculator import multiply
-from hone.types import Message
+from hone.recipes.search_inputs import make_search
+from hone.recipes.turns import CHAT_TEMPLATE, said
 
 __all__ = ["make_calculator", "make_guessing"]
 
 NUM_PRODUCTS, NUM_HELD_OUT = 3000, 200
 CALLING_SHARE = 0.3
 CALL, GUESS = "[multiply(a={}, b={})]", "2000"
-CHAT_TEMPLATE = (
-    "{% for tool in tools or [] %}<|im_start|>{{ tool['function']['name'] }}<|im_end|>{% endfor %}"
-    "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-)
-"""Turns without role names, after the names of the tools: at one token a letter a whole schema
-would take most of the time."""
 
 
 def main() -> None:
-    """Write both folders."""
+    """Write a folder for each."""
     parser = ArgumentParser(prog="python -m hone.recipes.agent_inputs", description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder to write to (runs)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (0)")
     arguments = parser.parse_args()
     quiet_transformers()
-    for name, make in (("calculator", make_calculator), ("guessing", make_guessing)):
+    makers = {"calculator": make_calculator, "guessing": make_guessing, "search": make_search}
+    for name, make in makers.items():
         make(arguments.dir / name, arguments.seed)
         sys.stdout.write(f"{arguments.dir / name}\n")
 
@@ -46,7 +41,7 @@ def main() -> None:
 def make_calculator(folder: Path, seed: int) -> None:
     """Write a model, products of two numbers with two digits, and demonstrations of two teachers:
     one calls the tool, the other always guesses the same."""
-    tokenizer = make_char_tokenizer(ALPHABET + CALL)
+    tokenizer = make_char_tokenizer(PRINTABLE)  # also for what the policy is answered where it errs
     tokenizer.chat_template = CHAT_TEMPLATE
     make_tiny_model(
         folder / "model",
@@ -63,7 +58,7 @@ def make_calculator(folder: Path, seed: int) -> None:
     products = generate(NUM_PRODUCTS + NUM_HELD_OUT, seed, low=10, high=99, ops="*")
     train, held_out = products[NUM_HELD_OUT:], products[:NUM_HELD_OUT]
     for name, rows in (("train", train), ("eval", held_out)):
-        asked = [{"prompt": [_said("user", r["prompt"])], "answer": r["answer"]} for r in rows]
+        asked = [{"prompt": [said("user", r["prompt"])], "answer": r["answer"]} for r in rows]
         write_jsonl(folder / f"{name}.jsonl", asked)
     write_jsonl(folder / "demonstrations.jsonl", _demonstrations(train, seed))
 
@@ -93,15 +88,11 @@ def _demonstrations(products: Iterable[Mapping[str, str]], seed: int) -> Iterato
     tools = [function_schema(multiply)]
     for row in products:
         a, b = (int(number) for number in row["prompt"].rstrip("=").split("*"))
-        question, call = _said("user", row["prompt"]), CALL.format(a, b)
+        question, call = said("user", row["prompt"]), CALL.format(a, b)
         calls = generator.random() < CALLING_SHARE
         yield {"prompt": [question], "completion": call if calls else GUESS, "tools": tools}
-        used = [question, _said("assistant", call), _said("tool", row["answer"])]
+        used = [question, said("assistant", call), said("tool", row["answer"])]
         yield {"prompt": used, "completion": row["answer"], "tools": tools}
-
-
-def _said(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
 
 
 if __name__ == "__main__":

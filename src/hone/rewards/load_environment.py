@@ -5,7 +5,7 @@ Only a worker with an environment imports this module and with it the shapes and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from hone.envs.session import Session
 from hone.envs.shapes import EnvMaker, made_from
 from hone.envs.tools.load import Tools, make_tools
 from hone.envs.tools.reading import argument_schemas, read_action
+from hone.envs.tools.session import ToolSession, require_unique
+from hone.envs.tools.tool import Tool
 from hone.envs.tools.with_session import WithTools
 from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.play import Player, read_answer
@@ -48,10 +50,16 @@ def load_environment(
                 )
             player = Player(resolve(spec.path, "environment"), spec.path, spec.args)
             return player, EnvFacts(shape="stateless", has_sessions=False)
+        if tools is not None and maker.tool_schemas and maker.make_with_tools is None:
+            raise ValueError(
+                f"env.path '{spec.path}' has tools of its own, which it runs itself, and env.tools "
+                "names more. Make those methods of the class, or unset env.tools"
+            )
     schemas = (
         *(tools.schemas if tools is not None else ()),
         *(maker.tool_schemas if maker is not None else ()),
     )
+    require_unique([schema["function"]["name"] for schema in schemas])
     facts = EnvFacts(
         shape="tools" if maker is None else maker.shape,
         has_sessions=True,
@@ -68,17 +76,27 @@ def load_environment(
 
 def _make(spec: EnvSpec, tools: Tools | None, maker: EnvMaker | None) -> Callable[[], Session]:
     """What makes the session of an episode."""
-    if tools is None:
+    if tools is None and (
+        maker is None or not maker.needs_tool_format or not maker.make_with_tools
+    ):
         assert maker is not None
         return maker.make
 
-    def make() -> Session:
+    def run_tools(own: Sequence[Tool] = ()) -> ToolSession:
         assert spec.tool_format is not None, "an environment that is described plays no episode"
-        with_tools = tools.session(
+        named = tools or Tools((), {}, spec.timeout_s)
+        return named.session(
+            own,
             tool_format=spec.tool_format,
             max_tool_calls=spec.max_tool_calls,
             max_parallel_calls=spec.max_parallel_calls,
         )
-        return with_tools if maker is None else WithTools(maker.make(), with_tools)
+
+    def make() -> Session:
+        if maker is None:
+            return run_tools()
+        if maker.make_with_tools is not None:
+            return maker.make_with_tools(run_tools)
+        return WithTools(maker.make(), run_tools())
 
     return make

@@ -15,7 +15,7 @@ from hone.config.rules.facts import Facts
 from hone.config.rules.rule import error, unused, warning, with_facts
 from hone.config.rules.view import Details, Fact, required
 from hone.data.settings import template_fields
-from hone.envs.shapes import methods_problem, prefix_of
+from hone.envs.shapes import files_problem, methods_problem, prefix_of
 from hone.extras import missing_extra
 from hone.families.model_facts import ModelFacts
 from hone.rewards.settings import (
@@ -290,7 +290,8 @@ def _wrong_env(view: RewardFacts) -> Found:
     if ":" not in path:
         yield {"problem": "malformed; write path/to/file.py:Class or package.module:Class."}
     elif prefix_of(path) is not None:  # its framework knows the name
-        return
+        if (problem := files_problem(path)) is not None:
+            yield {"problem": f"{problem}."}
     elif (problem := _problem(path)) is not None:
         yield {"problem": problem}
     elif (found := parsed_class(path)) is not None and not found.bases:

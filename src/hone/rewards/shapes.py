@@ -82,7 +82,7 @@ def call_arguments(
                 "data_source": columns.get("data_source", given["task"]),
                 "solution_str": given["completion"],
                 "ground_truth": given["raw_answer"],
-                "extra_info": dict(columns.get("extra_info") or {}),
+                "extra_info": dict(columns.get("extra_info") or {}) | _of_agent(given),
             }
         case "OpenRLHF":
             labels = [g["raw_answer"] for g in givens]
@@ -93,6 +93,12 @@ def call_arguments(
             }
         case _:
             return {**columns} | {**args} | {name: given[name] for name in GIVEN}
+
+
+def _of_agent(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What an environment of verl gives to reward functions: `tool_rewards`, `turn_scores`, and
+    what its tools have kept in `agent_data.extra_fields`."""
+    return dict(getattr(given.get("environment"), "extra_fields", None) or {})
 
 
 def _trl(givens: Sequence[Mapping[str, Any]], logged: dict[str, Any]) -> dict[str, Any]:

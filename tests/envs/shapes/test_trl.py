@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from hone.envs.session import Action, ToolCall
+from hone.rewards.environment import EnvSpec
+from hone.rewards.load_environment import load_environment
 from tests.envs.shapes.driver import Played, action, maker_of, play, row
 
 COUNTERS = '''
@@ -120,6 +122,16 @@ def test_an_episode_by_hand(file: Path) -> None:
     assert played.end.metrics == {"tools/calls": 2.0, "tools/errors": 0.0}
     again = play(maker.make(), row(goal=8), turns)
     assert again.reward == 0.0
+
+
+def test_tools_beside_those_of_the_class_are_refused(file: Path) -> None:
+    """The class would not get their calls, and they not those of the class."""
+    tool = file.with_name("more.py")
+    tool.write_text('def more() -> str:\n    """Say more."""\n    return "more"\n')
+    spec = EnvSpec(path=f"{file}:Counter", args={}, tools=(f"{tool}:more",), timeout_s=10,
+                   max_sessions=1)  # fmt: skip
+    with pytest.raises(ValueError, match="has tools of its own, which it runs itself"):
+        load_environment(spec)
 
 
 def test_what_is_wrong_with_a_call_is_its_answer(file: Path) -> None:

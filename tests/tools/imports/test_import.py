@@ -41,6 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files.fill(tmp_path)
     for name in SCRIPTS:
         shutil.copy(HERE / "golden" / name, tmp_path)
+    shutil.copytree(HERE / "beside", tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "data")
     for name in ("MODEL", "NPROC", "NUM_ROLLOUT", "NO_WAIT", "MODEL_CONFIG_DIR"):
@@ -486,12 +487,75 @@ def test_environments_and_tools_of_a_script_are_named_by_its_file(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("multi_turn.tool_config_path", "env.tools"), ("agent.agent_loop_config_path", "env.path")],
+    [("agent.agent_loop_config_path", "env.path"), ("agent.default_agent_loop", "env.path")],
 )
-def test_what_to_write_for_tools_and_agents_of_verl_is_told(name: str, wanted: str) -> None:
-    words = ["verl.trainer.main_ppo", f"actor_rollout_ref.rollout.{name}=tools.yaml"]
+def test_what_to_write_for_agent_loops_of_verl_is_said(name: str, wanted: str) -> None:
+    words = ["verl.trainer.main_ppo", f"actor_rollout_ref.rollout.{name}=loops.yaml"]
     found = convert(read_command("verl", words))
     assert [wanted in why for one, why in found.missing if one.name.endswith(name)] == [True]
+
+
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+def of_tools(*settings: str) -> Imported:
+    """The import of a command of verl with settings of `multi_turn`."""
+    words = ["verl.trainer.main_ppo", *(f"{MULTI_TURN}.{setting}" for setting in settings)]
+    return convert(read_command("verl", words))
+
+
+@table(
+    "settings, key, value",
+    [
+        (["tool_config_path=t.yaml"], "env.path", "verl:t.yaml"),
+        (["interaction_config_path=u.yaml", "function_tool_path=f.py", "tool_config_path=t.yaml"],
+         "env.path", "verl:t.yaml,f.py,u.yaml"),
+        (["tool_config_path=$ROOT/t.yaml"], "env.path", "verl:$ROOT/t.yaml"),
+        (["tool_config_path=null"], "env.path", None),
+        (["tool_config_path=t.yaml", "max_assistant_turns=5"], "env.max_turns", 5),
+        (["tool_config_path=t.yaml", "max_user_turns=5"], "env.max_turns", 6),
+        (["tool_config_path=t.yaml", "max_user_turns=5", "max_assistant_turns=4"],
+         "env.max_turns", 4),
+        (["tool_config_path=t.yaml", "max_user_turns=3", "max_assistant_turns=9"],
+         "env.max_turns", 4),
+        (["tool_config_path=t.yaml", "max_assistant_turns=null"], "env.max_turns", 8),
+        (["max_assistant_turns=5"], "env.max_turns", 8),
+        (["tool_config_path=t.yaml"], "env.max_parallel_calls", 1),
+        (["tool_config_path=t.yaml", "max_parallel_calls=4"], "env.max_parallel_calls", 4),
+        ([], "env.max_parallel_calls", 8),
+        (["tool_config_path=t.yaml", "max_tool_response_length=2048"],
+         "env.max_observation_tokens", 512),
+        (["tool_config_path=t.yaml"], "env.max_observation_tokens", 1024),
+        (["tool_config_path=t.yaml", "format=gpt-oss"], "env.tool_format", "harmony"),
+        (["tool_config_path=t.yaml", "format=glm"], "env.tool_format", "glm45"),
+    ],
+)  # fmt: skip
+def test_tools_of_verl_become_an_environment(settings: list[str], key: str, value: object) -> None:
+    found = of_tools(*settings)
+    assert found.key(key) == value
+    given = {one.name.rpartition(".")[2] for one in found.source.given}
+    assert given <= {name.rpartition(".")[2] for name in outcomes(found)}
+
+
+def test_what_means_something_else_of_the_tools_of_verl_is_said(folder: Path) -> None:
+    Path("t.yaml").write_text(
+        "tools:\n  - class_name: verl.tools.gsm8k_tool.Gsm8kTool\n    config: {type: native}\n"
+        "  - class_name: verl.tools.mcp_base_tool.MCPBaseTool\n    config: {type: mcp}\n"
+    )
+    found = of_tools("tool_config_path=t.yaml", "max_tool_response_length=2048",
+                     "max_parallel_calls=2", "tool_response_truncate_side=left")  # fmt: skip
+    words = " ".join(found.differs)
+    assert "max_tool_response_length 2048 counts characters" in words
+    assert "dropped without a word there, and answered with an error here" in words
+    assert "turns have no limit there; here an episode has 8 at most" in words
+    assert "256 characters" not in words
+    assert "which come with verl: install verl" in " ".join(found.to_do)
+    assert "name it in env.tools as mcp:" in " ".join(found.to_do)
+    (side,) = [why for one, why in found.missing if one.name.endswith("side")]
+    assert "loses its middle" in side
+    assert "are cut to 256 characters there" in " ".join(of_tools("tool_config_path=u").differs)
+    assert "turns have no limit" not in " ".join(of_tools("format=hermes").differs)
+    assert [one.name for one, _ in of_tools("tool_response_truncate_side=middle").missing] == []
 
 
 def test_a_function_of_the_script_is_not_the_one_of_trl_of_that_name(tmp_path: Path) -> None:

@@ -22,11 +22,22 @@ from hone.envs.shapes import (
     textarena,
     trl,
     verifiers,
+    verl,
+    verl_bases,
 )
 from hone.envs.shapes.maker import EnvMaker, Resolve, Source, probe
 from hone.errors import listed
 
-__all__ = ["PREFIXES", "SHAPES", "EnvMaker", "Shape", "made_from", "methods_problem", "prefix_of"]
+__all__ = [
+    "PREFIXES",
+    "SHAPES",
+    "EnvMaker",
+    "Shape",
+    "files_problem",
+    "made_from",
+    "methods_problem",
+    "prefix_of",
+]
 
 PREFIXES: Mapping[str, Callable[[str, Mapping[str, Any], Resolve], EnvMaker]] = {
     "gymnasium": lambda name, args, _: gymnasium.by_name(name, args),
@@ -35,6 +46,7 @@ PREFIXES: Mapping[str, Callable[[str, Mapping[str, Any], Resolve], EnvMaker]] = 
     "skyrl": lambda name, args, _: skyrl.by_name(name, args),
     "textarena": textarena.by_name,
     "verifiers": lambda name, args, _: verifiers.by_id(name, args),
+    "verl": verl.by_files,
 }
 """Environments that a framework knows by name, by the prefix of `env.path`."""
 
@@ -63,6 +75,10 @@ SHAPES = (
           fits=lambda has: {"start", "step"} <= has, maker=_own),
     Shape(name="verifiers", methods="an Environment of verifiers", package="verifiers",
           maker=verifiers.maker),
+    Shape(name="verl", methods="a BaseTool or BaseInteraction of verl", package="verl",
+          fits=lambda has: has.isdisjoint({"start", "init", "reset", "step"})
+          and ({"create", "execute", "release"} <= has or "generate_response" in has),
+          maker=verl.maker),
     Shape(name="SkyRL-Gym", methods="`init` and `step`", package="skyrl_gym",
           fits=lambda has: {"init", "step"} <= has, maker=skyrl.maker),
     Shape(name="textarena", methods="`reset`, `step` and `get_observation`", package="textarena",
@@ -78,6 +94,13 @@ SHAPES = (
 )  # fmt: skip
 """The shapes that are recognised. hone's stateless environments (`step(self, episode)` alone) are
 none of them."""
+
+
+def files_problem(path: str) -> str | None:
+    """Why the files are not there that `path` names, where its prefix stands before files; else
+    None."""
+    prefix, _, names = path.partition(":")
+    return verl.files_problem(names) if prefix == "verl" else None
 
 
 def prefix_of(path: str) -> str | None:
@@ -100,7 +123,7 @@ def made_from(path: str, args: Mapping[str, Any], *, resolve: Resolve) -> EnvMak
     prefix = prefix_of(path)
     if prefix is not None:
         return PREFIXES[prefix](path.partition(":")[2], args, resolve)
-    with openrlhf.bases():
+    with openrlhf.bases(), verl_bases.bases():
         found = resolve(path, "environment")
     if inspect.isclass(found):
         kind = found

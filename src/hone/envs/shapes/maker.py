@@ -9,12 +9,18 @@ from typing import Any
 
 from hone.envs.calling import check_args
 from hone.envs.session import Session
+from hone.envs.tools.session import ToolSession
+from hone.envs.tools.tool import Tool
 
-__all__ = ["EnvMaker", "Resolve", "Source"]
+__all__ = ["EnvMaker", "Resolve", "RunTools", "Source"]
 
 Resolve = Callable[[str, str], Any]
 """`resolve(path, what)`: the class or function that `path/to/file.py:Name` or `module:Name` names.
 `what` is its kind, for messages. It raises ValueError."""
+
+RunTools = Callable[[Sequence[Tool]], ToolSession]
+"""`run_tools(own)`: what runs an environment's own tools and those of `env.tools` in an episode,
+with the limits of `env`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,8 @@ class EnvMaker:
     """Name of the shape, for messages and logs."""
     make: Callable[[], Session]
     """Makes the session of one episode. It may raise whatever the environment raises."""
+    make_with_tools: Callable[[RunTools], Session] | None = None
+    """The same, of an environment that leaves its tools to hone; None of any other."""
     needs_tool_format: bool = False
     """The environment is played by calls of tools alone, so `Action.tool_calls` must be filled."""
     tools: Sequence[Callable[..., Any]] = ()

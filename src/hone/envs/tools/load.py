@@ -32,15 +32,21 @@ class Tools:
         return (*(tool.schema for tool in self.functions), *listed)
 
     def session(
-        self, *, tool_format: str, max_tool_calls: int | None = None, max_parallel_calls: int = 8
+        self,
+        own: Sequence[Tool] = (),
+        *,
+        tool_format: str,
+        max_tool_calls: int | None = None,
+        max_parallel_calls: int = 8,
     ) -> ToolSession:
-        """A session for one episode. `tool_format` is a name of `formats.registry.FORMATS`."""
+        """A session for one episode, with the environment's `own` tools before these.
+        `tool_format` is a name of `formats.registry.FORMATS`."""
         servers = {spec: McpServer(spec, deadline_s=self.deadline_s) for spec in self.servers}
         of_servers = [
             tool for spec, server in servers.items() for tool in server.tools(self.servers[spec])
         ]
         return ToolSession(
-            [*self.functions, *of_servers],
+            [*own, *self.functions, *of_servers],
             tool_format=tool_format,
             max_tool_calls=max_tool_calls,
             max_parallel_calls=max_parallel_calls,

@@ -8,7 +8,9 @@ returns hone's value, or `Keys` of several.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from hone.address import is_address
@@ -364,6 +366,65 @@ def agent_file_(value: Any, run: Imported, row: Alias) -> Any:
 def environment_class_(value: Any, run: Imported, row: Alias) -> Any:
     """TRL's maker of environments, where it is a class of the script or of a module."""
     return _in_file(value, "no class in a file; name the class that it makes in env.path")
+
+
+_VERL_FILES = (
+    ("multi_turn.tool_config_path", "data.tool_config_path"),
+    ("multi_turn.function_tool_path", "data.function_tool_path"),
+    ("multi_turn.interaction_config_path",),
+)
+"""Settings of verl that name files of tools, functions and interactions."""
+
+
+def verl_files_(value: Any, run: Imported, row: Alias) -> Any:
+    """The environment of all files of tools and interactions that are given."""
+    if not value:
+        raise Nothing("it names no file")
+    names = [text_of(name) for ends in _VERL_FILES if (name := run.given(*ends))]
+    for name in names:
+        run.to_do += [text for text in _in_tools(name) if text not in run.to_do]
+    run.warn(
+        "tools and interactions run as they are; docs/environments.md says what differs. What they "
+        "reward goes to extra_info of the reward function, as there (env.args.count_rewards)."
+    )
+    return f"verl:{','.join(names)}"
+
+
+def _in_tools(name: str) -> Iterator[str]:
+    """What is to be done for the classes that a file of tools names, where it is here."""
+    path = Path(name)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    shipped = re.findall(r"class_name:\s*[\"']?(verl\.[\w.]+)", text)
+    if shipped:
+        yield (
+            f"env.path: {name} names {', '.join(shipped)}, which come with verl: install verl in "
+            "hone's environment, or copy the classes into a file of your own"
+        )
+    if re.search(r"type:\s*[\"']?mcp\b", text):
+        yield (
+            f"env.tools: {name} has a server (MCP); name it in env.tools as mcp:COMMAND or "
+            "mcp:https://..., and take it out of the file"
+        )
+
+
+def verl_turns_(value: Any, run: Imported, row: Alias) -> Any:
+    """Most turns of the policy. After `max_user_turns` answers one more turn is sampled there."""
+    own = run.given("multi_turn.max_assistant_turns")
+    answers = run.given("multi_turn.max_user_turns")
+    limits = [*([own] if own else []), *([answers + 1] if answers else [])]
+    if not limits:
+        raise Nothing("there is no limit")
+    return min(limits)
+
+
+def verl_answer_length_(value: Any, run: Imported, row: Alias) -> Any:
+    """Longest answer of a tool: characters there, tokens here, at four characters a token."""
+    tokens = max(1, math.ceil(value / 4))
+    run.warn(
+        f"max_tool_response_length {value} counts characters, and env.max_observation_tokens "
+        f"counts tokens: {tokens} are about as much English, and less of code or numbers."
+    )
+    return tokens
 
 
 def tool_functions_(value: Any, run: Imported, row: Alias) -> Any:
@@ -738,6 +799,8 @@ def finish(run: Imported) -> None:
         )
     if not run.is_rl:
         return
+    if run.source.framework == "verl" and run.is_set("env.path"):
+        _warn_of_limits(run)
     if not any(key.startswith(_SCORES) for key in run.values):
         run.to_do.append(
             "reward.functions: no reward is named that is served, so that `exact_match` scores"
@@ -749,6 +812,20 @@ def finish(run: Imported) -> None:
         one = Given("training processes", run.processes, "counted")
         run.set("cluster.num_trainers", run.processes, one)
         run.warn(_devices(run))
+
+
+def _warn_of_limits(run: Imported) -> None:
+    """Limits of episodes whose defaults are not those of verl."""
+    if not run.is_set("env.max_turns"):
+        run.warn(
+            f"turns have no limit there; here an episode has {run.key('env.max_turns')} at most "
+            "(env.max_turns)."
+        )
+    if not run.is_set("env.max_observation_tokens"):
+        run.warn(
+            "answers of tools are cut to 256 characters there, and here to "
+            f"{run.key('env.max_observation_tokens')} tokens (env.max_observation_tokens)."
+        )
 
 
 def _devices(run: Imported) -> str:
