@@ -1,5 +1,6 @@
 """`python -m hone.recipes.agent_inputs [--dir DIR] [--seed N]`: what the recipes `calculator-sft`,
-`calculator-rl` and `guessing-rl` start from. Two tiny models of random weights, and their data."""
+`calculator-rl`, `guessing-rl`, `shell-sft` and `shell-rl` start from. Three tiny models of random
+weights, and their data."""
 
 from __future__ import annotations
 
@@ -13,15 +14,20 @@ from typing import Any
 from hone.cli.command import quiet_transformers
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
 from hone.envs.tools.schema import function_schema
-from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.models.tiny import PRINTABLE, make_char_tokenizer, make_tiny_model
 from hone.recipes.calculator import multiply
 from hone.types import Message
 
-__all__ = ["make_calculator", "make_guessing"]
+__all__ = ["make_calculator", "make_guessing", "make_shell"]
 
 NUM_PRODUCTS, NUM_HELD_OUT = 3000, 200
+NUM_ASKED = 48
+"""Held-out tasks of the shell, whose episodes are processes."""
 CALLING_SHARE = 0.3
 CALL, GUESS = "[multiply(a={}, b={})]", "2000"
+COMMAND, TEST, DONE, SILENCE = "echo $(({}))>a", "cat a", "done", "ok"
+"""Of the shell: the command that computes a product into the file `a`, what reads that file, the
+turn that ends an episode, and the answer to a command without output."""
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}<|im_start|>{{ tool['function']['name'] }}<|im_end|>{% endfor %}"
     "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -38,7 +44,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (0)")
     arguments = parser.parse_args()
     quiet_transformers()
-    for name, make in (("calculator", make_calculator), ("guessing", make_guessing)):
+    inputs = {"calculator": make_calculator, "guessing": make_guessing, "shell": make_shell}
+    for name, make in inputs.items():
         make(arguments.dir / name, arguments.seed)
         sys.stdout.write(f"{arguments.dir / name}\n")
 
@@ -85,6 +92,48 @@ def make_guessing(folder: Path, seed: int) -> None:
     )
     for name, num in (("train", 64), ("eval", 140)):
         write_jsonl(folder / f"{name}.jsonl", [{"prompt": "?"}] * num)
+
+
+def make_shell(folder: Path, seed: int) -> None:
+    """Write a model, products whose value a command is to write into the file `a`, and
+    demonstrations of two teachers: one lets the shell compute, the other always writes the same
+    number."""
+    make_tiny_model(
+        folder / "model",
+        tokenizer=make_char_tokenizer(PRINTABLE),  # what commands write, error messages too
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=192,
+        max_position_embeddings=128,
+        seed=seed,
+    )
+    products = generate(NUM_PRODUCTS + NUM_ASKED, seed, low=10, high=99, ops="*")
+    train, held_out = products[NUM_ASKED:], products[:NUM_ASKED]
+    for name, rows in (("train", train), ("eval", held_out)):
+        asked = [
+            {"prompt": [_said("user", row["prompt"].rstrip("="))], "answer": row["answer"]}
+            | {"test": TEST}
+            for row in rows
+        ]
+        write_jsonl(folder / f"{name}.jsonl", asked)
+    write_jsonl(folder / "demonstrations.jsonl", _commands(train, seed))
+
+
+def _commands(products: Iterable[Mapping[str, str]], seed: int) -> Iterator[dict[str, Any]]:
+    """The command of a teacher for each product; every fourth episode goes on to its end."""
+    generator = random.Random(f"teachers of the shell {seed}")
+    for number, row in enumerate(products):
+        product = row["prompt"].rstrip("=")
+        question = _said("user", product)
+        computes = generator.random() < CALLING_SHARE
+        command = COMMAND.format(product) if computes else f"echo {GUESS}>a"
+        yield {"prompt": [question], "completion": command}
+        if number % 4 == 0:
+            so_far = [question, _said("assistant", command), _said("user", SILENCE)]
+            yield {"prompt": so_far, "completion": DONE}
 
 
 def _demonstrations(products: Iterable[Mapping[str, str]], seed: int) -> Iterator[dict[str, Any]]:
