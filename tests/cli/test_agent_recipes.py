@@ -230,7 +230,7 @@ def test_commands_that_compute_are_learnt(
     assert main(["rl", "shell-rl", f"--run.seed={seed}", OWN_PYTHON]) == 0
     first, last = held_out("shell")
     assert first < 0.5
-    assert last > 0.7
+    assert last > 0.6
 
 
 def held_out(name: str) -> tuple[float, float]:
