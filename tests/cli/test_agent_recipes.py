@@ -1,4 +1,5 @@
-"""The recipes of agents, calculator, guessing game and search: inputs, one step, and learning."""
+"""The recipes of agents, calculator, guessing game, search and shell: inputs, one step, and
+learning."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import json
 import math
 import random
 import re
+import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -26,7 +29,16 @@ from hone.envs.tools.formats.registry import parse
 from hone.envs.tools.reading import argument_schemas
 from hone.envs.tools.schema import function_schema
 from hone.families.model_facts import ModelFacts
-from hone.recipes.agent_inputs import CALL, make_calculator, make_guessing
+from hone.recipes import shell_agent
+from hone.recipes.agent_inputs import (
+    CALL,
+    DONE,
+    GUESS,
+    SILENCE,
+    make_calculator,
+    make_guessing,
+    make_shell,
+)
 from hone.recipes.calculator import multiply
 from hone.recipes.guessing import HigherOrLower
 from hone.recipes.search import Documents, Index
@@ -54,7 +66,12 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_calculator(Path("runs/calculator"), 0)
     make_guessing(Path("runs/guessing"), 0)
     make_search(Path("runs/search"), 0)
+    make_shell(Path("runs/shell"), 0)
     return tmp_path
+
+
+OWN_PYTHON = f"--env.harness.command={shlex.quote(sys.executable)} -m hone.recipes.shell_agent"
+"""Flag of `shell-rl`, whose `python` need not be the one of these tests."""
 
 
 def play(seed: int, guesses: Sequence[str]) -> list[str | float]:
@@ -232,10 +249,55 @@ def test_every_question_is_answered_by_its_searches() -> None:
 
 
 @pytest.mark.usefixtures("inputs")
-@table("name", ["calculator-sft", "calculator-rl", "guessing-rl", "search-sft", "search-rl"])
+@pytest.mark.parametrize("computes", [True, False])
+def test_the_agent_scores_what_the_teachers_do(
+    computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("runs/shell")
+    rows = [row for row in lines(folder / "demonstrations.jsonl") if len(row["prompt"]) == 1]
+    commands = {row["prompt"][0]["content"]: row["completion"] for row in rows}
+    computing = [command for command in commands.values() if GUESS not in command]
+    assert 0.25 < len(computing) / len(commands) < 0.35
+    asked: list[list[dict[str, str]]] = []
+
+    def ask(messages: list[dict[str, str]]) -> str:
+        asked.append([*messages])
+        return commands[messages[0]["content"]] if len(messages) == 1 else DONE
+
+    monkeypatch.setattr(shell_agent, "ask", ask)
+    task = next(
+        row
+        for row in lines(folder / "train.jsonl")
+        if (commands[row["prompt"][0]["content"]] in computing) == computes
+    )
+    score = shell_agent.play(
+        {"messages": task["prompt"], "answer": task["answer"], "columns": task}
+    )
+    assert score == float(computes)
+    question = task["prompt"][0]["content"]
+    said = [message["content"] for message in asked[-1]]
+    assert said == [question, commands[question], SILENCE]
+    held_out = {row["prompt"][0]["content"] for row in lines(folder / "eval.jsonl")}
+    assert not held_out & set(commands)
+
+
+@pytest.mark.usefixtures("inputs")
+@table(
+    "name",
+    [
+        "calculator-sft",
+        "calculator-rl",
+        "guessing-rl",
+        "search-sft",
+        "search-rl",
+        "shell-sft",
+        "shell-rl",
+    ],
+)
 def test_every_recipe_passes_its_check(name: str) -> None:
     of, _, what = name.partition("-")
     flags = [f"--model.path=runs/{of}/model"] if what == "rl" else []
+    flags += [OWN_PYTHON] if name == "shell-rl" else []
     tree = SFTConfig if name.endswith("sft") else RLConfig
     cfg = load_config(tree, resolve_recipe(name), flags)
     plan = resolve(cfg, ModelFacts.known(cfg.model.path), Devices(kind="cpu"), world_size=1)
@@ -243,12 +305,13 @@ def test_every_recipe_passes_its_check(name: str) -> None:
 
 
 @pytest.mark.usefixtures("inputs")
-@table("name", ["calculator", "guessing", "search"])
+@table("name", ["calculator", "guessing", "search", "shell"])
 def test_one_step_plays_its_episodes(name: str) -> None:
     few = ["--run.steps=1", "--rollout.prompts_per_step=2", "--rollout.n_samples_per_prompt=4"]
     few += ["--eval.at_start=false", "--eval.every_n_steps=0", "--log.to=[]"]
     few += ["--trainer.optimizer.warmup_steps=0"]
     few += ["--log.samples_per_step=8", f"--model.path=runs/{name}/model"]
+    few += [OWN_PYTHON] if name == "shell" else []
     assert main(["rl", f"{name}-rl", *few]) == 0
     samples = lines(Path("runs", name, "rl", "samples.jsonl"))
     assert len(samples) == 8
@@ -296,6 +359,20 @@ def test_searching_twice_is_learnt(
     first, last = held_out("search")
     assert 0.1 < first < 0.4
     assert last > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_commands_that_compute_are_learnt(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_shell(Path("runs/shell"), seed)
+    assert main(["sft", "shell-sft", f"--run.seed={seed}"]) == 0
+    assert main(["rl", "shell-rl", f"--run.seed={seed}", OWN_PYTHON]) == 0
+    first, last = held_out("shell")
+    assert first < 0.45
+    assert last > 0.5
 
 
 def held_out(name: str) -> tuple[float, float]:

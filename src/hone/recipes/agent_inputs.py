@@ -1,5 +1,6 @@
 """`python -m hone.recipes.agent_inputs [--dir DIR] [--seed N]`: what the recipes of the calculator,
-the guessing game and the search start from. Tiny models of random weights, and their data."""
+the guessing game, the search and the shell start from. Tiny models of random weights, and their
+data."""
 
 from __future__ import annotations
 
@@ -18,11 +19,16 @@ from hone.recipes.calculator import multiply
 from hone.recipes.search_inputs import make_search
 from hone.recipes.turns import CHAT_TEMPLATE, said
 
-__all__ = ["make_calculator", "make_guessing"]
+__all__ = ["make_calculator", "make_guessing", "make_shell"]
 
 NUM_PRODUCTS, NUM_HELD_OUT = 3000, 200
+NUM_ASKED = 48
+"""Held-out tasks of the shell, whose episodes are processes."""
 CALLING_SHARE = 0.3
 CALL, GUESS = "[multiply(a={}, b={})]", "2000"
+COMMAND, TEST, DONE, SILENCE = "echo $(({}))>a", "cat a", "done", "ok"
+"""Of the shell: the command that computes a product into the file `a`, what reads that file, the
+turn that ends an episode, and the answer to a command without output."""
 
 
 def main() -> None:
@@ -32,7 +38,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (0)")
     arguments = parser.parse_args()
     quiet_transformers()
-    makers = {"calculator": make_calculator, "guessing": make_guessing, "search": make_search}
+    makers = {
+        "calculator": make_calculator,
+        "guessing": make_guessing,
+        "search": make_search,
+        "shell": make_shell,
+    }
     for name, make in makers.items():
         make(arguments.dir / name, arguments.seed)
         sys.stdout.write(f"{arguments.dir / name}\n")
@@ -80,6 +91,48 @@ def make_guessing(folder: Path, seed: int) -> None:
     )
     for name, num in (("train", 64), ("eval", 140)):
         write_jsonl(folder / f"{name}.jsonl", [{"prompt": "?"}] * num)
+
+
+def make_shell(folder: Path, seed: int) -> None:
+    """Write a model, products whose value a command is to write into the file `a`, and
+    demonstrations of two teachers: one lets the shell compute, the other always writes the same
+    number."""
+    make_tiny_model(
+        folder / "model",
+        tokenizer=make_char_tokenizer(PRINTABLE),  # what commands write, error messages too
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=192,
+        max_position_embeddings=128,
+        seed=seed,
+    )
+    products = generate(NUM_PRODUCTS + NUM_ASKED, seed, low=10, high=99, ops="*")
+    train, held_out = products[NUM_ASKED:], products[:NUM_ASKED]
+    for name, rows in (("train", train), ("eval", held_out)):
+        asked = [
+            {"prompt": [_said("user", row["prompt"].rstrip("="))], "answer": row["answer"]}
+            | {"test": TEST}
+            for row in rows
+        ]
+        write_jsonl(folder / f"{name}.jsonl", asked)
+    write_jsonl(folder / "demonstrations.jsonl", _commands(train, seed))
+
+
+def _commands(products: Iterable[Mapping[str, str]], seed: int) -> Iterator[dict[str, Any]]:
+    """The command of a teacher for each product; every fourth episode goes on to its end."""
+    generator = random.Random(f"teachers of the shell {seed}")
+    for number, row in enumerate(products):
+        product = row["prompt"].rstrip("=")
+        question = _said("user", product)
+        computes = generator.random() < CALLING_SHARE
+        command = COMMAND.format(product) if computes else f"echo {GUESS}>a"
+        yield {"prompt": [question], "completion": command}
+        if number % 4 == 0:
+            so_far = [question, _said("assistant", command), _said("user", SILENCE)]
+            yield {"prompt": so_far, "completion": DONE}
 
 
 def _demonstrations(products: Iterable[Mapping[str, str]], seed: int) -> Iterator[dict[str, Any]]:

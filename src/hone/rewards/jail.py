@@ -28,7 +28,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from hone.rewards.launcher import END
+from hone.rewards.launcher import END, STOP
 
 __all__ = ["Jail", "JailError", "launchers", "missing_walls", "remove_tree", "warn_of"]
 
@@ -99,9 +99,10 @@ class Jail:
                 raise JailError(f"no program can be started in {self._folder}")
 
     @contextmanager
-    def run(self) -> Generator[Programs]:
+    def run(self, *, shares_files: bool = False) -> Generator[Programs]:
         """Run the programs of one test in the block; at its end they are killed, and their files
-        are removed."""
+        are removed. Each finds an empty folder, or with `shares_files` that of the program before
+        it."""
         folder = self._mount
         if not self._has_tmpfs:
             folder = self._folder / f"program-{next(self._numbers)}"
@@ -109,16 +110,9 @@ class Jail:
             if self._user != os.geteuid():
                 os.chown(folder, self._user, self._user)
         try:
-            yield Programs(self, str(folder))
+            yield Programs(self, str(folder), shares_files=shares_files)
         finally:
-            self.send(END)
-            deadline = monotonic() + _END_S
-            try:
-                while self.receive(deadline) != END:
-                    pass
-            except TimeoutError:  # a later answer would be taken for that of the next test
-                self.close()
-                raise self._lost("it cannot end what it has started") from None
+            self.end(END)
             if not self._has_tmpfs:
                 remove_tree(folder)
 
@@ -133,6 +127,17 @@ class Jail:
         launchers.discard(self._process.pid)
         if self._own is not None:
             remove_tree(Path(self._own))
+
+    def end(self, how: str) -> None:
+        """Kill all programs; `how` is `END` or `STOP`."""
+        self.send(how)
+        deadline = monotonic() + _END_S
+        try:
+            while self.receive(deadline) != how:
+                pass
+        except TimeoutError:  # a later answer would be taken for that of the next test
+            self.close()
+            raise self._lost("it cannot end what it has started") from None
 
     def send(self, message: Any, handles: Sequence[int] = ()) -> None:
         """Send the launcher a message and descriptors. Raises JailError where it is lost."""
@@ -167,14 +172,14 @@ class Jail:
 class Programs:
     """The running programs of a jail."""
 
-    def __init__(self, jail: Jail, folder: str) -> None:
+    def __init__(self, jail: Jail, folder: str, *, shares_files: bool) -> None:
         self._jail = jail
-        self._folder = folder
+        self._terms = {"folder": folder, "shared": shares_files}
 
     def start(self, role: str, handles: Sequence[int]) -> int:
         """Start a role of the launcher with copies of descriptors, and return its process id in the
         launcher's process table."""
-        self._jail.send({"role": role, "folder": self._folder}, handles)
+        self._jail.send({"role": role, **self._terms}, handles)
         deadline = monotonic() + _START_S
         while "started" not in (message := self._jail.receive(deadline)):
             pass
@@ -189,6 +194,10 @@ class Programs:
                 return None
             if message.get("ended") == pid:
                 return message["status"]
+
+    def stop(self) -> None:
+        """Kill all that run. Their files stay where programs share them."""
+        self._jail.end(STOP)
 
 
 def remove_tree(folder: Path) -> None:

@@ -43,19 +43,25 @@ import sys
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
 from hone.rewards.peer import Link, Peer
 from hone.rewards.verdicts import judge, judge_calls, own_names
-from hone.rewards.walls import Walls, enter, raise_walls
+from hone.rewards.walls import SharedFolder, Walls, enter, raise_walls
 
-__all__ = ["END", "main"]
+__all__ = ["END", "STOP", "main"]
 
 END = "end"
-"""Message to a launcher to kill all that it has started, and its answer when that is gone."""
+"""Message to a launcher to kill all that it has started, and its answer when that is gone. A shared
+folder is then empty."""
+STOP = "stop"
+"""The same, but a shared folder keeps its files."""
+
+
+_ENDS: dict[str, Callable[[SharedFolder], None]] = {END: SharedFolder.remove, STOP: lambda _: None}
 
 
 def main() -> None:
@@ -81,6 +87,7 @@ def _launch(control: socket.socket, walls: Walls) -> Callable[[], NoReturn]:
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     started: set[int] = set()
+    shared = SharedFolder(walls)
     while True:
         ready, _, _ = select.select([control, ended], [], [])
         if ended in ready:
@@ -95,11 +102,14 @@ def _launch(control: socket.socket, walls: Walls) -> Callable[[], NoReturn]:
             _kill_all(walls, started)
             os._exit(0)
         message = json.loads(body)
-        if message == END:
+        if message in (END, STOP):
             _kill_all(walls, started)
             started.clear()
-            _tell(control, END)
+            _ENDS[message](shared)
+            _tell(control, message)
             continue
+        if message["shared"]:
+            shared.open(message["folder"])
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -108,7 +118,7 @@ def _launch(control: socket.socket, walls: Walls) -> Callable[[], NoReturn]:
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, handler)
-            return _role(message["role"], handles, walls, message["folder"])
+            return _role(message, handles, walls)
         for handle in handles:
             os.close(handle)
         started.add(pid)
@@ -157,8 +167,9 @@ def _tell(control: socket.socket, message: Any) -> None:
 # ---- in a fork -----------------------------------------------------------------------------------
 
 
-def _role(name: str, handles: list[int], walls: Walls, folder: str) -> Callable[[], NoReturn]:
+def _role(message: Mapping[str, Any], handles: list[int], walls: Walls) -> Callable[[], NoReturn]:
     """Enter the sandbox, close foreign descriptors, and return the function that the fork runs."""
+    name: str = message["role"]
     text, *streams = handles
     null = os.open(os.devnull, os.O_RDWR)
     ours = [*streams, null] if name == "script" else [null, null, null, *streams]
@@ -168,7 +179,7 @@ def _role(name: str, handles: list[int], walls: Walls, folder: str) -> Callable[
     with os.fdopen(moved[0], encoding="utf-8") as file:
         content = file.read()
     os.closerange(len(ours), os.sysconf("SC_OPEN_MAX"))
-    enter(walls, folder)
+    enter(walls, message["folder"], is_shared=message["shared"])
     sys.argv = ["program.py"]
     if name == "trial":
         return functools.partial(os._exit, 0)

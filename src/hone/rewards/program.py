@@ -63,6 +63,8 @@ class ProgramSession:
         """Start the program. Raises ProgramError where that is not possible."""
         assert row.model is not None, "the driver says where the policy is"
         self._folder = Path(tempfile.mkdtemp(prefix="hone-episode-", dir=self._parent))
+        if os.geteuid() == 0:  # commands of its shell (`shell.py`) may run as another user
+            self._folder.chmod(0o711)
         try:
             process = subprocess.Popen(
                 self._command,

@@ -19,7 +19,16 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "MAX_FILE_BYTES", "MAX_FOLDER_BYTES", "Walls", "enter", "raise_walls"]
+__all__ = [
+    "KINDS",
+    "MAX_FILE_BYTES",
+    "MAX_FOLDER_BYTES",
+    "SHARED",
+    "SharedFolder",
+    "Walls",
+    "enter",
+    "raise_walls",
+]
 
 KINDS = ("user", "namespaces", "landlock", "seccomp")
 """Kinds of walls; tests leave them out one by one."""
@@ -28,6 +37,8 @@ MAX_FOLDER_BYTES = 1 << 28
 _MAX_FILES = 1 << 14
 _MAX_OPEN_FILES = 256
 _MAX_PROCESSES = 64
+SHARED = "work"
+"""Name of the folder in which programs of a shared folder start."""
 _FIRST_USER, _NUM_USERS = 61184, 4336
 """User ids that systemd reserves for temporary users (DynamicUser), so no real user has them."""
 
@@ -202,6 +213,29 @@ def _mount_folder(folder: str) -> bool:
     )
 
 
+class SharedFolder:
+    """A folder in which programs that `enter` it as a shared one find the files of those before
+    them. Its methods raise OSError where the kernel refuses what it has allowed before."""
+
+    def __init__(self, walls: Walls) -> None:
+        self._walls = walls
+        self._place: str | None = None
+
+    def open(self, place: str) -> None:
+        """Make the folder, unless that is done."""
+        if self._walls.tmpfs and self._place is None:
+            if not _mount_folder(place):
+                raise OSError(ctypes.get_errno(), "no folder in memory")
+            self._place = place
+
+    def remove(self) -> None:
+        """Remove its files, once no program is left in it, where it is a folder in memory."""
+        if self._place is not None:
+            if _libc.umount2(self._place.encode(), 0) != 0:
+                raise OSError(ctypes.get_errno(), "the folder in memory cannot be removed")
+            self._place = None
+
+
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 
 
@@ -215,16 +249,22 @@ def _make_read_only() -> bool:
 # ---- raised by each program's process ------------------------------------------------------------
 
 
-def enter(walls: Walls, folder: str) -> None:
-    """Put this process behind all walls; it may only write to `folder`.
+def enter(walls: Walls, folder: str, *, is_shared: bool = False) -> None:
+    """Put this process behind all walls; it may only write to `folder`, which is its own unless
+    `is_shared`.
 
     Raises OSError where a wall that `raise_walls` has found cannot be raised.
     """
     os.setsid()
-    if walls.tmpfs and not (_libc.unshare(_CLONE_NEWNS) == 0 and _mount_folder(folder)):
+    if (
+        walls.tmpfs
+        and not is_shared
+        and not (_libc.unshare(_CLONE_NEWNS) == 0 and _mount_folder(folder))
+    ):
         raise OSError(ctypes.get_errno(), "no folder in memory")
-    work = f"{folder}/{os.getpid()}"  # unlike the mount itself, a program may remove it
-    os.mkdir(work)
+    # Unlike the mount itself, a program may remove it.
+    work = f"{folder}/{SHARED if is_shared else os.getpid()}"
+    os.makedirs(work, exist_ok=is_shared)
     os.chdir(work)
     bounds = [
         (resource.RLIMIT_CORE, 0),
