@@ -7,6 +7,7 @@ Trains the recipes `calculator-rl` and `guessing-rl` on each seed in each form:
 
     shipped    as in the recipe: a function as a tool, a session
     trl        the same environment as a class with `reset`, tools as methods, and `get_reward`
+    harness    the guessing game alone: a program that plays by itself, and asks over HTTP
 
 A form is one function below with `@form`: it says what changes in a recipe. Each run is a process
 of its own with one thread, `--jobs` of them at a time; a run that is complete in `--folder` is not
@@ -86,6 +87,14 @@ def trl(task: str, folder: Path) -> list[str]:
         "--rollout.max_completion_tokens=28",
         "--eval.max_completion_tokens=28",
     ]
+
+
+@form
+def harness(task: str, folder: Path) -> list[str]:
+    """The program of `agent_harness.py`, which plays the guessing game over HTTP."""
+    from agent_harness import harness as flags_of
+
+    return flags_of(task, folder)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def make_shell(folder: Path, seed: int) -> None:
     train, held_out = products[NUM_ASKED:], products[:NUM_ASKED]
     for name, rows in (("train", train), ("eval", held_out)):
         asked = [
-            {"prompt": [_said("user", row["prompt"].rstrip("="))], "answer": row["answer"]}
+            {"prompt": [said("user", row["prompt"].rstrip("="))], "answer": row["answer"]}
             | {"test": TEST}
             for row in rows
         ]
@@ -126,12 +126,12 @@ def _commands(products: Iterable[Mapping[str, str]], seed: int) -> Iterator[dict
     generator = random.Random(f"teachers of the shell {seed}")
     for number, row in enumerate(products):
         product = row["prompt"].rstrip("=")
-        question = _said("user", product)
+        question = said("user", product)
         computes = generator.random() < CALLING_SHARE
         command = COMMAND.format(product) if computes else f"echo {GUESS}>a"
         yield {"prompt": [question], "completion": command}
         if number % 4 == 0:
-            so_far = [question, _said("assistant", command), _said("user", SILENCE)]
+            so_far = [question, said("assistant", command), said("user", SILENCE)]
             yield {"prompt": so_far, "completion": DONE}
 
 
