@@ -220,7 +220,12 @@ def main() -> int:
     args, settings = parser.parse_known_args()
     top: Path = args.folder.resolve()
     pairs = [(task, seed) for seed in args.seeds for task in args.tasks]
-    runs = [Run(task, name, seed, top) for task, seed in pairs for name in args.forms]
+    runs = [
+        Run(task, name, seed, top)
+        for task, seed in pairs
+        for name in args.forms
+        if name != "harness" or task == "guessing"  # there is no program for the other one
+    ]
     with ThreadPoolExecutor(args.jobs) as pool:
         ready = pool.map(
             lambda pair: attempt(
