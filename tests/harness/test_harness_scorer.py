@@ -123,6 +123,33 @@ def test_functions_score_what_the_program_does_not(tmp_path: Path) -> None:
     assert sample.text.count("answer") == 2
 
 
+def test_episodes_without_a_score_are_compared(tmp_path: Path) -> None:
+    """A function of whole groups gets all of them at once; one with a score is none of them."""
+    (tmp_path / "rewards.py").write_text(
+        "def rank(completions, **columns):\n"
+        "    lengths = sorted(set(map(len, completions)))\n"
+        "    return [100 * len(completions) + lengths.index(len(c)) for c in completions]\n"
+    )
+    functions = [{"fn": f"{tmp_path / 'rewards.py'}:rank", "whole_groups": True}]
+    program = TWO_TURNS.replace(
+        "print(0.25)",
+        'last = answer["choices"][0]["message"]["content"]\n'
+        'print(-1.5 if int(last.split()[-1]) % 3 == 0 else "none")',
+    )
+    with played(tmp_path, program, functions=functions) as game:
+        samples = game.play(group_of(game.episodes, indices=range(6)))
+    scored = [s for s in samples if int(s.turns[-1].text.split()[-1]) % 3 == 0]
+    compared = [s for s in samples if s not in scored]
+    assert scored
+    assert compared
+    lengths = sorted({len(s.text) for s in compared})
+    for sample in samples:
+        assert sample.failure is None, sample.failure_detail
+        assert sample.reward is not None
+        rank = 100 * len(compared) + lengths.index(len(sample.text)) if sample in compared else 0
+        assert sample.reward.total == (rank if sample in compared else -1.5)
+
+
 def test_numbers_that_the_program_prints_are_parts(tmp_path: Path) -> None:
     program = TWO_TURNS.replace("print(0.25)", """print('{"score": -2, "steps": 3}')""")
     with played(tmp_path, program) as game:
@@ -402,7 +429,7 @@ def test_programs_rest_while_another_runner_plays(tmp_path: Path) -> None:
         while len(game.engine.submitted) < 2 or game.engine.has_unfinished:
             training.step()
         # Two programs have a turn each, and ask for the next one, which nobody takes.
-        until(lambda: game.scorer._handover._calls.qsize() == 2)
+        until(lambda: len(game.scorer._handover._new) == 2)
         training.withdraw()
         assert game.scorer.pending == 0
         num_before = len(game.engine.submitted)

@@ -26,5 +26,7 @@ ROWS: list[Row] = [
      "env.harness.command algorithm.routing_replay"),
     ("eval", "env.harness.command=ls env.turn_timeout_s=9", "warning",
      "env.turn_timeout_s env.harness.command"),
+    ("rl", "env.harness.command=ls reward.model.path=judge", "error",
+     "env.harness.command reward.model.path"),
     ("rl", "env.history=tree", "warning", "env.history env.harness.command"),
 ]  # fmt: skip
