@@ -397,7 +397,7 @@ def test_a_sequence_joins_a_prefill_that_holds_up_the_others_anyway():
     for arrival in range(64):
         scheduler.add(sequence_of(1, arrival=arrival))
     scheduler.schedule()
-    for arrival in range(64, 64 + 8):
+    for arrival in range(64, 64 + 32):
         scheduler.add(sequence_of(50, arrival=arrival, first_token=1000 * arrival))
     while not (plan := scheduler.schedule()).admitted:
         pass

@@ -338,9 +338,16 @@ chat(TASK["messages"])
 while True:
     time.sleep(60)
 """
-    with played(tmp_path, program, episode_timeout_s=2.0, retries=2) as game:
-        sample = game.play_one()
+    with played(tmp_path, program, retries=2) as game:
+        runner, group = game.runner(), group_of(game.episodes, indices=[0])
+        runner.submit([group])
+        while not game.engine.submitted or game.engine.has_unfinished:
+            runner.step()
+        for live in game.scorer._programs._live.values():
+            live.ends_at = 0.0
+        finish(runner)
         assert game.scorer.stats().num_restarts == 0
+    (sample,) = group.group.samples
     assert len(sample.turns) == 1
     if prints:
         assert sample.reward is not None
@@ -422,16 +429,21 @@ print(1)
 
 def test_programs_rest_while_another_runner_plays(tmp_path: Path) -> None:
     """As training's do during an evaluation: requests that they make meanwhile wait."""
-    with played(tmp_path, TWO_TURNS, concurrency=2) as game:
+    go_on = tmp_path / "go on"
+    program = TWO_TURNS.replace(
+        "    messages +=",
+        f"    while not os.path.exists({str(go_on)!r}):\n        time.sleep(0.01)\n    messages +=",
+    )
+    with played(tmp_path, f"import time\n{program}", concurrency=2) as game:
         training = game.runner()
         groups = [group_of(game.episodes, group_id=f"1-{n}", number=n) for n in range(2)]
         training.submit(groups)
         while len(game.engine.submitted) < 2 or game.engine.has_unfinished:
             training.step()
-        # Two programs have a turn each, and ask for the next one, which nobody takes.
-        until(lambda: len(game.scorer._handover._new) == 2)
         training.withdraw()
         assert game.scorer.pending == 0
+        go_on.touch()  # both programs have a turn, and ask for the next one
+        until(lambda: len(game.scorer._handover._new) == 2)
         num_before = len(game.engine.submitted)
         held = group_of(game.episodes, group_id="eval-0", number=9)
         samples = game.play(held)

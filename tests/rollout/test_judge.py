@@ -81,7 +81,7 @@ def spelt(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def chatting(template: str | None = CHAT) -> PreTrainedTokenizerBase:
-    tokenizer = make_char_tokenizer(ALPHABET + "<>\n" + "abcdefghijklmnopqrstuvwxyz")
+    tokenizer = make_char_tokenizer(ALPHABET + "</>\n" + "abcdefghijklmnopqrstuvwxyz")
     tokenizer.chat_template = template
     return tokenizer
 
@@ -132,8 +132,8 @@ SHOWN: dict[str, Any] = {"messages": (MESSAGES[1],)}
     "fields, turns, keys, expected",
     [
         # Its own system prompt and template are in the messages that were rendered for the policy.
-        (OPENED, [turn("3")], {}, "<system>9{end}\n<user>1+2={end}\n<user>4{end}\n"
-         "<assistant>3{end}\n"),
+        (OPENED, [turn("whole")], {}, "<system>9{end}\n<user>1+2={end}\n<user>4{end}\n"
+         "<assistant>whole{end}\n"),
         (SHOWN, [turn("3", "~", [TOOL]), turn("5")], {"system_prompt": "7"},
          f"<user>1+2={{end}}\n{SAYS}<assistant>5{{end}}\n"),
         (SHOWN, [turn("3", "~", [TOOL]), turn("5", "6"), turn("7", "~", [TOOL, USER]), turn("2")],
