@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hone.config.tree import EvaluateConfig, RLConfig
 from hone.loops import reinforce
 from hone.loops.evaluation import run_evaluation
 from hone.models.tiny import make_tiny_model
+from tests.door.test_clients import needs_pythons, with_package
 from tests.harness.programs import command_of
 from tests.tiny_runs import lines
 
@@ -30,6 +32,51 @@ with open(os.path.join(os.environ["LOG"], TASK["columns"]["answer"] + str(os.get
     json.dump(log, f)
 print("this is no score")
 print(json.dumps({"score": len(said(log[-1])["content"]) % 2, "turns": 2}))
+"""
+
+
+BY_OPENAI = """
+import json
+import os
+import sys
+
+from openai import OpenAI
+
+task, log = json.load(sys.stdin), []
+messages = [*task["messages"]]
+for turn in range(2):
+    answer = OpenAI().chat.completions.create(
+        model=os.environ["HONE_MODEL"],
+        messages=messages,
+        max_tokens=5,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    log.append(answer.model_dump())
+    said = answer.choices[0].message.content
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": str(turn)}]
+with open(os.path.join(os.environ["LOG"], str(os.getpid())), "w") as file:
+    json.dump(log, file)
+print(json.dumps({"score": len(said) % 2, "turns": 2}))
+"""
+BY_ANTHROPIC = """
+import json
+import os
+import sys
+
+from anthropic import Anthropic
+
+task, log = json.load(sys.stdin), []
+messages = [*task["messages"]]
+for turn in range(2):
+    answer = Anthropic().messages.create(
+        model=os.environ["HONE_MODEL"], messages=messages, max_tokens=5
+    )
+    log.append("".join(block.text for block in answer.content))
+    messages += [{"role": "assistant", "content": log[-1]}, {"role": "user", "content": str(turn)}]
+with open(os.path.join(os.environ["LOG"], str(os.getpid())), "w") as file:
+    json.dump(log, file)
+print(json.dumps({"score": len(log[-1]) % 2, "turns": 2}))
 """
 
 
@@ -142,6 +189,46 @@ def test_a_run_trains_on_what_its_programs_were_sent(
         assert sample["reward_parts"]["env/turns"] == 2.0
     for sample in trained:
         require_logged(sample, answers)
+
+
+def played_by(
+    python: str, program: str, folder: Path, tmp_path: Path, log: Path
+) -> list[dict[str, Any]]:
+    """The samples of a run whose program needs the packages of another Python."""
+    for file in log.iterdir():
+        file.unlink()
+    place = tmp_path / "client.py"
+    place.write_text(program)
+    run_dir = tmp_path / python.replace("/", "-")
+    samples = run(configured(folder, run_dir, shlex.join([python, str(place)])))
+    assert len(samples) == 8
+    assert [sample["failure"] for sample in samples] == [None] * 8
+    return samples
+
+
+@pytest.mark.slow
+@needs_pythons
+def test_a_run_is_driven_by_openais_package(folder: Path, tmp_path: Path, log: Path) -> None:
+    for python in with_package("openai"):
+        samples = played_by(python, BY_OPENAI, folder, tmp_path, log)
+        answers = answers_in(log)
+        for sample in samples:
+            assert len(sample["turns"]) == 2
+            require_logged(sample, answers)
+
+
+@pytest.mark.slow
+@needs_pythons
+def test_a_run_is_driven_by_anthropics_package(folder: Path, tmp_path: Path, log: Path) -> None:
+    """Its answers have no ids, so texts are compared."""
+    for python in with_package("anthropic"):
+        samples = played_by(python, BY_ANTHROPIC, folder, tmp_path, log)
+        logs = sorted(json.loads(file.read_text()) for file in log.iterdir())
+        texts = [
+            [sample["text"][slice(*turn["chars"])] for turn in sample["turns"]]
+            for sample in samples
+        ]
+        assert sorted(texts) == logs
 
 
 def test_a_resumed_run_plays_interrupted_episodes_from_their_start(
