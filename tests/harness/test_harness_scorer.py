@@ -419,12 +419,19 @@ print(0)
     assert "temperature, top_p" in said
 
 
-WAITS = """
-chat(TASK["messages"])
-messages = [*TASK["messages"]]
-answer = chat(messages + [{"role": "user", "content": "second"}])
-print(1)
-"""
+def test_a_request_that_has_come_is_not_waited_for(tmp_path: Path) -> None:
+    """Else an idle engine would begin each turn a wait later."""
+    with played(tmp_path, TWO_TURNS) as game:
+        waits: list[float] = []
+        poll = game.scorer.scorer.poll
+        game.scorer.scorer.poll = lambda timeout_s, **more: (
+            waits.append(timeout_s) or poll(0.0, **more)
+        )
+        game.scorer._wake_up()
+        game.scorer.poll(30.0)
+        assert waits == [0.0]
+        game.scorer.poll(30.0)
+        assert waits == [0.0, 0.0, 30.0]
 
 
 def test_programs_rest_while_another_runner_plays(tmp_path: Path) -> None:

@@ -156,8 +156,9 @@ class HarnessScorer:
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
         """Samples that are scored or have failed. Waits at most `timeout_s` for one, for a request
         of a program, or for the end of one."""
+        was_woken = self._drain()  # a request that has come before is taken after this call
         self._look(0.0)
-        if timeout_s > 0.0 and not self._returned:
+        if timeout_s > 0.0 and not self._returned and not was_woken:
             self._look(timeout_s)
         returned, self._returned = self._returned, []
         return returned
@@ -182,6 +183,7 @@ class HarnessScorer:
         resting = {name: e for name, e in self._episodes.items() if e.is_resting}
         # A worker answers one call at a time, and the scorer forgets those that it has made.
         while any(episode.is_asked for episode in resting.values()):
+            self._drain()
             self._look(1.0)
         for episode in self._episodes.values():
             if not episode.is_resting:
@@ -266,9 +268,6 @@ class HarnessScorer:
 
     def _look(self, timeout_s: float) -> None:
         """Take what has happened, after waiting at most `timeout_s` for something."""
-        with suppress(BlockingIOError):
-            while self._woken.recv(1 << 12):
-                pass
         for sample in self.scorer.poll(timeout_s, wake=self._woken):
             episode = self._episodes.get(sample.id)
             if episode is None:  # it was compared with its group
@@ -333,6 +332,14 @@ class HarnessScorer:
                 "the run: what is trained is sampled from the distribution that the trainer scores",
                 ", ".join(new),
             )
+
+    def _drain(self) -> bool:
+        """Whether something has called `_wake_up` since the last time."""
+        was_woken = False
+        with suppress(BlockingIOError):
+            while self._woken.recv(1 << 12):
+                was_woken = True
+        return was_woken
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # it is full, and so awake, or closed
