@@ -299,10 +299,19 @@ def test_a_program_that_fails_is_played_again_and_then_has_failed(
     assert sample.attempt == 2
 
 
-def test_a_score_that_is_no_number_fails(tmp_path: Path) -> None:
-    with played(tmp_path, "chat(TASK['messages'])\nprint('NaN')\n", retries=1) as game:
+@pytest.mark.parametrize(
+    "printed", ["float('nan')", "-float('inf')", "1 == 1", "'{\"score\": NaN}'"]
+)
+def test_a_score_that_is_no_number_fails(tmp_path: Path, printed: str) -> None:
+    """It is none, and not left to the functions."""
+    (tmp_path / "rewards.py").write_text("def score(completion):\n    return 0.5\n")
+    functions = [{"fn": f"{tmp_path / 'rewards.py'}:score"}]
+    program = f"chat(TASK['messages'])\nprint({printed})\n"
+    with played(tmp_path, program, functions=functions, retries=1) as game:
         sample = game.play_one()
+        assert game.scorer.stats().num_restarts == 0
     assert sample.failure is FailureKind.INVALID
+    assert sample.reward is None
 
 
 def test_a_second_attempt_has_the_turns_of_its_own(tmp_path: Path) -> None:

@@ -212,9 +212,8 @@ def _config(words: list[str]) -> EnvTryConfig:
     if cfg.env.harness.command is not None:
         raise UserError(
             f"env.harness.command is '{cfg.env.harness.command}', and a program that plays "
-            "episodes by itself has no environment that could be tried with typed turns. Start "
-            "`hone serve` with the model and the program with its address, or play a few episodes "
-            "with `hone eval`"
+            "episodes by itself has no environment that could be tried with typed turns. Play a "
+            "few episodes with `hone eval RECIPE --data.eval.0.max_rows 2`"
         )
     return cfg
 

@@ -22,7 +22,7 @@ from threading import Thread
 from typing import IO, Any
 
 from hone.envs.session import Action, DataRow, End, ModelAccess
-from hone.rewards.shapes import DeadlineError, ProgramError
+from hone.rewards.shapes import DeadlineError, InvalidScoreError, ProgramError
 from hone.types import Observation, StopReason
 
 __all__ = ["CALL_TIMEOUT_S", "HAS_ENDED", "TERMINATE", "WAS_CUT", "ProgramSession"]
@@ -44,6 +44,7 @@ _KEPT_BYTES = 64 * 1024
 """Bytes of the end of each output that are kept."""
 _SHOWN_CHARS = 500
 """Most characters of an output in a message."""
+_NO_SCORES = ("nan", "inf", "infinity", "true", "false")
 _LIMITS = tuple(map(str, (StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.DEADLINE)))
 
 
@@ -169,9 +170,14 @@ class _End:
 
 def _score(printed: str) -> Mapping[str, float] | float | None:
     """The score in the last line that is not empty: a JSON number, or an object with `score`. None
-    where the line is something else."""
+    where the line is something else. Raises InvalidScoreError for what Python prints of numbers
+    that are not finite and of truth values, since reward functions would score in their place."""
     lines = printed.split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    if last.lower().removeprefix("-") in _NO_SCORES:
+        raise InvalidScoreError(
+            f"the program printed {last!r} as its last line; a score is a finite number: 1.0"
+        )
     try:
         value: Any = json.loads(last)
     except ValueError:
