@@ -421,8 +421,9 @@ _SAMPLING = (
     Rule(
         "truncated",
         only_when(_is_one_answer, _TRUNCATED),
-        "Most samples hit the length limit: raise rollout.max_completion_tokens, or check that "
-        "the model's end-of-sequence ids and chat template are right.",
+        "Most samples hit the length limit: raise rollout.max_completion_tokens (with an "
+        "environment also env.max_turn_tokens, and what a program asks for as max_tokens), or "
+        "check that the model's end-of-sequence ids and chat template are right.",
     ),
     Rule(
         "truncated",
@@ -430,7 +431,8 @@ _SAMPLING = (
         "Most episodes use up rollout.max_completion_tokens, which all turns of an episode share "
         "with what the environment says (rollout/observation_tokens/mean): raise it, let the "
         "environment say less or limit a turn (Observation.max_tokens), or allow fewer turns "
-        "(env.max_turns).",
+        "(env.max_turns). Or their last turn is cut by a limit of its own: raise that "
+        "(env.max_turn_tokens, Observation.max_tokens, max_tokens of a program).",
     ),
     Rule(
         "truncated",
