@@ -23,10 +23,11 @@ from typing import Any
 
 from hone.door.refusal import Refusal
 from hone.door.tree import Sampled
+from hone.engine.base import EngineBase
 from hone.rollout.runner import Runner
-from hone.types import Prompt, Sample, SamplingParams
+from hone.types import Prompt, Sample, SamplingEngine, SamplingParams
 
-__all__ = ["Handover", "Progress", "TokensSince"]
+__all__ = ["Handover", "Progress", "TokensSince", "shown_tokens"]
 
 Progress = Callable[[Sequence[int], Sequence[float]], None]
 """Gets new token ids of a turn that is being sampled, and their log-probabilities; called in the
@@ -59,10 +60,12 @@ class _Waiting:
 class Handover:
     """Takes requests from an event loop to a runner, and their turns back."""
 
-    def __init__(self, *, max_requests: int, on_call: Callable[[], object] = lambda: None) -> None:
-        """At most `max_requests` are sampled or wait at once. `on_call` is called in the event loop
-        after each request, to wake up a thread that waits for something else."""
-        self._max_requests, self.on_call = max_requests, on_call
+    def __init__(self, *, max_requests: int) -> None:
+        """At most `max_requests` are sampled or wait at once."""
+        self._max_requests = max_requests
+        self.on_call: Callable[[], object] = lambda: None
+        """Called in the event loop after each request, to wake up a thread that waits for something
+        else."""
         self._lock = threading.Lock()
         self._has_news = threading.Condition(self._lock)
         # Guarded by the lock.
@@ -255,6 +258,11 @@ class Handover:
         self._waiting.clear()
         for request in waiting:
             _call(request.loop, [partial(_answer, request.future, refusal.again())])
+
+
+def shown_tokens(engine: SamplingEngine) -> TokensSince | None:
+    """What shows the tokens of running requests. An engine in another process shows none."""
+    return engine.tokens_since if isinstance(engine, EngineBase) else None
 
 
 def _is_of(waiting: _Waiting, runner: Runner) -> bool:

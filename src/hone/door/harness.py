@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hone.door.door import Door
-from hone.door.handover import Handover
+from hone.door.handover import Handover, shown_tokens
 from hone.door.server import DoorServer
 from hone.door.sessions import FinishedSession, History, Session, Terms
-from hone.engine.base import EngineBase
 from hone.envs.session import ModelAccess
 from hone.model_input import TEXT
 from hone.rewards.environment import EnvFacts
@@ -236,10 +235,7 @@ class HarnessScorer:
         self._handover.take(runner)
 
     def give(self, runner: Runner, turns: Sequence[Sample]) -> list[Sample]:
-        # An engine in another process does not show what it has sampled so far.
-        engine = runner.engine
-        tokens_since = engine.tokens_since if isinstance(engine, EngineBase) else None
-        return self._handover.give(runner, turns, tokens_since)
+        return self._handover.give(runner, turns, shown_tokens(runner.engine))
 
     def drop(self, runner: Runner) -> None:
         self._handover.drop(runner)

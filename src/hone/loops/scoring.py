@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.tree import EvaluateConfig, EvaluateDataConfig, GenerateConfig, RLConfig
-from hone.models.load import load_config, load_end_ids
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.models.settings import ModelConfig
-from hone.models.support import context_length
-from hone.models.tokenizer import decoder
 from hone.rewards.scorer import Scorer
 from hone.rewards.settings import RewardConfig
 from hone.rollout.runner import SampleScorer
@@ -50,32 +47,19 @@ def scoring(
             yield Scoring(scorer, scorer)
         return
     # Imported only here: with it come the packages of the server.
-    from hone.door.calls import calls_reader
-    from hone.door.door import Door, ServedModel
+    from hone.door.door import Door
     from hone.door.handover import Handover
     from hone.door.harness import HarnessScorer
-    from hone.door.prompts import Prompts
     from hone.door.server import DoorServer
     from hone.door.settings import DoorConfig
+    from hone.loops.served import serve_model
 
-    config, end_ids = load_config(model), load_end_ids(model, tokenizer)
-    decode = decoder(tokenizer, end_ids)
-    longest = context_length(config)
-    read_calls, unread = calls_reader(str(tokenizer.chat_template or ""))
-    served = ServedModel(
-        name=model.path,
-        decode=decode,
-        token_text=lambda token: str(tokenizer.decode([token])),
-        defaults=SamplingParams(max_tokens=limit),
-        read_calls=read_calls,
-        unread_calls=unread,
-    )
-    prompts = Prompts(
+    served, prompts = serve_model(
+        model,
         tokenizer,
-        EvaluateDataConfig(),
-        vocab_size=config.vocab_size,
-        max_model_len=min(max_model_len or longest, longest),
-        end_ids=end_ids,
+        name=model.path,
+        defaults=SamplingParams(max_tokens=limit),
+        max_model_len=max_model_len,
     )
     # Those of an evaluation come to those of training, which rest; each may ask several at once.
     num_sessions = 2 * cfg.env.concurrency

@@ -11,22 +11,18 @@ from contextlib import ExitStack
 
 import torch
 
-from hone.config.tree import EvaluateDataConfig, ServeConfig
+from hone.config.tree import ServeConfig
 from hone.distributed.processes import processes
-from hone.door.calls import calls_reader
-from hone.door.door import Door, ServedModel
-from hone.door.handover import Handover
-from hone.door.prompts import Prompts
+from hone.door.door import Door
+from hone.door.handover import Handover, shown_tokens
 from hone.door.security import Keys, is_loopback, read_key
 from hone.door.server import DoorServer
-from hone.engine.base import EngineBase
 from hone.errors import UserError
 from hone.loops.launch import choose_device
 from hone.loops.sampling import join_hosts, load_alone, plan_sampling
+from hone.loops.served import serve_model
 from hone.loops.workers import local_pools
-from hone.models.load import load_config, load_end_ids
-from hone.models.support import context_length
-from hone.models.tokenizer import decoder, load_tokenizer
+from hone.models.tokenizer import load_tokenizer
 from hone.rollout.episodes import Episodes
 from hone.rollout.requests import sampling_params
 from hone.rollout.runner import Runner
@@ -55,32 +51,20 @@ def run_serving(
     with join_hosts(cfg, num_devices, "serve") as host, ExitStack() as stack:
         plan = plan_sampling(cfg, host)
         served = plan.roles["engine"].model
-        config, tokenizer = load_config(served), load_tokenizer(served)
-        end_ids = load_end_ids(served, tokenizer)
-        decode = decoder(tokenizer, end_ids)
-        longest = min(cfg.serve.max_model_len or context_length(config), context_length(config))
-        prompts = Prompts(
+        tokenizer = load_tokenizer(served)
+        model, prompts = serve_model(
+            served,
             tokenizer,
-            EvaluateDataConfig(),
-            vocab_size=config.vocab_size,
-            max_model_len=longest,
-            end_ids=end_ids,
-        )
-        read_calls, unread = calls_reader(str(tokenizer.chat_template or ""))
-        model = ServedModel(
             name=cfg.serve.model_name or served.path,
-            decode=decode,
-            token_text=lambda token: str(tokenizer.decode([token])),
             defaults=sampling_params(cfg.generation, cfg.generation.stop),
-            read_calls=read_calls,
-            unread_calls=unread,
+            max_model_len=cfg.serve.max_model_len,
         )
         engine: SamplingEngine
         if num_devices > 1:
             engine = stack.enter_context(local_pools(plan, num_devices)).engines
         else:
             engine = load_alone(plan, choose_device(cfg.run), tokenizer)
-        episodes = Episodes(decode=decode, run_seed=cfg.run.seed, purpose="serve")
+        episodes = Episodes(decode=model.decode, run_seed=cfg.run.seed, purpose="serve")
         handover = Handover(max_requests=cfg.serve.max_requests)
         server = stack.enter_context(
             DoorServer(Door(model, prompts, handover, cfg.serve, keys=keys))
@@ -92,6 +76,4 @@ def run_serving(
                 cfg.serve.host,
             )
         on_start(server, keys)
-        # An engine in another process does not show what it has sampled so far.
-        tokens_since = engine.tokens_since if isinstance(engine, EngineBase) else None
-        handover.serve(Runner(engine, None, episodes), tokens_since)
+        handover.serve(Runner(engine, None, episodes), shown_tokens(engine))

@@ -16,6 +16,7 @@ from hone.data.arithmetic import generate, write_jsonl
 from hone.envs.tools.schema import function_schema
 from hone.models.tiny import PRINTABLE, make_char_tokenizer, make_tiny_model
 from hone.recipes.calculator import multiply
+from hone.recipes.policy import make_policy
 from hone.recipes.search_inputs import make_search
 from hone.recipes.turns import CHAT_TEMPLATE, said
 
@@ -54,18 +55,7 @@ def make_calculator(folder: Path, seed: int) -> None:
     one calls the tool, the other always guesses the same."""
     tokenizer = make_char_tokenizer(PRINTABLE)  # also for what the policy is answered where it errs
     tokenizer.chat_template = CHAT_TEMPLATE
-    make_tiny_model(
-        folder / "model",
-        tokenizer=tokenizer,
-        num_layers=2,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        intermediate_size=192,
-        max_position_embeddings=128,
-        seed=seed,
-    )
+    make_policy(folder / "model", tokenizer, seed)
     products = generate(NUM_PRODUCTS + NUM_HELD_OUT, seed, low=10, high=99, ops="*")
     train, held_out = products[NUM_HELD_OUT:], products[:NUM_HELD_OUT]
     for name, rows in (("train", train), ("eval", held_out)):
@@ -97,18 +87,8 @@ def make_shell(folder: Path, seed: int) -> None:
     """Write a model, products whose value a command is to write into the file `a`, and
     demonstrations of two teachers: one lets the shell compute, the other always writes the same
     number."""
-    make_tiny_model(
-        folder / "model",
-        tokenizer=make_char_tokenizer(PRINTABLE),  # what commands write, error messages too
-        num_layers=2,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        intermediate_size=192,
-        max_position_embeddings=128,
-        seed=seed,
-    )
+    tokenizer = make_char_tokenizer(PRINTABLE)  # what commands write, error messages too
+    make_policy(folder / "model", tokenizer, seed)
     products = generate(NUM_PRODUCTS + NUM_ASKED, seed, low=10, high=99, ops="*")
     train, held_out = products[NUM_ASKED:], products[:NUM_ASKED]
     for name, rows in (("train", train), ("eval", held_out)):

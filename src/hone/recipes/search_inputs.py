@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from hone.data.arithmetic import write_jsonl
 from hone.envs.tools.schema import function_schema
-from hone.models.tiny import PRINTABLE, make_char_tokenizer, make_tiny_model
+from hone.models.tiny import PRINTABLE, make_char_tokenizer
+from hone.recipes.policy import make_policy
 from hone.recipes.search import Documents
 from hone.recipes.turns import CHAT_TEMPLATE, said
 
@@ -63,18 +64,7 @@ def make_search(folder: Path, seed: int) -> None:
     write_jsonl(folder / "demonstrations.jsonl", demonstrations(world, train, tools, seed))
     tokenizer = make_char_tokenizer(PRINTABLE, WORDS)
     tokenizer.chat_template = CHAT_TEMPLATE
-    make_tiny_model(
-        folder / "model",
-        tokenizer=tokenizer,
-        num_layers=2,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        intermediate_size=192,
-        max_position_embeddings=128,
-        seed=seed,
-    )
+    make_policy(folder / "model", tokenizer, seed)
 
 
 def invent(seed: int) -> World:
