@@ -29,9 +29,11 @@ __all__ = [
     "TEXT_ONLY",
     "Content",
     "ContentKey",
+    "ContentPiece",
     "InputSpec",
     "ModelInput",
     "PositionRule",
+    "content_pieces",
     "prompt_digest",
     "same_until",
 ]
@@ -136,6 +138,9 @@ class InputSpec:
     """Kinds of contents."""
     positions: PositionRule | None = None
     """Positions for the rotary embedding; None: the index in the sequence."""
+    attends_within: bool = False
+    """Whether the tokens of a content attend to each other in both directions (Gemma 3). To the
+    tokens of other contents and of text attention is causal."""
 
     def refusal(self, model_input: ModelInput, num_tokens: int) -> str:
         """Why a sequence of `num_tokens` tokens with this input cannot be computed, as a predicate
@@ -156,6 +161,38 @@ class InputSpec:
                 "tokens; its ids need one placeholder for each token of the content"
             )
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPiece:
+    """The tokens of a content that one pass computes."""
+
+    hash: str
+    offset: int
+    """First of its features."""
+    size: int
+    place: int
+    """Index in the pass of its first token."""
+
+
+def content_pieces(
+    inputs: Sequence[ModelInput], starts: Sequence[int], sizes: Sequence[int]
+) -> list[ContentPiece]:
+    """The pieces of contents among slices of sequences laid end to end, in the order of their
+    tokens. Slice s has `sizes[s]` tokens of sequence s from its token `starts[s]` on."""
+    pieces: list[ContentPiece] = []
+    place = 0
+    for each, start, size in zip(inputs, starts, sizes, strict=True):
+        for content in each.contents:
+            begin, end = max(content.start, start), min(content.stop, start + size)
+            if begin < end:
+                pieces.append(
+                    ContentPiece(
+                        content.hash, begin - content.start, end - begin, place + begin - start
+                    )
+                )
+        place += size
+    return pieces
 
 
 TEXT_ONLY = InputSpec()

@@ -29,7 +29,7 @@ from operator import attrgetter
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsIndex
 
-from hone.model_input import TEXT, ModelInput
+from hone.model_input import TEXT, ContentPiece, ModelInput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -604,6 +604,8 @@ class MicroBatch:
     position_ids: Tensor  # [T] int64, within the sequence; [A, T] where the model has several axes
     cu_seqlens: Tensor  # [S + 1] int32, borders of sequences
     max_seqlen: int
+    contents: tuple[ContentPiece, ...] = ()
+    """The parts of images and other contents among the packed tokens."""
     keys: PackedKeys | None = None
     predict_index: Tensor  # [N] int64 into [T]
     labels: Tensor  # [N] int64

@@ -48,6 +48,7 @@ class ContentFeatures:
 
     index: Tensor  # [C] int64 into [T]
     features: Tensor  # [C, D], in place of the embeddings of these tokens
+    deepstack: Tensor | None = None  # [K, C, D], added to the output of the first K layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,9 @@ from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
 from hone.engine.settings import BLOCK_SIZE, EngineConfig
 from hone.errors import UserError
-from hone.families.registry import spec_of
+from hone.families.vision.registry import inputs_of
 from hone.models.failed_pass import free_failed_pass
+from hone.models.features import features_of
 from hone.models.generation import generation_model
 from hone.models.int8_rows import is_packed, pack_rows
 from hone.models.manifest import export_weights
@@ -99,7 +100,7 @@ class EmbeddedEngine(EngineBase):
             tokenizer=tokenizer,
             max_model_len=max_model_len,
             tensor_parallel=tp,
-            inputs=spec_of(model.config.model_type).inputs,
+            inputs=inputs_of(model.config),
         )
         if exact and (cfg.kv_cache_dtype == "fp8" or tp.size > 1):
             raise ValueError(
@@ -138,6 +139,7 @@ class EmbeddedEngine(EngineBase):
             max_model_len=self.max_model_len,
             cuda_graphs=not cfg.enforce_eager,
             rule=self._inputs.positions,
+            features=features_of(model),
         )
         activations = 0
         if model.device.type == "cuda" and cfg.kv_cache_gib is None:

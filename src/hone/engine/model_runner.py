@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.attention import PagedContext
+from hone.attention.context import ContentFeatures
 from hone.engine.decode_step import DecodeStep, pack
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import sample
@@ -24,7 +25,8 @@ from hone.engine.sampling_table import SamplingTable
 from hone.engine.scheduler import Chunk, Plan
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, upload
-from hone.model_input import TEXT, ModelInput
+from hone.model_input import TEXT, ModelInput, content_pieces
+from hone.models.features import FeatureSource
 from hone.models.generation import GenerationModel
 from hone.positions import PositionRule, packed_positions
 
@@ -79,9 +81,10 @@ class ModelRunner:
         max_model_len: int,
         cuda_graphs: bool = True,
         rule: PositionRule | None = None,
+        features: FeatureSource | None = None,
     ) -> None:
         """`cuda_graphs` replays decode steps from graphs where the device is CUDA. `rule` numbers
-        tokens for the rotary embedding; None: by their index."""
+        tokens for the rotary embedding; None: by their index. `features` gives those of images."""
         self.model = model
         self.cache = cache
         self.device = cache.device
@@ -96,6 +99,7 @@ class ModelRunner:
             rule=rule,
         )
         self._rule = rule
+        self._features = features
         self._sampling = SamplingTable(self.max_num_seqs, vocab_size=vocab_size, device=self.device)
         use_graphs = cuda_graphs and self.device.type == "cuda"
         self._graphs: DecodeGraphs | None = None
@@ -251,7 +255,16 @@ class ModelRunner:
             query_lens=tuple(sizes_B.tolist()),
             key_lens=tuple(ends.tolist()),
             routes=self.cache.routes,
+            contents=self._contents(inputs_B, starts_B, sizes_B),
         )
         return self.model.hidden_states(
             ids, numbers[2] if self._rule is None else numbers[2:], context
         )
+
+    def _contents(
+        self, inputs_B: list[ModelInput], starts_B: NDArray[np.int64], sizes_B: NDArray[np.int64]
+    ) -> ContentFeatures | None:
+        """The features of the content tokens of chunks; None without any."""
+        if self._features is None or not any(each.contents for each in inputs_B):
+            return None
+        return self._features.gather(content_pieces(inputs_B, starts_B.tolist(), sizes_B.tolist()))

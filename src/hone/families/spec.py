@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hone.model_input import TEXT_ONLY, InputSpec
-
 __all__ = [
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
@@ -228,8 +226,6 @@ class ModelSpec:
     """Split of a layer's modules, by name in the layer. None: cannot be divided among devices.
     Embedding, head and final norm are treated alike in all families. Engines divide every family
     with a plan, training those without experts."""
-    inputs: InputSpec = TEXT_ONLY
-    """Inputs of a sequence in addition to ids, and how their tokens are numbered."""
     lora_targets: tuple[str, ...] = PROJECTIONS
     """Modules of a layer that can have adapters."""
     gives_values: bool = True

@@ -2,30 +2,49 @@
 
 Trainer and engine give the forward of a family that takes contents a hook:
 
-    ids ─► embeddings ─► rows `index` become `features` ─► layers
+    ids ─► embeddings ─► rows `index` become `features` ─► layers, to whose output the first K add
+                                                           `deepstack`
 
 A text model has no hook: its forward embeds as transformers does, and neither graphs nor compiled
-layers know of contents. The hook runs before the layers, outside of what is compiled.
+layers know of contents. The hook runs before the layers, outside of what is compiled, and so does
+what is added between them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hone.families.registry import spec_of
+from hone.families.vision.registry import inputs_of
 
-__all__ = ["follow_contents"]
+__all__ = ["add_deepstack", "embed_contents", "follow_contents"]
 
 
 def follow_contents(model: PreTrainedModel) -> None:
     """Make the forward of `model` read features of contents from its context, in place, if its
     family takes contents. Idempotent."""
     base: Any = model.base_model
-    takes_contents = bool(spec_of(model.config.model_type).inputs.kinds)
-    if takes_contents and _embed not in base._forward_pre_hooks.values():
+    if inputs_of(model.config).kinds and _embed not in base._forward_pre_hooks.values():
         base.register_forward_pre_hook(_embed, with_kwargs=True)
+        if hasattr(base, "_deepstack_process"):
+            # transformers' own looks for the tokens by a mask, which waits for the device.
+            base._deepstack_process = _add_rows
+
+
+def embed_contents(embeddings_TD: Tensor, index_C: Tensor, features_CD: Tensor) -> Tensor:
+    """Embeddings with the features of contents in the rows `index_C`."""
+    return embeddings_TD.index_copy(0, index_C, features_CD.to(embeddings_TD.dtype))
+
+
+def add_deepstack(hidden_TD: Tensor, index_C: Tensor, features_CD: Tensor) -> Tensor:
+    """Hidden states with the features of one layer added to the rows `index_C`."""
+    return hidden_TD.index_add(0, index_C, features_CD.to(hidden_TD.dtype))
+
+
+def _add_rows(hidden_1TD: Tensor, index_C: Tensor, features_CD: Tensor) -> Tensor:
+    return add_deepstack(hidden_1TD[0], index_C, features_CD)[None]
 
 
 def _embed(
@@ -35,9 +54,11 @@ def _embed(
     contents = kwargs["attention_context"].contents
     if contents is None or "input_ids" not in kwargs:  # later pipeline stages have no ids
         return None
-    ids_1T = kwargs["input_ids"]
-    embeddings_TD = base.embed_tokens(ids_1T)[0]
-    features_CD = contents.features.to(embeddings_TD.dtype)
-    embeddings_TD = embeddings_TD.index_copy(0, contents.index, features_CD)
+    embeddings_TD = base.embed_tokens(kwargs["input_ids"])[0]
+    embeddings_TD = embed_contents(embeddings_TD, contents.index, contents.features)
     rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
-    return args, rest | {"inputs_embeds": embeddings_TD[None]}
+    rest |= {"inputs_embeds": embeddings_TD[None]}
+    if contents.deepstack is not None:
+        rest["visual_pos_masks"] = contents.index
+        rest["deepstack_visual_embeds"] = [*contents.deepstack]
+    return args, rest

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.families.registry import spec_of
+from hone.families.vision.registry import inputs_of
 from hone.model_input import TEXT_ONLY
 from hone.models.int8_rows import is_packed
 from hone.models.layer_ops import Heads, LayerOps, Mlp, Projection
@@ -46,7 +47,7 @@ def is_fusible(model: PreTrainedModel) -> bool:
     if spec.decode is None or model.config.hidden_act != "silu":
         return False
     # Fused layers have no hook for contents and one position per token.
-    if spec.inputs != TEXT_ONLY:
+    if inputs_of(model.config) != TEXT_ONLY:
         return False
     head_norms = spec.has_head_norms(model.config.to_dict())
     always = set(spec.decode.classes(head_norms=head_norms).items())

@@ -27,6 +27,7 @@ from hone.attention.backends import choose_packed_backend
 from hone.errors import UserError
 from hone.families.config_values import impossible_values
 from hone.families.registry import SPECS
+from hone.families.vision.registry import VISION, VISION_FIELD
 from hone.hub import locate_model
 from hone.models import settings as model_config
 from hone.models.deferred import Weight, WeightSource, defer, take_source
@@ -95,14 +96,12 @@ def load_model(
     tp.check_divides(config)
     if cfg.init == "pretrained":
         _require_predicts(config, cfg)
-        model = tp.shard_model(
-            _from_files(AutoModelForCausalLM, _place(cfg), config, _options(cfg, device))
-        )
+        model = tp.shard_model(_whole_from_files(cfg, config, device))
         if packs_rows:
             pack_layers(model, tp.device)
         # The override in transformers has no usable type.
         nn.Module.to(model, "cpu" if on_host else device)
-        return model.eval()
+        return _with_features(model.eval(), cfg, device, seed)
     model = _skeleton(cfg, device)
     if packs_rows:
         pack_layers(model)
@@ -115,7 +114,44 @@ def load_model(
         tensors[weight.name] = own.to("cpu" if on_host else device)
 
     _DrawnWeights(config, _options(cfg, device), seed).give(take, device=device)
-    return _filled(model, tensors, tp)
+    return _with_features(_filled(model, tensors, tp), cfg, device, seed)
+
+
+def _whole_from_files(
+    cfg: ModelConfig, config: PreTrainedConfig, device: torch.device
+) -> PreTrainedModel:
+    """The language model of `cfg` on the host, as transformers loads it."""
+    if not hasattr(config, VISION_FIELD):
+        return _from_files(AutoModelForCausalLM, _place(cfg), config, _options(cfg, device))
+    from hone.models.vision import decoder_of, whole_class, whole_options
+
+    whole_config = _parsed(cfg)
+    options = whole_options(_options(cfg, device))
+    whole = _from_files(whole_class(whole_config), _place(cfg), whole_config, options)
+    with torch.device("meta"):
+        decoder = AutoModelForCausalLM.from_config(config, **_options(cfg, device))
+    decoder.generation_config = whole.generation_config
+    return decoder_of(whole, decoder)
+
+
+def _with_features(
+    model: PreTrainedModel, cfg: ModelConfig, device: torch.device, seed: int
+) -> PreTrainedModel:
+    """The decoder of a vision-language model with its tower on `device`; a text model as it is."""
+    if not hasattr(model.config, VISION_FIELD):
+        return model
+    from hone.images.store import STORE
+    from hone.models.features import FeatureSource, attach_features
+    from hone.models.vision import draw_tower, tower_of
+
+    whole_config, dtype = _parsed(cfg), compute_dtype(cfg, device)
+    if cfg.init == "random":
+        tower = draw_tower(whole_config, seed=seed, dtype=dtype, device=device)
+    else:
+        tower = tower_of(_place(cfg), whole_config, dtype=dtype, device=device)
+    max_bytes = int(cfg.image_cache_gib * 2**30)
+    attach_features(model, FeatureSource(tower, STORE.pixels, max_bytes=max_bytes))
+    return model
 
 
 def load_value_model(
@@ -244,7 +280,12 @@ def _config(cfg: ModelConfig) -> PreTrainedConfig:
         held, _ = PreTrainedConfig.get_config_dict(_place(cfg))
         problem = next(impossible_values(held), None)
         if problem is None:
-            return AutoConfig.from_pretrained(_place(cfg), trust_remote_code=cfg.trust_remote_code)
+            config = _parsed(cfg)
+            if config.model_type not in VISION:
+                return config
+            from hone.models.vision import text_config_of
+
+            return text_config_of(config)
     except OSError as error:
         raise FileNotFoundError(
             f"model.path={cfg.path!r} holds no usable config.json: {error}"
@@ -252,6 +293,11 @@ def _config(cfg: ModelConfig) -> PreTrainedConfig:
     except ValueError as error:
         raise UserError(f"model.path={cfg.path!r} is of no known family: {error}") from error
     raise UserError(f"the config.json of model.path={cfg.path!r} {problem}; correct it there")
+
+
+def _parsed(cfg: ModelConfig) -> PreTrainedConfig:
+    """The `config.json` of `cfg.path`, that of the whole model where it has several parts."""
+    return AutoConfig.from_pretrained(_place(cfg), trust_remote_code=cfg.trust_remote_code)
 
 
 def _generation_config(cfg: ModelConfig) -> GenerationConfig | None:

@@ -59,6 +59,10 @@ class ModelConfig(Section):
     small models and batches up to a third), scoring too, training as long as before;
     `trainer.compile` then compiles the head alone."""
 
+    image_cache_gib: float = Field(1.0, ge=0)
+    """Device memory, in GiB, for features of images that are kept between passes; each process that
+    computes with the model has as much. What has no room is encoded again by the model's tower."""
+
     trust_remote_code: bool = False
     """Run Python code that comes with the model or its tokenizer."""
 

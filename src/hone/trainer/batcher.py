@@ -16,7 +16,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from hone.distributed.mesh import Mesh
-from hone.families.registry import spec_of
+from hone.families.vision.registry import inputs_of
 from hone.model_input import TEXT_ONLY, InputSpec
 from hone.models.support import head_dim_of
 from hone.trainer.collating import collate, empty_batch
@@ -78,7 +78,7 @@ class Batcher:
             micro_batch_size=cfg.micro_batch_size,
             cost=_attention_cost(model),
             shares_prefixes=not exact,
-            inputs=spec_of(model.config.model_type).inputs,
+            inputs=inputs_of(model.config),
             shuffle=is_rollout,
             num_epochs=cfg.num_epochs if is_rollout else 1,
             groups_per_step=cfg.prompts_per_minibatch if is_rollout else None,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.model_input import TEXT_ONLY, InputSpec
+from hone.model_input import TEXT_ONLY, InputSpec, content_pieces
 from hone.positions import packed_positions
 from hone.trainer.packing import units_of
 from hone.trainer.prefixes import left_out, sharers_of
@@ -121,6 +121,7 @@ def collate(
         position_ids=send(positions.take(packed, axis=-1)),
         cu_seqlens=send(own_borders.astype(np.int32)),
         max_seqlen=max(own_lengths),
+        contents=tuple(content_pieces([row.model_input for row in rows], absent, own_lengths)),
         keys=_keys(places, borders, lengths, send) if any(absent) else None,
         predict_index=send(places[trained - 1]),
         labels=send(token_ids[trained]),

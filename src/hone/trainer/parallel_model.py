@@ -29,6 +29,7 @@ from hone.models.decoder import (
     hidden_states,
     layer_groups,
 )
+from hone.models.features import require_features
 from hone.models.heads import token_values
 from hone.observe.metrics import Mean, Metrics, Sum, merge
 from hone.trainer.collating import on_device, to_device
@@ -209,6 +210,8 @@ class ParallelModel:
     def _forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
         """`forward` with gathered weights."""
         share = self._share(batch)
+        if batch.contents:
+            share.context.contents = require_features(self.module).gather(batch.contents)
         hidden_TD = self._backbone(share.input_ids, share.position_ids, share.context)
         return self._of_tokens(hidden_TD, share, batch, outputs)
 

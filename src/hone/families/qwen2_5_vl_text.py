@@ -1,0 +1,11 @@
+"""The decoder of Qwen2.5-VL: Qwen2 with positions of three axes."""
+
+from hone.families.qwen2 import slides
+from hone.families.spec import DENSE_TENSOR_PLAN, ModelSpec
+
+SPEC = ModelSpec(
+    model_type="qwen2_5_vl_text",
+    qkv_bias=True,
+    slides=slides,
+    tensor_plan=DENSE_TENSOR_PLAN,
+)

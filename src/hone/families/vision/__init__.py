@@ -1,0 +1,1 @@
+"""Vision-language families: one file each, without torch."""

@@ -1,0 +1,1 @@
+"""Images: read, turned into pixels by processes of their own, kept by hash. Without torch."""

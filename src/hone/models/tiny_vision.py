@@ -1,0 +1,212 @@
+"""Small vision-language models and their files, created on demand (see `hone.models.tiny`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from hone.models.tiny import PRINTABLE, make_char_tokenizer
+from hone.models.vision import whole_class
+
+__all__ = ["IMAGE_WORDS", "make_tiny_vision_model", "make_vision_tokenizer"]
+
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE_WORDS = {
+    "qwen2_5_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n\n"),
+    "smolvlm": (
+        "<fake_token_around_image>",
+        "<image>",
+        "<global-img>",
+        *(f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)),
+    ),
+}
+"""Special tokens that stand around and for images, by family."""
+_MARKS = {
+    "qwen2_5_vl": _QWEN_IMAGE,
+    "qwen3_vl": _QWEN_IMAGE,
+    "gemma3": "<start_of_image>",
+    "smolvlm": "<image>",
+}
+_TEMPLATE = (
+    "{%% for message in messages %%}<|im_start|>{%% if message['content'] is string %%}"
+    "{{ message['content'] }}{%% else %%}{%% for part in message['content'] %%}"
+    "{%% if part['type'] == 'image' %%}%s{%% else %%}{{ part['text'] }}{%% endif %%}"
+    "{%% endfor %%}{%% endif %%}<|im_end|>{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>{%% endif %%}"
+)
+
+
+def make_vision_tokenizer(family: str, alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
+    """Tokenizer with one token a character, and one for each of the family's marks, with a chat
+    template that writes images."""
+    tokenizer = make_char_tokenizer(alphabet, IMAGE_WORDS[family])
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", *IMAGE_WORDS[family]]}
+    )
+    tokenizer.chat_template = _TEMPLATE % _MARKS[family]
+    return tokenizer
+
+
+def make_tiny_vision_model(
+    folder: Path | str,
+    *,
+    family: str,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    hidden_size: int = 64,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate_size: int = 96,
+    max_position_embeddings: int = 2048,
+    tie_word_embeddings: bool = True,
+    tower_layers: int = 2,
+    seed: int = 0,
+    weights: bool = True,
+) -> Path:
+    """Write a Hugging Face folder of a vision-language family: config, float32 weights drawn from
+    `seed`, tokenizer, image processor's settings. Images have at least 4 tokens: Qwen's patches
+    have 14 and 16 pixels, tiles of Gemma 3 and SmolVLM 32 x 32 pixels and 16 tokens. Returns the
+    folder.
+    """
+    folder = Path(folder)
+    tokenizer = tokenizer or make_vision_tokenizer(family)
+    ids = tokenizer.get_vocab()
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate_size,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": tie_word_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    fields, processor = _fields(family, text, ids, tower_layers)
+    config = AutoConfig.for_model(
+        family,
+        text_config=text,
+        tie_word_embeddings=tie_word_embeddings,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        **fields,
+    )
+    kind = whole_class(config)
+    config.architectures = [kind.__name__]
+    if weights:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = kind._from_config(config, dtype=torch.float32)  # pyright: ignore[reportPrivateUsage]
+            if family == "gemma3":  # which transformers leaves at zero
+                torch.nn.init.normal_(
+                    model.model.multi_modal_projector.mm_input_projection_weight, std=0.2
+                )
+        model.save_pretrained(folder)
+    else:
+        config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+    return folder
+
+
+def _fields(
+    family: str, text: dict[str, Any], ids: dict[str, int], tower_layers: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of the whole model's config besides its text, and settings of its image processor.
+    Adds what the family's text config needs to `text`."""
+    half = text["head_dim"] // 2
+    if family in ("qwen2_5_vl", "qwen3_vl"):
+        third = half // 4
+        section = [half - 2 * third, third, third]
+        text["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": section,
+        }
+        vision: dict[str, Any] = {
+            "depth": tower_layers,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": text["hidden_size"],
+        }
+        if family == "qwen3_vl":
+            text["rope_parameters"]["mrope_interleaved"] = True
+            vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+        else:
+            vision |= {"fullatt_block_indexes": [tower_layers - 1], "window_size": 56}
+            del text["head_dim"]
+            text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+        fields = {
+            "vision_config": vision,
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": len(ids) + 1,
+            "vision_start_token_id": ids["<|vision_start|>"],
+            "vision_end_token_id": ids["<|vision_end|>"],
+        }
+        patch = 16 if family == "qwen3_vl" else 14
+        processor = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": patch,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {
+                "shortest_edge": 4 * (2 * patch) ** 2,
+                "longest_edge": 64 * (2 * patch) ** 2,
+            },
+        }
+        if family == "qwen3_vl":
+            processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        return fields, processor
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": tower_layers,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 4,
+    }
+    if family == "gemma3":
+        text |= {"sliding_window": 24, "query_pre_attn_scalar": text["head_dim"]}
+        text["layer_types"] = [
+            "full_attention" if layer % 2 else "sliding_attention"
+            for layer in range(text["num_hidden_layers"])
+        ]
+        fields = {
+            "vision_config": {
+                **vision,
+                "model_type": "siglip_vision_model",
+                "vision_use_head": False,
+            },
+            "image_token_index": ids["<image_soft_token>"],
+            "boi_token_index": ids["<start_of_image>"],
+            "eoi_token_index": ids["<end_of_image>"],
+            "mm_tokens_per_image": 16,
+        }
+        return fields, {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 32, "width": 32},
+        }
+    assert family == "smolvlm", family
+    text["model_type"] = "llama"
+    fields = {
+        "vision_config": vision,
+        "image_token_id": ids["<image>"],
+        "scale_factor": 2,
+    }
+    return fields, {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "size": {"longest_edge": 128},
+        "max_image_size": {"longest_edge": 32},
+    }
