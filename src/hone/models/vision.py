@@ -1,8 +1,8 @@
 """Loads the two parts of a vision-language model: its decoder, and its tower.
 
-A checkpoint holds both under the names of the whole model of transformers. The decoder is loaded as
-a text model by `hone.models.load`; this module gives it the whole model's files, and loads the tower
-alone. Whatever transformers converts in older checkpoints it converts here too: each part is the
+A checkpoint holds both under the names of the whole model of transformers. The decoder is loaded
+as a text model by `hone.models.load`; this module gives it the whole model's files, and loads the
+tower alone. Whatever transformers converts in older checkpoints it converts here too: each part is the
 whole class without the other part's modules.
 """
 
@@ -21,26 +21,23 @@ from hone.models.towers import TOWERS, Tower
 __all__ = [
     "decoder_of",
     "draw_tower",
-    "is_vision",
     "language_model_of",
     "text_config_of",
     "tower_of",
+    "whole_class",
+    "whole_options",
 ]
 
 VISION_ATTENTION = "sdpa"
 """Attention of towers, which is transformers' own."""
 
 
-def is_vision(config: PreTrainedConfig) -> bool:
-    """Whether this is the configuration of a whole vision-language model that hone serves."""
-    return config.model_type in VISION
-
-
 def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
     """The decoder's configuration, with the fields that the whole model has outside of it, and the
     name of the whole model's family."""
-    from hone.models import vision_decoders  # noqa: F401  registers the decoders
+    from hone.models.vision_decoders import register_decoders
 
+    register_decoders()
     text = whole.get_text_config()
     text.tie_word_embeddings = whole.tie_word_embeddings
     setattr(text, VISION_FIELD, whole.model_type)
@@ -103,13 +100,14 @@ def tower_of(
     place: str, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device
 ) -> Tower:
     """The tower of a checkpoint."""
-    whole, info = tower_class(config).from_pretrained(
+    loaded: Any = tower_class(config).from_pretrained(
         place,
         config=config,
         dtype=dtype,
         attn_implementation=VISION_ATTENTION,
         output_loading_info=True,
     )
+    whole, info = loaded
     if info["missing_keys"]:
         from hone.models.weight_files import lacking
 

@@ -1,19 +1,18 @@
 """Decoders of vision-language families that transformers has only inside of the whole model.
 
-Importing this module makes `AutoModelForCausalLM` and `AutoModelForSequenceClassification` build
-them from the decoder's part of a configuration.
+With `register_decoders`, `AutoModelForCausalLM` and `AutoModelForSequenceClassification` build them
+from the decoder's part of a configuration.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationMixin,
-    PreTrainedConfig,
     Qwen2_5_VLTextConfig,
     Qwen3VLTextConfig,
 )
@@ -21,16 +20,16 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
 
-__all__ = ["Qwen3VLDecoder", "Qwen25VLDecoder"]
+__all__ = ["Qwen3VLDecoder", "Qwen25VLDecoder", "register_decoders"]
 
 
 class Qwen25VLDecoder(qwen2_5.Qwen2_5_VLPreTrainedModel, GenerationMixin):
     """The language model of a Qwen2.5-VL with its head."""
 
     config_class = Qwen2_5_VLTextConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: Qwen2_5_VLTextConfig) -> None:
         super().__init__(config)
         self.model: Any = qwen2_5.Qwen2_5_VLTextModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -41,9 +40,9 @@ class Qwen3VLDecoder(qwen3.Qwen3VLPreTrainedModel, GenerationMixin):
     """The language model of a Qwen3-VL with its head."""
 
     config_class = Qwen3VLTextConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: Qwen3VLTextConfig) -> None:
         super().__init__(config)
         self.model: Any = qwen3.Qwen3VLTextModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -62,9 +61,11 @@ class Qwen3VLValueModel(GenericForSequenceClassification, qwen3.Qwen3VLPreTraine
     config_class = Qwen3VLTextConfig
 
 
-for _config, _decoder, _value_model in (
-    (Qwen2_5_VLTextConfig, Qwen25VLDecoder, Qwen25VLValueModel),
-    (Qwen3VLTextConfig, Qwen3VLDecoder, Qwen3VLValueModel),
-):
-    AutoModelForCausalLM.register(_config, _decoder, exist_ok=True)
-    AutoModelForSequenceClassification.register(_config, _value_model, exist_ok=True)
+def register_decoders() -> None:
+    """Let transformers' auto classes build these models. Idempotent."""
+    for config, decoder, value_model in (
+        (Qwen2_5_VLTextConfig, Qwen25VLDecoder, Qwen25VLValueModel),
+        (Qwen3VLTextConfig, Qwen3VLDecoder, Qwen3VLValueModel),
+    ):
+        AutoModelForCausalLM.register(config, decoder, exist_ok=True)
+        AutoModelForSequenceClassification.register(config, value_model, exist_ok=True)
