@@ -67,6 +67,7 @@ def make_tiny_vision_model(
     max_position_embeddings: int = 2048,
     tie_word_embeddings: bool = True,
     tower_layers: int = 2,
+    initializer_range: float = 0.02,
     seed: int = 0,
     weights: bool = True,
 ) -> Path:
@@ -88,6 +89,7 @@ def make_tiny_vision_model(
         "intermediate_size": intermediate_size,
         "max_position_embeddings": max_position_embeddings,
         "tie_word_embeddings": tie_word_embeddings,
+        "initializer_range": initializer_range,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -135,6 +137,7 @@ def _fields(
             "mrope_section": section,
         }
         vision: dict[str, Any] = {
+            "initializer_range": text["initializer_range"],
             "depth": tower_layers,
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -170,6 +173,7 @@ def _fields(
             processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         return fields, processor
     vision = {
+        "initializer_range": text["initializer_range"],
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": tower_layers,
@@ -207,6 +211,6 @@ def _fields(
     }
     return fields, {
         "image_processor_type": "SmolVLMImageProcessor",
-        "size": {"longest_edge": 128},
+        "size": {"longest_edge": 64},
         "max_image_size": {"longest_edge": 32},
     }

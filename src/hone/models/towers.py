@@ -12,11 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hone.families.vision.spec import ImageSettings
@@ -83,15 +85,20 @@ class Tower(ABC):
 
     def _normal(self, tile: TilePixels) -> Tensor:
         """Pixels [3, H, W] of a tile as the processor would give them, in float32."""
-        values = torch.from_numpy(np.ascontiguousarray(tile.values))
+        values = torch.from_numpy(np.array(tile.values))  # a copy: shared memory may be read-only
         if self.device.type == "cuda":
             values = values.pin_memory().to(self.device, non_blocking=True)
-        scaled = values.permute(2, 0, 1).float() * (1 / 255)
-        mean, std = (
-            torch.tensor(three, device=self.device).view(3, 1, 1)
-            for three in (tile.settings.mean, tile.settings.std)
-        )
-        return (scaled - mean) / std
+        table = torch.from_numpy(_normal_values(tile.settings)).to(self.device)
+        return torch.stack([table[c][values[..., c].int()] for c in range(3)])
+
+
+@lru_cache
+def _normal_values(settings: ImageSettings) -> NDArray[np.float32]:
+    """What each of the 256 values of a colour becomes, [3, 256], by the operations of transformers'
+    processors, so that features have the same bits."""
+    scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
+    mean, std = (np.array(x, np.float32)[:, None] for x in (settings.mean, settings.std))
+    return (scaled - mean) / std
 
 
 def _passes(tiles: Sequence[TilePixels]) -> Iterator[list[TilePixels]]:

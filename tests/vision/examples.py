@@ -1,0 +1,180 @@
+"""Tiny vision-language models, random images, and transformers' whole model as the reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL.Image import Image, fromarray
+from torch import Tensor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from hone.families.vision.registry import VISION
+from hone.families.vision.spec import ImageSettings
+from hone.images.store import STORE, TilePixels
+from hone.model_input import TEXT, Content, ModelInput
+from hone.models.load import load_model
+from hone.models.settings import ModelConfig
+from hone.models.tiny_vision import make_tiny_vision_model
+from hone.types import Row
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+PROCESSORS: dict[str, Any] = {
+    "qwen2_5_vl": Qwen2VLImageProcessorPil,
+    "qwen3_vl": Qwen2VLImageProcessorPil,
+    "gemma3": Gemma3ImageProcessorPil,
+    "smolvlm": SmolVLMImageProcessorPil,
+}
+
+
+def picture(seed: int, width: int = 90, height: int = 70) -> Image:
+    """A random image, whose parts of 10 x 10 pixels have one colour."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (-(-height // 10), -(-width // 10), 3), dtype=np.uint8)
+    return fromarray(small.repeat(10, 0).repeat(10, 1)[:height, :width])
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    values: TilePixels
+
+    def pixels(self) -> TilePixels:
+        return self.values
+
+
+@dataclass(frozen=True)
+class Example:
+    """Ids of text and images, with the images that they show."""
+
+    ids: list[int]
+    model_input: ModelInput
+    images: tuple[Image, ...]
+
+    def with_completion(self, ids: Sequence[int]) -> Example:
+        return replace(self, ids=[*self.ids, *ids])
+
+    def row(self, name: str, completion: int = 5, group: str = "") -> Row:
+        """A row that trains its last tokens."""
+        mask = [False] * (len(self.ids) - completion) + [True] * completion
+        return Row(
+            id=name,
+            group_id=group or name,
+            token_ids=self.ids,
+            loss_mask=mask,
+            model_input=self.model_input,
+        )
+
+
+class Twin:
+    """One tiny model, loaded by hone and by transformers."""
+
+    def __init__(self, folder: Path, family: str, **options: Any) -> None:
+        self.family, self.folder = family, folder
+        make_tiny_vision_model(folder, family=family, initializer_range=0.15, **options)
+        self.cfg = ModelConfig(path=str(folder))
+        self.spec: Any = VISION[family]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    @cached_property
+    def settings(self) -> ImageSettings:
+        config, processor = (
+            json.loads((self.folder / name).read_text())
+            for name in ("config.json", "preprocessor_config.json")
+        )
+        vocabulary = self.tokenizer.get_vocab()
+        return self.spec.settings(config, processor, max_tokens=None, tokens=vocabulary)
+
+    @cached_property
+    def whole(self) -> Any:
+        """transformers' model, frozen."""
+        whole = AutoModelForImageTextToText.from_pretrained(self.folder, attn_implementation="sdpa")
+        return whole.eval()
+
+    def load(self) -> PreTrainedModel:
+        """hone's decoder with its features."""
+        return load_model(self.cfg, device="cpu")
+
+    def sequence(self, *parts: str | Image) -> Example:
+        """The ids of texts and images, expanded as slowly as can be: a part at a time."""
+        text = "".join(
+            part
+            if isinstance(part, str)
+            else self.settings.bare.replace(
+                self.settings.mark, self.spec.layout(self.settings, part.height, part.width).text
+            )
+            for part in parts
+        )
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        images = tuple(part for part in parts if not isinstance(part, str))
+        contents: list[Content] = []
+        start = 0
+        for image in images:
+            layout = self.spec.layout(self.settings, image.height, image.width)
+            pixels = self.spec.tiles(self.settings, image, layout)
+            for tile, values in zip(layout.tiles, pixels, strict=True):
+                start = ids.index(self.settings.placeholder_id, start)
+                name = f"{self.family}:{hash((image.tobytes(), values.tobytes()))}"
+                content = Content(
+                    kind="image",
+                    hash=name,
+                    start=start,
+                    num_tokens=tile.num_tokens,
+                    shape=tile.shape,
+                )
+                STORE.register({name: _Pixels(TilePixels(values, self.settings))})  # type: ignore[dict-item]
+                contents.append(content)
+                start = content.stop
+        return Example(ids, ModelInput(tuple(contents)) if contents else TEXT, images)
+
+    def processed(self, images: Sequence[Image]) -> dict[str, Tensor]:
+        """What transformers' image processor makes of images, as arguments of its model."""
+        if not images:
+            return {}
+        options = json.loads((self.folder / "preprocessor_config.json").read_text())
+        options.pop("image_processor_type")
+        processor = PROCESSORS[self.family](**options)
+        found = processor(list(images), return_tensors="pt")
+        names = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+        return {name: found[name] for name in names if name in found}
+
+    def kinds(self, sequence: Example) -> Tensor:
+        """1 for each token of an image, [1, T]. Not by ids: a model may sample a placeholder."""
+        kinds = torch.zeros(1, len(sequence.ids), dtype=torch.int64)
+        for content in sequence.model_input.contents:
+            kinds[0, content.start : content.stop] = 1
+        return kinds
+
+    def logits(self, sequence: Example) -> Tensor:
+        """Logits [T, V] of transformers' whole model, from pixels, for one sequence alone."""
+        options: dict[str, Tensor] = self.processed(sequence.images)
+        if self.family.startswith("qwen"):
+            options["mm_token_type_ids"] = self.kinds(sequence)
+        elif self.family == "gemma3":  # without them transformers' attention is causal
+            options["token_type_ids"] = self.kinds(sequence)
+        self.whole.model.rope_deltas = None
+        return self.whole(input_ids=torch.tensor([sequence.ids]), **options).logits[0]
+
+    def logprobs(self, sequence: Example, completion: int) -> Tensor:
+        """Log-probabilities of the last `completion` tokens. The last one may be a placeholder, of
+        which transformers would take an image's."""
+        before = replace(sequence, ids=sequence.ids[:-1])
+        predicted = self.logits(before).log_softmax(-1)[-completion:]
+        labels = torch.tensor(sequence.ids[-completion:])
+        return predicted.gather(1, labels[:, None])[:, 0]
