@@ -25,6 +25,7 @@ import torch
 from hone.distributed.channel import GroupChannel
 from hone.distributed.pool import Pending
 from hone.distributed.team import Team
+from hone.images.sending import with_pixels
 from hone.types import Completion, Engine, EngineLostError, EngineStats, Request, StopReason
 
 __all__ = ["EngineWorker", "Polled", "Receive"]
@@ -141,6 +142,8 @@ class EngineWorker:
         return _Poll(self, *args) if method == "poll" else self._queue_command(method, *args)
 
     def _queue_command(self, name: str, *args: Any) -> Future[Any]:
+        if name == "submit":  # other ranks get the command from this one
+            args = (with_pixels(args[0]),)
         command = _Command(name, args)
         with self._changed:
             if self._cause:

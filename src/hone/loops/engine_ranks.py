@@ -14,6 +14,7 @@ from hone.distributed.channel import GroupChannel
 from hone.distributed.joined import BACKSTOP_S, new_group
 from hone.distributed.mesh import Mesh
 from hone.distributed.team import Team
+from hone.images.sending import with_pixels
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout.comm import Comm, SingleProcess
 from hone.types import Completion, EngineStats, Request, SamplingEngine
@@ -86,7 +87,7 @@ class LedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Submit here now, and on the other ranks before their next step."""
-        self._team.later("submit", list(requests))
+        self._team.later("submit", with_pixels(requests))
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
         """Abort here now, and on the other ranks before their next step."""

@@ -2,8 +2,8 @@
 
 A checkpoint holds both under the names of the whole model of transformers. The decoder is loaded
 as a text model by `hone.models.load`; this module gives it the whole model's files, and loads the
-tower alone. Whatever transformers converts in older checkpoints it converts here too: each part is the
-whole class without the other part's modules.
+tower alone. Whatever transformers converts in older checkpoints it converts here too: each part is
+the whole class without the other part's modules.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from time import monotonic, sleep, time
 from typing import Any, cast
 
 from hone.distributed.pool import LOOK_S, Member, Pending, Pool, Worker, WorkersLostError
+from hone.images.sending import with_pixels
 from hone.types import Completion, EngineLostError, EngineStats, Request, StopReason
 
 __all__ = ["EnginePool"]
@@ -364,7 +365,7 @@ class EnginePool(Pool[Request, _Member]):
         return self._max_requests is None or len(member.tasks) < self._max_requests
 
     def _send(self, member: _Member, tasks: Mapping[str, Request]) -> None:
-        if (call := self._call(member, "submit", list(tasks.values()))) is not None:
+        if (call := self._call(member, "submit", with_pixels(tasks.values()))) is not None:
             member.sent.append(call)
         self._to_ask.add(member)
 

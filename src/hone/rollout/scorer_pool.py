@@ -24,6 +24,7 @@ from hone.algorithms.algorithm import Outputs
 from hone.algorithms.settings import Output
 from hone.distributed.pool import Member, Pending, Pool, Worker
 from hone.distributed.settings import RoleName
+from hone.images.sending import with_pixels
 from hone.types import EngineLostError, Row
 
 __all__ = ["ScorerPool"]
@@ -209,7 +210,8 @@ class ScorerPool(Pool[_Pass, _Member]):
 
     def _send(self, member: _Member, tasks: Mapping[str, _Pass]) -> None:
         for task_id, task in tasks.items():
-            if (call := self._call(member, "score", task.rows, task.outputs)) is not None:
+            rows = with_pixels(task.rows)
+            if (call := self._call(member, "score", rows, task.outputs)) is not None:
                 member.calls.append((task_id, call))
 
     def _on_start(self, member: _Member) -> None:

@@ -85,7 +85,7 @@ def measure_parity(rows: Sequence[Row], trainer: Trainer) -> ParityReport:
     Only tokens sampled by the current weights are compared: a carried-over sample may have older
     ones.
     """
-    chosen = [row for row in rows if _num_fresh(row)][:MAX_ROWS]
+    chosen = _chosen([row for row in rows if _num_fresh(row)])
     differences: list[torch.Tensor] = []
     for row, logprobs in zip(chosen, trainer.logprobs(chosen), strict=True):
         difference = (logprobs - row.column("logprobs/engine")).double()
@@ -101,6 +101,15 @@ def measure_parity(rows: Sequence[Row], trainer: Trainer) -> ParityReport:
         max_difference=float(difference.abs().max()),
         drift=float(tail / head) if head > 0 else 1.0,
     )
+
+
+def _chosen(rows: Sequence[Row]) -> list[Row]:
+    """The first `MAX_ROWS` rows; in place of the last, the first row with an image if no other of
+    them has one, or without an image if all of them have one."""
+    chosen = list(rows[:MAX_ROWS])
+    have_images = {bool(row.model_input) for row in chosen}
+    other = next((r for r in rows[MAX_ROWS:] if bool(r.model_input) not in have_images), None)
+    return chosen if other is None else [*chosen[:-1], other]
 
 
 def _num_fresh(row: Row) -> int:

@@ -1,0 +1,47 @@
+"""Requests and rows on their way to another process, with the pixels of their images.
+
+    worker.call("submit", with_pixels(requests))
+
+In this process the result is the list of the items. Pickled, it brings the pixels of their images,
+each once, into the store of the process that unpickles it. So a process that has read no data can
+compute whatever it is sent, and whoever computes an image need not know where it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+from hone.images.store import STORE, TilePixels
+from hone.model_input import ModelInput
+
+__all__ = ["with_pixels"]
+
+
+class HasInput(Protocol):
+    """A request, a row, or what else has inputs besides ids."""
+
+    @property
+    def model_input(self) -> ModelInput: ...
+
+
+T = TypeVar("T", bound=HasInput)
+
+
+class _WithPixels(list[T]):
+    """A list that is pickled with the pixels of its items' images."""
+
+    def __reduce__(self) -> tuple[Callable[..., list[Any]], tuple[Any, ...]]:
+        hashes = {content.hash for item in self for content in item.model_input.contents}
+        return _receive, (list(self), STORE.payload(sorted(hashes)))
+
+
+def with_pixels(items: Iterable[T]) -> list[T]:
+    """The items as a list, which brings the pixels of their images to another process."""
+    found = list(items)
+    return _WithPixels(found) if any(item.model_input.contents for item in found) else found
+
+
+def _receive(items: list[Any], pixels: dict[str, TilePixels]) -> list[Any]:
+    STORE.receive(pixels)
+    return items
