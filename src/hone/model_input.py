@@ -34,6 +34,7 @@ __all__ = [
     "ModelInput",
     "PositionRule",
     "content_pieces",
+    "pieces_within",
     "prompt_digest",
     "same_until",
 ]
@@ -193,6 +194,17 @@ def content_pieces(
                 )
         place += size
     return pieces
+
+
+def pieces_within(pieces: Sequence[ContentPiece], start: int, stop: int) -> list[ContentPiece]:
+    """The parts of pieces among the tokens `start .. stop` of their pass, placed from `start` on."""
+    found: list[ContentPiece] = []
+    for piece in pieces:
+        begin, end = max(piece.place, start), min(piece.place + piece.size, stop)
+        if begin < end:
+            offset = piece.offset + begin - piece.place
+            found.append(ContentPiece(piece.hash, offset, end - begin, begin - start))
+    return found
 
 
 TEXT_ONLY = InputSpec()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,18 @@ class Twin:
     """One tiny model, loaded by hone and by transformers."""
 
     def __init__(self, folder: Path, family: str, **options: Any) -> None:
-        self.family, self.folder = family, folder
         make_tiny_vision_model(folder, family=family, initializer_range=0.15, **options)
+        self._read(folder, family)
+
+    @classmethod
+    def at(cls, folder: Path, family: str) -> Twin:
+        """The model that another process has written to a folder."""
+        twin = cls.__new__(cls)
+        twin._read(folder, family)
+        return twin
+
+    def _read(self, folder: Path, family: str) -> None:
+        self.family, self.folder = family, folder
         self.cfg = ModelConfig(path=str(folder))
         self.spec: Any = VISION[family]
 
@@ -130,7 +141,8 @@ class Twin:
             pixels = self.spec.tiles(self.settings, image, layout)
             for tile, values in zip(layout.tiles, pixels, strict=True):
                 start = ids.index(self.settings.placeholder_id, start)
-                name = f"{self.family}:{hash((image.tobytes(), values.tobytes()))}"
+                digest = blake2b(image.tobytes() + values.tobytes(), digest_size=8)
+                name = f"{self.family}:{digest.hexdigest()}"
                 content = Content(
                     kind="image",
                     hash=name,

@@ -6,13 +6,14 @@ process computes its share of the tokens (`context.py`), with weights that are g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.algorithms.algorithm import Outputs
 from hone.distributed.mesh import Mesh
+from hone.model_input import ContentPiece, pieces_within
 from hone.observe.metrics import Metrics, merge, on_host
 from hone.trainer.context import gather, own_part, split
 from hone.trainer.experts import divide_experts
@@ -60,6 +61,13 @@ class DistributedModel(ParallelModel):
 
     def _share(self, batch: MicroBatch) -> MicroBatchShard:
         return split(batch, self.mesh, replays_routes=self._replays_routes)
+
+    def _embedded(self, batch: MicroBatch) -> Sequence[ContentPiece]:
+        tensor = self.mesh.tensor
+        if tensor.size == 1:
+            return batch.contents
+        size = -(-batch.num_tokens // tensor.size)  # of each rank between layers
+        return pieces_within(batch.contents, tensor.rank * size, (tensor.rank + 1) * size)
 
     def _own_part(self, values_N: Tensor, share: MicroBatchShard) -> Tensor:
         return own_part(values_N, share)

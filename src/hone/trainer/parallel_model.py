@@ -11,7 +11,7 @@ the steps that differ with several processes, and `build.py` chooses among the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hone.algorithms.algorithm import Objective, Outputs
 from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
+from hone.model_input import ContentPiece
 from hone.models.contents import follow_contents
 from hone.models.cpu_products import multiply_by_onednn
 from hone.models.decoder import (
@@ -180,6 +181,10 @@ class ParallelModel:
         """The part of a micro-batch that this process computes."""
         return whole_shard(batch, self.mesh.device, replays_routes=self._replays_routes)
 
+    def _embedded(self, batch: MicroBatch) -> Sequence[ContentPiece]:
+        """The pieces of contents among the tokens whose embeddings this process has."""
+        return batch.contents
+
     def _own_part(self, values_N: Tensor, share: MicroBatchShard) -> Tensor:
         """The entries of `values_N` (one value for each trained token of the micro-batch) that
         belong to `share`, on the device."""
@@ -211,7 +216,8 @@ class ParallelModel:
         """`forward` with gathered weights."""
         share = self._share(batch)
         if batch.contents:
-            share.context.contents = require_features(self.module).gather(batch.contents)
+            features = require_features(self.module)
+            share.context.contents = features.gather(self._embedded(batch))
         hidden_TD = self._backbone(share.input_ids, share.position_ids, share.context)
         return self._of_tokens(hidden_TD, share, batch, outputs)
 
