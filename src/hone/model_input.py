@@ -197,7 +197,7 @@ def content_pieces(
 
 
 def pieces_within(pieces: Sequence[ContentPiece], start: int, stop: int) -> list[ContentPiece]:
-    """The parts of pieces among the tokens `start .. stop` of their pass, placed from `start` on."""
+    """The parts of pieces among tokens `start .. stop` of their pass, placed from `start` on."""
     found: list[ContentPiece] = []
     for piece in pieces:
         begin, end = max(piece.place, start), min(piece.place + piece.size, stop)
