@@ -19,6 +19,7 @@ __all__ = ["INSTALL", "import_extra", "installed_version", "is_installed", "miss
 
 INSTALL = {
     "cuda.bindings": "cuda-bindings",
+    "PIL": "pillow>=11.3",
     "datasets": "datasets>=4.7,<6",
     "gymnasium": "gymnasium>=1.2",
     "math_verify": "math-verify>=0.8,<0.10",

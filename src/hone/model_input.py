@@ -69,7 +69,7 @@ class Content:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ModelInput:
     """The contents of a sequence, in the order of their tokens. It is false without contents.
 

@@ -1,56 +1,189 @@
 """Pixels of this process by content hash.
 
 A hash is a digest of an image's bytes and of the settings by which it is processed, so one store
-serves every model and data set of a process. Pixels are made where they are first asked for, or
-come from another process with the requests or rows that need them.
+serves every model and data set of a process. Pixels are made where they are first asked for, by a
+pool of processes where there is one, and once for all that ask at a time; or they come from another
+process with the requests or rows that need them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+import threading
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from time import perf_counter
 
 from hone.families.vision.spec import ImageSettings
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from hone.images.opening import ImageError
+from hone.images.pixels import TilePixels, TileSource, content_hash, layout_of, make_tiles
+from hone.images.pool import PixelPool, Tiles
+from hone.model_input import ModelInput
 
 __all__ = ["STORE", "PixelStore", "TilePixels", "TileSource"]
 
 
-class TilePixels(NamedTuple):
-    """The pixels of one tile, with the settings by which they were made."""
-
-    values: NDArray[np.uint8]  # [H, W, 3]
-    settings: ImageSettings
-
-    @property
-    def num_patches(self) -> int:
-        """Number of patches that the tower cuts it into."""
-        height, width, _ = self.values.shape
-        return height * width // self.settings.patch_size**2
-
-
-class TileSource(Protocol):
-    """What can make the pixels of one tile, at any time and always the same."""
-
-    def pixels(self) -> TilePixels: ...
-
-
 class PixelStore:
-    """Pixels by hash."""
+    """Pixels by hash. Threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_bytes: int = 512 << 20) -> None:
+        """`max_bytes` bounds the pixels that are kept because they may be asked for again. Those
+        asked for least recently go first, and are made again where they are missing."""
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._pool: PixelPool | None = None
         self._sources: dict[str, TileSource] = {}
+        self._kept: OrderedDict[str, TilePixels] = OrderedDict()
+        self._making: dict[tuple[str, ImageSettings], Tiles] = {}
+        self._received: dict[str, TilePixels] = {}
+        self._num_users: Counter[str] = Counter()
+        self._unused: deque[list[str]] = deque()
+        self.num_bytes = 0
+        """Bytes of the pixels that are kept."""
+        self.num_decoded = 0
+        """Images that were decoded, with all of their tiles."""
+        self.num_hits = 0
+        """Tiles that were there, or already being made, when they were asked for."""
+        self.busy_s = 0.0
+        """Seconds that callers of `pixels` spent there, making pixels or waiting for them."""
 
     def register(self, sources: Mapping[str, TileSource]) -> None:
         """Add tiles that this process can make pixels of."""
-        self._sources |= sources
+        with self._lock:
+            self._sources |= sources
+
+    def use(self, pool: PixelPool | None) -> None:
+        """Make pixels in these processes from now on; None: where they are asked for."""
+        self._pool = pool
+
+    def receive(self, pixels: Mapping[str, TilePixels], users: Iterable[ModelInput]) -> None:
+        """Add pixels that another process has made, of the contents of `users`. They stay, whatever
+        the bound, as long as one of these inputs does: this process cannot make them again."""
+        with self._lock:
+            self._received |= pixels
+            for user in users:
+                names = [content.hash for content in user.contents]
+                self._num_users.update(names)
+                # It may be called anywhere, also where this thread holds the lock.
+                weakref.finalize(user, self._unused.append, names).atexit = False
+            while self._unused:
+                self._forget(self._unused.popleft())
 
     def pixels(self, hashes: Sequence[str]) -> list[TilePixels]:
-        """The pixels of tiles, in the order of `hashes`. Raises KeyError for an unknown one."""
-        return [self._sources[name].pixels() for name in hashes]
+        """The pixels of tiles, in the order of `hashes`. Raises KeyError for an unknown one, and
+        ImageError, with the location of the row, for an image that cannot be decoded."""
+        start = perf_counter()
+        found: dict[str, TilePixels] = {}
+        waiting: dict[str, Tiles] = {}
+        ours: list[tuple[TileSource, Tiles]] = []
+        with self._lock:
+            for name in dict.fromkeys(hashes):
+                if (pixels := self._there(name)) is not None:
+                    found[name] = pixels
+                    self.num_hits += 1
+                    continue
+                source = self._sources[name]
+                tiles = self._making.get(source.image)
+                if tiles is None:
+                    tiles = self._begin(source)
+                    ours.append((source, tiles))
+                else:
+                    self.num_hits += 1
+                waiting[name] = tiles
+        for source, tiles in ours:
+            self._make(source, tiles)
+        for name, tiles in waiting.items():
+            source = self._sources[name]
+            try:
+                found[name] = tiles.result()[source.number]
+            except ImageError as error:
+                raise ImageError(f"{source} {error}") from error
+        with self._lock:
+            self.busy_s += perf_counter() - start
+        return [found[name] for name in hashes]
+
+    def prefetch(self, hashes: Iterable[str]) -> None:
+        """Have the pool begin to make the pixels of tiles that will be asked for, the first ones
+        first, as far as half of the bound holds them. Without a pool nothing happens."""
+        ours: list[tuple[TileSource, Tiles]] = []
+        with self._lock:
+            if self._pool is None:
+                return
+            room = self.max_bytes // 2
+            sources = (self._sources[name] for name in hashes if name not in self._received)
+            for source in {source.image: source for source in sources}.values():
+                layout = layout_of(source.file, source.settings)
+                room -= sum(3 * tile.height * tile.width for tile in layout.tiles)
+                if room < 0:
+                    break
+                names = set(_hashes(source, len(layout.tiles)))
+                if source.image not in self._making and not names <= self._kept.keys():
+                    ours.append((source, self._begin(source)))
+        for source, tiles in ours:
+            self._make(source, tiles)
+
+    def payload(self, hashes: Sequence[str]) -> dict[str, TilePixels]:
+        """The pixels of tiles as another process receives them."""
+        return dict(zip(hashes, self.pixels(hashes), strict=True))
+
+    def _there(self, name: str) -> TilePixels | None:
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return self._kept[name]
+        return self._received.get(name)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Drop received pixels of which these were users."""
+        for name in names:
+            self._num_users[name] -= 1
+            if not self._num_users[name]:
+                del self._num_users[name]
+                self._received.pop(name, None)
+
+    def _begin(self, source: TileSource) -> Tiles:
+        """What all that ask for tiles of this image wait for; the caller has it made."""
+        tiles = self._making[source.image] = Tiles()
+        tiles.add_done_callback(partial(self._finish, source))
+        return tiles
+
+    def _make(self, source: TileSource, tiles: Tiles) -> None:
+        if self._pool is not None:
+            self._pool.submit(source.file, source.settings, tiles)
+            return
+        try:
+            made = make_tiles(source.file, source.settings)
+        except ImageError as error:
+            tiles.set_exception(error)
+        except BaseException as error:
+            tiles.set_exception(error)  # other threads may be waiting
+            raise
+        else:
+            tiles.set_result(made)
+
+    def _finish(self, source: TileSource, tiles: Future[list[TilePixels]]) -> None:
+        with self._lock:
+            del self._making[source.image]
+            if tiles.cancelled() or tiles.exception() is not None:
+                return
+            made = tiles.result()
+            self.num_decoded += 1
+            for name, pixels in zip(_hashes(source, len(made)), made, strict=True):
+                self._keep(name, pixels)
+
+    def _keep(self, name: str, pixels: TilePixels) -> None:
+        if name in self._kept:  # of an image of which other tiles had gone
+            self.num_bytes -= self._kept.pop(name).values.nbytes
+        self._kept[name] = pixels
+        self.num_bytes += pixels.values.nbytes
+        while self.num_bytes > self.max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.num_bytes -= oldest.values.nbytes
+
+
+def _hashes(source: TileSource, num_tiles: int) -> list[str]:
+    return [content_hash(*source.image, number) for number in range(num_tiles)]
 
 
 STORE = PixelStore()
