@@ -30,10 +30,13 @@ __all__ = [
     "Content",
     "ContentKey",
     "ContentPiece",
+    "ContentSpan",
     "InputSpec",
     "ModelInput",
     "PositionRule",
     "content_pieces",
+    "content_spans",
+    "inside_of",
     "pieces_within",
     "prompt_digest",
     "same_until",
@@ -205,6 +208,44 @@ def pieces_within(pieces: Sequence[ContentPiece], start: int, stop: int) -> list
             offset = piece.offset + begin - piece.place
             found.append(ContentPiece(piece.hash, offset, end - begin, begin - start))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ContentSpan:
+    """The tokens of a content that one pass computes, up to the last one of the content."""
+
+    sequence: int
+    """Number of its sequence in the pass."""
+    place: int
+    """Index in the pass of its first token."""
+    size: int
+    stop: int
+    """Index in the sequence after its last token."""
+
+
+def content_spans(
+    inputs: Sequence[ModelInput], starts: Sequence[int], sizes: Sequence[int]
+) -> list[ContentSpan]:
+    """The spans of contents among slices of sequences, as `content_pieces` takes them. No slice may
+    end inside a content: its tokens would not see those behind the slice."""
+    spans: list[ContentSpan] = []
+    place = 0
+    for sequence, (each, start, size) in enumerate(zip(inputs, starts, sizes, strict=True)):
+        inside = inside_of(each, start + size)
+        assert inside is None, f"{sequence=} {start=} {size=} {inside=}"
+        for content in each.contents:
+            begin = max(content.start, start)
+            if begin < content.stop <= start + size:
+                spans.append(
+                    ContentSpan(sequence, place + begin - start, content.stop - begin, content.stop)
+                )
+        place += size
+    return spans
+
+
+def inside_of(model_input: ModelInput, index: int) -> Content | None:
+    """The content that has tokens on both sides of the border before token `index`."""
+    return next((c for c in model_input.contents if c.start < index < c.stop), None)
 
 
 TEXT_ONLY = InputSpec()

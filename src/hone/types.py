@@ -578,17 +578,39 @@ class Preference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedKeys:
-    """The attention keys of packed sequences, some of which share leading tokens with another one:
-    K keys in all, of T distinct tokens. The tokens that a sequence has packed itself are its last
-    keys."""
+class IndexedKeys:
+    """The attention keys of S sequences, K in all, by where they lie."""
 
-    index: Tensor  # [K] int64 into [T]: the token of each key, one sequence after the other
+    index: Tensor  # [K] int64: the packed token or the slot of each key, a sequence after the other
     cu_seqlens: Tensor  # [S + 1] int32, borders of sequences among the keys
     max_seqlen: int
     lengths: tuple[int, ...]  # [S] host copy of the differences of cu_seqlens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedKeys(IndexedKeys):
+    """The attention keys of packed sequences, some of which have tokens in common: keys of T
+    distinct tokens. The tokens that a sequence has packed itself are its last keys."""
+
     uses: Tensor  # [K] int32 into [K]: all keys of token 0, then those of token 1, ...
     uses_starts: Tensor  # [T + 1] int32: start of each token's keys in `uses`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """The tokens of contents that attend to each other in both directions
+    (`InputSpec.attends_within`): Q tokens of a pass in N spans, each with the tokens of one content
+    that the pass computes.
+
+    Each span counts as a sequence of its own, whose keys are all up to the last token of the
+    content.
+    """
+
+    index: Tensor  # [Q] int64 into [T]
+    cu_seqlens: Tensor  # [N + 1] int32, borders of spans
+    max_seqlen: int
+    lengths: tuple[int, ...]  # [N] host copy of the differences of cu_seqlens
+    keys: IndexedKeys
 
 
 @dataclass(slots=True, kw_only=True)
@@ -607,6 +629,7 @@ class MicroBatch:
     contents: tuple[ContentPiece, ...] = ()
     """The parts of images and other contents among the packed tokens."""
     keys: PackedKeys | None = None
+    spans: Spans | None = None
     predict_index: Tensor  # [N] int64 into [T]
     labels: Tensor  # [N] int64
     sequence_index: Tensor  # [N] int64 into [S]

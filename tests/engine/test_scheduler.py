@@ -29,7 +29,17 @@ class Simulation:
     `tokens` is what the device knows: with `depth` 1 the host learns a token one step later.
     """
 
-    def __init__(self, seed, *, num_blocks=14, max_num_seqs=5, budget=13, caching=True, depth=0):
+    def __init__(
+        self,
+        seed,
+        *,
+        num_blocks=14,
+        max_num_seqs=5,
+        budget=13,
+        caching=True,
+        depth=0,
+        whole=False,
+    ):
         self.random = random.Random(seed)
         self.blocks = BlockManager(
             num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=caching
@@ -39,7 +49,9 @@ class Simulation:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             prefills_stop_decodes=seed % 2 == 1,
+            keeps_contents_whole=whole,
         )
+        self.whole = whole
         self.budget = budget
         self.depth = depth
         self.memory = {}  # (block, offset) -> (epoch, prefix)
@@ -57,8 +69,7 @@ class Simulation:
         priority = self.random.choice((0, 0, 1))
         model_input = TEXT
         if len(prompt) >= 6 and (name := self.random.choice(("", "a", "b"))):
-            image = Content(kind="image", hash=name, start=3, num_tokens=3)
-            model_input = ModelInput((image,))
+            model_input = ModelInput(self.images(name, len(prompt)))
         for _ in range(self.random.randint(1, 3)):
             max_tokens = self.random.randint(1, MAX_LEN - len(prompt))
             sequence = Sequence(
@@ -76,6 +87,18 @@ class Simulation:
             self.alive[sequence] = -1
             self.scheduler.add(sequence)
 
+    def images(self, name, num_tokens):
+        """One image of three tokens; where they are kept whole, several that each fit a step."""
+        if not self.whole:
+            return (Content(kind="image", hash=name, start=3, num_tokens=3),)
+        found, start = [], self.random.randint(0, 4)
+        while True:
+            size = self.random.randint(1, min(self.budget, 9))
+            if start + size > num_tokens:
+                return tuple(found)
+            found.append(Content(kind="image", hash=name, start=start, num_tokens=size))
+            start += size + self.random.choice((0, 1, 3))
+
     def abort(self):
         gone = self.random.sample(list(self.alive), k=min(2, len(self.alive)))
         self.scheduler.remove(gone)
@@ -88,8 +111,11 @@ class Simulation:
         self.blocks.invalidate_prefixes()
 
     def fail(self):
-        """A step whose forward raises before anything is written."""
-        self.scheduler.schedule()
+        """A step whose forward raises before anything is written, perhaps since it ran out of
+        memory."""
+        plan = self.scheduler.schedule()
+        if self.random.random() < 0.5:
+            self.scheduler.limit.fail(plan.num_tokens)
         self.in_flight.clear()
         self.scheduler.restart(self.alive)
 
@@ -161,6 +187,9 @@ class Simulation:
         assert len(set(planned)) == len(planned)
         for sequence, start, size, samples in plan.chunks:
             assert size >= 1
+            if self.whole:
+                contents = sequence.request.model_input.contents
+                assert not any(x.start < start + size < x.stop for x in contents), "inside an image"
             assert samples == (start + size == len(sequence.token_ids))
             assert sequence.num_computed == start + size <= len(self.tokens[sequence])
         for sequence in decoding_before:  # decodes are never left out for prefills
@@ -212,6 +241,7 @@ class Simulation:
             "budget": st.integers(1, 30),
             "caching": st.booleans(),
             "depth": st.integers(0, 1),
+            "whole": st.booleans(),
         }
     ),
 )
@@ -346,6 +376,81 @@ def test_prefill_is_chunked_and_decodes_go_first():
         sizes.append(sizes_of(plan))
         finish_step(plan)
     assert sizes == [[1, 9], [1, 9], [1, 7]]
+
+
+def image_sequence(num_tokens, *contents, arrival):
+    """A sequence with images, each (start, size)."""
+    sequence = sequence_of(num_tokens, arrival=arrival, first_token=1000 * arrival)
+    images = [Content(kind="image", hash=f"{n}", start=s, num_tokens=n) for s, n in contents]
+    sequence.request = replace(sequence.request, model_input=ModelInput(tuple(images)))
+    return sequence
+
+
+CHUNKS = [
+    ([(6, 8)], True, [6, 10, 9]),
+    ([(6, 8)], False, [10, 10, 5]),
+    ([(0, 10)], True, [10, 10, 5]),
+    ([(5, 5), (10, 10)], True, [10, 10, 5]),  # they adjoin
+    ([(1, 10), (11, 3)], True, [1, 10, 10, 4]),
+    ([(15, 10)], True, [10, 5, 10]),
+]
+
+
+@table("images, whole, expected", CHUNKS)
+def test_no_chunk_ends_inside_an_image_that_is_kept_whole(images, whole, expected):
+    scheduler = scheduler_of(budget=10, keeps_contents_whole=whole)
+    scheduler.add(image_sequence(25, *images, arrival=0))
+    sizes = []
+    while not sizes or not plan.chunks[0].samples:
+        plan = scheduler.schedule()
+        sizes += sizes_of(plan)
+    assert sizes == expected
+
+
+def test_the_rest_of_an_image_behind_cached_blocks_is_one_chunk():
+    scheduler = scheduler_of(budget=20, keeps_contents_whole=True)
+    first = image_sequence(20, (2, 9), arrival=0)
+    scheduler.add(first)
+    finish_step(scheduler.schedule())
+    text = sequence_of(17, arrival=1, first_token=500)
+    second = image_sequence(20, (2, 9), arrival=2)
+    second.token_ids = [*first.request.prompt_ids[:11], *range(9)]  # eight tokens are cached
+    scheduler.add(text)
+    scheduler.add(second)
+    plan = scheduler.schedule()
+    assert sizes_of(plan) == [1, 17], "two tokens are left for the three of the image"
+    assert not second.block_table
+    finish_step(plan)
+    (chunk,) = scheduler.schedule().chunks
+    assert (chunk.sequence, chunk.start, chunk.size) == (second, 8, 12)
+
+
+def test_an_image_that_finds_no_room_beside_decodes_is_next():
+    scheduler = scheduler_of(budget=10, keeps_contents_whole=True)
+    for arrival in range(3):
+        scheduler.add(sequence_of(3, arrival=arrival, first_token=100 * arrival))
+    finish_step(scheduler.schedule())  # three of three tokens
+    scheduler.add(image_sequence(9, (0, 8), arrival=3))
+    scheduler.add(sequence_of(3, arrival=4, first_token=500))
+    plan = scheduler.schedule()
+    assert sizes_of(plan) == [1, 1, 1], "the text would take the room of the image for ever"
+    assert scheduler.num_waiting == 2
+    finish_step(plan)
+    scheduler.remove(plan.decodes[:1])
+    assert sizes_of(scheduler.schedule()) == [1, 1, 8]
+
+
+def test_a_step_that_ran_out_of_memory_shrinks_to_an_image_and_no_further():
+    scheduler = scheduler_of(budget=64, keeps_contents_whole=True)
+    scheduler.add(image_sequence(40, (3, 20), arrival=0))
+    limit = scheduler.limit
+    assert limit.fail(64) and limit.now == 32
+    assert limit.fail(32) and limit.now == 20
+    assert not limit.fail(20)
+    scheduler.add(image_sequence(40, (3, 25), arrival=1))
+    assert limit.now == 25
+    assert sizes_of(scheduler.schedule()) == [25]
+    assert sizes_of(scheduler.schedule()) == [15, 3]
 
 
 def test_a_step_is_planned_before_the_tokens_of_the_last_are_known():

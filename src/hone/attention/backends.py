@@ -16,6 +16,7 @@ from torch import Tensor
 from hone.attention import reference
 from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext
 from hone.attention.packed_keys import gather_keys
+from hone.types import PackedKeys, Spans
 
 if TYPE_CHECKING:
     from hone.attention.blocks import AttentionBlock
@@ -70,8 +71,29 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention within each packed sequence; q [T, Hq, D], k and v [T, Hkv, D]. For whole
-    sequences on one process; `context_parallel` handles split rows."""
+    """Causal attention within each packed sequence, in both directions within spans; q [T, Hq, D],
+    k and v [T, Hkv, D]. For whole sequences on one process; `context_parallel` handles split
+    rows."""
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    output = _packed_causal(q, k, v, context, **options)
+    if (spans := context.spans) is None:
+        return output
+    assert isinstance(spans.keys, PackedKeys)
+    # Earlier keys are copied once for each span, since the kernels read keys end to end.
+    k, v = gather_keys(k, v, spans.keys)
+    return _within_spans(output, q, k, v, spans, **options)
+
+
+def _packed_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PackedContext,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     backend, keys = _packed_backend(q, softcap), context.keys
     if keys is not None:
         k, v = gather_keys(k, v, keys)
@@ -90,6 +112,40 @@ def packed_attention(
         window=window,
         softcap=softcap,
     )
+
+
+def _within_spans(
+    output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """The output [T, Hq, D] of causal attention with that of spans in its place; k and v
+    [K, Hkv, D] are the keys and values of the spans. Differentiable."""
+    q = q.index_select(0, spans.index)
+    if _packed_backend(q, softcap) == "reference":
+        attended = reference.span_attention(
+            q,
+            k,
+            v,
+            spans.lengths,
+            spans.keys.lengths,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+    else:
+        # Also where FlashAttention 4 serves the causal part: its kernels are tried with windows
+        # that end at the query.
+        from hone.attention import flash
+
+        attended = flash.span_attention(q, k, v, spans, scale=scale, window=window)
+    return output.index_copy(0, spans.index, attended)
 
 
 def attend_block(
@@ -177,8 +233,30 @@ def paged_attention(
     """Attention of the newest tokens to their paged keys, which are already written.
 
     q is [T, Hq, D]. k and v [T, Hkv, D] are the newest keys, read directly if no earlier ones
-    exist. scales [2, Hkv] are those of an FP8 cache. Returns [T, Hq, D].
+    exist; spans read theirs from the cache. scales [2, Hkv] are those of an FP8 cache. Returns
+    [T, Hq, D].
     """
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    output = _paged_causal(q, k, v, kv_cache, context, scales, **options)
+    if (spans := context.spans) is None:
+        return output
+    flat = kv_cache.view(2, -1, *kv_cache.shape[3:])
+    k, v = reference.gather_kv(flat, 1, spans.keys.index, scales, q.dtype).unbind(0)
+    return _within_spans(output, q, k, v, spans, **options)
+
+
+def _paged_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    context: PagedContext,
+    scales: Tensor | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if context.is_decode and choose_paged_backend(q.device) == "triton":
         from hone.attention import triton_decode  # needs triton, absent on CPUs

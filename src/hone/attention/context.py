@@ -10,15 +10,18 @@ host copy, so that no attention call ever waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.distributed.mesh import Axis
-from hone.types import PackedKeys
+from hone.model_input import ContentSpan
+from hone.types import IndexedKeys, PackedKeys, Spans
 
 __all__ = [
     "FP8_DTYPE",
@@ -29,6 +32,7 @@ __all__ = [
     "PagedContext",
     "SharedPrefix",
     "borders_of",
+    "make_spans",
 ]
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -39,6 +43,21 @@ def borders_of(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     """Borders of sequences laid end to end, int32 [S + 1]. Does not wait for the device."""
     borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return borders.to(device, non_blocking=True)
+
+
+def make_spans(
+    found: Sequence[ContentSpan], keys: IndexedKeys, send: Callable[[NDArray[np.generic]], Tensor]
+) -> Spans:
+    """The spans of a pass, with the keys of each; `send` copies an array to the device."""
+    sizes = [span.size for span in found]
+    tokens = chain.from_iterable(range(span.place, span.place + span.size) for span in found)
+    return Spans(
+        index=send(np.fromiter(tokens, np.int64)),
+        cu_seqlens=send(np.array([0, *accumulate(sizes)], np.int32)),
+        max_seqlen=max(sizes),
+        lengths=tuple(sizes),
+        keys=keys,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +101,7 @@ class PackedContext:
         None  # [T, L, K] experts that each token passes again, `models/routes.py`
     )
     contents: ContentFeatures | None = None
+    spans: Spans | None = None  # with `PackedKeys` of the T tokens
 
     @classmethod
     def from_lengths(
@@ -144,6 +164,7 @@ class PagedContext:
     shared: SharedPrefix | None = None  # decode: read these keys once for each group
     routes: Tensor | None = None  # [slots + 1, L, K] takes the experts of each token, at its slot
     contents: ContentFeatures | None = None  # prefill
+    spans: Spans | None = None  # prefill, with keys by their slots
     stored_keys: tuple[Tensor, Tensor] | None = None
     """Borders [B + 1] int32 and slots [K] int64 of all K keys, for a prefill step that reads them
     from the cache. The first layer computes them for all."""

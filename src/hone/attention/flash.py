@@ -16,6 +16,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from hone.attention.blocks import AttentionBlock
 from hone.attention.context import PackedContext, PagedContext, borders_of
 from hone.attention.reference import gather_kv
+from hone.types import Spans
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -23,6 +24,7 @@ __all__ = [
     "block_gradients",
     "packed_attention",
     "prefill_attention",
+    "span_attention",
 ]
 
 MAX_HEAD_DIM = 256
@@ -88,6 +90,26 @@ def prefill_attention(
         max_k=context.max_context_len,
         scale=scale,
         window=window,
+    )
+
+
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, scale: float, window: int | None
+) -> Tensor:
+    """Attention of spans to all their keys, differentiable; q [Q, Hq, D], k and v [K, Hkv, D].
+    Returns [Q, Hq, D]."""
+    keys = spans.keys
+    return _varlen(
+        q,
+        k,
+        v,
+        borders_q=spans.cu_seqlens,
+        borders_k=keys.cu_seqlens,
+        max_q=spans.max_seqlen,
+        max_k=keys.max_seqlen,
+        scale=scale,
+        window=window,
+        is_causal=False,
     )
 
 
@@ -162,6 +184,7 @@ def _varlen(
     max_k: int,
     scale: float,
     window: int | None,
+    is_causal: bool = True,
 ) -> Tensor:
     left = -1 if window is None or window >= max_k else window - 1  # without the token itself
     output = varlen_attn(
@@ -173,7 +196,7 @@ def _varlen(
         max_q,
         max_k,
         scale=scale,
-        window_size=(left, 0),
+        window_size=(left, 0 if is_causal else -1),
         **_shared_heads(q, k),
     )
     assert isinstance(output, Tensor)  # a pair only if the log-sum-exp is requested

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hone.attention.context import FP8_DTYPE, PagedContext
 
-__all__ = ["gather_kv", "packed_attention", "paged_attention", "write_kv"]
+__all__ = ["gather_kv", "packed_attention", "paged_attention", "span_attention", "write_kv"]
 
 MAX_PADDING = 1.15
 """Sequences share a batch while the longest has at most this many times the shortest's tokens.
@@ -107,6 +107,35 @@ def paged_attention(
         )
         output.index_copy_(0, tokens, attended.flatten(0, 1))
     return output
+
+
+def span_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of spans to all their keys, differentiable.
+
+    q is [Q, Hq, D], `lengths` sums to Q, k and v are [K, Hkv, D] of `key_lengths`. The queries of a
+    span are its last tokens; a window hides earlier keys from them as it does in
+    `packed_attention`. Returns [Q, Hq, D].
+    """
+    outputs: list[Tensor] = []
+    # One at a time: a pass has few images.
+    parts = zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), strict=True)
+    for qkv in parts:
+        keys = torch.arange(len(qkv[1]), device=q.device)
+        bias = _bias(keys[-len(qkv[0]) :], keys, window, q.dtype, is_causal=False)
+        q_s, k_s, v_s = (x.transpose(0, 1).unsqueeze(0) for x in qkv)  # [1, H, L, D]
+        output = _attend(q_s, k_s, v_s, bias, scale=scale, softcap=softcap)
+        outputs.append(output.squeeze(0).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def write_kv(
@@ -231,11 +260,18 @@ def _bias_of_newest(
     return _bias(context_lens.unsqueeze(1) + newest, keys, window, dtype).unsqueeze(1)
 
 
-def _bias(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+def _bias(
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    *,
+    is_causal: bool = True,
+) -> Tensor:
     """Bias added to the scores of queries [..., L] and keys [K], given by position: 0 where the
     query sees the key, else -inf; [..., L, K]."""
     distance = queries.unsqueeze(-1) - keys
-    hidden = distance < 0
+    hidden = distance < 0 if is_causal else torch.zeros_like(distance, dtype=torch.bool)
     if window is not None:
         hidden |= distance >= window
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))

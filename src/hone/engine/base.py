@@ -79,6 +79,7 @@ class EngineBase:
 
             self._watch = partial(StopStringWatcher, tokenizer)
         self._inputs = inputs
+        self._max_num_batched_tokens = cfg.max_num_batched_tokens
         self._arrivals = count()
         self._sequences: dict[str, Sequence] = {}
         self._num_generated_tokens = self._num_first_tokens = self._num_steps = 0
@@ -126,6 +127,7 @@ class EngineBase:
                 max_model_len=self.max_model_len,
                 stop_ids=stop_ids,
                 has_tokenizer=self._watch is not None,
+                max_num_batched_tokens=self._max_num_batched_tokens,
                 inputs=self._inputs,
             )
             watcher = None

@@ -138,7 +138,7 @@ class EmbeddedEngine(EngineBase):
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             cuda_graphs=not cfg.enforce_eager,
-            rule=self._inputs.positions,
+            inputs=self._inputs,
             features=features_of(model),
         )
         activations = 0
@@ -165,6 +165,7 @@ class EmbeddedEngine(EngineBase):
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             prefills_stop_decodes=model.device.type == "cuda" and not cfg.enforce_eager,
+            keeps_contents_whole=self._inputs.attends_within,
             on_vacate=self._take_routes if records_routes else None,
         )
         self._in_flight: deque[LaunchedStep] = deque()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.attention import PagedContext
-from hone.attention.context import ContentFeatures
+from hone.attention.context import ContentFeatures, make_spans
 from hone.engine.decode_step import DecodeStep, pack
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import sample
@@ -25,10 +25,11 @@ from hone.engine.sampling_table import SamplingTable
 from hone.engine.scheduler import Chunk, Plan
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, upload
-from hone.model_input import TEXT, ModelInput, content_pieces
+from hone.model_input import TEXT, TEXT_ONLY, InputSpec, ModelInput, content_pieces, content_spans
 from hone.models.features import FeatureSource
 from hone.models.generation import GenerationModel
-from hone.positions import PositionRule, packed_positions
+from hone.positions import packed_positions
+from hone.types import IndexedKeys, Spans
 
 if TYPE_CHECKING:
     from hone.engine.decode_graphs import DecodeGraphs
@@ -80,11 +81,11 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         cuda_graphs: bool = True,
-        rule: PositionRule | None = None,
+        inputs: InputSpec = TEXT_ONLY,
         features: FeatureSource | None = None,
     ) -> None:
-        """`cuda_graphs` replays decode steps from graphs where the device is CUDA. `rule` numbers
-        tokens for the rotary embedding; None: by their index. `features` gives those of images."""
+        """`cuda_graphs` replays decode steps from graphs where the device is CUDA. `inputs` are
+        those of the model's family, `features` gives those of images."""
         self.model = model
         self.cache = cache
         self.device = cache.device
@@ -96,9 +97,10 @@ class ModelRunner:
             max_model_len=max_model_len,
             block_size=cache.block_size,
             device=self.device,
-            rule=rule,
+            rule=inputs.positions,
         )
-        self._rule = rule
+        self._rule = inputs.positions
+        self._attends_within = inputs.attends_within
         self._features = features
         self._sampling = SamplingTable(self.max_num_seqs, vocab_size=vocab_size, device=self.device)
         use_graphs = cuda_graphs and self.device.type == "cuda"
@@ -235,8 +237,7 @@ class ModelRunner:
         np.cumsum(sizes_B, out=borders[1:])
         rows = np.repeat(np.arange(len(sizes_B)), sizes_B)  # [T] chunk of each token
         indices, positions = packed_positions(sizes_B, starts_B, inputs=inputs_B, rule=self._rule)
-        pages = self._slots.host_tables[slots_B[rows], indices // block_size].astype(np.int64)
-        kv_slots = pages * block_size + indices % block_size
+        kv_slots = self._kv_slots(slots_B[rows], indices)
         kv_slots[slots_B[rows] == self._slots.padding] = -1
         max_context_len = int(ends.max())
         tables = self._slots.host_tables[slots_B, : blocks_for(max_context_len, block_size)]
@@ -256,10 +257,17 @@ class ModelRunner:
             key_lens=tuple(ends.tolist()),
             routes=self.cache.routes,
             contents=self._contents(inputs_B, starts_B, sizes_B),
+            spans=self._spans(inputs_B, slots_B, starts_B, sizes_B),
         )
         return self.model.hidden_states(
             ids, numbers[2] if self._rule is None else numbers[2:], context
         )
+
+    def _kv_slots(self, slots: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots of the KV cache of tokens, given by the slot and the index in their sequence."""
+        block_size = self.cache.block_size
+        pages = self._slots.host_tables[slots, indices // block_size].astype(np.int64)
+        return pages * block_size + indices % block_size
 
     def _contents(
         self, inputs_B: list[ModelInput], starts_B: NDArray[np.int64], sizes_B: NDArray[np.int64]
@@ -268,3 +276,30 @@ class ModelRunner:
         if self._features is None or not any(each.contents for each in inputs_B):
             return None
         return self._features.gather(content_pieces(inputs_B, starts_B.tolist(), sizes_B.tolist()))
+
+    def _spans(
+        self,
+        inputs_B: list[ModelInput],
+        slots_B: NDArray[np.int64],
+        starts_B: NDArray[np.int64],
+        sizes_B: NDArray[np.int64],
+    ) -> Spans | None:
+        """The tokens of chunks that attend to each other in both directions; None without any."""
+        if not self._attends_within:
+            return None
+        found = content_spans(inputs_B, starts_B.tolist(), sizes_B.tolist())
+        if not found:
+            return None
+        stops = [span.stop for span in found]
+        slots = np.repeat(slots_B[[span.sequence for span in found]], stops)
+        indices = np.concatenate([np.arange(stop) for stop in stops])
+        keys = IndexedKeys(
+            index=self._upload(self._kv_slots(slots, indices)),
+            cu_seqlens=self._upload(np.cumsum([0, *stops], dtype=np.int32)),
+            max_seqlen=max(stops),
+            lengths=tuple(stops),
+        )
+        return make_spans(found, keys, self._upload)
+
+    def _upload(self, values: NDArray[np.generic]) -> Tensor:
+        return upload(values, self.device)

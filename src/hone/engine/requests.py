@@ -17,12 +17,13 @@ def check_request(
     max_model_len: int,
     stop_ids: frozenset[int],
     has_tokenizer: bool,
+    max_num_batched_tokens: int,
     inputs: InputSpec = TEXT_ONLY,
 ) -> None:
     """Raise ValueError, naming the request, where it cannot be served.
 
-    `stop_ids` are the ids that would end this request, `inputs` the inputs other than token ids
-    that the engine computes.
+    `stop_ids` are the ids that would end this request, `max_num_batched_tokens` the most tokens of
+    a step of the engine, `inputs` the inputs other than token ids that it computes.
     """
     params, num_prompt = request.sampling, len(request.prompt_ids)
     known = request.prompt_ids
@@ -31,6 +32,9 @@ def check_request(
     foreign = next((token_id for token_id in known if not 0 <= token_id < vocab_size), None)
     is_tempered = params.temperature >= 1e-6 and math.isfinite(params.temperature)
     refusal = inputs.refusal(request.model_input, num_prompt)
+    longest = 0  # of the parts of the prompt that cannot be divided
+    if inputs.attends_within:
+        longest = max((each.num_tokens for each in request.model_input.contents), default=0)
     needs = [
         (num_prompt > 0, "has an empty prompt; it needs at least one token"),
         (params.max_tokens >= 1, f"has max_tokens={params.max_tokens}, needed: at least 1"),
@@ -57,6 +61,12 @@ def check_request(
             f"has stop strings {params.stop}: the engine needs a tokenizer",
         ),
         (not refusal, refusal),
+        (
+            longest <= max_num_batched_tokens,
+            f"has an image of {longest} tokens, which see each other in both directions and are "
+            f"computed in one step; set engine.max_num_batched_tokens={max_num_batched_tokens} to "
+            f"{longest} or more",
+        ),
     ]
     if resumed is not None:
         num_tokens, num_logprobs = len(resumed.token_ids), len(resumed.logprobs)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from hone.engine.block_manager import BlockManager
 from hone.engine.sequence import Sequence
 from hone.engine.step_limit import StepLimit
+from hone.model_input import inside_of
 
 __all__ = ["Chunk", "Plan", "Scheduler"]
 
@@ -64,12 +65,15 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefills_stop_decodes: bool = False,
+        keeps_contents_whole: bool = False,
         on_vacate: Callable[[Sequence], None] | None = None,
     ) -> None:
         """`prefills_stop_decodes`: a step with a prefill takes about as long as two without one,
-        since only steps that decode alone are replayed as CUDA graphs. `on_vacate` is called before
-        a sequence loses its blocks, except in `restart`."""
+        since only steps that decode alone are replayed as CUDA graphs. `keeps_contents_whole`: no
+        chunk ends inside a content, whose tokens attend to each other in both directions.
+        `on_vacate` is called before a sequence loses its blocks, except in `restart`."""
         self.blocks = blocks
+        self._keeps_contents_whole = keeps_contents_whole
         self._on_vacate = on_vacate
         self.limit = StepLimit(max_num_batched_tokens)
         self.running: list[Sequence] = []
@@ -92,6 +96,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        if self._keeps_contents_whole:
+            for content in sequence.request.model_input.contents:
+                self.limit.require(content.num_tokens)
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def remove(self, sequences: Collection[Sequence]) -> None:
@@ -181,21 +188,32 @@ class Scheduler:
                 plan.decodes.append(sequence)
         budget = self.limit.now - len(plan.decodes)
         for sequence in sorted(prefilling, key=lambda prefill: prefill.order):
-            budget -= self._schedule_prefill(plan, sequence, budget)
+            size = self._chunk_size(sequence, budget)
+            if not size:  # others would take what it lacks, in every step
+                return 0
+            self._schedule_prefill(plan, sequence, size)
+            budget -= size
         return budget
 
-    def _schedule_prefill(self, plan: Plan, sequence: Sequence, budget: int) -> int:
-        """Add the next chunk of a prefill; returns its size."""
+    def _chunk_size(self, sequence: Sequence, budget: int) -> int:
+        """Size of the next chunk of a prefill; 0 where the budget does not suffice."""
         start = sequence.num_computed
         size = min(len(sequence.token_ids) - start, budget)
-        if size:
-            samples = start + size == len(sequence.token_ids)
-            plan.chunks.append(Chunk(sequence, start, size, samples))
-            sequence.num_computed += size
-            sequence.num_in_flight += samples
-            sequence.is_decoding = samples
-            self.blocks.publish(sequence, sequence.num_computed)
+        if self._keeps_contents_whole:
+            content = inside_of(sequence.request.model_input, start + size)
+            if content is not None:
+                return max(content.start - start, 0)
         return size
+
+    def _schedule_prefill(self, plan: Plan, sequence: Sequence, size: int) -> None:
+        """Add the next chunk of a prefill."""
+        start = sequence.num_computed
+        samples = start + size == len(sequence.token_ids)
+        plan.chunks.append(Chunk(sequence, start, size, samples))
+        sequence.num_computed += size
+        sequence.num_in_flight += samples
+        sequence.is_decoding = samples
+        self.blocks.publish(sequence, sequence.num_computed)
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting sequences while slots, blocks and budget last.
@@ -210,6 +228,10 @@ class Scheduler:
             sequence = self._waiting[0][1]
             if not self.blocks.allocate(sequence, reserve=len(self.running)):
                 return
+            size = self._chunk_size(sequence, budget)
+            if not size:
+                self.blocks.release(sequence)
+                return
             heapq.heappop(self._waiting)
             sequence.slot = heapq.heappop(self._free_slots)
             self.running.append(sequence)
@@ -219,7 +241,8 @@ class Scheduler:
                 sequence.num_cached_tokens = min(sequence.num_computed, num_prompt)
                 self.num_prompt_tokens += num_prompt
                 self.num_cached_tokens += sequence.num_cached_tokens
-            budget -= self._schedule_prefill(plan, sequence, budget)
+            self._schedule_prefill(plan, sequence, size)
+            budget -= size
 
     def _is_time_to_admit(self, plan: Plan) -> bool:
         """Whether others that run should be held up by the prefills of waiting sequences.

@@ -14,20 +14,26 @@ class StepLimit:
 
     A failure sets the limit to half of the failed step's tokens. After a number of steps without a
     failure the limit is doubled, up to the configured one. Each failure doubles that number, so a
-    limit that fails is tried more and more rarely.
+    limit that fails is tried more and more rarely. The limit never falls below `least`.
     """
 
     def __init__(self, most: int) -> None:
         self.most = self.now = most
+        self.least = 1
         self._patience = _PATIENCE
         self._num_good = 0
+
+    def require(self, num_tokens: int) -> None:
+        """Allow steps of `num_tokens` tokens from now on, which cannot be divided."""
+        self.least = max(self.least, num_tokens)
+        self.now = max(self.now, self.least)
 
     def fail(self, num_tokens: int) -> bool:
         """Record that a step of `num_tokens` ran out of memory; returns False where no smaller step
         is possible."""
-        if num_tokens <= 1:
+        if num_tokens <= self.least:
             return False
-        self.now = num_tokens // 2
+        self.now = max(num_tokens // 2, self.least)
         self._patience *= 2
         self._num_good = 0
         return True

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.model_input import TEXT_ONLY, InputSpec, content_pieces
+from hone.attention.context import make_spans
+from hone.model_input import TEXT_ONLY, InputSpec, content_pieces, content_spans
 from hone.positions import packed_positions
 from hone.trainer.packing import units_of
 from hone.trainer.prefixes import left_out, sharers_of
-from hone.types import Extent, LossExtent, MicroBatch, PackedKeys, Row
+from hone.types import Extent, LossExtent, MicroBatch, PackedKeys, Row, Spans
 
 __all__ = ["check_rows", "collate", "empty_batch", "on_device", "to_device"]
 
@@ -116,13 +117,19 @@ def collate(
     packed, places = _packed(rows, prefixes, absent, borders)
     own_lengths = [length - less for length, less in zip(lengths, absent, strict=True)]
     own_borders = np.concatenate([[0], np.cumsum(own_lengths)])
+    keys = spans = None
+    if any(absent):
+        keys = _keys(places, lengths, len(packed), send)
+    if inputs.attends_within:
+        spans = _spans(rows, absent, own_lengths, places, borders, send)
     return MicroBatch(
         input_ids=send(token_ids[packed]),
         position_ids=send(positions.take(packed, axis=-1)),
         cu_seqlens=send(own_borders.astype(np.int32)),
         max_seqlen=max(own_lengths),
         contents=tuple(content_pieces([row.model_input for row in rows], absent, own_lengths)),
-        keys=_keys(places, borders, lengths, send) if any(absent) else None,
+        keys=keys,
+        spans=spans,
         predict_index=send(places[trained - 1]),
         labels=send(token_ids[trained]),
         sequence_index=send(np.repeat(np.arange(len(rows)), num_trained)),
@@ -157,19 +164,38 @@ def _packed(
 
 def _keys(
     places: Ints,
-    borders: Ints,
     lengths: Sequence[int],
+    num_packed: int,
     send: Callable[[np.ndarray[Any, Any]], Tensor],
 ) -> PackedKeys:
-    counts = np.bincount(places)
+    """Keys at `places` among the packed tokens, of sequences of the given lengths."""
+    counts = np.bincount(places, minlength=num_packed)
     return PackedKeys(
         index=send(places),
-        cu_seqlens=send(borders.astype(np.int32)),
+        cu_seqlens=send(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         max_seqlen=max(lengths),
         lengths=tuple(lengths),
         uses=send(np.argsort(places, kind="stable").astype(np.int32)),
         uses_starts=send(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
     )
+
+
+def _spans(
+    rows: Sequence[Row],
+    absent: Sequence[int],
+    own_lengths: Sequence[int],
+    places: Ints,
+    borders: Ints,
+    send: Callable[[np.ndarray[Any, Any]], Tensor],
+) -> Spans | None:
+    """The spans of the packed tokens; None without any."""
+    found = content_spans([row.model_input for row in rows], absent, own_lengths)
+    if not found:
+        return None
+    begins = [borders[span.sequence] for span in found]
+    keys = [places[begin : begin + span.stop] for begin, span in zip(begins, found, strict=True)]
+    lengths = [span.stop for span in found]
+    return make_spans(found, _keys(np.concatenate(keys), lengths, sum(own_lengths), send), send)
 
 
 def _own_values(rows: Sequence[Row], name: str, absent: Sequence[int]) -> Iterator[Tensor]:

@@ -73,6 +73,12 @@ def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Mic
             f"a micro-batch on {batch.input_ids.device} cannot be split without waiting for the "
             'device; collate it on "cpu", split moves it'
         )
+    if batch.spans is not None:
+        raise ValueError(
+            f"rows {', '.join(batch.ids)} have images whose tokens see each other in both "
+            "directions, which cannot be split over the context axis; set "
+            "parallel.ring_size and parallel.ulysses_size to 1"
+        )
     move = partial(to_device, device=mesh.device)
     routes = batch.column("routes") if replays_routes and batch.ids else None
     ring, ulysses, rank = mesh.ring, mesh.ulysses, mesh.context.rank

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hone.algorithms.rows import episodes_of
-from hone.model_input import same_until
+from hone.model_input import inside_of, same_until
 from hone.prefixes import saved_tokens, saves_enough
 from hone.types import Row
 
@@ -61,7 +61,10 @@ def _common_prefix(rows: Sequence[Row]) -> int:
     heads = [row.token_ids[:length] for row in rows]
     first, last = min(heads), max(heads)  # lexicographically: all others lie between
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=True)) if a != b), length)
-    return same_until((row.model_input for row in rows), same)
+    same = same_until((row.model_input for row in rows), same)
+    # The tokens of an image may see each other in both directions, so that they stay together.
+    inside = inside_of(rows[0].model_input, same)
+    return same if inside is None else inside.start
 
 
 def pass_tokens(rows: Sequence[Row], prefixes: Sequence[int]) -> int:

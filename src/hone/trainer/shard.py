@@ -44,6 +44,7 @@ def whole_shard(
             max_seqlen=batch.max_seqlen,
             lengths=batch.lengths,
             keys=batch.keys,
+            spans=batch.spans,
             routes=None if routes is None else to_device(routes, device),
         ),
         predict_index=to_device(batch.predict_index, device),
