@@ -4,6 +4,10 @@ Every process gets the whole weights one after the other. Only their names and s
 file of each, so the files do not depend on the number of processes. Process r of n writes every
 n-th file, in the background while the next tensors are gathered. No process holds the whole model.
 
+A decoder of a vision-language model is written as the whole model that it was loaded from: with its
+tower, which every process has, under the names of that checkpoint's tensors, and with the files of
+the image processor.
+
 `rehearse_export` does everything except the weights, before training starts. Adapters are small:
 rank 0 holds and writes them.
 """
@@ -16,6 +20,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +43,10 @@ from hone.checkpoint.atomic import (
 from hone.distributed.mesh import Axis, Mesh
 from hone.errors import UserError
 from hone.models.adapted import merged_weights
+from hone.models.features import features_of
+from hone.models.manifest import checksum_of
 from hone.models.settings import LoraConfig
+from hone.models.vision import TEMPLATE_FILE, whole_of
 from hone.observe.disk import writing
 
 __all__ = ["export_adapter", "export_hf", "rehearse_export"]
@@ -65,7 +73,7 @@ def export_hf(
     `weights` yields whole tensors under the names of the model's `state_dict()`, the same on every
     process; iterating it may be collective. `model` may be a stage of a pipeline. Only the first of
     tied tensors is written. A process holds at most two files of `file_bytes` and one tensor in
-    host memory. `step` goes into the folder's manifest.
+    host memory. `step` goes into the folder's manifest, and the checksum of a tower.
 
     The folder appears whole or not at all; a former export there is replaced.
     `AutoModelForCausalLM.from_pretrained(folder)` loads it without this package. Collective: every
@@ -76,11 +84,13 @@ def export_hf(
     """
     folder = Path(folder)
     copies: set[str] = mesh.broadcast(_tied_copies(model))
+    tower = _tower_weights(model)
+    metadata = {"step": step} | ({"tower": checksum_of(tower)} if tower else {})
     with ExitStack() as publishing:
         publication = together(
             mesh,
             lambda: (
-                publishing.enter_context(publish_folder(folder, metadata={"step": step}))
+                publishing.enter_context(publish_folder(folder, metadata=metadata))
                 if mesh.is_first
                 else None
             ),
@@ -88,7 +98,7 @@ def export_hf(
         buffers = {name for names in mesh.gather_stages(_buffers(model)) for name in names}
         files = _Files(model, partial_name(folder), dtype, file_bytes, mesh.world, buffers=buffers)
         publishing.callback(files.writer.shutdown)
-        for name, tensor in weights:
+        for name, tensor in chain(weights, tower.items()):
             if name not in copies:
                 files.add(name, tensor)
         if publication is not None:
@@ -161,9 +171,9 @@ def rehearse_export(
 
     def rehearse() -> int:
         with _refusing("the names of its tensors"):
-            tensors = dict(_without_values(model))
+            tensors = dict(_without_values(model)) | _tower_weights(model)
             num_bytes = _bytes_of(tensors, dtype, {*_buffers(model)})
-            revert_weight_conversion(model, tensors)
+            _as_in_files(model, tensors)
         if mesh.is_first:
             require_replaceable(folder)
             if adapter is not None:
@@ -189,6 +199,22 @@ def _without_values(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if name not in copies
     )
     return merged_weights(model, on_meta)
+
+
+def _tower_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a decoder's tower, by name in the whole model; empty for a text model."""
+    features = features_of(model)
+    if features is None or whole_of(model) is None:
+        return {}
+    return {f"model.{name}": x for name, x in features.tower.modules.state_dict().items()}
+
+
+def _as_in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names of files. A model may have several tensors of its files as one, such
+    as those of experts."""
+    tensors = revert_weight_conversion(model, tensors)
+    whole = whole_of(model)
+    return tensors if whole is None else {whole.key(name): x for name, x in tensors.items()}
 
 
 def _bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype, buffers: set[str]) -> int:
@@ -272,8 +298,7 @@ class _Files:
             self._writing = self.writer.submit(self._write, self._number, held)
 
     def _write(self, number: int, tensors: dict[str, Tensor]) -> _WrittenFile:
-        # The model may have several tensors of its files as one, such as those of experts.
-        tensors = revert_weight_conversion(self._model, tensors)
+        tensors = _as_in_files(self._model, tensors)
         record = write_tensors(self._folder / _part_name(number), tensors, {"format": "pt"})
         return _WrittenFile(number, record, [*tensors])
 
@@ -327,9 +352,10 @@ def _write_surroundings(
 ) -> None:
     """Write everything but the weights. Raises OSError, and UserError where transformers cannot
     write a file."""
-    config = copy.deepcopy(model.config)
+    whole = whole_of(model)
+    config = copy.deepcopy(model.config) if whole is None else whole.config_for(model)
     config.dtype = dtype
-    config.architectures = [type(model).__name__]
+    config.architectures = [type(model).__name__ if whole is None else whole.class_name_for(model)]
     if model.is_remote_code():
         with _refusing("the files that define it (model.trust_remote_code)"):
             custom_object_save(model, partial, cast(Any, config))
@@ -342,6 +368,9 @@ def _write_surroundings(
             model.generation_config.to_json_file(partial / "generation_config.json")
     with _refusing("its tokenizer"):
         tokenizer.save_pretrained(partial)
+    for name, content in ({} if whole is None else whole.files).items():
+        if name != TEMPLATE_FILE or tokenizer.chat_template is None:
+            (partial / name).write_bytes(content)
 
 
 @contextmanager

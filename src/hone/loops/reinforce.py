@@ -634,5 +634,5 @@ def _colocated_model(
         return alias_module(model)
     has_own_weights = BACKENDS[role.engine.backend].has_own_weights
     if mesh.world.size > 1 or has_own_weights or role.engine.packs_rows:
-        return engine_model(role, mesh.device, ranks.tp)
+        return engine_model(role, mesh.device, ranks.tp, seed=start.cfg.run.seed)
     return load()  # The base weights. A sync delivers them with the adapters added.

@@ -163,12 +163,15 @@ def with_reward_model(
     return RewardModelScorer(judge, transcripts, scorer, cfg.reward)
 
 
-def engine_model(role: Role, device: torch.device, tp: TensorParallel) -> PreTrainedModel:
-    """Model of this engine rank with empty weights, which a sync fills before sampling. For a
-    backend that allocates its own weights it is on the meta device: only the shapes are read."""
+def engine_model(
+    role: Role, device: torch.device, tp: TensorParallel, *, seed: int
+) -> PreTrainedModel:
+    """Model of this engine rank with empty weights, which a sync fills before sampling, and with the
+    tower of the policy, where that was drawn from `seed`. For a backend that allocates its own weights it is on the meta device: only the shapes are read."""
     if BACKENDS[role.engine.backend].has_own_weights:
-        return blank_model(role.model, device="meta")
-    return blank_model(role.model, device=device, tp=tp, packs_rows=role.engine.packs_rows)
+        return blank_model(role.model, device="meta", seed=seed)
+    packs_rows = role.engine.packs_rows
+    return blank_model(role.model, device=device, seed=seed, tp=tp, packs_rows=packs_rows)
 
 
 def load_engine(
@@ -199,7 +202,8 @@ def build_engine_worker(plan: RunPlan, *, name: str = "engine") -> EngineWorker:
     """
     role, device = plan.roles["engine"], choose_device(plan.config.run)
     tp = TensorParallel.from_environment(role.axes.tensor, device)
-    tokenizer, model = load_tokenizer(role.model), engine_model(role, device, tp)
+    tokenizer = load_tokenizer(role.model)
+    model = engine_model(role, device, tp, seed=plan.config.run.seed)
     engine = make_engine(
         plan, model, tokenizer, owns_weights=True, tensor_parallel=tp, device=device, name=name
     )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -46,6 +46,9 @@ from hone.models.weight_files import (
     require_finite,
     without_place,
 )
+
+if TYPE_CHECKING:
+    from hone.models.vision import WholeModel
 
 __all__ = [
     "blank_model",
@@ -94,64 +97,68 @@ def load_model(
     tp = tp or ModelRanks(device)
     config = load_config(cfg)
     tp.check_divides(config)
-    if cfg.init == "pretrained":
+    if cfg.init == "pretrained" and not hasattr(config, VISION_FIELD):
         _require_predicts(config, cfg)
-        model = tp.shard_model(_whole_from_files(cfg, config, device))
+        options = _options(cfg, device)
+        model = tp.shard_model(_from_files(AutoModelForCausalLM, _place(cfg), config, options))
         if packs_rows:
             pack_layers(model, tp.device)
         # The override in transformers has no usable type.
         nn.Module.to(model, "cpu" if on_host else device)
-        return _with_features(model.eval(), cfg, device, seed)
-    model = _skeleton(cfg, device)
+        return model.eval()
+    model = load_deferred(cfg, device=device, seed=seed)
+    source = take_source(model)
+    assert source is not None
+    place = "cpu" if on_host else device
+    return _loaded(model, source, device, tp=tp, place=place, packs_rows=packs_rows)
+
+
+def _loaded(
+    model: PreTrainedModel,
+    source: WeightSource,
+    device: torch.device,
+    *,
+    tp: ModelRanks,
+    place: torch.device | str,
+    packs_rows: bool = False,
+) -> PreTrainedModel:
+    """Fill a model on the meta device from its source, which computes on `device`, with tensors on
+    `place`."""
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     if packs_rows:
         pack_layers(model)
     targets, tensors = dict(model.named_parameters()), dict[str, Tensor]()
 
     def take(weight: Weight) -> None:
         whole = weight.whole()
-        part = tp.shard_of(weight.name, whole, config.model_type)
-        own = packed_like(whole if part is whole else part.clone(), targets.get(weight.name))
-        tensors[weight.name] = own.to("cpu" if on_host else device)
+        whole = whole.to(dtypes.get(weight.name, whole.dtype))
+        part = tp.shard_of(weight.name, whole, model.config.model_type)
+        # A copy: files are mapped into memory, and a part would keep the whole.
+        own = packed_like(part.clone(), targets.get(weight.name))
+        tensors[weight.name] = own.to(place)
 
-    _DrawnWeights(config, _options(cfg, device), seed).give(take, device=device)
-    return _with_features(_filled(model, tensors, tp), cfg, device, seed)
-
-
-def _whole_from_files(
-    cfg: ModelConfig, config: PreTrainedConfig, device: torch.device
-) -> PreTrainedModel:
-    """The language model of `cfg` on the host, as transformers loads it."""
-    if not hasattr(config, VISION_FIELD):
-        return _from_files(AutoModelForCausalLM, _place(cfg), config, _options(cfg, device))
-    from hone.models.vision import decoder_of, whole_class, whole_options
-
-    whole_config = _parsed(cfg)
-    options = whole_options(_options(cfg, device))
-    whole = _from_files(whole_class(whole_config), _place(cfg), whole_config, options)
-    with torch.device("meta"):
-        decoder = AutoModelForCausalLM.from_config(config, **_options(cfg, device))
-    decoder.generation_config = whole.generation_config
-    return decoder_of(whole, decoder)
+    source.give(take, device=device)
+    return _filled(model, tensors, tp)
 
 
-def _with_features(
+def _with_tower(
     model: PreTrainedModel, cfg: ModelConfig, device: torch.device, seed: int
-) -> PreTrainedModel:
-    """The decoder of a vision-language model with its tower on `device`; a text model as it is."""
+) -> WholeModel | None:
+    """Attach to the decoder of a vision-language model its tower on `device` and what an export
+    needs of the whole model, which is returned; None for a text model."""
     if not hasattr(model.config, VISION_FIELD):
-        return model
+        return None
     from hone.images.store import STORE
     from hone.models.features import FeatureSource, attach_features
-    from hone.models.vision import draw_tower, tower_of
+    from hone.models.vision import WholeModel, attach_whole
 
-    whole_config, dtype = _parsed(cfg), compute_dtype(cfg, device)
-    if cfg.init == "random":
-        tower = draw_tower(whole_config, seed=seed, dtype=dtype, device=device)
-    else:
-        tower = tower_of(_place(cfg), whole_config, dtype=dtype, device=device)
-    max_bytes = int(cfg.image_cache_gib * 2**30)
+    whole = WholeModel.of(
+        _place(cfg), _parsed(cfg), dtype=compute_dtype(cfg, device), drawn=cfg.init == "random"
+    )
+    attach_whole(model, whole)
+    tower, max_bytes = whole.tower(device, seed=seed), int(cfg.image_cache_gib * 2**30)
     attach_features(model, FeatureSource(tower, STORE.pixels, max_bytes=max_bytes))
-    return model
+    return whole
 
 
 def load_value_model(
@@ -170,13 +177,13 @@ def load_value_model(
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config, **options).eval()
     if cfg.init == "pretrained" and classifies(config):
-        if deferred and _defer_to_files(model, cfg):
-            return model
-        whole = _from_files(AutoModelForSequenceClassification, _place(cfg), config, options)
-        nn.Module.to(whole, "cpu" if deferred else device)
-        return whole.eval()
+        return _value_model_of_files(model, cfg, torch.device(device), seed, deferred=deferred)
     load = load_deferred if deferred else load_model
     causal = load(cfg, device=device, seed=seed)
+    if hasattr(config, VISION_FIELD):
+        from hone.models.vision import share_tower
+
+        share_tower(causal, model)
     if (source := take_source(causal)) is not None:
         defer(model, _BackboneWeights(source, value_head(model).in_features))
         return model
@@ -186,21 +193,44 @@ def load_value_model(
     return model
 
 
+def _value_model_of_files(
+    model: PreTrainedModel, cfg: ModelConfig, device: torch.device, seed: int, *, deferred: bool
+) -> PreTrainedModel:
+    """`model`, which is on the meta device, with the weights and the head of a folder."""
+    if (whole := _with_tower(model, cfg, device, seed)) is not None:
+        source = whole.decoder_weights(_computed_buffers(model))
+        if not deferred:
+            return _loaded(model, source, device, tp=ModelRanks(device), place=device)
+        defer(model, source)
+        return model
+    if deferred and _defer_to_files(model, cfg):
+        return model
+    kind, options = AutoModelForSequenceClassification, _options(cfg, device)
+    loaded = _from_files(kind, _place(cfg), model.config, options)
+    nn.Module.to(loaded, "cpu" if deferred else device)
+    return loaded.eval()
+
+
 def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
     """The model of `load_model` for processes that share it: on the meta device, with a weight
-    source (`hone.models.deferred`) from which each process reads its shards.
+    source (`hone.models.deferred`) from which each process reads its shards. A tower is whole, and
+    on `device`.
 
     If the files of a pretrained model do not map directly to its tensors, the model is loaded whole
     into host memory, and the log says why. Raises as `load_model`.
     """
     device = torch.device(device)
     model = _skeleton(cfg, device)
+    if cfg.init != "random":
+        _require_predicts(model.config, cfg)
+    whole = _with_tower(model, cfg, device, seed)
     if cfg.init == "random":
         config = copy.deepcopy(model.config)
         defer(model, _DrawnWeights(config, _options(cfg, device), seed))
-        return model
-    _require_predicts(model.config, cfg)
-    if not _defer_to_files(model, cfg):
+    elif whole is not None:
+        _say_loading(_place(cfg))
+        defer(model, whole.decoder_weights(_computed_buffers(model)))
+    elif not _defer_to_files(model, cfg):
         return load_model(cfg, device=device, seed=seed, on_host=True)
     return model
 
@@ -209,16 +239,20 @@ def blank_model(
     cfg: ModelConfig,
     *,
     device: torch.device | str,
+    seed: int = 0,
     tp: ModelRanks | None = None,
     packs_rows: bool = False,
 ) -> PreTrainedModel:
-    """The model of `load_model` with zeros as weights, to be filled by a sync. With `tp` it has
-    only this rank's parts. Raises as `load_config`, and UserError if the model cannot be divided.
+    """The model of `load_model` with zeros as weights, to be filled by a sync, and with the tower of
+    `load_model`, unless `device` is meta. With `tp` it has only this rank's parts. Raises as
+    `load_model`.
     """
     device = torch.device(device)
     tp = tp or ModelRanks(device)
     model = _skeleton(cfg, device)
     tp.check_divides(model.config)
+    if device.type != "meta":
+        _with_tower(model, cfg, device, seed)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if packs_rows:
         pack_layers(model)

@@ -15,8 +15,9 @@ multiplier keeps at least 33 bits of each difference, so that sign flips do not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cache
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "ManifestDiff",
     "RoundedChecksums",
     "build_manifest",
+    "checksum_of",
     "compare",
     "export_weights",
     "match_layout",
@@ -73,6 +75,13 @@ def build_manifest(
     for name, tensor in named:
         builder.add(name, tensor)
     return builder.finish(version)
+
+
+def checksum_of(named: Mapping[str, Tensor]) -> str:
+    """One checksum of the names, shapes and bits of tensors, in hexadecimal digits."""
+    manifest = build_manifest(named.items(), 0, are_held=True)
+    records = sorted((name, astuple(record)) for name, record in manifest.tensors.items())
+    return blake2b(repr(records).encode(), digest_size=8).hexdigest()
 
 
 class ManifestBuilder:

@@ -1,35 +1,65 @@
-"""Loads the two parts of a vision-language model: its decoder, and its tower.
+"""The two parts of a vision-language checkpoint: its decoder and its tower, each read by itself.
 
-A checkpoint holds both under the names of the whole model of transformers. The decoder is loaded
-as a text model by `hone.models.load`; this module gives it the whole model's files, and loads the
-tower alone. Whatever transformers converts in older checkpoints it converts here too: each part is
-the whole class without the other part's modules.
+    whole = WholeModel.of(place, config, dtype=dtype)
+    weights = whole.decoder_weights(buffers)        # a weight source, as of a text model
+    tower = whole.tower(device)                     # reads its own tensors alone
+
+A checkpoint holds both under the names of the whole model of transformers, or under older ones that
+transformers renames when it loads them. Both parts are found by these names in the files, so that
+every tensor of a checkpoint belongs to one of them. `keys` keeps the names of the files, under
+which an export writes the parts again.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from hone.attention import ATTENTION_NAME
+from hone.errors import UserError
 from hone.families.vision.registry import VISION, VISION_FIELD
+from hone.families.vision.spec import VisionSpec
+from hone.models.deferred import Weight
+from hone.models.features import attach_features, require_features
+from hone.models.heads import has_value_head
+from hone.models.support import classifies
 from hone.models.towers import TOWERS, Tower
+from hone.models.weight_files import FileWeights, OtherFormatError, find_weights, locate
 
 __all__ = [
-    "decoder_of",
-    "draw_tower",
-    "language_model_of",
+    "WholeModel",
+    "attach_whole",
+    "share_tower",
     "text_config_of",
-    "tower_of",
     "whole_class",
-    "whole_options",
+    "whole_of",
 ]
 
 VISION_ATTENTION = "sdpa"
 """Attention of towers, which is transformers' own."""
+TEMPLATE_FILE = "chat_template.json"
+"""A processor's chat template, in older checkpoints whose tokenizer has none."""
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    TEMPLATE_FILE,
+)
+"""Files of a processor, which an export copies."""
+_ATTRIBUTE = "_hone_whole"
 
 
 def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
@@ -40,14 +70,13 @@ def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
     register_decoders()
     text = whole.get_text_config()
     text.tie_word_embeddings = whole.tie_word_embeddings
+    text.architectures = whole.architectures
+    if classifies(whole):
+        text.num_labels = whole.num_labels or 2
+    if (quantization := getattr(whole, "quantization_config", None)) is not None:
+        text.quantization_config = quantization
     setattr(text, VISION_FIELD, whole.model_type)
     return text
-
-
-def whole_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a text model for a whole model, whose tower keeps attention of its own."""
-    attention = {"text_config": options["attn_implementation"], "vision_config": VISION_ATTENTION}
-    return {**options, "attn_implementation": attention}
 
 
 def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -55,82 +84,192 @@ def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return cast("type[PreTrainedModel]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
 
 
-def language_model_of(whole: Any) -> Any:
-    """The decoder's backbone in a whole model."""
-    return getattr(whole.model, _part(whole.config))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """A vision-language model around its decoder: what loads its parts, and what an export needs
+    besides the decoder's weights."""
 
+    place: str
+    """Folder or hub name of the checkpoint."""
+    module: PreTrainedModel
+    """The whole model on the meta device."""
+    files: Mapping[str, bytes]
+    """The processor's files by name."""
+    weights: FileWeights | None
+    """All tensors of the checkpoint, by name in `module`; None for random weights."""
+    keys: Mapping[str, str]
+    """Their names in the files; for random weights those that transformers would write."""
 
-def _part(config: PreTrainedConfig) -> str:
-    return VISION[config.model_type].decoder_prefix.split(".")[1]
+    @classmethod
+    def of(cls, place: str, config: PreTrainedConfig, *, dtype: torch.dtype, drawn: bool) -> Self:
+        """The whole model of a checkpoint's `config`, with the places of its tensors unless its
+        weights are to be `drawn`. Reads no values.
 
-
-def decoder_of(whole: Any, decoder: Any) -> PreTrainedModel:
-    """Put the weights of a whole model's language model and head into `decoder`, which has none."""
-    decoder.model = language_model_of(whole)
-    decoder.lm_head = whole.lm_head
-    return decoder
-
-
-def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The whole model's class without the modules of its decoder."""
-    base = whole_class(config)
-    part = _part(config)
-
-    def __init__(self: Any, config: PreTrainedConfig) -> None:
+        Raises FileNotFoundError without weights, and UserError where some are missing, misshapen,
+        without a place, or in a format that is not read in parts.
+        """
         with torch.device("meta"):
-            base.__init__(self, config)
-        setattr(self.model, part, nn.Identity())
-        self.lm_head = nn.Identity()
-
-    return type(
-        f"{base.__name__}Tower",
-        (base,),
-        {
-            "__init__": __init__,
-            "_tied_weights_keys": None,
-            "_keys_to_ignore_on_load_unexpected": [part, r"lm_head"],
-            "tie_weights": lambda self, *args, **kwargs: None,
-            "get_input_embeddings": lambda self: None,
-            "get_output_embeddings": lambda self: None,
-        },
-    )
-
-
-def tower_of(
-    place: str, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device
-) -> Tower:
-    """The tower of a checkpoint."""
-    loaded: Any = tower_class(config).from_pretrained(
-        place,
-        config=config,
-        dtype=dtype,
-        attn_implementation=VISION_ATTENTION,
-        output_loading_info=True,
-    )
-    whole, info = loaded
-    if info["missing_keys"]:
-        from hone.models.weight_files import lacking
-
-        raise lacking(place, sorted(info["missing_keys"]))
-    tower = TOWERS[config.model_type](whole)
-    tower.modules.to(device)
-    return tower
-
-
-def draw_tower(
-    config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, device: torch.device
-) -> Tower:
-    """A tower with random weights of a seed."""
-    kind = tower_class(config)
-    with torch.device("meta"):
-        whole: Any = kind._from_config(  # pyright: ignore[reportPrivateUsage]
-            config, dtype=dtype, attn_implementation=VISION_ATTENTION
+            module = whole_class(config)._from_config(  # pyright: ignore[reportPrivateUsage]
+                config,
+                dtype=dtype,
+                attn_implementation={
+                    "text_config": ATTENTION_NAME,
+                    "vision_config": VISION_ATTENTION,
+                },
+            )
+            if classifies(config):
+                width = config.get_text_config().hidden_size
+                module.lm_head = nn.Identity()
+                module.score = nn.Linear(width, config.num_labels or 2, bias=False)
+        weights = None if drawn else _in_files(place, module)
+        keys = _written_names(module) if weights is None else weights.keys
+        return cls(
+            place=place,
+            module=module,
+            files=_processor_files(place),
+            weights=weights,
+            keys=keys,
         )
-    tower = TOWERS[config.model_type](whole)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(seed)
-        for module in tower.modules.modules():
-            module.to_empty(device=device, recurse=False)
-        for module in tower.modules.modules():
-            whole._init_weights(module)
-    return tower
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.module.config
+
+    @property
+    def spec(self) -> VisionSpec:
+        return VISION[self.config.model_type]
+
+    def decoder_weights(self, buffers: Mapping[str, Tensor]) -> FileWeights:
+        """Weight source of the decoder, whose other buffers are `buffers`."""
+        assert self.weights is not None
+        prefix = self.spec.decoder_prefix
+        entries = {
+            f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name: entry
+            for name, entry in self.weights.entries.items()
+            if not name.startswith(self.spec.tower_prefixes)
+        }
+        return replace(self.weights, entries=entries, buffers=buffers)
+
+    def whole_name(self, name: str) -> str:
+        """The name in the whole model of a tensor of the decoder, or of the tower, which has it."""
+        if name.startswith(self.spec.tower_prefixes) or not name.startswith("model."):
+            return name
+        return f"{self.spec.decoder_prefix}{name.removeprefix('model.')}"
+
+    def key(self, name: str) -> str:
+        """The name in files of such a tensor."""
+        name = self.whole_name(name)
+        return self.keys.get(name, name)
+
+    def config_for(self, decoder: PreTrainedModel) -> PreTrainedConfig:
+        """The configuration of a whole model with this decoder."""
+        config = copy.deepcopy(self.config)
+        if has_value_head(decoder):
+            config.num_labels = 1
+            for part in (config, config.get_text_config()):
+                part.pad_token_id = decoder.config.pad_token_id
+        return config
+
+    def class_name_for(self, decoder: PreTrainedModel) -> str:
+        """Name of the class of a whole model with this decoder."""
+        name = whole_class(self.config).__name__
+        if not has_value_head(decoder):
+            return name
+        return name.replace("ForConditionalGeneration", "ForSequenceClassification")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # aliases of a decoder have the same whole
+
+    def tower(self, device: torch.device, *, seed: int) -> Tower:
+        """The tower, from the files, or with random weights of `seed`."""
+        tower = TOWERS[self.config.model_type](copy.deepcopy(self.module))
+        drawn_on = torch.device("cpu") if self.weights is not None else device
+        devices = [drawn_on] if drawn_on.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(seed)
+            for module in tower.modules.modules():
+                # Rotary frequencies, of which a GPU computes other bits, are in modules without
+                # weights.
+                has_weights = any(True for _ in module.parameters(recurse=False))
+                module.to_empty(device=drawn_on if has_weights else "cpu", recurse=False)
+            for module, owner in self._owners(tower):
+                owner._init_weights(module)  # pyright: ignore[reportPrivateUsage] families override
+            if self.weights is not None:
+                self._read_into(tower, self.weights)
+        tower.modules.to(device)
+        return tower
+
+    def _owners(self, tower: Tower) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
+        """The modules of a tower, each with the innermost model of transformers that it is in."""
+        owners = dict.fromkeys(tower.modules.modules(), self.module)
+        for model in tower.modules.modules():
+            if isinstance(model, PreTrainedModel):
+                owners |= dict.fromkeys(model.modules(), model)
+        yield from owners.items()
+
+    def _read_into(self, tower: Tower, weights: FileWeights) -> None:
+        targets = tower.modules.state_dict()
+
+        def take(weight: Weight) -> None:
+            name = weight.name.removeprefix("model.")
+            if name in targets:
+                targets[name].copy_(weight.whole())
+
+        weights.give(take, device=torch.device("cpu"))
+
+
+def attach_whole(model: PreTrainedModel, whole: WholeModel) -> None:
+    """Let exports of a decoder write the whole model."""
+    setattr(model, _ATTRIBUTE, whole)
+
+
+def share_tower(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Attach to `other`, a decoder of the same whole model, what `model` has."""
+    attach_features(other, require_features(model))
+    attach_whole(other, require_whole(model))
+
+
+def whole_of(model: PreTrainedModel) -> WholeModel | None:
+    """The whole model of a decoder; None for a text model."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def require_whole(model: PreTrainedModel) -> WholeModel:
+    """As `whole_of`, for a decoder that has one."""
+    whole = whole_of(model)
+    assert whole is not None
+    return whole
+
+
+def _in_files(place: str, module: PreTrainedModel) -> FileWeights:
+    transforms = get_model_conversion_mapping(module)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    state = module.state_dict()
+
+    def renamed(key: str) -> str:
+        name, _ = rename_source_key(key, renamings, [], module.base_model_prefix, state)
+        return name
+
+    try:
+        return find_weights(place, module, {}, renamed=renamed)
+    except OtherFormatError as error:
+        raise UserError(
+            f"model.path={place!r} is a vision-language model, whose parts are read one by one from "
+            f"safetensors, and {error}. Load it with transformers and write it with save_pretrained"
+        ) from error
+
+
+def _written_names(module: PreTrainedModel) -> dict[str, str]:
+    """Names under which transformers writes the tensors of a model, by name in the model."""
+    named = {name: tensor for name, tensor in module.state_dict().items()}
+    numbered = {name: torch.empty(index, device="meta") for index, name in enumerate(named)}
+    names = list(named)
+    return {
+        names[tensor.numel()]: key
+        for key, tensor in revert_weight_conversion(module, numbered).items()
+    }
+
+
+def _processor_files(place: str) -> dict[str, bytes]:
+    located = {name: locate(place, name) for name in PROCESSOR_FILES}
+    return {name: path.read_bytes() for name, path in located.items() if path is not None}

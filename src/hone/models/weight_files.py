@@ -35,6 +35,7 @@ __all__ = [
     "damaged",
     "find_weights",
     "lacking",
+    "locate",
     "misshapen",
     "note_unread",
     "require_finite",
@@ -104,6 +105,11 @@ class FileWeights:
     entries: Mapping[str, _Entry | _ExpertsEntry]
     buffers: Mapping[str, Tensor]
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """Names in the files, by name of a tensor that is in one file as it is."""
+        return {name: entry.key for name, entry in self.entries.items() if isinstance(entry, _Entry)}
+
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
         for name, entry in self.entries.items():
             take(Weight(name, entry.shape, partial(self._read, name, entry)))
@@ -116,9 +122,15 @@ class FileWeights:
         return part
 
 
-def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor]) -> FileWeights:
+def find_weights(
+    path: str,
+    model: PreTrainedModel,
+    buffers: Mapping[str, Tensor],
+    *,
+    renamed: Callable[[str], str] | None = None,
+) -> FileWeights:
     """Locate the parameters and persistent buffers of `model` in the files of `path`. `buffers` are
-    all other buffers.
+    all other buffers. `renamed` gives the model's name for one of the files.
 
     Files of a Hugging Face hub repository are downloaded if missing; processes of one host wait for
     each other's downloads. Raises OtherFormatError if only transformers can load them. Raises
@@ -132,11 +144,12 @@ def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor
     names = {name for group in tied.values() for name in group}
     found: dict[str, _Entry | _ExpertsEntry] = {}
     others: list[str] = []
-    for key, entry in entries.items():
+    for file_key, entry in entries.items():
+        key = file_key if renamed is None else renamed(file_key)
         # A backbone that was saved by itself lacks the prefix.
         name = key if key in names else f"{model.base_model_prefix}.{key}"
         if name not in names:
-            others.append(key)
+            others.append(file_key)
         elif name in found:
             raise OtherFormatError(f"they hold {name} twice")
         else:
@@ -245,25 +258,25 @@ def damaged(path: str, error: SafetensorError) -> UserError:
 
 def _refuse_special_cases(path: str, model: PreTrainedModel) -> None:
     """Raise OtherFormatError if transformers would do more than read tensors."""
-    if not type(model).__module__.startswith("transformers."):
+    if not type(model).__module__.startswith(("transformers.", "hone.")):
         raise OtherFormatError(f"{type(model).__name__} is code of the checkpoint's own")
     if named := getattr(model.config, "transformers_weights", None):
         raise OtherFormatError(f"config.json has them in {named}")
-    if _locate(path, ADAPTER_CONFIG_NAME) is not None:
+    if locate(path, ADAPTER_CONFIG_NAME) is not None:
         raise OtherFormatError(f"there is an adapter with them ({ADAPTER_CONFIG_NAME})")
 
 
 def _entries(path: str) -> dict[str, _Entry]:
     """All tensors in the files, by key."""
-    single = _locate(path, SAFE_WEIGHTS_NAME)
+    single = locate(path, SAFE_WEIGHTS_NAME)
     if single is not None:
         files = [single]
     else:
-        index = _locate(path, SAFE_WEIGHTS_INDEX_NAME)
+        index = locate(path, SAFE_WEIGHTS_INDEX_NAME)
         if index is None:
             raise OtherFormatError("there is no safetensors file among them")
         names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
-        located = {name: _locate(path, name) for name in sorted(names)}
+        located = {name: locate(path, name) for name in sorted(names)}
         files = [file for file in located.values() if file is not None]
         if gone := [name for name, file in located.items() if file is None]:
             raise OtherFormatError(f"{gone[0]}, which the index names, is not there")
@@ -312,7 +325,7 @@ def _with_experts(path: str, entries: Mapping[str, _Entry]) -> dict[str, _Entry 
     return found
 
 
-def _locate(path: str, name: str) -> Path | None:
+def locate(path: str, name: str) -> Path | None:
     """Path of a file of a folder or of a hub repository, downloaded. None if there is none."""
     try:
         found = cached_file(path, name)
