@@ -256,7 +256,13 @@ def test_chunks_see_what_the_dense_mask_shows(backend, options, fp8, number):
     context = dataclasses.replace(pages.context, spans=paged_spans(pages.context, found))
     backends.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping, pages.scales)
     actual = backends.paged_attention(
-        pages.q, pages.k, pages.v, pages.kv_cache, context, scales=pages.scales, scale=SCALE,
+        pages.q,
+        pages.k,
+        pages.v,
+        pages.kv_cache,
+        context,
+        scales=pages.scales,
+        scale=SCALE,
         **options,
     )
     expected = []

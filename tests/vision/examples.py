@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,9 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from hone.families.vision.registry import VISION
 from hone.families.vision.spec import ImageSettings
-from hone.images.store import STORE, TilePixels
+from hone.images.opening import open_image
+from hone.images.pixels import TileSource, content_hash, layout_of
+from hone.images.store import STORE
 from hone.model_input import TEXT, Content, ModelInput
 from hone.models.load import load_model
 from hone.models.settings import ModelConfig
@@ -47,14 +48,6 @@ def picture(seed: int, width: int = 90, height: int = 70) -> Image:
     rng = np.random.default_rng(seed)
     small = rng.integers(0, 256, (-(-height // 10), -(-width // 10), 3), dtype=np.uint8)
     return fromarray(small.repeat(10, 0).repeat(10, 1)[:height, :width])
-
-
-@dataclass(frozen=True)
-class _Pixels:
-    values: TilePixels
-
-    def pixels(self) -> TilePixels:
-        return self.values
 
 
 @dataclass(frozen=True)
@@ -137,20 +130,17 @@ class Twin:
         contents: list[Content] = []
         start = 0
         for image in images:
-            layout = self.spec.layout(self.settings, image.height, image.width)
-            pixels = self.spec.tiles(self.settings, image, layout)
-            for tile, values in zip(layout.tiles, pixels, strict=True):
+            file = open_image(image, folder=None)
+            for number, tile in enumerate(layout_of(file, self.settings).tiles):
                 start = ids.index(self.settings.placeholder_id, start)
-                digest = blake2b(image.tobytes() + values.tobytes(), digest_size=8)
-                name = f"{self.family}:{digest.hexdigest()}"
                 content = Content(
                     kind="image",
-                    hash=name,
+                    hash=content_hash(file.digest, self.settings, number),
                     start=start,
                     num_tokens=tile.num_tokens,
                     shape=tile.shape,
                 )
-                STORE.register({name: _Pixels(TilePixels(values, self.settings))})  # type: ignore[dict-item]
+                STORE.register({content.hash: TileSource(file, self.settings, number)})
                 contents.append(content)
                 start = content.stop
         return Example(ids, ModelInput(tuple(contents)) if contents else TEXT, images)

@@ -43,5 +43,5 @@ def with_pixels(items: Iterable[T]) -> list[T]:
 
 
 def _receive(items: list[Any], pixels: dict[str, TilePixels]) -> list[Any]:
-    STORE.receive(pixels)
+    STORE.receive(pixels, [item.model_input for item in items])
     return items

@@ -108,7 +108,9 @@ class FileWeights:
     @property
     def keys(self) -> dict[str, str]:
         """Names in the files, by name of a tensor that is in one file as it is."""
-        return {name: entry.key for name, entry in self.entries.items() if isinstance(entry, _Entry)}
+        return {
+            name: entry.key for name, entry in self.entries.items() if isinstance(entry, _Entry)
+        }
 
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
         for name, entry in self.entries.items():
