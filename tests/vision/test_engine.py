@@ -7,7 +7,7 @@ import torch
 
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.settings import EngineConfig
-from hone.models.features import require_features
+from hone.models.contents import require_features
 from hone.types import Completion, Request, SamplingParams
 from tests.tables import table
 from tests.vision.examples import Example, Twin, picture

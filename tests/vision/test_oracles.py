@@ -14,9 +14,9 @@ from hone.attention.context import ContentFeatures
 from hone.distributed.mesh import Mesh
 from hone.families.vision.registry import VISION, inputs_of
 from hone.model_input import TEXT, Content, ModelInput, content_pieces
-from hone.models.contents import follow_contents
+from hone.models.contents import follow_contents, require_features
 from hone.models.decoder import alias_module, head_logits, hidden_states
-from hone.models.features import FeatureSource, require_features
+from hone.models.features import FeatureSource
 from hone.positions import packed_positions, position_shift
 from hone.trainer.collating import collate
 from hone.trainer.parallel_model import ParallelModel

@@ -43,7 +43,7 @@ from hone.checkpoint.atomic import (
 from hone.distributed.mesh import Axis, Mesh
 from hone.errors import UserError
 from hone.models.adapted import merged_weights
-from hone.models.features import features_of
+from hone.models.contents import features_of
 from hone.models.manifest import checksum_of
 from hone.models.settings import LoraConfig
 from hone.models.vision import TEMPLATE_FILE, whole_of

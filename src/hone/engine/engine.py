@@ -36,8 +36,8 @@ from hone.engine.sequence import Sequence
 from hone.engine.settings import BLOCK_SIZE, EngineConfig
 from hone.errors import UserError
 from hone.families.vision.registry import inputs_of
+from hone.models.contents import features_of
 from hone.models.failed_pass import free_failed_pass
-from hone.models.features import features_of
 from hone.models.generation import generation_model
 from hone.models.int8_rows import is_packed, pack_rows
 from hone.models.manifest import export_weights

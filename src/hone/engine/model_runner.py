@@ -26,13 +26,13 @@ from hone.engine.scheduler import Chunk, Plan
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, upload
 from hone.model_input import TEXT, TEXT_ONLY, InputSpec, ModelInput, content_pieces, content_spans
-from hone.models.features import FeatureSource
 from hone.models.generation import GenerationModel
 from hone.positions import packed_positions
 from hone.types import IndexedKeys, Spans
 
 if TYPE_CHECKING:
     from hone.engine.decode_graphs import DecodeGraphs
+    from hone.models.features import FeatureSource
 
 __all__ = ["LaunchedStep", "ModelRunner", "Sampled"]
 

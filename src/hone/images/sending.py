@@ -10,10 +10,12 @@ compute whatever it is sent, and whoever computes an image need not know where i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hone.images.store import STORE, TilePixels
 from hone.model_input import ModelInput
+
+if TYPE_CHECKING:
+    from hone.images.pixels import TilePixels
 
 __all__ = ["with_pixels"]
 
@@ -32,6 +34,8 @@ class _WithPixels(list[T]):
     """A list that is pickled with the pixels of its items' images."""
 
     def __reduce__(self) -> tuple[Callable[..., list[Any]], tuple[Any, ...]]:
+        from hone.images.store import STORE  # not for texts
+
         hashes = {content.hash for item in self for content in item.model_input.contents}
         return _receive, (list(self), STORE.payload(sorted(hashes)))
 
@@ -43,5 +47,7 @@ def with_pixels(items: Iterable[T]) -> list[T]:
 
 
 def _receive(items: list[Any], pixels: dict[str, TilePixels]) -> list[Any]:
+    from hone.images.store import STORE
+
     STORE.receive(pixels, [item.model_input for item in items])
     return items

@@ -12,14 +12,47 @@ what is added between them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.families.vision.registry import inputs_of
 
-__all__ = ["add_deepstack", "embed_contents", "follow_contents"]
+if TYPE_CHECKING:
+    from hone.models.features import FeatureSource
+
+__all__ = [
+    "add_deepstack",
+    "attach_features",
+    "embed_contents",
+    "features_of",
+    "follow_contents",
+    "require_features",
+]
+
+_ATTRIBUTE = "_hone_features"
+
+
+def attach_features(model: PreTrainedModel, source: FeatureSource) -> None:
+    """Give a decoder, and the aliases that will be made of it, the features of its contents."""
+    setattr(model, _ATTRIBUTE, source)
+
+
+def features_of(model: PreTrainedModel) -> FeatureSource | None:
+    """The features of a decoder's contents; None for a text model."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def require_features(model: PreTrainedModel) -> FeatureSource:
+    """As `features_of`. Raises ValueError for a model without a tower."""
+    source = features_of(model)
+    if source is None:
+        raise ValueError(
+            f"a {model.config.model_type} model got sequences with images, and has no tower to "
+            "encode them: load it with hone.load_model, or attach its features"
+        )
+    return source
 
 
 def follow_contents(model: PreTrainedModel) -> None:

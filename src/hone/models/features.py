@@ -1,7 +1,7 @@
 """Features of contents by their hash: encoded once, kept with a bound in bytes.
 
-    attach_features(model, FeatureSource(tower, pixels_of, max_bytes=1 << 30))
-    contents = features_of(model).gather(pieces)          # for the context of a pass
+    source = FeatureSource(tower, pixels_of, max_bytes=1 << 30)
+    contents = source.gather(pieces)          # for the context of a pass
 
 Trainer and engine in one process use the same source, so a group of samples, all its turns and all
 its passes encode an image once. What has been evicted is encoded again, to the same bits.
@@ -17,16 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hone.attention.context import ContentFeatures
 from hone.images.store import TilePixels
 from hone.model_input import ContentPiece
 from hone.models.towers import Features, Tower
 
-__all__ = ["FeatureSource", "attach_features", "features_of", "require_features"]
-
-_ATTRIBUTE = "_hone_features"
+__all__ = ["FeatureSource"]
 
 
 class FeatureSource:
@@ -103,24 +100,3 @@ class FeatureSource:
         host = torch.from_numpy(index.astype(np.int64))
         device = self.tower.device
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def attach_features(model: PreTrainedModel, source: FeatureSource) -> None:
-    """Give a decoder, and the aliases that will be made of it, the features of its contents."""
-    setattr(model, _ATTRIBUTE, source)
-
-
-def features_of(model: PreTrainedModel) -> FeatureSource | None:
-    """The features of a decoder's contents; None for a text model."""
-    return getattr(model, _ATTRIBUTE, None)
-
-
-def require_features(model: PreTrainedModel) -> FeatureSource:
-    """As `features_of`. Raises ValueError for a model without a tower."""
-    source = features_of(model)
-    if source is None:
-        raise ValueError(
-            f"a {model.config.model_type} model got sequences with images, and has no tower to "
-            "encode them: load it with hone.load_model, or attach its features"
-        )
-    return source

@@ -149,7 +149,8 @@ def _with_tower(
     if not hasattr(model.config, VISION_FIELD):
         return None
     from hone.images.store import STORE
-    from hone.models.features import FeatureSource, attach_features
+    from hone.models.contents import attach_features
+    from hone.models.features import FeatureSource
     from hone.models.vision import WholeModel, attach_whole
 
     whole = WholeModel.of(

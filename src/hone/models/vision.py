@@ -32,8 +32,8 @@ from hone.attention import ATTENTION_NAME
 from hone.errors import UserError
 from hone.families.vision.registry import VISION, VISION_FIELD
 from hone.families.vision.spec import VisionSpec
+from hone.models.contents import attach_features, require_features
 from hone.models.deferred import Weight
-from hone.models.features import attach_features, require_features
 from hone.models.heads import has_value_head
 from hone.models.support import classifies
 from hone.models.towers import TOWERS, Tower

@@ -23,14 +23,13 @@ from hone.algorithms.algorithm import Objective, Outputs
 from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.model_input import ContentPiece
-from hone.models.contents import follow_contents
+from hone.models.contents import follow_contents, require_features
 from hone.models.cpu_products import multiply_by_onednn
 from hone.models.decoder import (
     decoder_layers,
     hidden_states,
     layer_groups,
 )
-from hone.models.features import require_features
 from hone.models.heads import token_values
 from hone.observe.metrics import Mean, Metrics, Sum, merge
 from hone.trainer.collating import on_device, to_device

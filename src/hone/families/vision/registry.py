@@ -1,20 +1,42 @@
-"""The vision-language families, by the `model_type` of the whole model."""
+"""The vision-language families, by the `model_type` of the whole model. Each is imported when it is
+asked for, so that a text model loads none of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from hone.families.spec import Json
-from hone.families.vision import gemma3, qwen2_5_vl, qwen3_vl, smolvlm
-from hone.families.vision.spec import VisionSpec
 from hone.model_input import TEXT_ONLY, InputSpec
+
+if TYPE_CHECKING:
+    from hone.families.vision.spec import VisionSpec
 
 __all__ = ["VISION", "VISION_FIELD", "decoder_config", "inputs_of"]
 
-VISION: Mapping[str, VisionSpec] = {
-    spec.model_type: spec for spec in (qwen2_5_vl.SPEC, qwen3_vl.SPEC, gemma3.SPEC, smolvlm.SPEC)
-}
+
+class _Families(Mapping[str, "VisionSpec"]):
+    """The specs by the names of their files."""
+
+    _names = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+
+    def __getitem__(self, name: str) -> VisionSpec:
+        if name not in self._names:
+            raise KeyError(name)
+        return import_module(f"hone.families.vision.{name}").SPEC
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+VISION: Mapping[str, VisionSpec] = _Families()
 
 VISION_FIELD = "vision_family"
 """Field of a decoder's configuration with the `model_type` of the whole model that it is a part of.
