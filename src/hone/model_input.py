@@ -225,9 +225,7 @@ def content_spans(
             begin = max(content.start, start)
             if begin < content.stop <= start + size:
                 spans.append(
-                    ContentSpan(
-                        sequence, place + begin - start, content.stop - begin, content.stop
-                    )
+                    ContentSpan(sequence, place + begin - start, content.stop - begin, content.stop)
                 )
         place += size
     return spans
