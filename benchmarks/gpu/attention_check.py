@@ -6,6 +6,8 @@ Sections:
 
     cases   packed forward and gradients, prefill, decode, a captured graph: the largest errors of
             each head layout and number format
+    spans   packed forward and gradients, and prefill, where tokens of images see each other in both
+            directions
     shared  decode of shared prefixes, launched again and again beside a busy stream; counts the
             launches that differ by a bit from the first
     times   decode steps, and the memory traffic that they achieve
@@ -16,12 +18,16 @@ as a whole.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from benchmarks.gpu.sections import Run
 from torch import Tensor
@@ -34,10 +40,13 @@ from hone.attention.backends import (
     paged_attention,
     write_kv,
 )
-from hone.attention.context import FP8_DTYPE
+from hone.attention.context import FP8_DTYPE, make_spans
 from hone.attention.triton_decode import decode_attention
 from hone.engine.settings import SHARED_PREFIX_MEMBERS
+from hone.model_input import TEXT, Content, ModelInput, content_spans
+from hone.types import IndexedKeys, PackedKeys, Spans
 
+Ints = np.ndarray[Any, np.dtype[Any]]
 DEVICE = torch.device("cuda")
 HEADS = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 4, 256), (20, 1, 80)]
 OPTIONS = [{}, {"window": 100}, {"softcap": 5.0}, {"softcap": 5.0, "window": 100}]
@@ -50,8 +59,9 @@ def normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(*shape, generator=draw, device=DEVICE).to(dtype)
 
 
-def attend(q, k, v, *, scale, window=None, softcap=None) -> Tensor:
-    """Float64 reference of one sequence: queries [L, Hq, D] are the last tokens of K keys."""
+def attend(q, k, v, *, scale, window=None, softcap=None, images: ModelInput = TEXT) -> Tensor:
+    """Float64 reference of one sequence: queries [L, Hq, D] are the last tokens of K keys. Tokens
+    of one of `images` see each other in both directions."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
@@ -60,8 +70,12 @@ def attend(q, k, v, *, scale, window=None, softcap=None) -> Tensor:
         scores = softcap * torch.tanh(scores / softcap)
     num_queries, num_keys = scores.shape[1:]
     rows = torch.arange(num_keys - num_queries, num_keys, device=q.device)
-    distance = rows[:, None] - torch.arange(num_keys, device=q.device)
-    hidden = (distance < 0) | (distance >= (window or num_keys))
+    keys = torch.arange(num_keys, device=q.device)
+    distance, hidden = rows[:, None] - keys, rows[:, None] < keys
+    for image in images.contents:
+        ours, theirs = ((x >= image.start) & (x < image.stop) for x in (rows, keys))
+        hidden &= ~(ours[:, None] & theirs)
+    hidden |= distance >= (window or num_keys)
     return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
 
@@ -74,7 +88,56 @@ def token_error(actual: Tensor, expected: Tensor) -> float:
     return worst.max().item()
 
 
-def check_packed(heads, dtype, options) -> dict[str, float]:
+def images_of(*places: tuple[int, int]) -> ModelInput:
+    """Images, each by first token and number of tokens."""
+    return ModelInput(
+        tuple(Content(kind="image", hash=str(s), start=s, num_tokens=n) for s, n in places)
+    )
+
+
+def packed_context(images: Sequence[ModelInput]) -> PackedContext:
+    """The context of rows of `LENGTHS` with images."""
+    context = PackedContext.from_lengths(LENGTHS, device=DEVICE)
+    found = content_spans(images, [0] * len(LENGTHS), LENGTHS)
+    if not found:
+        return context
+    begins, stops = [0, *accumulate(LENGTHS)], [span.stop for span in found]
+    index = np.concatenate([begins[x.sequence] + np.arange(x.stop) for x in found])
+    starts = np.cumsum([0, *np.bincount(index, minlength=sum(LENGTHS))])
+    keys = PackedKeys(
+        **index_of(index, stops),
+        uses=upload(np.argsort(index, kind="stable").astype(np.int32)),
+        uses_starts=upload(starts.astype(np.int32)),
+    )
+    return dataclasses.replace(context, spans=make_spans(found, keys, upload))
+
+
+def index_of(index: Ints, lengths: Sequence[int]) -> dict[str, Any]:
+    """The fields of `IndexedKeys`."""
+    return {
+        "index": upload(index),
+        "cu_seqlens": upload(np.cumsum([0, *lengths], dtype=np.int32)),
+        "max_seqlen": max(lengths),
+        "lengths": tuple(lengths),
+    }
+
+
+def upload(values: Ints) -> Tensor:
+    return torch.from_numpy(values).to(DEVICE)
+
+
+def stored_spans(context: PagedContext, images: Sequence[ModelInput]) -> Spans:
+    """The spans of chunks, with their keys in the cache."""
+    starts = [k - q for q, k in zip(context.query_lens, context.key_lens, strict=True)]
+    found = content_spans(images, starts, context.query_lens)
+    tables, size = context.block_tables.cpu().numpy(), context.kv_caches[0].shape[2]
+    parts = [(tables[x.sequence].astype(np.int64), np.arange(x.stop)) for x in found]
+    slots = np.concatenate([table[at // size] * size + at % size for table, at in parts])
+    keys = IndexedKeys(**index_of(slots, [span.stop for span in found]))
+    return make_spans(found, keys, upload)
+
+
+def check_packed(heads, dtype, options, images=(TEXT,) * 7) -> dict[str, float]:
     num_heads, num_kv_heads, head_dim = heads
     total, scale = sum(LENGTHS), head_dim**-0.5
     q = normal(total, num_heads, head_dim, dtype=dtype, seed=0)
@@ -82,12 +145,17 @@ def check_packed(heads, dtype, options) -> dict[str, float]:
     v = normal(total, num_kv_heads, head_dim, dtype=dtype, seed=2)
     cotangent = normal(total, num_heads, head_dim, dtype=dtype, seed=3)
     ours = [x.clone().requires_grad_() for x in (q, k, v)]
-    context = PackedContext.from_lengths(LENGTHS, device=DEVICE)
+    context = packed_context(images)
     actual = packed_attention(*ours, context, scale=scale, **options)
     grads = torch.autograd.grad(actual, ours, cotangent)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     pieces = zip(*(x.split(LENGTHS) for x in exact), strict=True)
-    expected = torch.cat([attend(*piece, scale=scale, **options) for piece in pieces])
+    expected = torch.cat(
+        [
+            attend(*piece, scale=scale, images=own, **options)
+            for piece, own in zip(pieces, images, strict=True)
+        ]
+    )
     exact_grads = torch.autograd.grad(expected, exact, cotangent.double())
     names = ("dq", "dk", "dv")
     return {
@@ -146,13 +214,19 @@ def paged(query_lens, key_lens, heads, dtype, *, block_size=16):
     )
 
 
-def check_paged(query_lens, key_lens, heads, dtype, options) -> float:
+def check_paged(query_lens, key_lens, heads, dtype, options, images=None) -> float:
     scale = heads[2] ** -0.5
     q, k, v, kv_cache, context, keys, values = paged(query_lens, key_lens, heads, dtype)
     write_kv(k, v, kv_cache, context.slot_mapping)
+    if images is not None:
+        context.spans = stored_spans(context, images)
     actual = paged_attention(q, k, v, kv_cache, context, scale=scale, **options)
     rows = zip(q.split(list(query_lens)), keys, values, strict=True)
-    return token_error(actual, torch.cat([attend(*row, scale=scale, **options) for row in rows]))
+    expected = [
+        attend(*row, scale=scale, images=own, **options)
+        for row, own in zip(rows, images or [TEXT] * len(keys), strict=True)
+    ]
+    return token_error(actual, torch.cat(expected))
 
 
 def check_graph(heads, dtype) -> float:
@@ -286,6 +360,43 @@ def check_cases(run: Run) -> None:
                 run.check(name, all(e <= limit for e in worst.values()), *worst.values())
 
 
+IMAGES = (
+    TEXT,
+    images_of((10, 100), (110, 100)),  # they adjoin
+    TEXT,
+    images_of((5, 256), (400, 64)),  # larger than the window, and smaller
+    images_of((0, 16)),
+    TEXT,
+    images_of((200, 100)),
+)
+"""Images of each of `LENGTHS`."""
+PAGED_IMAGES = (
+    ([65, 7, 300], [65, 7, 300], [images_of((1, 64)), TEXT, images_of((7, 256))]),
+    ([65, 1, 200], [1000, 64, 200], [images_of((9, 90), (900, 64)), TEXT, images_of((0, 200))]),
+    ([165, 90], [1000, 300], [images_of((744, 256)), images_of((100, 200))]),  # begun earlier
+)
+"""Numbers of queries and of keys of each sequence, and its images."""
+
+
+def check_spans(run: Run) -> None:
+    run.row("largest error of all options", "forward", "dq", "dk", "dv", "prefill")
+    for heads in HEADS:
+        for dtype, limit in LIMITS.items():
+            name = f"{heads} {str(dtype).removeprefix('torch.')}"
+            if not run.has_time(name):
+                return
+            with run.attempt(name):
+                found: defaultdict[str, list[float]] = defaultdict(list)
+                for options in OPTIONS:
+                    for part, value in check_packed(heads, dtype, options, IMAGES).items():
+                        found[part].append(value)
+                    for queries, keys, images in PAGED_IMAGES:
+                        value = check_paged(queries, keys, heads, dtype, options, images)
+                        found["prefill"].append(value)
+                worst = [torch.tensor(values).max().item() for values in found.values()]
+                run.check(name, all(e <= limit for e in worst), *worst)
+
+
 def worst_errors(heads, dtype) -> dict[str, float]:
     found: defaultdict[str, list[float]] = defaultdict(list)
     for options in OPTIONS:
@@ -323,12 +434,12 @@ def time_decodes(run: Run) -> None:
 
 
 def main() -> None:
-    names = ("cases", "shared", "times")
+    names = ("cases", "spans", "shared", "times")
     run = Run(__doc__, names, seconds=240)
     run.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     packed = choose_packed_backend(DEVICE, torch.bfloat16, head_dim=128, softcap=None)
     run.row(f"decode: {choose_paged_backend(DEVICE)}; packed bfloat16: {packed}")
-    work = (check_cases, check_shared_prefixes, time_decodes)
+    work = (check_cases, check_spans, check_shared_prefixes, time_decodes)
     sys.exit(run.go({name: partial(part, run) for name, part in zip(names, work, strict=True)}))
 
 

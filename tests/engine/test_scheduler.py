@@ -440,6 +440,25 @@ def test_an_image_that_finds_no_room_beside_decodes_is_next():
     assert sizes_of(scheduler.schedule()) == [1, 1, 8]
 
 
+def test_an_image_in_the_middle_of_a_prompt_is_not_overtaken():
+    scheduler = scheduler_of(budget=10, keeps_contents_whole=True)
+    for arrival in range(3):
+        scheduler.add(sequence_of(1, arrival=arrival, first_token=100 * arrival))
+    scheduler.add(image_sequence(12, (2, 8), arrival=3))
+    plan = scheduler.schedule()
+    assert sizes_of(plan) == [1, 1, 1, 2]
+    finish_step(plan)
+    late = sequence_of(20, arrival=4, first_token=500)
+    scheduler.blocks.allocate(late, reserve=0)  # as if it had been admitted before
+    late.slot = 7
+    scheduler.running.append(late)
+    plan = scheduler.schedule()
+    assert sizes_of(plan) == [1, 1, 1]
+    finish_step(plan)
+    scheduler.remove(plan.decodes[:1])
+    assert sizes_of(scheduler.schedule()) == [1, 1, 8]
+
+
 def test_a_step_that_ran_out_of_memory_shrinks_to_an_image_and_no_further():
     scheduler = scheduler_of(budget=64, keeps_contents_whole=True)
     scheduler.add(image_sequence(40, (3, 20), arrival=0))

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 
 from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.settings import AxisSizes
+from hone.model_input import Content, InputSpec, ModelInput
 from hone.trainer.collating import collate
 from hone.trainer.context import ContextShard, gather, split
+from hone.types import Row
 from tests.ranks import run_ranks
 from tests.trainer.context_ranks import MESHES, RINGS, WORLD, bare, uneven_rows
 
@@ -122,6 +124,20 @@ def test_one_rank_has_the_batch_itself():
     assert share.context.lengths == batch.lengths
     values = torch.randn(len(batch.labels), requires_grad=True)
     assert gather(values, share) is values
+
+
+def test_images_seen_in_both_directions_are_refused():
+    image = Content(kind="image", hash="a", start=1, num_tokens=3)
+    row = Row(
+        id="picture",
+        token_ids=[1, 2, 3, 4, 5],
+        loss_mask=[False] * 4 + [True],
+        model_input=ModelInput((image,)),
+    )
+    inputs = InputSpec(kinds=frozenset({"image"}), attends_within=True)
+    batch = collate([row], [1.0], "cpu", inputs=inputs)
+    with pytest.raises(ValueError, match=r"rows picture.*parallel.ring_size"):
+        split(batch, alone_as(0, ring=2))
 
 
 def test_a_batch_on_a_device_is_refused():
