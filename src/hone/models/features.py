@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hone.attention.context import ContentFeatures
-from hone.images.store import TilePixels
+from hone.images.pixels import TilePixels
 from hone.model_input import ContentPiece
 from hone.models.towers import Features, Tower
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hone.families.vision.spec import ImageSettings
-from hone.images.store import TilePixels
+from hone.images.pixels import TilePixels
 
 __all__ = ["TOWERS", "Features", "Tower"]
 
