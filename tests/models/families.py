@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,15 @@ from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.settings import ModelConfig
 from hone.models.tiny import make_tiny_model
+from hone.models.tiny_vision import make_tiny_vision_model
+from hone.models.vision_decoders import register_decoders
 
 VOCAB = 64
 MIXED_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+
+AXES = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+"""Of heads of 8 values."""
+register_decoders()
 
 FAMILY_FIELDS = {
     "llama": {"attention_bias": True},
@@ -54,25 +61,38 @@ FAMILY_FIELDS = {
         "use_qk_norm": True,
         "routed_scaling_factor": 1.5,
     },
+    "qwen2_5_vl_text": {"rope_parameters": AXES},
+    "qwen3_vl_text": {"rope_parameters": AXES},
 }
+
+WHOLE = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
+"""Decoders that are only a part of a vision-language model, and the family of the whole."""
 
 
 @lru_cache
 def family_folder(family: str) -> Path:
     """Weights large enough that attention is far from uniform and logits far from equal."""
+    folder = Path(mkdtemp(prefix=f"hone-{family}-"))
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "initializer_range": 0.15,
+        "seed": 3,
+    }
+    if family in WHOLE:
+        return make_tiny_vision_model(
+            folder, family=WHOLE[family], tie_word_embeddings=False, **sizes
+        )
     return make_tiny_model(
-        Path(mkdtemp(prefix=f"hone-{family}-")),
+        folder,
         family=family,
         vocab_size=VOCAB,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=48,
         tie_word_embeddings=family in ("qwen3", "gemma", "gemma2", "gemma3_text"),
-        initializer_range=0.15,
-        seed=3,
+        **sizes,
         **FAMILY_FIELDS[family],
     )
 

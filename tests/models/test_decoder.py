@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, masking_utils
 
 from hone.attention import PackedContext
 from hone.models.decoder import alias_module, head_logits, head_weight, hidden_states
 from tests.models.families import (
     FAMILY_FIELDS,
+    WHOLE,
     family_folder,
     family_model,
     packed_logprobs,
@@ -23,7 +24,8 @@ LENGTHS = (9, 1, 14)
 
 
 def check_equals_transformers(family, model, implementation):
-    stock = AutoModelForCausalLM.from_pretrained(
+    kind = AutoModelForImageTextToText if family in WHOLE else AutoModelForCausalLM
+    stock = kind.from_pretrained(
         family_folder(family), dtype=torch.float32, attn_implementation=implementation
     ).eval()
     samples = random_samples(LENGTHS)

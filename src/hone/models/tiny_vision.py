@@ -127,6 +127,8 @@ def _fields(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of the whole model's config besides its text, and settings of its image processor.
     Adds what the family's text config needs to `text`."""
+    if family == "qwen2_5_vl":  # whose configuration has no head_dim
+        text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     half = text["head_dim"] // 2
     if family in ("qwen2_5_vl", "qwen3_vl"):
         third = half // 4
@@ -149,8 +151,6 @@ def _fields(
             vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
         else:
             vision |= {"fullatt_block_indexes": [tower_layers - 1], "window_size": 56}
-            del text["head_dim"]
-            text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
         fields = {
             "vision_config": vision,
             "image_token_id": ids["<|image_pad|>"],
