@@ -22,7 +22,7 @@ from hone.images.pixels import TilePixels, TileSource, content_hash, layout_of, 
 from hone.images.pool import PixelPool, Tiles
 from hone.model_input import ModelInput
 
-__all__ = ["STORE", "PixelStore", "TilePixels", "TileSource"]
+__all__ = ["STORE", "PixelStore"]
 
 
 class PixelStore:
