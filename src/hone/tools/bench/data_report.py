@@ -58,7 +58,8 @@ def print_table(result: DataResult, console: Console) -> None:
         style="bold",
         markup=False,
     )
-    table = Table("made by", box=None)
+    table = Table(box=None)
+    table.add_column("made by", no_wrap=True)
     for heading in ("images/s alone", "while training", "training steps/s", "of those alone"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row("nobody", "", "", f"{result.steps_alone:,.3g}", "100 %")
