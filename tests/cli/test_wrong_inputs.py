@@ -161,7 +161,7 @@ ROWS: list[tuple[str, str]] = [
     ("import verl nosuch.sh", "there is no file 'nosuch.sh'. Name a shell script"),
     ("import verl file", "runs nothing of verl's that trains"),
     ("plan r.yaml --plan.goal fastest", "allowed: one of throughput, on_policy, memory"),
-    ("bench gpu", "there is `hone bench engine` and `hone bench train`"),
+    ("bench gpu", "there is `hone bench engine`, `hone bench train` and `hone bench data`"),
     ("bench engine", "Name a folder (or hub name) in model.path, or a public shape"),
     ("bench train --model.shape qwen3-600b", "allowed: one of qwen3-0.6b"),
     ("recipes show gsm", "Did you mean `gsm8k`?"),

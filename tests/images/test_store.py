@@ -19,7 +19,7 @@ from hone.images.pixels import TilePixels, TileSource, content_hash, make_tiles
 from hone.images.pool import Tiles
 from hone.images.sending import with_pixels
 from hone.images.store import PixelStore
-from hone.model_input import TEXT, Content, ModelInput
+from hone.model_input import Content, ModelInput
 from hone.types import Request, SamplingParams
 from tests.images.drawn import SETTINGS, drawn, encoded
 
@@ -205,29 +205,27 @@ def test_pixels_that_were_sent_live_as_long_as_what_they_were_sent_for(
     tiles = sources(2)
     names = list(tiles)
     here, there = filled(tiles), PixelStore(max_bytes=0)
-    monkeypatch.setattr("hone.images.sending.STORE", here)
+    monkeypatch.setattr("hone.images.store.STORE", here)
     both = pickle.dumps(with_pixels(requests(names, 8)))
     one = pickle.dumps(with_pixels(requests(names[:1], 1)))
-    text = pickle.dumps(with_pixels([replace(requests([], 1)[0], model_input=TEXT)]))
     assert here.num_decoded == 2
     assert len(both) < 2.2 * NUM_BYTES  # each image once
-    monkeypatch.setattr("hone.images.sending.STORE", there)
+    monkeypatch.setattr("hone.images.store.STORE", there)
     first, second = pickle.loads(both), pickle.loads(one)
     assert [request.id for request in first] == [str(i) for i in range(8)]
     same(there.pixels(names), tiles, names)
     kept = first[5]
     del first
     gc.collect()
-    pickle.loads(text)
+    more = pickle.loads(one)
     same(there.pixels(names), tiles, names)  # one of eight is left
     del kept
     gc.collect()
-    pickle.loads(text)
     third = pickle.loads(one)
     same(there.pixels(names[:1]), tiles, names[:1])
     with pytest.raises(KeyError):
         there.pixels(names[1:])
-    del second, third
+    del second, more, third
     gc.collect()
     fourth = pickle.loads(both)  # notices that those above have gone, and brings both again
     same(there.pixels(names), tiles, names)

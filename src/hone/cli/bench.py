@@ -1,4 +1,4 @@
-"""`hone bench engine|train [RECIPE] [flags]`: how fast each is, and how fast it could be."""
+"""`hone bench engine|train|data [RECIPE] [flags]`: how fast each is, and how fast it could be."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from hone.cli.command import load_checked, plan_here, quiet_transformers, say_loading
+from hone.cli.command import load_checked, plan_here, quiet_transformers, say_loading, split
 from hone.cli.help import print_help
+from hone.config.bench_data import BenchDataConfig
+from hone.config.load import load_noted
 from hone.config.plan import RunPlan
 from hone.config.rules.finding import Finding
-from hone.config.tree import BenchEngineConfig, BenchTrainConfig
+from hone.config.tree import TREES, BenchEngineConfig, BenchTrainConfig
+from hone.distributed.openmp import set_up_openmp
 from hone.distributed.processes import processes
 from hone.errors import UserError
 from hone.planner.host_memory import host_roles, shortage, trainer_role
@@ -25,6 +28,7 @@ __all__ = ["run"]
 _USAGE = """\
 usage: hone bench engine [RECIPE] [--section.key VALUE ...]
        hone bench train [RECIPE] [--section.key VALUE ...]
+       hone bench data [RECIPE] [--section.key VALUE ...]
 
 `engine` measures the engine on a workload: tokens/s, step and first-token times, and the
 share of what the device allows for the actual lengths. A first run with other
@@ -33,6 +37,12 @@ prompts warms up. Writes a table and bench.json.
 `train` measures optimizer steps as a run takes them: tokens/s, time of forward
 and backward and of the optimizer, model FLOPs utilisation, and peak memory by
 kind beside what was planned. Writes a table and bench-train.json.
+
+`data` measures how fast threads and processes make images ready (data.image_workers),
+alone and while a small model is trained, and how much slower that trains: the images
+of RECIPE, else drawn ones (--drawn.number, --drawn.height, --drawn.width). Further
+keys: --workers, the most of each; --max_image_tokens; --seconds, of each measurement;
+--output. Writes a table and bench-data.json, within a minute.
 
 `hone bench engine --help` and `hone bench train --help` explain every key.
 
@@ -48,6 +58,7 @@ examples:
     --trainer.optimizer.state_dtype bfloat16 --rows.tokens 8192 --rows.per_step 16
   torchrun --nproc-per-node 8 -m hone bench train --model.shape qwen3-8b \\
     --trainer.parallel.zero_stage 3
+  hone bench data
 """
 
 _log = logging.getLogger(__name__)
@@ -60,11 +71,14 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in _BENCHMARKS:
         raise UserError(
-            f"there is no benchmark '{argv[0]}'; there is `hone bench engine` and `hone bench "
-            "train`"
+            f"there is no benchmark '{argv[0]}'; there is `hone bench engine`, `hone bench train` "
+            "and `hone bench data`"
         )
     arguments = argv[1:]
     if any(word in ("-h", "--help") for word in arguments):
+        if f"bench {argv[0]}" not in TREES:
+            sys.stdout.write(_USAGE)
+            return 0
         return print_help(f"bench {argv[0]}", arguments)
     if any(word.partition("=")[0] == "--nproc" for word in arguments):
         raise UserError(
@@ -119,6 +133,18 @@ def _train(arguments: Sequence[str]) -> int:
     return _report(bench_train(cfg), train_report)
 
 
+def _data(arguments: Sequence[str]) -> int:
+    recipe, flags = split(arguments)
+    cfg = load_noted(BenchDataConfig, recipe, flags)[0]
+    set_up_openmp(cfg.run.device, None)
+    say_loading()
+    from hone.tools.bench import data_report
+    from hone.tools.bench.data import bench_data
+
+    quiet_transformers()
+    return _report(bench_data(cfg), data_report)
+
+
 def _report(result: Any, report: ModuleType) -> int:
     """Write the file and print the table of a result, in the first process."""
     if processes().rank == 0:
@@ -143,4 +169,8 @@ def _lack_of_host_memory(plan: RunPlan) -> list[Finding]:
     return [lack] if lack else []
 
 
-_BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {"engine": _engine, "train": _train}
+_BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
+    "engine": _engine,
+    "train": _train,
+    "data": _data,
+}

@@ -195,7 +195,7 @@ COMMANDS: Mapping[str, Command] = {
         other_names=("profile",),
     ),
     "bench": Command(
-        summary="measure the engine (compared with vLLM if wanted) or training",
+        summary="measure the engine (compared with vLLM if wanted), training, or image data",
         actions={
             "engine": FirstPage(
                 "model.path model.shape workload decode.batch decode.context engine.max_num_seqs"
@@ -207,6 +207,7 @@ COMMANDS: Mapping[str, Command] = {
                 " trainer.recompute objective steps output",
                 "hone bench train --model.shape qwen3-0.6b",
             ),
+            "data": None,
         },
     ),
     "plan": Command(

@@ -58,6 +58,7 @@ class PixelPool:
 
     def __init__(self, num_workers: int, *, limit_s: float = LIMIT_S) -> None:
         """The processes start with their first images. `limit_s` is the time for one image."""
+        self.num_workers = num_workers
         self.num_restarts = 0
         """Processes that ended or were ended while they had an image."""
         self._limit_s = limit_s

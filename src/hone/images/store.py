@@ -22,7 +22,7 @@ from hone.images.pixels import TilePixels, TileSource, content_hash, layout_of, 
 from hone.images.pool import PixelPool, Tiles
 from hone.model_input import ModelInput
 
-__all__ = ["STORE", "PixelStore", "TilePixels", "TileSource"]
+__all__ = ["STORE", "PixelStore"]
 
 
 class PixelStore:
@@ -57,6 +57,15 @@ class PixelStore:
     def use(self, pool: PixelPool | None) -> None:
         """Make pixels in these processes from now on; None: where they are asked for."""
         self._pool = pool
+
+    def use_workers(self, number: int) -> None:
+        """As `use`, with so many processes; 0: where they are asked for. A pool that has as many
+        stays."""
+        if number == (0 if self._pool is None else self._pool.num_workers):
+            return
+        if self._pool is not None:
+            self._pool.close()
+        self.use(PixelPool(number) if number else None)
 
     def receive(self, pixels: Mapping[str, TilePixels], users: Iterable[ModelInput]) -> None:
         """Add pixels that another process has made, of the contents of `users`. They stay, whatever

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from hone.config.base import Section
+from hone.config.bench_data import BenchDataConfig
 from hone.config.commands import COMMAND, COMMANDS, RECIPE
 from hone.config.env_try import EnvTryConfig
 from hone.config.recipe import recipe_names
@@ -21,7 +22,12 @@ __all__ = ["SHELLS"]
 _SWITCH = ("true", "false")
 
 
-_TREES: Mapping[str, type[Section]] = {**TREES, "env": EnvTryConfig, "tune": PlanConfig}
+_TREES: Mapping[str, type[Section]] = {
+    **TREES,
+    "bench data": BenchDataConfig,
+    "env": EnvTryConfig,
+    "tune": PlanConfig,
+}
 """Trees by command, also of those that take only a part of a recipe."""
 _WITH_ACTIONS = tuple(name for name, entry in COMMANDS.items() if entry.actions)
 _WITH_TREES = tuple(name for name in _WITH_ACTIONS if any(COMMANDS[name].actions.values()))

@@ -1,0 +1,46 @@
+"""What `hone bench data` reads: images of a recipe, or numbers of drawn ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from hone.config.base import Section
+from hone.config.run import GenerateRunConfig
+from hone.config.tree import EvaluateDataConfig
+
+__all__ = ["BenchDataConfig", "DrawnConfig"]
+
+
+class DrawnConfig(Section):
+    """Images that are drawn where no data are named, as JPEG."""
+
+    number: int = Field(default=8, ge=1)
+    """Different images."""
+
+    height: int = Field(default=1080, ge=1)
+    """Pixels."""
+
+    width: int = Field(default=1920, ge=1)
+    """Pixels."""
+
+
+class BenchDataConfig(Section):
+    """`hone bench data`: images a second that threads and processes make ready for a tower, alone
+    and while a model is trained, and what that costs the training."""
+
+    run: GenerateRunConfig = GenerateRunConfig()
+    """Where the training runs that the images are made beside."""
+    data: EvaluateDataConfig = EvaluateDataConfig()
+    """Rows with images, as in a recipe. Without sources images are drawn."""
+    drawn: DrawnConfig = DrawnConfig()
+    workers: int | None = Field(default=None, ge=1)
+    """Most threads or processes; they are also measured with 1. Unset: one for each core of this
+    process, at most 8."""
+    max_image_tokens: int = Field(default=1024, ge=1)
+    """Tokens of an image at most, as for Qwen3-VL; larger ones are resized to fewer pixels."""
+    seconds: float = Field(default=3.0, gt=0)
+    """Time of each of the measurements."""
+    output: Path = Path("bench-data.json")
+    """JSON file that receives all numbers."""
