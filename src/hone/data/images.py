@@ -23,6 +23,7 @@ from hone.data.settings import DataConfig
 from hone.data.sources import SourceRow, shorten
 from hone.errors import UserError
 from hone.images.opening import ImageError
+from hone.images.pool import check_images
 from hone.images.reader import ImageReader, RowImage
 from hone.types import Message
 
@@ -78,33 +79,45 @@ def open_images(
 
     Raises UserError; also for images where `reader` is None, which a text model has.
     """
-    kept: list[R] = []
+    opened: list[tuple[R, tuple[RowImage, ...]]] = []
     for row in rows:
         given = row.given_images
-        if not given.values:
-            kept.append(row)
-            continue
-        if reader is None:
+        if given.values and reader is None:
             raise UserError(
                 f"{given.place}: the row has images, and the model reads text alone. Name a "
                 "vision-language model in model.path, or set `columns.images` of this source to "
                 "'' to leave the images of a column out"
             )
         try:
-            kept.append(row.with_images(reader.read(given.values, given.folder)))
+            images = () if reader is None else reader.read(given.values, given.folder)
         except ImageError as error:
-            if cfg.image_errors == "error":
-                raise UserError(
-                    f"{given.place}: {error}. Mend or remove the row, or set data.image_errors to "
-                    "'drop'"
-                ) from error
-            report.unreadable.append(f"{given.place}: {error}")
+            _drop(f"{given.place}: {error}", cfg, report, error)
+        else:
+            opened.append((row, images))
+    broken = check_images((x.file for _, images in opened for x in images), num_workers=0)
+    kept: list[R] = []
+    for row, images in opened:
+        found = next(((n, x) for n, x in enumerate(images, 1) if x.file.digest in broken), None)
+        if found is None:
+            kept.append(row.with_images(images) if images else row)
+        else:
+            error = broken[found[1].file.digest]
+            _drop(f"{row.given_images.place}: image {found[0]} {error}", cfg, report, error)
     if rows and not kept:
         raise UserError(
             f"none of the {len(rows)} rows has images that can be read; the first: "
             f"{report.unreadable[-len(rows)]}"
         )
     return kept
+
+
+def _drop(problem: str, cfg: DataConfig, report: FilterReport, error: ImageError) -> None:
+    """Report a row whose image cannot be read, or raise UserError where that is an error."""
+    if cfg.image_errors == "error":
+        raise UserError(
+            f"{problem}. Mend or remove the row, or set data.image_errors to 'drop'"
+        ) from error
+    report.unreadable.append(problem)
 
 
 def values_in(value: Any) -> tuple[Any, ...]:

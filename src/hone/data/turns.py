@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.data.chat import ARGUMENTS, template_arguments, uses_chat
+from hone.data.images import has_images
 from hone.data.observation_limit import cut_observation
 from hone.data.settings import DataConfig
 from hone.data.sources import shorten
@@ -180,6 +181,8 @@ class TurnRenderer:
             return prompt.messages, tuple(said)
         *earlier, last = prompt.messages
         content = last.get("content")
+        if has_images(content):
+            return earlier, ({**last, "content": [*content, {"type": "text", "text": said}]},)
         if not isinstance(content, str):
             raise RenderError(
                 f"row {prompt.id}: the session starts with a text, which goes to the end of the "
