@@ -308,10 +308,10 @@ BAD_ROWS = {
         {},
         r"line 1: a 'user' message has no content",
     ),
-    "an image": (
-        [{"prompt": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]}],
+    "a sound": (
+        [{"prompt": [{"role": "user", "content": [{"type": "audio", "url": "a"}]}]}],
         {},
-        r"line 1: the content of a message must be text, or .*, got .*image.* cannot be used",
+        r"line 1: the content of a message must be text, or .*, got .*audio",
     ),
     "content an object": (
         [{"prompt": [USER, {"role": "tool", "content": {"sum": 2}}]}],

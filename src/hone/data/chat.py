@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.data.columns import Example, text_of, without_nulls
+from hone.data.images import has_images, parts_of
 from hone.data.settings import DataConfig, fill_template, template_fields
 from hone.data.sources import shorten
 from hone.data.template_check import TemplateCheck, shape_of
 from hone.data.tool_schemas import TOOLS, ToolSchemas, all_tools, require_written
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers
+from hone.images.reader import ImageReader
 from hone.model_input import TEXT, ModelInput
 from hone.types import Message, opened_tag
 
@@ -39,6 +41,10 @@ ARGUMENTS = "chat_template_kwargs"
 CHARS_PER_TOKEN = 16
 """A text with more characters than this for each allowed token is probably too long: its beginning
 is tokenised first."""
+_REMEDY = (
+    "name images in a column, with <image> in the prompt where they belong, and take the token out "
+    "of the text"
+)
 _NO_TEMPLATE = DataConfig.model_fields["prompt_template"].default
 
 
@@ -47,6 +53,7 @@ class Rendered:
     """A prompt as text, for people, and as ids, for the engine."""
 
     text: str
+    """With the mark of the chat template for each image, of which the ids have all tokens."""
     token_ids: tuple[int, ...]
     is_cut: bool = False
     """Only the beginning was tokenised, which is too long already."""
@@ -94,11 +101,13 @@ class Renderer:
         keeps_messages: bool = False,
         end_ids: Collection[int] = (),
         tools: ToolSchemas = (),
+        images: ImageReader | None = None,
     ) -> None:
         """`keeps_messages` is for environments, which may append messages. `end_ids`, for
         demonstrations, end a turn of the model (`hone.models.load.load_end_ids`); the tokenizer's
         end token is always among them. `tools` are those of the environment, which every prompt
-        shows; raises UserError where the chat template does not write them."""
+        shows; raises UserError where the chat template does not write them. `images` is the reader
+        of the model's images; None: it reads text alone."""
         self.tokenizer = tokenizer
         self.template = cfg.prompt_template
         self.system_prompt = cfg.system_prompt
@@ -106,6 +115,7 @@ class Renderer:
         self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
         self.tools = tools
+        self.images = images
         if tools:
             require_written(tokenizer, tools, uses_chat=self.uses_chat)
         self._has_logged = False
@@ -128,12 +138,13 @@ class Renderer:
         self._log_arguments(examples)
         texts = [self._prompt_text(example) for example in examples]
         prompts: list[Rendered] = []
-        encoded = self._encode(texts, examples, max_tokens)
+        encoded = self._encode(self._expanded(texts, examples), examples, max_tokens)
         for example, text, (ids, is_cut) in zip(examples, texts, encoded, strict=True):
             if not (token_ids := self._started(ids)):
                 raise UserError(f"{example.location}: the prompt renders to no tokens at all")
             messages = tuple(self._messages(example)) if self.keeps_messages else ()
-            prompts.append(Rendered(text, token_ids, is_cut, messages))
+            contents = TEXT if is_cut else self._contents(token_ids, example)
+            prompts.append(Rendered(text, token_ids, is_cut, messages, contents))
         return prompts
 
     def demonstrations(
@@ -159,7 +170,7 @@ class Renderer:
             "" if prompt.is_cut else self._whole_text(example, prompt)
             for example, prompt in zip(examples, prompts, strict=True)
         ]
-        encoded = self._encode(texts, examples, max_tokens)
+        encoded = self._encode(self._expanded(texts, examples), examples, max_tokens)
         demonstrations: list[Demonstration] = []
         for example, prompt, text, (ids, is_cut) in zip(
             examples, prompts, texts, encoded, strict=True
@@ -194,11 +205,15 @@ class Renderer:
             examples, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
         )
         return [
-            row
-            if row.is_cut
-            else replace(row, token_ids=self._transcript(example, row), asked_ids=row.prompt_ids)
+            row if row.is_cut else self._as_transcript(example, row)
             for example, row in zip(examples, rows, strict=True)
         ]
+
+    def _as_transcript(self, example: Example, row: Demonstration) -> Demonstration:
+        token_ids = self._transcript(example, row)
+        # The template may write the prompt differently, so that images begin elsewhere.
+        contents = self._contents(token_ids, example)
+        return replace(row, token_ids=token_ids, asked_ids=row.prompt_ids, model_input=contents)
 
     def _transcript(self, example: Example, demonstration: Demonstration) -> tuple[int, ...]:
         if not self.uses_chat or example.is_truncated:
@@ -206,7 +221,7 @@ class Renderer:
         assert example.completion is not None
         messages = [*self._messages(example), example.completion]
         text = self._apply_template(messages, example, add_generation_prompt=False)
-        return self._encode_whole([text], [example])[0]
+        return self._encode_whole(self._expanded([text], [example]), [example])[0]
 
     def _demonstration(
         self, example: Example, prompt: Rendered, text: str, whole: tuple[int, ...]
@@ -262,7 +277,12 @@ class Renderer:
             text = self._apply_template(messages, example, add_generation_prompt=True)
             self._require_written(messages, example)
             return text
-        return cast(str, messages[0]["content"])
+        content = messages[0]["content"]
+        if isinstance(content, str):
+            return content
+        assert self.images is not None
+        bare = self.images.settings.bare
+        return "".join(bare if part["type"] == "image" else part["text"] for part in content)
 
     def _whole_text(self, example: Example, prompt: Rendered) -> str:
         assert example.completion is not None
@@ -278,7 +298,10 @@ class Renderer:
 
     def _messages(self, example: Example) -> list[Message]:
         if isinstance(example.prompt, str):
-            messages: list[Message] = [{"role": "user", "content": self._fill_template(example)}]
+            text = self._fill_template(example)
+            num_images = len(example.images)
+            said = parts_of(text, num_images, example.location) if num_images else text
+            messages: list[Message] = [{"role": "user", "content": said}]
         elif self.uses_chat:
             messages = example.prompt
             if self.template != _NO_TEMPLATE:
@@ -294,6 +317,8 @@ class Renderer:
                 "rendered without chat template; use a tokenizer that has one with data.chat "
                 "'auto', or give the model's template in model.chat_template"
             )
+        if self.images is not None:
+            self._refuse_own_marks([*messages, *filter(None, [example.completion])], example)
         if self.system_prompt is None:
             return messages
         if messages[0]["role"] == "system":
@@ -302,6 +327,34 @@ class Renderer:
                 "data.system_prompt gives another; remove one of them"
             )
         return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _refuse_own_marks(self, messages: Sequence[Message], example: Example) -> None:
+        """Raise UserError where a message spells out a token that stands for images."""
+        assert self.images is not None
+        for message in messages:
+            content = message["content"]
+            for part in content if has_images(content) else [{"text": content}]:
+                mark = self.images.own_mark(part.get("text", ""))
+                if mark is not None:
+                    raise UserError(
+                        f"{example.location}: the text of a message of the role "
+                        f"{message['role']!r} has {mark!r}, which stands for an image with this "
+                        f"model; {_REMEDY}"
+                    )
+
+    def _expanded(self, texts: Sequence[str], examples: Sequence[Example]) -> Sequence[str]:
+        """The texts with all tokens of their images. Empty texts stand for no text and stay."""
+        if self.images is None:
+            return texts
+        return [
+            self.images.expand(text, example.images, example.location) if text else text
+            for text, example in zip(texts, examples, strict=True)
+        ]
+
+    def _contents(self, token_ids: Sequence[int], example: Example) -> ModelInput:
+        if self.images is None:
+            return TEXT
+        return self.images.contents(token_ids, example.images, example.location)
 
     def _fill_template(self, example: Example) -> str:
         values = {**example.columns, "prompt": example.prompt}

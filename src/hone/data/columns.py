@@ -6,13 +6,23 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hone.data.images import (
+    NO_IMAGES,
+    GivenImages,
+    content_of,
+    has_images,
+    take_images,
+    values_in,
+    without_bytes,
+)
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
 from hone.errors import UserError
+from hone.images.reader import RowImage
 from hone.observe.column_values import as_text
 from hone.paths import DATA_SUFFIXES
 from hone.types import Message, StopReason
@@ -28,6 +38,7 @@ __all__ = [
     "log_truncated",
     "map_rows",
     "prompt_in",
+    "prompt_with_images",
     "read_examples",
     "required",
     "text_of",
@@ -50,6 +61,7 @@ USUAL_NAMES = {
     "rejected": (("rejected",),),
     "label": (("label",),),
     "margin": (("margin",),),
+    "images": (("images",), ("image",)),
 }
 """Usual column names of each role, in tiers: the first tier with a column in the source is taken,
 and two columns of one tier are ambiguous. verl's `reward_model.ground_truth` has no other meaning,
@@ -73,11 +85,12 @@ class Columns:
     completion: str | None
     """Only for demonstrations."""
     task: str | None
+    images: str | None
     demonstrations: bool
 
     def __str__(self) -> str:
         """A text for the log, with the layout that the columns show."""
-        roles = ("prompt", "answer", "completion", "task")
+        roles = ("prompt", "answer", "completion", "task", "images")
         named = {role: getattr(self, role) for role in roles}
         text = ", ".join(f"{role} from '{name}'" for role, name in named.items() if name)
         if self.answer == "reward_model.ground_truth":
@@ -107,6 +120,14 @@ class Example:
     """The answer before it is converted to text, or what `answer_pattern` extracted."""
     is_truncated: bool = False
     """The completion was truncated when it was sampled, so it has no end (`is_truncated`)."""
+    given_images: GivenImages = NO_IMAGES
+    """Images of the prompt, in the order of its image parts, or of its marks if it is a text."""
+    images: tuple[RowImage, ...] = ()
+    """The same, opened (`hone.data.images.open_images`)."""
+
+    def with_images(self, images: tuple[RowImage, ...]) -> Example:
+        """The example with its images opened."""
+        return replace(self, images=images)
 
 
 def choose_columns(
@@ -130,8 +151,9 @@ def choose_columns(
         needs_answer = source.answer_pattern is not None
         answer = choose_column(rows, source, "answer", required=needs_answer)
     task = choose_column(rows, source, "task", required=False) if source.task is None else None
+    images = choose_column(rows, source, "images", required=False)
     assert prompt is not None
-    return Columns(prompt, answer, completion, task, demonstrations)
+    return Columns(prompt, answer, completion, task, images, demonstrations)
 
 
 def map_rows(
@@ -182,6 +204,7 @@ class _RowReader:
             "completion": columns.completion,
             "task": columns.task,
         }
+        self.images = columns.images
         self.demonstrations = columns.demonstrations
         self.default_task = source.task or short_name(source)
         self.pattern = _compile(source.answer_pattern)
@@ -196,6 +219,7 @@ class _RowReader:
                 f"{row.location}: the prompt ends with an assistant message, so there is nothing "
                 "left to sample; remove that message"
             )
+        prompt, given = prompt_with_images(row, prompt, self.images)
         task = self.default_task
         if self.chosen["task"] is not None:
             task = text_of(
@@ -208,6 +232,8 @@ class _RowReader:
         if self.pattern is not None:
             raw = answer
             metadata |= {column: answer} if column in metadata else {}
+        if given.values:
+            metadata = without_bytes(metadata)
         return Example(
             id=row_id,
             location=row.location,
@@ -219,6 +245,7 @@ class _RowReader:
             columns=row.columns,
             raw_answer=raw,
             is_truncated=self.demonstrations and is_truncated(row, "stop_reason"),
+            given_images=given,
         )
 
     def check_kinds(self, row: SourceRow, kinds: dict[str, tuple[str, str]]) -> None:
@@ -278,6 +305,8 @@ def choose_column(
     """
     key = "answer" if role == "completion" else role
     named: str | None = getattr(source.columns, key)
+    if role == "images" and named == "":
+        return None
     tiers = USUAL_NAMES[role] if named is None else ((named,),)
     for tier in tiers:
         present = [n for n in tier if any(value_of(row.columns, n) is not None for row in rows)]
@@ -366,6 +395,14 @@ def prompt_in(row: SourceRow, column: str | None) -> str | list[Message]:
     )
 
 
+def prompt_with_images(
+    row: SourceRow, prompt: str | list[Message], column: str | None
+) -> tuple[str | list[Message], GivenImages]:
+    """A prompt without the values of its images, and these, with those of `column`. Raises
+    UserError (`take_images`)."""
+    return take_images(prompt, row, column, values_in(value_of(row.columns, column)))
+
+
 def assistant_message(
     value: Any, row: SourceRow, *, must: str, may_be_empty: bool = False
 ) -> Message:
@@ -376,6 +413,11 @@ def assistant_message(
     is_turn = isinstance(turns, list) and len(turns) == 1
     message = as_message(turns[0], row) if is_turn else {"role": "", "content": ""}
     content = message["content"]
+    if has_images(content):
+        raise UserError(
+            f"{row.location}: the answer has an image, and models answer with text alone; remove "
+            "the image or the row"
+        )
     if (
         message["role"] != "assistant"
         or not isinstance(content, str)
@@ -410,25 +452,7 @@ def as_message(turn: Any, row: SourceRow) -> Message:
     message: Message = without_nulls(turn, keep=() if row.is_padded else ("arguments",))
     if "content" not in message and "tool_calls" not in message:
         raise UserError(f"{row.location}: a {turn['role']!r} message has no content")
-    return {**message, "content": _text_of(message.get("content", ""), row)}
-
-
-def _text_of(content: Any, row: SourceRow) -> str:
-    """The content of a message as text; for a list of parts, as in APIs, their joined text. Raises
-    UserError for other content, of which a template would write the Python repr."""
-    parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
-    texts: list[str] = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            shown = shorten(json.dumps(content, default=str))
-            raise UserError(
-                f"{row.location}: the content of a message must be text, or a list of parts such "
-                f'as {{"type": "text", "text": "..."}}, got {shown}. Write what a tool gives as '
-                "JSON in a text; a row with an image cannot be used"
-            )
-        texts.append(text)
-    return "".join(texts)
+    return {**message, "content": content_of(message.get("content", ""), row)}
 
 
 def is_truncated(row: SourceRow, column: str) -> bool:

@@ -85,6 +85,8 @@ class FilterReport:
     longest_tokens: int = 0
     """The longest row that was kept."""
     dropped: list[DroppedRow] = field(default_factory=list[DroppedRow])
+    unreadable: list[str] = field(default_factory=list[str])
+    """Rows that were dropped before, with the image that cannot be read, as messages."""
 
     @property
     def num_kept(self) -> int:
@@ -93,10 +95,13 @@ class FilterReport:
     def summary(self, num_held_out: int, num_listed: int = 5) -> str:
         """One line for the log, with the first dropped rows. `num_held_out` of the kept rows are
         for evaluation."""
-        text = f"{self.num_kept:,} of {self.num_rows:,} rows kept"
+        num_read = self.num_rows + len(self.unreadable)
+        text = f"{self.num_kept:,} of {num_read:,} rows kept"
         if num_held_out:
             text += f" ({self.num_kept - num_held_out:,} to train on, {num_held_out:,} held out)"
         text += f", longest {self.longest_tokens:,} tokens"
+        if self.unreadable:
+            text += f"; {len(self.unreadable):,} dropped for an image: {self.unreadable[0]}"
         if not self.dropped:
             return text
         listed = [f"{row.location} ({row.length})" for row in self.dropped[:num_listed]]

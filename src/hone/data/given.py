@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,10 +17,13 @@ from typing import Any
 
 from hone.data.sources import shorten
 from hone.errors import UserError
+from hone.images.opening import ImageError, open_image
 from hone.observe.whole_file import write_whole
 
 __all__ = ["GivenRows", "given_rows", "is_source"]
 
+_IMAGE_NAMES = ("images", "image")
+_LONGEST_PATH = 4096
 _KINDS = (
     "a list of dicts, a pandas DataFrame, a `datasets.Dataset`, or the path or hub name of a data "
     "set"
@@ -87,7 +91,10 @@ def _row(row: Any, where: str) -> dict[str, Any]:
             "columns, as {'prompt': ..., 'answer': ...}, or a prompt as text"
         )
     try:
-        return {str(name): _plain(item, f"{where}, column {name!r}") for name, item in row.items()}
+        return {
+            str(name): _absolute(str(name), _plain(item, f"{where}, column {name!r}"))
+            for name, item in row.items()
+        }
     except RecursionError:
         raise UserError(f"{where} contains itself; leave that column out") from None
 
@@ -104,6 +111,10 @@ def _plain(value: Any, where: str) -> Any:
         _require_encodable(value, where)
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, bytes | bytearray) or hasattr(value, "getbands"):  # pillow's images
+        return _data_uri(value, where)
+    if isinstance(value, Path):
+        return str(value.absolute())
     if isinstance(value, Mapping):
         return {str(key): _plain(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -115,6 +126,27 @@ def _plain(value: Any, where: str) -> Any:
         f"{where} holds {type(value).__name__}, which JSON cannot represent: {shorten(repr(value))}"
         "; give texts, numbers, lists and dicts, or leave the column out"
     )
+
+
+def _data_uri(image: Any, where: str) -> str:
+    """An image as text. Raises UserError for bytes that are no image."""
+    try:
+        source = open_image(image, folder=None).source
+    except ImageError as error:
+        raise UserError(f"{where} holds bytes or an image, which {error}") from error
+    assert isinstance(source, bytes)
+    return f"data:image;base64,{b64encode(source).decode()}"
+
+
+def _absolute(name: str, value: Any) -> Any:
+    """A column's value with the paths of images from the working directory, which a file elsewhere
+    is to hold, as absolute ones."""
+    if name not in _IMAGE_NAMES:
+        return value
+    if isinstance(value, list):
+        return [_absolute(name, item) for item in value]
+    is_path = isinstance(value, str) and len(value) < _LONGEST_PATH and Path(value).is_file()
+    return str(Path(value).absolute()) if is_path else value
 
 
 def _require_encodable(text: str, where: str) -> None:

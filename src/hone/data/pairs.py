@@ -31,15 +31,18 @@ from hone.data.columns import (
     is_truncated,
     log_truncated,
     prompt_in,
+    prompt_with_images,
     required,
     value_of,
 )
 from hone.data.filters import LengthLimit
+from hone.data.images import GivenImages, without_bytes
 from hone.data.prompts import is_put_into_template, show_template
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
 from hone.data.split import Data, load_data
 from hone.errors import UserError
+from hone.images.reader import ImageReader, RowImage
 from hone.model_input import ModelInput
 from hone.types import Message, Preference, Row
 
@@ -63,6 +66,16 @@ class Compared:
     margin: float = 0.0
     is_split: bool = False
     """Whether the texts were split into the prompt, their common start, and the completions."""
+
+    @property
+    def given_images(self) -> GivenImages:
+        """The images of the prompt that the completions share."""
+        return self.completions[0].given_images
+
+    def with_images(self, images: tuple[RowImage, ...]) -> Compared:
+        """The row with its images opened."""
+        examples = tuple(example.with_images(images) for example in self.completions)
+        return replace(self, completions=examples)
 
 
 _NAMES = ("chosen", "rejected")
@@ -96,15 +109,16 @@ def load_pairs(
     is_unpaired: bool = False,
     for_reward_model: bool = False,
     end_ids: Collection[int] = (),
+    images: ImageReader | None = None,
 ) -> PairsData:
     """Read, render, filter and split the preferences of all sources. With `is_unpaired` each
     completion is a preference of its own. A pair is kept only if both of its rows are within the
     limits. With `for_reward_model` rows are rendered as transcripts, and a source may have a column
-    of margins. `end_ids` are passed to `Renderer`.
+    of margins. `end_ids` and `images` are passed to `Renderer`.
 
     Raises UserError for anything wrong with the data.
     """
-    renderer = Renderer(tokenizer, cfg, end_ids=end_ids)
+    renderer = Renderer(tokenizer, cfg, end_ids=end_ids, images=images)
 
     def render(items: Sequence[Compared]) -> list[_Rendered]:
         split = next((item for item in items if item.is_split), None)
@@ -152,6 +166,7 @@ def load_pairs(
         make=make,
         content=_content,
         seed=seed,
+        images=images,
     )
 
 
@@ -212,7 +227,7 @@ def _choose_columns(
         columns |= {role: choose(role) for role in ("completion", "label")}
     elif reads_margin:
         columns["margin"] = choose("margin", required=False)
-    return columns
+    return columns | {"images": choose("images", required=False)}
 
 
 def _without_prompt(
@@ -279,7 +294,8 @@ def _labelled(
         )
     said = _assistant(required(row, columns["completion"], "completion"), row, "completion")
     asked, is_cut = prompt_in(row, columns["prompt"]), is_truncated(row, "stop_reason")
-    example = _example(row, source, row_id, asked, said, is_truncated=is_cut)
+    prompt = prompt_with_images(row, asked, columns["images"])
+    example = _example(row, source, row_id, prompt, said, is_truncated=is_cut)
     return Compared(row_id, row.location, (example,), (bool(label),))
 
 
@@ -316,11 +332,12 @@ def _pair(
             f"{row.location}: there is no column prompt, and chosen and rejected have no common "
             "start that could be it"
         )
+    shared = prompt_with_images(row, asked, columns["images"])
     return Compared(
         row_id,
         row.location,
         tuple(
-            _example(row, source, row_id, asked, message, is_truncated=is_truncated(row, column))
+            _example(row, source, row_id, shared, message, is_truncated=is_truncated(row, column))
             for message, column in zip(said, _STOP_REASONS, strict=True)
         ),
         (True, False),
@@ -366,11 +383,12 @@ def _example(
     row: SourceRow,
     source: SourceBase,
     row_id: str,
-    prompt: str | list[Message],
+    prompt: tuple[str | list[Message], GivenImages],
     completion: Message,
     *,
     is_truncated: bool,
 ) -> Example:
+    asked, given = prompt
     if is_truncated and not completion["content"]:
         raise UserError(
             f"{row.location}: by its stop_reason a completion was cut before it said anything, so "
@@ -379,14 +397,15 @@ def _example(
     return Example(
         id=row_id,
         location=row.location,
-        prompt=prompt,
+        prompt=asked,
         answer=None,
         completion=completion,
         task=source.task or short_name(source),
-        metadata=dict(row.columns),
+        metadata=without_bytes(row.columns) if given.values else dict(row.columns),
         columns=row.columns,
         raw_answer=None,
         is_truncated=is_truncated,
+        given_images=given,
     )
 
 

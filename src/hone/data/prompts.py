@@ -13,6 +13,7 @@ from hone.data.sources import shorten
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
 from hone.data.tool_schemas import ToolSchemas
+from hone.images.reader import ImageReader
 from hone.types import Prompt
 
 if TYPE_CHECKING:
@@ -42,15 +43,17 @@ def load_prompts(
     max_prompt_tokens: int | None = None,
     keeps_messages: bool = False,
     tools: ToolSchemas = (),
+    images: ImageReader | None = None,
 ) -> PromptData:
     """Read, render, filter and split the prompts of all sources. `train` is an endless stream in an
     order drawn from `seed`, `eval` a list.
 
     `max_prompt_tokens` is the room for a prompt in the model's context; the smaller of it and
-    `data.max_prompt_tokens` is the limit. `keeps_messages` and `tools` are those of `Renderer`.
+    `data.max_prompt_tokens` is the limit. `keeps_messages`, `tools` and `images` are those of
+    `Renderer`.
     Raises UserError for anything wrong with the data.
     """
-    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools)
+    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
     limit = LengthLimit("data.max_prompt_tokens", cfg.max_prompt_tokens, _num_tokens)
     if max_prompt_tokens is not None and max_prompt_tokens < cfg.max_prompt_tokens:
         limit = LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
@@ -62,6 +65,7 @@ def load_prompts(
         make=make_prompt,
         content=_content,
         seed=seed,
+        images=images,
     )
     show_first(data.all_rows()[0], renderer, cfg)
     return data

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 from hone.data.chat import Renderer
 from hone.data.columns import Columns, choose_columns, map_rows
+from hone.data.filters import FilterReport
+from hone.data.images import open_images
 from hone.data.prompts import make_prompt, show_first
 from hone.data.settings import DataConfig, SourceBase
 from hone.data.sources import SourceRow, count_rows, iter_source, source_names
 from hone.data.split import HeldOut
 from hone.data.tool_schemas import ToolSchemas
 from hone.errors import UserError
+from hone.images.reader import ImageReader
 from hone.types import Prompt
 
 if TYPE_CHECKING:
@@ -36,20 +39,22 @@ def read_prompts(
     max_prompt_tokens: int,
     keeps_messages: bool = False,
     tools: ToolSchemas = (),
+    images: ImageReader | None = None,
 ) -> Iterator[Prompt]:
     """The prompts of `data.train` in the order of its files, without those that `eval_fraction`
     holds out and those longer than `max_prompt_tokens` or `data.max_prompt_tokens`.
 
-    The columns of a source are chosen from its first block of rows. `keeps_messages` and
-    `tools` are those of `Renderer`. Raises UserError for anything wrong with the data when it reads
-    that row.
+    The columns of a source are chosen from its first block of rows. `keeps_messages`, `tools` and
+    `images` are those of `Renderer`. Raises UserError for anything wrong with the data when it
+    reads that row.
     """
-    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools)
+    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
     limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
     held_out = HeldOut(seed=seed, fraction=0.0 if cfg.eval else cfg.eval_fraction)
     is_shown = False
     for source, name in zip(cfg.train, source_names(cfg.train), strict=True):
         num_read = num_kept = num_long = 0
+        report = FilterReport()
         columns = None
         for rows in _blocks(iter_source(source)):
             columns = columns or _columns(rows, source)
@@ -58,6 +63,7 @@ def read_prompts(
                 for number, example in enumerate(map_rows(rows, source, columns, name=name), 1)
             ]
             num_read += len(rows)
+            examples = open_images(examples, images, cfg, report)
             for example, rendered in zip(
                 examples, renderer.prompts(examples, max_tokens=limit), strict=True
             ):
@@ -81,11 +87,17 @@ def read_prompts(
         summary = f"{source.path}: {num_kept:,} of {num_read:,} rows kept"
         if num_long:
             summary += f"; {num_long:,} dropped as too long, of more than {limit} tokens"
+        if report.unreadable:
+            summary += (
+                f"; {len(report.unreadable):,} dropped for an image, the first: "
+                f"{report.unreadable[0]}"
+            )
         if not num_kept:
             raise UserError(
                 f"{summary}. Raise data.max_prompt_tokens, or lower data.eval_fraction."
             )
-        _log.log(logging.WARNING if num_long else logging.INFO, "%s", summary)
+        is_short = num_long or report.unreadable
+        _log.log(logging.WARNING if is_short else logging.INFO, "%s", summary)
 
 
 def num_rows(cfg: DataConfig) -> int:

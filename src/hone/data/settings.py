@@ -55,6 +55,10 @@ class ColumnsConfig(Section):
     """Column that routes rewards and names metrics. Usual names: task, data_source,
     datasource."""
 
+    images: str | None = None
+    """Images of the prompt, a list or a single one: paths, bytes, data URIs, objects with `bytes`
+    and `path`. Usual names: images, image. An empty name reads none."""
+
 
 class PairColumnsConfig(ColumnsConfig):
     """Names of the columns of preferences; unset, those of TRL."""
@@ -150,3 +154,13 @@ class DataConfig(Section):
 
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What happens to longer prompts: dropped and counted, or an error naming the row."""
+
+    max_image_tokens: int = Field(default=1024, ge=1)
+    """Most tokens of one image; a larger one is made smaller. Only for models that see images."""
+
+    image_errors: Literal["error", "drop"] = "error"
+    """What happens to rows with an image that cannot be read: an error naming the row, or dropped
+    and counted."""
+
+    image_urls: bool = False
+    """Fetch images that are given as URLs. Off: such a row has an image that cannot be read."""

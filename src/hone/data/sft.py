@@ -13,6 +13,7 @@ from hone.data.filters import LengthLimit
 from hone.data.prompts import is_put_into_template, show_template
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
+from hone.images.reader import ImageReader
 from hone.types import Row
 
 if TYPE_CHECKING:
@@ -30,14 +31,15 @@ def load_sft(
     *,
     seed: int,
     end_ids: Collection[int] = (),
+    images: ImageReader | None = None,
 ) -> SFTData:
     """Read, render, filter and split the demonstrations of all sources.
 
     Rows have `token_ids` and `loss_mask`, which is true on the completion and its end token and,
-    with `train_on_prompt`, on the prompt except its first token. `end_ids` are those of `Renderer`.
-    Raises UserError for anything wrong with the data.
+    with `train_on_prompt`, on the prompt except its first token. `end_ids` and `images` are those
+    of `Renderer`. Raises UserError for anything wrong with the data.
     """
-    renderer = Renderer(tokenizer, cfg, end_ids=end_ids)
+    renderer = Renderer(tokenizer, cfg, end_ids=end_ids, images=images)
     shown: list[str] = []
 
     def make(example: Example, row: Demonstration) -> Row:
@@ -66,6 +68,7 @@ def load_sft(
         make=make,
         content=lambda row: (row.id, row.token_ids, row.loss_mask, *row.model_input.key),
         seed=seed,
+        images=images,
     )
 
 

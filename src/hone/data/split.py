@@ -5,20 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hone.data.filters import FilterReport, LengthLimit, Located, RenderedRow, filter_length
+from hone.data.images import WithImages, open_images
 from hone.data.settings import DataConfig, SourceBase
 from hone.data.sources import SourceRow, read_source, source_names
 from hone.data.stream import Item, Stream, keyed_hash
 from hone.errors import UserError
+from hone.images.reader import ImageReader
 from hone.model_input import prompt_digest
 
 __all__ = ["Data", "HeldOut", "is_held_out", "load_data"]
 
 logger = logging.getLogger(__name__)
 
-E = TypeVar("E", bound=Located)
+
+class GivenRow(Located, WithImages, Protocol):
+    """A row before it is rendered, which may have images."""
+
+
+E = TypeVar("E", bound=GivenRow)
 R = TypeVar("R", bound=RenderedRow)
 T = TypeVar("T", bound=Item)
 
@@ -78,11 +85,13 @@ def load_data(
     make: Callable[[E, R], T],
     content: Callable[[T], object],
     seed: int,
+    images: ImageReader | None = None,
 ) -> Data[T]:
     """Load all sources, and split their rows into training and evaluation.
 
     For each source `read(rows, source, name)` makes examples whose ids begin with the name,
-    `render` renders them, rows beyond the `limits` are dropped, and `make` builds the items.
+    `images` opens their images (None: the model reads text alone), `render` renders them, rows
+    beyond the `limits` are dropped, and `make` builds the items.
     `content` is the part of an item by which `Stream` recognises the data.
 
     Raises UserError for anything wrong with the data, and where a source has no training row left
@@ -95,7 +104,7 @@ def load_data(
     evaluated: set[str] = set()
 
     def load(source: SourceBase, name: str) -> list[T]:
-        examples = read(read_source(source), source, name)
+        examples = open_images(read(read_source(source), source, name), images, cfg, report)
         rendered = render(examples)
         # Before the length filter: a changed limit must not move a prompt to the other split.
         for example, row in zip(examples, rendered, strict=True):
@@ -112,7 +121,7 @@ def load_data(
     evaluation = [row for rows in loaded[len(cfg.train) :] for row in rows]
     if not cfg.eval and cfg.eval_fraction:
         train, evaluation = _hold_out(cfg, train, evaluated, held_out.num_prompts)
-    level = logging.WARNING if report.dropped else logging.INFO
+    level = logging.WARNING if report.dropped or report.unreadable else logging.INFO
     logger.log(level, "%s", report.summary(len(evaluation)))
     weights = [source.weight for source in cfg.train]
     stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)

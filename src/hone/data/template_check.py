@@ -58,14 +58,14 @@ class TemplateCheck:
 def shape_of(messages: Sequence[Message]) -> Hashable:
     """A key of a dialogue. Dialogues with equal keys differ only in their texts, and a template
     writes the same parts of them."""
-    return tuple((x["role"], _has_text(x), len(_calls(x))) for x in messages)
+    return tuple((x["role"], _kind_of_text(x), len(_calls(x))) for x in messages)
 
 
 def _left_out(
     messages: Sequence[Message], render: Callable[[list[Message]], str], start: int
 ) -> list[str]:
-    """Descriptions of the parts that are not written, with messages counted from 1. Content that is
-    not text is not checked."""
+    """Descriptions of the parts that are not written, with messages counted from 1. Of content that
+    is no text, the parts that are texts are checked."""
     wanted: dict[str, str] = {}
     marked: list[Message] = [*messages[:start]]
     for number, message in enumerate(messages[start:], start + 1):
@@ -79,11 +79,26 @@ def _left_out(
         elif _has_text(message):
             made["content"] = mark = f"hone_mark_{number}_"
             wanted[mark] = f"message {number}, of the role {message['role']!r}"
+        elif isinstance(parts := message.get("content"), list):
+            made["content"] = renewed = list[Any]()
+            for place, part in enumerate(parts):
+                mark = f"hone_mark_{number}_{place}_"
+                is_text = isinstance(part, dict) and bool(str(part.get("text", "")).strip())
+                renewed.append({**part, "text": mark} if is_text else part)
+                if is_text:
+                    wanted[mark] = f"a text of message {number}, of the role {message['role']!r}"
         marked.append(made)
     text = render(marked)
     if any(mark not in text for mark in wanted):
         text += render([_with_ids(message) for message in marked])
     return [part for mark, part in wanted.items() if mark not in text]
+
+
+def _kind_of_text(message: Message) -> Hashable:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return _has_text(message)
+    return tuple(part.get("type") if isinstance(part, dict) else "" for part in content)
 
 
 def _has_text(message: Message) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.data.chat import ARGUMENTS, template_arguments, uses_chat
+from hone.data.images import has_images
 from hone.data.observation_limit import cut_observation
 from hone.data.settings import DataConfig
 from hone.data.sources import shorten
@@ -27,6 +28,8 @@ from hone.data.turns_as_texts import after_texts
 from hone.envs.tools.formats.registry import FORMATS
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers, unknown_token
+from hone.images.reader import ImageReader
+from hone.model_input import ModelInput
 from hone.types import Message, Observation, Prompt, Sample, StopReason, Turn
 
 if TYPE_CHECKING:
@@ -49,14 +52,17 @@ class TurnRenderer:
         tool_format: str | None = None,
         max_prompt_tokens: int | None = None,
         max_observation_tokens: int | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """`vocab_size` is that of the model; `end_ids` are the tokens that end one of its turns
         (`hone.models.load.load_end_ids`); `tools` are those that `Renderer` has shown, and
         `tool_format` that in which the model calls them (`hone.envs.tools.formats.registry`).
         `max_prompt_tokens` is the longest prompt that leaves room for a completion, for openings,
-        and `max_observation_tokens` the longest message of the environment; None: any."""
+        and `max_observation_tokens` the longest message of the environment; None: any. `images` is
+        that of `Renderer`."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self.images = images
         self.tools = tools
         self._format = None if tool_format is None else FORMATS[tool_format]
         self.max_prompt_tokens = max_prompt_tokens
@@ -97,10 +103,10 @@ class TurnRenderer:
             messages = (*history, *new)
             text = self._render(prompt, list(messages))
             self._require_written(prompt, history, new)
-            token_ids = self._encode(text)
+            token_ids, model_input = self._encode_prompt(prompt, text)
         elif isinstance(said, str):
-            text = prompt.text + said
-            token_ids = (*prompt.token_ids, *self._encode(said))
+            text, model_input = prompt.text + said, prompt.model_input
+            token_ids = (*prompt.token_ids, *self._encode_said(said))
         else:
             raise RenderError(
                 f"row {prompt.id}: the session starts with chat messages, and prompts are rendered "
@@ -121,6 +127,7 @@ class TurnRenderer:
             text=text,
             token_ids=token_ids,
             messages=messages,
+            model_input=model_input,
             unrendered=f"{prompt.unrendered}{said}" if is_text else [*messages],
         )
 
@@ -174,6 +181,8 @@ class TurnRenderer:
             return prompt.messages, tuple(said)
         *earlier, last = prompt.messages
         content = last.get("content")
+        if has_images(content):
+            return earlier, ({**last, "content": [*content, {"type": "text", "text": said}]},)
         if not isinstance(content, str):
             raise RenderError(
                 f"row {prompt.id}: the session starts with a text, which goes to the end of the "
@@ -202,7 +211,7 @@ class TurnRenderer:
             messages = ({"role": observation.role, "content": content},)
         if not messages:
             assert isinstance(content, str)
-            return content, (), self._encode(content)
+            return content, (), self._encode_said(content)
         if not self.uses_chat:
             raise RenderError(
                 "the environment answers with chat messages, and prompts are rendered without a "
@@ -214,7 +223,8 @@ class TurnRenderer:
             text = write(messages)
         else:
             text = self._behind_last_turn(sample, messages)
-        return text, messages, self._encode(text.removeprefix(self._ended_by(sample, text)))
+        appended = text.removeprefix(self._ended_by(sample, text))
+        return text, messages, self._encode_said(appended)
 
     def _behind_last_turn(self, sample: Sample, messages: Sequence[Message]) -> str:
         """The text after the last turn. Where tools have answered it or an earlier one, these turns
@@ -307,6 +317,27 @@ class TurnRenderer:
         last = sample.token_ids[turn.start : turn.end][-1:]
         is_ended = turn.stop_reason is StopReason.EOS
         return {*self.ends.values(), *([self._decode(last)] if is_ended and last else [])}
+
+    def _encode_prompt(self, prompt: Prompt, text: str) -> tuple[tuple[int, ...], ModelInput]:
+        """Ids and images of a prompt that was rendered anew, to `text`."""
+        if self.images is None:
+            return self._encode(text), prompt.model_input
+        images, where = self.images.images_of(prompt.model_input), f"row {prompt.id}"
+        try:
+            token_ids = self._encode(self.images.expand(text, images, where))
+            return token_ids, self.images.contents(token_ids, images, where)
+        except UserError as error:
+            raise RenderError(str(error)) from error
+
+    def _encode_said(self, text: str) -> tuple[int, ...]:
+        """Ids of a text that follows a prompt or a turn. Raises RenderError where it has a token
+        that stands for an image: environments show none."""
+        if self.images is not None and (mark := self.images.own_mark(text)) is not None:
+            raise RenderError(
+                f"the environment says {mark!r}, which stands for an image with this model, and "
+                "environments answer with text alone; answer without it"
+            )
+        return self._encode(text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:

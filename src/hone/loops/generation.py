@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.tree import GenerateConfig
 from hone.data.reading import num_rows, read_prompts
 from hone.data.tool_schemas import ToolSchemas
-from hone.loops.inputs import facts_of, room_for_prompts, tools_of, turns_of
+from hone.loops.inputs import facts_of, image_reader, room_for_prompts, tools_of, turns_of
 from hone.loops.sampling import Host, counting, is_scored, join_hosts, sampler_of
 from hone.models.load import load_config
 from hone.models.tokenizer import load_tokenizer, require_known_tokens
@@ -157,6 +157,7 @@ def _prompts_of(
         max_prompt_tokens=room_for_prompts(cfg),
         keeps_messages=cfg.env.is_set,
         tools=tools,
+        images=image_reader(cfg.model, cfg.data, tokenizer),
     )
 
 

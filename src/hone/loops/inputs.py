@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.image_processing_base import ImageProcessingMixin
 
 from hone.config.plan import RunPlan
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
+from hone.data.settings import DataConfig
 from hone.data.sources import shorten
 from hone.data.template_check import RenderError
 from hone.data.tool_schemas import ToolSchemas
@@ -19,7 +23,11 @@ from hone.distributed.processes import processes
 from hone.envs.tools.formats.registry import format_of
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers
+from hone.families.vision.registry import VISION
+from hone.hub import locate_model
+from hone.images.reader import ImageReader
 from hone.models.load import load_config, load_end_ids
+from hone.models.settings import ModelConfig
 from hone.models.support import classifies, context_length
 from hone.models.tokenizer import load_tokenizer, require_known_tokens
 from hone.rewards.environment import EnvFacts
@@ -34,6 +42,7 @@ __all__ = [
     "Tools",
     "encoder",
     "facts_of",
+    "image_reader",
     "prompts_of",
     "room_for_prompts",
     "share_of_workers",
@@ -42,6 +51,9 @@ __all__ = [
     "try_out",
     "turns_of",
 ]
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +113,39 @@ def prompts_of(
         max_prompt_tokens=room_for_prompts(cfg),
         keeps_messages=cfg.env.is_set,
         tools=tools,
+        images=image_reader(cfg.model, cfg.data, tokenizer),
     )
     vocab_size = load_config(cfg.model).vocab_size
     require_known_tokens(data.all_rows(), tokenizer, vocab_size, cfg.model.path)
     return data
+
+
+def image_reader(
+    model: ModelConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> ImageReader | None:
+    """The reader of images of a vision-language model; None for a text model. Raises UserError
+    where the model's files or `data.max_image_tokens` leave no way to make tokens of images."""
+    place = locate_model(model.path, "model.path")
+    config, _ = PreTrainedConfig.get_config_dict(place)
+    if config.get("model_type") not in VISION:
+        return None
+    try:
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(place)
+    except OSError:
+        _log.info("%s has no preprocessor_config.json: images get its family's settings", place)
+        processor = {}
+    try:
+        return ImageReader.of(
+            config,
+            processor,
+            tokenizer.get_vocab(),
+            max_tokens=data.max_image_tokens,
+            may_fetch=data.image_urls,
+        )
+    except ValueError as error:
+        raise UserError(
+            f"model.path={model.path!r} {error} (data.max_image_tokens is {data.max_image_tokens})"
+        ) from error
 
 
 def room_for_prompts(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> int:
@@ -130,6 +171,7 @@ def turns_of(
         max_observation_tokens=cfg.env.max_observation_tokens,
         tools=tools.schemas,
         tool_format=tools.format,
+        images=image_reader(cfg.model, cfg.data, tokenizer),
     )
     render.require_answers()
     return render

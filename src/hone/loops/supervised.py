@@ -21,6 +21,7 @@ from hone.data.sft import load_sft
 from hone.data.split import Data
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
+from hone.loops.inputs import image_reader
 from hone.loops.launch import Launch, frozen_scorer, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.recorder import recording
@@ -149,8 +150,9 @@ def _value_model(cfg: ModelConfig, mesh: Mesh, pad_id: int, *, seed: int) -> Pre
 def load_rows(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
     """Load the training and evaluation data of `cfg.data`. Raises UserError."""
     end_ids = load_end_ids(cfg.model, tokenizer)
+    images = image_reader(cfg.model, cfg.data, tokenizer)
     if not isinstance(cfg, PairsConfig):
-        return load_sft(cfg.data, tokenizer, seed=cfg.run.seed, end_ids=end_ids)
+        return load_sft(cfg.data, tokenizer, seed=cfg.run.seed, end_ids=end_ids, images=images)
     return load_pairs(
         cfg.data,
         tokenizer,
@@ -158,6 +160,7 @@ def load_rows(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
         is_unpaired=cfg.is_unpaired,
         for_reward_model=cfg.for_reward_model,
         end_ids=end_ids,
+        images=images,
     )
 
 

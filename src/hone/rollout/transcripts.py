@@ -78,6 +78,11 @@ class Transcripts:
         """Token ids of a prompt with its completion, whose text is that of `turns` where there are
         any. Raises UserError where the text cannot be rendered or tokenised, or becomes a token
         that the model lacks."""
+        if prompt.model_input:
+            raise UserError(
+                f"row {prompt.id} has an image, and a reward model reads text alone; score it with "
+                "a function, or leave such rows out"
+            )
         renderer, asked = self._renderer, prompt.unrendered or prompt.text
         answer: Message = {
             "role": "assistant",

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from hone.config.env_try import EnvTryConfig
 from hone.data.chat import Renderer
+from hone.data.filters import FilterReport
+from hone.data.images import open_images
 from hone.data.prompts import make_prompt
 from hone.data.turns import TurnRenderer
 from hone.errors import UserError
-from hone.loops.inputs import encoder, tools_of
+from hone.loops.inputs import encoder, image_reader, tools_of
 from hone.models.load import load_config, load_end_ids
 from hone.models.support import context_length
 from hone.models.tokenizer import decoder, load_tokenizer, require_known_tokens
@@ -41,7 +43,11 @@ def model_language(cfg: EnvTryConfig, num_rows: int) -> Language:
     examples = examples_of(cfg, num_rows)
     facts = describe(cfg.reward, cfg.env) if cfg.env.is_set else None
     tools = tools_of(facts, cfg.env, tokenizer)
-    renderer = Renderer(tokenizer, cfg.data, keeps_messages=True, tools=tools.schemas)
+    images = image_reader(cfg.model, cfg.data, tokenizer) if cfg.model.path else None
+    examples = open_images(examples, images, cfg.data, FilterReport())
+    renderer = Renderer(
+        tokenizer, cfg.data, keeps_messages=True, tools=tools.schemas, images=images
+    )
     rendered = renderer.prompts(examples)
     prompts = [make_prompt(*both) for both in zip(examples, rendered, strict=True)]
     room = None if context is None else context - max_tokens
@@ -61,6 +67,7 @@ def model_language(cfg: EnvTryConfig, num_rows: int) -> Language:
         tool_format=tools.format,
         max_prompt_tokens=room,
         max_observation_tokens=cfg.env.max_observation_tokens,
+        images=images,
     )
     render.require_answers()
     return Language(

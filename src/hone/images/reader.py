@@ -1,0 +1,168 @@
+"""The images of data rows as a model takes them: text in place of marks, contents among ids.
+
+    images = reader.read(values, folder)              # headers alone, nothing is decoded
+    text = reader.expand(rendered, images, location)  # marks of the chat template become tokens
+    model_input = reader.contents(ids, images, location)
+
+This is the one place where ids are expanded: engine and trainer get the same ids and the same
+`ModelInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hone.errors import UserError
+from hone.families.spec import Json
+from hone.families.vision.registry import VISION
+from hone.families.vision.spec import ImageLayout, ImageSettings
+from hone.images.opening import ImageError, ImageFile, open_image
+from hone.images.pixels import TileSource, content_hash, layout_of
+from hone.images.store import STORE
+from hone.model_input import TEXT, Content, ModelInput
+
+__all__ = ["ImageReader", "RowImage"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """An image of a row, and the tokens that it becomes."""
+
+    file: ImageFile
+    layout: ImageLayout
+
+
+class ImageReader:
+    """Reads the images of rows for one model and recipe."""
+
+    def __init__(self, settings: ImageSettings, *, may_fetch: bool = False) -> None:
+        """With `may_fetch` an image may be a URL, which is fetched."""
+        self.settings = settings
+        self._may_fetch = may_fetch
+        self._files: dict[str, ImageFile] = {}
+        """Images by the hash of their first tile, as far as `contents` has placed them."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Json,
+        processor: Json,
+        tokens: Mapping[str, int],
+        *,
+        max_tokens: int,
+        may_fetch: bool = False,
+    ) -> ImageReader:
+        """The reader of a model with this `config.json`, image processor's settings and
+        vocabulary, with at most `max_tokens` tokens an image. Raises ValueError, as a predicate for
+        a message on the model."""
+        spec = VISION[config["model_type"]]
+        settings = spec.settings(config, processor, max_tokens=max_tokens, tokens=tokens)
+        return cls(settings, may_fetch=may_fetch)
+
+    def read(self, values: Sequence[Any], folder: Path | None) -> tuple[RowImage, ...]:
+        """The images of a row, from its values in the order of their marks. Relative paths are
+        relative to `folder`.
+
+        Raises ImageError, with the image's number from 1: "image 2 is a truncated JPEG".
+        """
+        images: list[RowImage] = []
+        for number, value in enumerate(values, start=1):
+            try:
+                file = open_image(value, folder=folder, may_fetch=self._may_fetch)
+                images.append(RowImage(file, self._layout(file)))
+            except ValueError as error:
+                raise ImageError(f"image {number} {error}") from error
+        return tuple(images)
+
+    def own_mark(self, text: str) -> str | None:
+        """The token for images that a text of a row spells out, which would be taken for an image;
+        None where it has none."""
+        marks = (self.settings.mark, self.settings.placeholder)
+        return next((mark for mark in marks if mark in text), None)
+
+    def expand(self, text: str, images: Sequence[RowImage], location: str) -> str:
+        """A rendered text with the tokens of each image in the place of its mark.
+
+        Raises UserError unless there are as many marks as images, and no placeholder besides.
+        """
+        mark, placeholder = self.settings.mark, self.settings.placeholder
+        first, *rest = text.split(mark)
+        if len(rest) != len(images):
+            raise UserError(
+                f"{location}: the rendered text has {len(rest)} times {mark!r}, which stands for "
+                f"an image, and the row has {_counted(len(images))}. A chat template that does "
+                "not write images as the model needs them can be replaced in model.chat_template"
+            )
+        if placeholder != mark and placeholder in text:
+            raise UserError(
+                f"{location}: the rendered text has {placeholder!r}, which stands for a part of an "
+                "image and is written by hone alone; take it out of the row or the chat template"
+            )
+        return first + "".join(
+            image.layout.text + after for image, after in zip(images, rest, strict=True)
+        )
+
+    def contents(
+        self, token_ids: Sequence[int], images: Sequence[RowImage], location: str
+    ) -> ModelInput:
+        """The images among the ids of an expanded text. From now on this process can make their
+        pixels (`STORE`).
+
+        Raises UserError unless the runs of placeholders are the tiles of the images, in order.
+        """
+        if not images:
+            return TEXT
+        runs = [*_runs(token_ids, self.settings.placeholder_id)]
+        tiles = [(image, n) for image in images for n in range(len(image.layout.tiles))]
+        sizes = [image.layout.tiles[n].num_tokens for image, n in tiles]
+        if [size for _, size in runs] != sizes:
+            raise UserError(
+                f"{location}: the tokenizer makes runs of {[size for _, size in runs]} tokens "
+                f"{self.settings.placeholder!r} of a text with images of {sizes} tokens. Name the "
+                "model's own tokenizer in model.tokenizer, and a chat template that separates "
+                "images in model.chat_template"
+            )
+        contents: list[Content] = []
+        sources: dict[str, TileSource] = {}
+        for (image, n), (start, size) in zip(tiles, runs, strict=True):
+            name = content_hash(image.file.digest, self.settings, n)
+            shape = image.layout.tiles[n].shape
+            sources[name] = TileSource(image.file, self.settings, n, location)
+            contents.append(
+                Content(kind="image", hash=name, start=start, num_tokens=size, shape=shape)
+            )
+            if n == 0:
+                self._files[name] = image.file
+        STORE.register(sources)
+        return ModelInput(tuple(contents))
+
+    def images_of(self, model_input: ModelInput) -> tuple[RowImage, ...]:
+        """The images of which `contents` has made an input."""
+        images: list[RowImage] = []
+        rest = [*model_input.contents]
+        while rest:
+            file = self._files[rest[0].hash]
+            images.append(RowImage(file, self._layout(file)))
+            del rest[: len(images[-1].layout.tiles)]
+        return tuple(images)
+
+    def _layout(self, file: ImageFile) -> ImageLayout:
+        return layout_of(file, self.settings)
+
+
+def _runs(token_ids: Sequence[int], placeholder: int) -> Iterator[tuple[int, int]]:
+    """Start and length of each run of placeholders."""
+    place = 0
+    for token, run in groupby(token_ids):
+        size = sum(1 for _ in run)
+        if token == placeholder:
+            yield place, size
+        place += size
+
+
+def _counted(number: int) -> str:
+    return "one image" if number == 1 else f"{number or 'no'} images"
