@@ -31,6 +31,7 @@ from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 from hone.models import tensor_parallel, tensor_parallel_kernels
 from hone.models.layer_ops import LayerOps, TorchKernels
+from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, TensorParallelOps, shard_model, shard_of
 from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
@@ -38,6 +39,9 @@ from hone.types import Request, SamplingParams
 from hone.weights.sync import NonFiniteWeightsError, WeightSync
 from tests.models.test_generation_model import SCHEDULES, Generation, make_model, make_samples
 from tests.rank_cases import everywhere, of_first
+from tests.vision.examples import Twin
+from tests.vision.test_engine import prompts
+from tests.vision.test_engine import requests as requests_with_images
 
 MODELS = (
     "llama, group of 4",
@@ -154,7 +158,12 @@ def requests(temperature):
 
 
 def tokens_of(engine, temperature):
-    engine.submit(requests(temperature))
+    return completed(engine, requests(temperature))
+
+
+def completed(engine, asked):
+    """Tokens and log-probabilities by request."""
+    engine.submit(asked)
     done = []
     while engine.has_unfinished:
         done += engine.step()
@@ -177,6 +186,29 @@ def engine(options, tp):
         found["gap"] = max(found["gap"], largest_gap(expected[1], actual[1]))
         found["equal on all ranks"] &= all(other == actual for other in everywhere(actual))
     return found | {"preemptions": group.stats().num_preemptions}
+
+
+def images(twin, tp):
+    """Engines whose prompts have images, with the tower on every rank."""
+    asked = requests_with_images(twin, prompts(twin))
+    found = []
+    for group in (None, tp):
+        size = 1 if group is None else group.size
+        engine = EmbeddedEngine(
+            load_model(twin.cfg, device=CPU, tp=group),
+            EngineConfig(kv_cache_gib=0.01, tensor_parallel_size=size, max_num_batched_tokens=24),
+            eos_token_ids=(),
+            max_model_len=400,
+            block_size=4,
+            tensor_parallel=group,
+        )
+        found.append(completed(engine, asked))
+    expected, actual = found
+    return {
+        "same tokens": expected[0] == actual[0],
+        "gap": largest_gap(expected[1], actual[1]),
+        "equal on all ranks": all(other == actual for other in everywhere(actual)),
+    }
 
 
 def cache_sizes(tp):
@@ -393,11 +425,15 @@ def kernels(folder, tp):
 def main(folder):
     folder = Path(folder)
     torch.set_num_threads(1)
+    # In a process group only the first rank would write its files.
+    own = folder / os.environ["RANK"]
+    twins = {name: Twin(own / name, name) for name in ("qwen2_5_vl", "qwen3_vl")}
     tp = TensorParallel.from_environment(2, CPU)
     found = {
         "forward": {name: forward(name, tp) for name in (*MODELS, *UNFUSED)},
         "planted": planted(tp),
         "engine": {name: engine(options, tp) for name, options in ENGINES.items()},
+        "images": {name: images(twin, tp) for name, twin in twins.items()},
         "cache": cache_sizes(tp),
         "failed wake": failed_wake(tp),
         "sync": {name: weight_sync(name, tp) for name in ("qwen3", "qwen3, heads of 128, tied")},

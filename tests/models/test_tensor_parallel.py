@@ -230,6 +230,13 @@ def test_R7_engines_of_all_ranks_return_the_same(ranks):
         assert (outcome["preemptions"] > 0) == (name == "preemption")
 
 
+def test_R4_ranks_sample_after_images_as_one_does(ranks):
+    for name, outcome in of_all(ranks, "images"):
+        assert outcome["same tokens"], name
+        assert outcome["equal on all ranks"], name
+        assert 0 < outcome["gap"] < TOLERANCE, name
+
+
 def test_caches_are_as_large_as_the_smallest(ranks):
     assert [found["cache"] for found in ranks] == [[49, 49]] * 2
     assert [found["smallest"] for found in ranks] == [7, 7]

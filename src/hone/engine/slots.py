@@ -91,12 +91,10 @@ class Slots:
         self._shifts.index_copy_(0, slots, values)
 
     def positions(self, slots_B: Tensor, indices_B: Tensor) -> Tensor:
-        """Positions [B], or [A, B] with a rule, of the tokens at these indices, which must lie
-        after all contents (images) of the sequences in these slots. Without a rule they are the
+        """Positions [B] of the tokens at these indices, which must lie after all contents (images)
+        of the sequences in these slots: there all axes of a rule agree. Without a rule they are the
         indices themselves."""
-        if self._rule is None or self._shifts is None:
-            return indices_B
-        return (indices_B + self._shifts[slots_B]).expand(self._rule.num_axes, -1)
+        return indices_B if self._shifts is None else indices_B + self._shifts[slots_B]
 
     def start(
         self, slots_B: Tensor, tokens_B: Tensor, num_tokens_B: Tensor, num_sampled_B: Tensor

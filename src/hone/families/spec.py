@@ -134,6 +134,10 @@ class DecodeLayout:
     """Suffix of the class of a mixture of experts."""
     router: str = "TopKRouter"
     """Suffix of the class of its router."""
+    backbone: str = "Model"
+    """Suffix of the class of the backbone."""
+    mlp: str | None = None
+    """Class of an MLP. None: `MLP` behind the prefix."""
 
     def classes(self, *, head_norms: bool) -> dict[str, str]:
         """Full class names by module of the backbone, with layer numbers as `*`, without
@@ -142,7 +146,7 @@ class DecodeLayout:
         attention = ("q_proj", "k_proj", "v_proj", "o_proj")
         norms = ("q_norm", "k_norm") if head_norms else ()
         return {
-            "": f"{family}Model",
+            "": f"{family}{self.backbone}",
             "embed_tokens": "torch.nn.modules.sparse.Embedding",
             "rotary_emb": f"{family}RotaryEmbedding",
             "norm": f"{family}RMSNorm",
@@ -161,7 +165,8 @@ class DecodeLayout:
         family, mlp = f"{self.module}.{self.prefix}", "layers.*.mlp"
         names = ("gate_proj", "up_proj", "down_proj")
         places = [mlp, f"{mlp}.shared_experts"] if experts and experts.shared else [mlp]
-        found = {(place, f"{family}MLP") for place in places}
+        mlp_class = f"{family}MLP" if self.mlp is None else f"{self.module}.{self.mlp}"
+        found = {(place, mlp_class) for place in places}
         found |= {(f"{place}.{name}", _LINEAR) for place in places for name in names}
         if experts:
             found |= {

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext, PagedContext
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
+from hone.families.vision.registry import inputs_of
 from hone.models.exact import exact_supported, linear
 from hone.models.fused_layers import FusedDecoder, is_fusible
 from hone.models.layer_ops import (
@@ -38,6 +39,8 @@ def require_exact(model: PreTrainedModel) -> None:
     """Raise UserError if exact mode does not support this model or its device."""
     reason = exact_supported(model.config, model.device)
     is_dense = ModelFacts.from_config(model.config.to_dict()).has_dense_fused_layers
+    if reason is None and inputs_of(model.config).kinds:
+        reason = f"exact mode serves text, and this {type(model).__name__} takes images"
     if reason is None and not (is_dense and is_fusible(model)):
         reason = (
             "exact mode serves models as transformers has them, with plain linear layers of one "

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.families.registry import spec_of
-from hone.families.vision.registry import inputs_of
-from hone.model_input import TEXT_ONLY
+from hone.models.contents import add_deepstack, embed_contents
 from hone.models.int8_rows import is_packed
 from hone.models.layer_ops import Heads, LayerOps, Mlp, Projection
 
@@ -45,9 +44,6 @@ def is_fusible(model: PreTrainedModel) -> bool:
     """
     spec = spec_of(model.config.model_type)
     if spec.decode is None or model.config.hidden_act != "silu":
-        return False
-    # Fused layers have no hook for contents and one position per token.
-    if inputs_of(model.config) != TEXT_ONLY:
         return False
     head_norms = spec.has_head_norms(model.config.to_dict())
     always = set(spec.decode.classes(head_norms=head_norms).items())
@@ -189,6 +185,7 @@ class FusedDecoder:
         norms = [layer.input_layernorm.weight for layer in base.layers]
         self._first_norm: Tensor
         self._first_norm, *next_norms = (*norms, base.norm.weight)
+        self._next_norms: list[Tensor] = next_norms
         config: dict[str, Any] = model.config.to_dict()
         spec = spec_of(model.config.model_type)
         windows, expert_layers = spec.layer_windows(config), spec.expert_layers(config)
@@ -209,14 +206,25 @@ class FusedDecoder:
             torch.cuda.empty_cache()  # frees the former memory of the merged parameters
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, context: Any) -> Tensor:
-        """Hidden states [T, D] of ids [T] at positions [T], both int64, in the context of the
-        operations. Raises RuntimeError if parameters have moved since they were merged."""
+        """Hidden states [T, D] of ids [T] at positions [T], or [A, T], both int64, in the context
+        of the operations. Raises RuntimeError if parameters have moved since they were merged."""
         require_addresses(self._addresses)
+        contents = context.contents
         residual = F.embedding(input_ids, self._embedding, self._padding_idx)
-        rotary = self._rotary.rows(self._ops.num_positions(context))
+        deepstack: Tensor | None = None
+        if contents is not None:
+            residual = embed_contents(residual, contents.index, contents.features)
+            deepstack = contents.deepstack
+        count = self._ops.num_positions(context)
+        rotary, rows = self._rotary.rows(count), position_ids
+        if position_ids.ndim > 1:
+            rotary, rows = self._rotary.of_tokens(position_ids, count)
         x = self._ops.rms_norm(residual, self._first_norm, self._eps)
-        for layer in self.layers:
-            x, residual = layer(x, residual, position_ids, rotary, context)
+        for number, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, rows, rotary, context)
+            if deepstack is not None and number < len(deepstack):
+                residual = add_deepstack(residual, contents.index, deepstack[number])
+                x = self._ops.rms_norm(residual, self._next_norms[number], self._eps)
         return x
 
 
@@ -233,6 +241,7 @@ class RotaryTable:
         # Gives the module dtype and device.
         self._example = torch.empty(0, dtype=dtype, device=device)
         self._tables: list[Tensor] = []
+        self._axes: Tensor | None = None
 
     def rows(self, count: int) -> Tensor:
         """A table [P, R] of at least the first `count` positions. Raises RuntimeError if a graph
@@ -245,6 +254,22 @@ class RotaryTable:
                 )
             self._tables.append(self._compute(max(MIN_POSITIONS, 1 << (count - 1).bit_length())))
         return self._tables[-1]
+
+    def of_tokens(self, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """A table with one row [T, R] for each token, whose positions [A, T] are below `count`, and
+        the numbers [T] of its rows. Pairs of a head turn by the positions of different axes."""
+        if self._axes is None:
+            self._axes = self._find_axes(len(positions))
+        rows = self.rows(count).gather(0, positions[self._axes].T)
+        return rows, torch.arange(len(rows), device=rows.device)
+
+    def _find_axes(self, num_axes: int) -> Tensor:
+        """The axis [R] of each column of a table: the one whose position alone makes its sine."""
+        # At [A, 1, A]: token a has position 1 on axis a and 0 on the others.
+        alone = torch.eye(num_axes, dtype=torch.int64, device=self._example.device).unsqueeze(1)
+        _, sines = self._module(self._example, alone)
+        half = sines[0].abs().chunk(2, -1)[0].argmax(0)
+        return torch.cat((half, half))
 
     # Not an inference tensor, whoever asks first: training saves it for backward.
     @torch.inference_mode(False)

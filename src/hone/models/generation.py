@@ -65,8 +65,8 @@ class GenerationModel:
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, context: PagedContext
     ) -> Tensor:
-        """Hidden states [T, D] after the final norm, for ids [T] and positions [T], or [A, T] of a
-        family whose rule has A axes (both int64).
+        """Hidden states [T, D] after the final norm, for ids [T] and positions [T], or [A, T] where
+        a family's rule has A axes that may differ (both int64).
 
         Stores keys and values of all T tokens. May be recorded in a CUDA graph once it has run with
         the same number of tokens; neither waits for the device.

@@ -176,7 +176,7 @@ def load_value_model(
         )
     config.num_labels = 1
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config, **options).eval()
+        model = _empty(AutoModelForSequenceClassification, config, options).eval()
     if cfg.init == "pretrained" and classifies(config):
         return _value_model_of_files(model, cfg, torch.device(device), seed, deferred=deferred)
     load = load_deferred if deferred else load_model
@@ -368,11 +368,23 @@ def _options(cfg: ModelConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
+def _empty(auto: Any, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+    """The model of an auto class of transformers, or of hone where that knows none. Called in the
+    context of the meta device."""
+    if hasattr(config, VISION_FIELD):
+        from hone.models.vision_decoders import own_class
+
+        if (kind := own_class(auto, config)) is not None:
+            rest = {name: value for name, value in options.items() if name != "trust_remote_code"}
+            return kind._from_config(config, **rest)  # pyright: ignore[reportPrivateUsage]
+    return auto.from_config(config, **options)
+
+
 def _skeleton(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
     """The model of `cfg` for `device` without weights, in eval mode."""
     config = load_config(cfg)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **_options(cfg, device))
+        model = _empty(AutoModelForCausalLM, config, _options(cfg, device))
     if cfg.init != "random":
         declared = _generation_config(cfg)
         if declared is not None:
@@ -457,7 +469,7 @@ class _DrawnWeights:
     @torch.no_grad()
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, **self.options)
+            model = _empty(AutoModelForCausalLM, self.config, self.options)
         given: set[nn.Parameter] = set()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.seed)

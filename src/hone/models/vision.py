@@ -65,9 +65,6 @@ _ATTRIBUTE = "_hone_whole"
 def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
     """The decoder's configuration, with the fields that the whole model has outside of it, and the
     name of the whole model's family."""
-    from hone.models.vision_decoders import register_decoders
-
-    register_decoders()
     text = whole.get_text_config()
     text.tie_word_embeddings = whole.tie_word_embeddings
     text.architectures = whole.architectures

@@ -1,7 +1,7 @@
 """Decoders of vision-language families that transformers has only inside of the whole model.
 
-With `register_decoders`, `AutoModelForCausalLM` and `AutoModelForSequenceClassification` build them
-from the decoder's part of a configuration.
+`hone.models.load` builds them from the decoder's part of a configuration, as
+`AutoModelForCausalLM` and `AutoModelForSequenceClassification` build other decoders.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
     Qwen2_5_VLTextConfig,
     Qwen3VLTextConfig,
 )
@@ -20,7 +22,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
 
-__all__ = ["Qwen3VLDecoder", "Qwen25VLDecoder", "register_decoders"]
+__all__ = ["Qwen3VLDecoder", "Qwen25VLDecoder", "own_class"]
 
 
 class Qwen25VLDecoder(qwen2_5.Qwen2_5_VLPreTrainedModel, GenerationMixin):
@@ -61,11 +63,16 @@ class Qwen3VLValueModel(GenericForSequenceClassification, qwen3.Qwen3VLPreTraine
     config_class = Qwen3VLTextConfig
 
 
-def register_decoders() -> None:
-    """Let transformers' auto classes build these models. Idempotent."""
-    for config, decoder, value_model in (
-        (Qwen2_5_VLTextConfig, Qwen25VLDecoder, Qwen25VLValueModel),
-        (Qwen3VLTextConfig, Qwen3VLDecoder, Qwen3VLValueModel),
-    ):
-        AutoModelForCausalLM.register(config, decoder, exist_ok=True)
-        AutoModelForSequenceClassification.register(config, value_model, exist_ok=True)
+def own_class(auto: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that one of transformers' auto classes would build for the configuration of a
+    decoder. None: it knows the class itself. (`auto.register` takes no configuration of
+    transformers' own before version 5.19.)"""
+    return _CLASSES.get((auto, type(config)))
+
+
+_CLASSES: dict[tuple[Any, type[PreTrainedConfig]], type[PreTrainedModel]] = {
+    (AutoModelForCausalLM, Qwen2_5_VLTextConfig): Qwen25VLDecoder,
+    (AutoModelForCausalLM, Qwen3VLTextConfig): Qwen3VLDecoder,
+    (AutoModelForSequenceClassification, Qwen2_5_VLTextConfig): Qwen25VLValueModel,
+    (AutoModelForSequenceClassification, Qwen3VLTextConfig): Qwen3VLValueModel,
+}
