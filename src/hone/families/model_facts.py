@@ -17,6 +17,7 @@ from hone.families.registry import (
 )
 from hone.families.shape import ModelShape, public_shape
 from hone.families.spec import DIVIDED_FIELDS
+from hone.families.vision.registry import VISION_FIELD, decoder_config, unserved_family
 from hone.hub import config_of
 from hone.paths import must_be_local
 
@@ -43,7 +44,9 @@ class ModelFacts:
     """Limits and sizes of a decoder. None where its `config.json` does not give them."""
 
     family: str | None = None
-    """`model_type`."""
+    """`model_type`, of a vision-language model that of its decoder."""
+    vision_family: str | None = None
+    """`model_type` of the vision-language model."""
     context_length: int | None = None
     """Number of positions that the model was made for."""
     vocab_size: int | None = None
@@ -78,15 +81,17 @@ class ModelFacts:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         """Facts of a parsed `config.json`."""
-        text = config.get("text_config", config)
-        kinds = config.get("architectures")
         shape = lacks = None
         try:
             shape = ModelShape.from_config(config)
         except ValueError as error:
             lacks = str(error)
+        config = dict(decoder_config(config))
+        text = config.get("text_config", config)
+        kinds = config.get("architectures")
         return cls(
             family=config.get("model_type"),
+            vision_family=config.get(VISION_FIELD),
             context_length=text.get("max_position_embeddings"),
             vocab_size=text.get("vocab_size"),
             kv_values_per_token=_kv_values_per_token(text),
@@ -102,13 +107,17 @@ class ModelFacts:
     @classmethod
     def known(cls, model_path: str, *, may_fetch: bool = False) -> Self | None:
         """Facts as `read`. For a hub name those of its `config.json` in the local cache, or on the
-        hub with `may_fetch`, else of the public shape of that name."""
+        hub with `may_fetch`, else of the public shape of that name, or of a vision-language family
+        that is not served."""
         if Path(model_path).exists() or must_be_local(model_path):
             return cls.read(model_path)
         if "/" in model_path and (file := config_of(model_path, may_fetch=may_fetch)) is not None:
             return cls.read(file.parent)
-        shape = public_shape(model_path.rpartition("/")[2].lower())
-        return None if shape is None else cls.of_shape(shape)
+        name = model_path.rpartition("/")[2].lower()
+        if (shape := public_shape(name)) is not None:
+            return cls.of_shape(shape)
+        family = unserved_family(name)
+        return None if family is None else cls(family=family, unserved=("vision_config",))
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> Self:
@@ -116,6 +125,7 @@ class ModelFacts:
         sizes = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
         return cls(
             family=shape.family,
+            vision_family=shape.vision_family,
             vocab_size=shape.vocab_size,
             kv_values_per_token=shape.kv_bytes_per_token(1),
             divided=dict(zip(DIVIDED_FIELDS, sizes, strict=True)),

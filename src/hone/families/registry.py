@@ -7,11 +7,13 @@ from importlib import import_module
 from pathlib import Path
 
 from hone.families.spec import GENERIC_FIELDS, UNSERVED_GENERIC_FIELDS, Json, ModelSpec, listed_or
+from hone.families.vision.registry import VISION, decoder_config
 
 __all__ = [
     "DENSE_FUSED_FAMILIES",
     "DIVIDED_FAMILIES",
     "FUSED_FAMILIES",
+    "SERVED",
     "SPECS",
     "TENSOR_FAMILIES",
     "VALUE_FAMILIES",
@@ -58,10 +60,17 @@ DIVIDED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.tensor_pla
 TENSOR_FAMILIES = tuple(name for name in DIVIDED_FAMILIES if SPECS[name].experts is None)
 """Families whose layers the tensor axis of training splits."""
 
+SERVED = (
+    "hone runs dense decoders of text, and the vision-language models of the families "
+    + ", ".join(VISION)
+)
+"""What is served, as a part of a message."""
+
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings of a token's position alone. `dynamic` and `longrope` also depend on the
-longest sequence of the batch, so a packed sample would not equal the same sample alone."""
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "mrope")
+"""Rotary embeddings of a token's positions alone, of which `mrope` has three. `dynamic` and
+`longrope` also depend on the longest sequence of the batch, so a packed sample would not equal the
+same sample alone."""
 
 
 def spec_of(model_type: str) -> ModelSpec:
@@ -78,12 +87,14 @@ def spec_of(model_type: str) -> ModelSpec:
 
 def public_configs() -> dict[str, Json]:
     """`config.json` of public models by name in lower case, such as `qwen3-8b`."""
-    return {name: config for spec in SPECS.values() for name, config in spec.public.items()}
+    families = (*SPECS.values(), *VISION.values())
+    return {name: config for spec in families for name, config in spec.public.items()}
 
 
 def unserved(config: Json) -> list[str]:
     """Unsupported settings of a `config.json`, as `field=value`; for a family without a spec also
-    the missing numbers."""
+    the missing numbers. Of a vision-language model they are those of its decoder."""
+    config = decoder_config(config)
     family = str(config.get("model_type"))
     found = {name: config[name] for name in spec_of(family).unserved_fields if config.get(name)}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

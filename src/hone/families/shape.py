@@ -23,6 +23,13 @@ from numpy.typing import ArrayLike
 
 from hone.families.registry import public_configs, spec_of
 from hone.families.spec import ROW_TAIL_BYTES, ModelSpec
+from hone.families.vision.registry import (
+    VISION,
+    VISION_FIELD,
+    complete_config,
+    decoder_config,
+)
+from hone.families.vision.spec import TowerCost
 
 __all__ = ["Floats", "ModelShape", "TensorShape", "public_shape"]
 
@@ -77,7 +84,7 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes that determine a decoder's cost."""
+    """The sizes that determine the cost of a decoder, and of its tower where it has one."""
 
     family: str
     num_layers: int
@@ -106,6 +113,10 @@ class ModelShape:
     """Intermediate size of all shared experts together, which every token passes."""
     head_norms_off: bool = False
     """Whether the config switches off the head norms that the family has."""
+    vision_family: str | None = None
+    """`model_type` of the vision-language model whose decoder this is."""
+    tower: TowerCost | None = None
+    """Its tower, which is no part of the other sizes."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> Self:
@@ -116,8 +127,9 @@ class ModelShape:
             path = Path(config)
             path = path / "config.json" if path.is_dir() else path
             config = dict[str, Any](json.loads(path.read_text()))
+        whole, config = complete_config(config), decoder_config(config)
         name = str(config.get("model_type"))
-        spec = spec_of(name)
+        spec, vision = spec_of(name), VISION.get(str(config.get(VISION_FIELD)))
         try:
             hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
             sliding = sum(window is not None for window in spec.layer_windows(config))
@@ -136,6 +148,8 @@ class ModelShape:
                 sliding_window=config["sliding_window"] if sliding else None,
                 num_sliding_layers=sliding,
                 head_norms_off=spec.head_norms and not spec.has_head_norms(config),
+                vision_family=None if vision is None else vision.model_type,
+                tower=None if vision is None else vision.tower_cost(whole),
                 **_experts(config, spec),
             )
         except KeyError as error:
@@ -335,7 +349,7 @@ def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 def public_shape(name: str) -> ModelShape | None:
     """The shape of a public model by its name in lower case, such as `qwen3-8b`, which its variants
     (`qwen3-8b-base`) share. None if unknown."""
-    for variant in ("-instruct", "-base", "-chat"):
+    for variant in ("-instruct", "-base", "-chat", "-it", "-pt"):
         name = name.removesuffix(variant)
     config = public_configs().get(name.removeprefix("meta-"))
     return None if config is None else ModelShape.from_config(config)

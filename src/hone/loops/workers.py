@@ -166,8 +166,9 @@ def with_reward_model(
 def engine_model(
     role: Role, device: torch.device, tp: TensorParallel, *, seed: int
 ) -> PreTrainedModel:
-    """Model of this engine rank with empty weights, which a sync fills before sampling, and with the
-    tower of the policy, where that was drawn from `seed`. For a backend that allocates its own weights it is on the meta device: only the shapes are read."""
+    """Model of this engine rank with empty weights, which a sync fills before sampling, and with
+    the policy's tower, which random weights draw from `seed`. For a backend that allocates its own
+    weights it is on the meta device: only the shapes are read."""
     if BACKENDS[role.engine.backend].has_own_weights:
         return blank_model(role.model, device="meta", seed=seed)
     packs_rows = role.engine.packs_rows

@@ -16,6 +16,7 @@ measured in which adapters alone were faster (benchmarks/README.md).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,6 +33,7 @@ from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head, value_head
 from hone.models.settings import LoraConfig
+from hone.models.vision import WholeModel, whole_of
 
 __all__ = [
     "LoraLinear",
@@ -241,12 +243,13 @@ def peft_adapter(
     and configuration.
 
     `named` are the adapters' tensors, or all of the model's. A value head is among the tensors.
+    Adapters of a vision-language model's decoder are named as in the whole model.
     """
-    is_scorer = has_value_head(model)
+    is_scorer, whole = has_value_head(model), whole_of(model)
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     for name, tensor in named:
-        path, _, leaf = name.rpartition(".")
+        path, _, leaf = (name if whole is None else whole.whole_name(name)).rpartition(".")
         if leaf in ("lora_A", "lora_B"):
             tensors[f"base_model.model.{path}.{leaf}.weight"] = tensor.detach().cpu().contiguous()
             targets.add(path.rpartition(".")[2])
@@ -261,5 +264,11 @@ def peft_adapter(
         "lora_alpha": cfg.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(targets),
+        # The tower has modules of the same names.
+        "target_modules": sorted(targets) if whole is None else _pattern(whole, targets),
     }
+
+
+def _pattern(whole: WholeModel, targets: Iterable[str]) -> str:
+    """Pattern of these modules of the decoder in the whole model."""
+    return rf"{re.escape(whole.spec.decoder_prefix)}.*\.({'|'.join(sorted(targets))})"

@@ -244,9 +244,8 @@ def blank_model(
     tp: ModelRanks | None = None,
     packs_rows: bool = False,
 ) -> PreTrainedModel:
-    """The model of `load_model` with zeros as weights, to be filled by a sync, and with the tower of
-    `load_model`, unless `device` is meta. With `tp` it has only this rank's parts. Raises as
-    `load_model`.
+    """The model of `load_model` with zeros as weights, to be filled by a sync, and with its tower,
+    unless `device` is meta. With `tp` it has only this rank's parts. Raises as `load_model`.
     """
     device = torch.device(device)
     tp = tp or ModelRanks(device)

@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.errors import UserError
-from hone.families.registry import unserved
+from hone.families.registry import SERVED, unserved
 
 __all__ = [
     "check_supported",
@@ -28,7 +28,7 @@ def check_supported(config: PreTrainedConfig) -> None:
     if values := ", ".join(unserved(config.to_dict())):
         raise UserError(
             f"a model of the family {config.model_type} with {values} in its config.json is not "
-            "served: hone runs dense decoders of text"
+            f"served: {SERVED}"
         )
 
 

@@ -67,7 +67,7 @@ def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
     name of the whole model's family."""
     text = whole.get_text_config()
     text.tie_word_embeddings = whole.tie_word_embeddings
-    text.architectures = whole.architectures
+    text.architectures, text.name_or_path = whole.architectures, whole.name_or_path
     if classifies(whole):
         text.num_labels = whole.num_labels or 2
     if (quantization := getattr(whole, "quantization_config", None)) is not None:
@@ -251,16 +251,16 @@ def _in_files(place: str, module: PreTrainedModel) -> FileWeights:
         return find_weights(place, module, {}, renamed=renamed)
     except OtherFormatError as error:
         raise UserError(
-            f"model.path={place!r} is a vision-language model, whose parts are read one by one from "
+            f"model.path={place!r} is a vision-language model, whose two parts are read from "
             f"safetensors, and {error}. Load it with transformers and write it with save_pretrained"
         ) from error
 
 
 def _written_names(module: PreTrainedModel) -> dict[str, str]:
     """Names under which transformers writes the tensors of a model, by name in the model."""
-    named = {name: tensor for name, tensor in module.state_dict().items()}
-    numbered = {name: torch.empty(index, device="meta") for index, name in enumerate(named)}
-    names = list(named)
+    names = list(module.state_dict())
+    # The size of each stand-in is its number.
+    numbered = {name: torch.empty(index, device="meta") for index, name in enumerate(names)}
     return {
         names[tensor.numel()]: key
         for key, tensor in revert_weight_conversion(module, numbered).items()

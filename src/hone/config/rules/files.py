@@ -21,7 +21,7 @@ from hone.data.settings import SourceBase, template_fields
 from hone.extras import missing_extra
 from hone.families.config_values import impossible_values
 from hone.families.model_facts import ModelFacts
-from hone.families.registry import SPECS, VALUE_FAMILIES
+from hone.families.registry import SERVED, SPECS, VALUE_FAMILIES
 from hone.families.tokens import (
     OTHER_TOKENS,
     difference,
@@ -376,7 +376,7 @@ _MODEL = (
           fix="give the path of a Jinja file"),
     error("@unserved",
           says="{the_model} is of the family {family} with {unserved} in its config.json",
-          why=f"hone runs dense decoders of text, best those of the families {', '.join(SPECS)}",
+          why=f"{SERVED}; best are {', '.join(SPECS)}",
           fix="use another model"),
     warning("not @has_spec", given=("not @unserved",),
             says="{the_model} is of the family {family}, which is none of hone's own",

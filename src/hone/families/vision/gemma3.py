@@ -4,7 +4,7 @@ directions."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hone.families.spec import Json
 from hone.families.vision.siglip import siglip_cost
@@ -39,6 +39,17 @@ class Gemma3Vision:
     inputs = InputSpec(kinds=frozenset({"image"}), attends_within=True)
     decoder_prefix = "model.language_model."
     tower_prefixes = ("model.vision_tower.", "model.multi_modal_projector.")
+    defaults: ClassVar[Json] = {
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "gemma3_text",
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+        },
+    }
 
     @property
     def public(self) -> dict[str, Json]:
@@ -120,6 +131,7 @@ class Gemma3Vision:
             vision,
             projection=hidden * width + hidden,
             projection_flops=2.0 * hidden * width * num_tokens / num_patches,
+            patches_per_token=num_patches // num_tokens,
         )
 
 
@@ -153,6 +165,7 @@ def _config(numbers: tuple[int, int, int, int, int, int]) -> Json:
             "num_attention_heads": 16,
             "image_size": 896,
             "patch_size": 14,
+            "vision_use_head": False,
         },
     }
 

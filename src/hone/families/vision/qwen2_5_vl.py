@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hone.families.spec import Json
 from hone.families.vision.qwen_vl import QwenVision
 from hone.families.vision.spec import TowerCost
@@ -13,6 +15,7 @@ class Qwen25Vision(QwenVision):
     """See `VisionSpec`."""
 
     model_type = "qwen2_5_vl"
+    defaults: ClassVar[Json] = {"text_config": {"model_type": "qwen2_5_vl_text"}}
 
     @property
     def public(self) -> dict[str, Json]:
@@ -45,6 +48,7 @@ class Qwen25Vision(QwenVision):
             num_params=embed + depth * (products + small) + merger,
             flops_per_patch=2.0 * (embed + depth * products + (wide**2 + wide * out) / merge),
             attention_flops_per_pair=4.0 * hidden * depth,
+            patches_per_token=merge,
             window_patches=window**2,
             full_layers_share=len(full) / depth,
         )

@@ -3,6 +3,8 @@ further features of the tower (DeepStack, arXiv:2406.04334)."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hone.families.spec import Json
 from hone.families.vision.qwen_vl import QwenVision
 from hone.families.vision.spec import TowerCost
@@ -14,6 +16,7 @@ class Qwen3Vision(QwenVision):
     """See `VisionSpec`."""
 
     model_type = "qwen3_vl"
+    defaults: ClassVar[Json] = {"text_config": {"model_type": "qwen3_vl_text"}}
     patch_size = 16
     mean = (0.5, 0.5, 0.5)
     std = (0.5, 0.5, 0.5)
@@ -52,6 +55,7 @@ class Qwen3Vision(QwenVision):
             num_params=embed + hidden + positions + depth * (products + small) + mergers,
             flops_per_patch=2.0 * (embed + depth * products + (1 + deep) * product / merge),
             attention_flops_per_pair=4.0 * hidden * depth,
+            patches_per_token=merge,
             features_per_token=1 + deep,
         )
 

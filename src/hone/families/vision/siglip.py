@@ -8,7 +8,9 @@ from hone.families.vision.spec import TowerCost
 __all__ = ["siglip_cost"]
 
 
-def siglip_cost(vision: Json, *, projection: int, projection_flops: float) -> TowerCost:
+def siglip_cost(
+    vision: Json, *, projection: int, projection_flops: float, patches_per_token: int
+) -> TowerCost:
     """Cost of a tower of this `vision_config`, with a projection of so many parameters that takes
     so many FLOPs a patch."""
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
@@ -26,4 +28,5 @@ def siglip_cost(vision: Json, *, projection: int, projection_flops: float) -> To
         + projection,
         flops_per_patch=2.0 * (embed + depth * products) + projection_flops,
         attention_flops_per_pair=4.0 * hidden * depth,
+        patches_per_token=patches_per_token,
     )

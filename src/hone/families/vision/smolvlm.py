@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hone.families.spec import Json
 from hone.families.vision.siglip import siglip_cost
@@ -42,6 +42,15 @@ class SmolVision:
     inputs = InputSpec(kinds=frozenset({"image"}))
     decoder_prefix = "model.text_model."
     tower_prefixes = ("model.vision_model.", "model.connector.")
+    defaults: ClassVar[Json] = {
+        "text_config": {"model_type": "llama"},
+        "vision_config": {
+            "hidden_size": 1152,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 16,
+        },
+    }
 
     @property
     def public(self) -> dict[str, Json]:
@@ -150,7 +159,12 @@ class SmolVision:
         vision, width = config["vision_config"], config["text_config"]["hidden_size"]
         merge = config.get("scale_factor", 2) ** 2
         projection = vision["hidden_size"] * merge * width
-        return siglip_cost(vision, projection=projection, projection_flops=2.0 * projection / merge)
+        return siglip_cost(
+            vision,
+            projection=projection,
+            projection_flops=2.0 * projection / merge,
+            patches_per_token=merge,
+        )
 
 
 def _sizes(

@@ -123,6 +123,8 @@ class TowerCost:
     """Patches of an attention window; 0: all patches of a tile attend to each other."""
     full_layers_share: float = 1.0
     """Share of the layers whose attention is not windowed."""
+    patches_per_token: int = 1
+    """Patches that become one token."""
     features_per_token: int = 1
     """Feature vectors of decoder width for one token: 1, and one for each layer that takes some."""
 
@@ -155,6 +157,12 @@ class VisionSpec(Protocol):
     @property
     def tower_prefixes(self) -> tuple[str, ...]:
         """Prefixes of the tower's tensors, in the same names."""
+        ...
+
+    @property
+    def defaults(self) -> Json:
+        """What a `config.json` of the family leaves out where it has transformers' defaults, in the
+        same form, and the decoder's `model_type`."""
         ...
 
     @property
