@@ -239,5 +239,7 @@ def test_what_a_model_cannot_do_is_a_predicate() -> None:
         "vision_end_token_id": 2,
         "vision_config": {},
     }
-    with pytest.raises(ValueError, match=r"^has a tokenizer without the token 1000000 of image_token_id"):
+    with pytest.raises(
+        ValueError, match=r"^has a tokenizer without the token 1000000 of image_token_id"
+    ):
         ImageReader.of(config, {}, tokens, max_tokens=100)
