@@ -149,7 +149,8 @@ class ModelShape:
                 num_sliding_layers=sliding,
                 head_norms_off=spec.head_norms and not spec.has_head_norms(config),
                 vision_family=None if vision is None else vision.model_type,
-                tower=None if vision is None else vision.tower_cost(whole),
+                # A decoder's own configuration does not describe the tower.
+                tower=vision.tower_cost(whole) if vision and "vision_config" in whole else None,
                 **_experts(config, spec),
             )
         except KeyError as error:

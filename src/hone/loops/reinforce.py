@@ -307,7 +307,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 "no loss balances the load of experts in a run of reinforcement learning, whatever "
                 "config.json says of one"
             )
-        shape = ModelShape.from_config(model.config.to_dict())
+        shape = plan.shape or ModelShape.from_config(model.config.to_dict())
         sampled = None if ranks is None else _colocated_model(start, model, ranks, load)
         if (lora := plan.lora) is not None and lora.rank:
             adapt(model, lora, seed=cfg.run.seed)
