@@ -24,7 +24,7 @@ from hone.checkpoint.atomic import read_manifest
 from hone.checkpoint.export import export_adapter, export_hf, rehearse_export
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import adapt
-from hone.models.features import require_features
+from hone.models.contents import require_features
 from hone.models.load import load_model, load_value_model
 from hone.models.manifest import export_weights
 from hone.models.settings import LoraConfig, ModelConfig

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hone.errors import UserError
+from hone.models.contents import require_features, require_whole
 from hone.models.deferred import Weight, take_source
-from hone.models.features import require_features
 from hone.models.heads import value_head
 from hone.models.load import blank_model, load_config, load_deferred, load_model, load_value_model
 from hone.models.settings import ModelConfig
 from hone.models.tiny_vision import make_tiny_vision_model
-from hone.models.vision import require_whole
 from tests.vision.examples import FAMILIES, Twin
 
 PUBLISHED = {

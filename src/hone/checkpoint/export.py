@@ -43,10 +43,9 @@ from hone.checkpoint.atomic import (
 from hone.distributed.mesh import Axis, Mesh
 from hone.errors import UserError
 from hone.models.adapted import merged_weights
-from hone.models.contents import features_of
+from hone.models.contents import features_of, whole_of
 from hone.models.manifest import checksum_of
 from hone.models.settings import LoraConfig
-from hone.models.vision import TEMPLATE_FILE, whole_of
 from hone.observe.disk import writing
 
 __all__ = ["export_adapter", "export_hf", "rehearse_export"]
@@ -368,9 +367,8 @@ def _write_surroundings(
             model.generation_config.to_json_file(partial / "generation_config.json")
     with _refusing("its tokenizer"):
         tokenizer.save_pretrained(partial)
-    for name, content in ({} if whole is None else whole.files).items():
-        if name != TEMPLATE_FILE or tokenizer.chat_template is None:
-            (partial / name).write_bytes(content)
+    for name, content in ({} if whole is None else whole.files_beside(tokenizer)).items():
+        (partial / name).write_bytes(content)
 
 
 @contextmanager

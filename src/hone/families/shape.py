@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,7 +29,9 @@ from hone.families.vision.registry import (
     complete_config,
     decoder_config,
 )
-from hone.families.vision.spec import TowerCost
+
+if TYPE_CHECKING:
+    from hone.families.vision.spec import TowerCost
 
 __all__ = ["Floats", "ModelShape", "TensorShape", "public_shape"]
 

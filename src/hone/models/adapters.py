@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,14 @@ from transformers import PreTrainedModel
 from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
 from hone.models.adapted import AdaptedLayer
+from hone.models.contents import whole_of
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import has_value_head, value_head
 from hone.models.settings import LoraConfig
-from hone.models.vision import WholeModel, whole_of
+
+if TYPE_CHECKING:
+    from hone.models.vision import WholeModel
 
 __all__ = [
     "LoraLinear",

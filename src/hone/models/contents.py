@@ -21,17 +21,22 @@ from hone.families.vision.registry import inputs_of
 
 if TYPE_CHECKING:
     from hone.models.features import FeatureSource
+    from hone.models.vision import WholeModel
 
 __all__ = [
     "add_deepstack",
     "attach_features",
+    "attach_whole",
     "embed_contents",
     "features_of",
     "follow_contents",
     "require_features",
+    "require_whole",
+    "whole_of",
 ]
 
 _ATTRIBUTE = "_hone_features"
+_WHOLE_ATTRIBUTE = "_hone_whole"
 
 
 def attach_features(model: PreTrainedModel, source: FeatureSource) -> None:
@@ -53,6 +58,23 @@ def require_features(model: PreTrainedModel) -> FeatureSource:
             "encode them: load it with hone.load_model, or attach its features"
         )
     return source
+
+
+def attach_whole(model: PreTrainedModel, whole: WholeModel) -> None:
+    """Let exports of a decoder write the whole model."""
+    setattr(model, _WHOLE_ATTRIBUTE, whole)
+
+
+def whole_of(model: PreTrainedModel) -> WholeModel | None:
+    """The whole model of a decoder; None for a text model."""
+    return getattr(model, _WHOLE_ATTRIBUTE, None)
+
+
+def require_whole(model: PreTrainedModel) -> WholeModel:
+    """As `whole_of`, for a decoder of a whole model."""
+    whole = whole_of(model)
+    assert whole is not None
+    return whole
 
 
 def follow_contents(model: PreTrainedModel) -> None:

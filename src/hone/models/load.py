@@ -30,6 +30,7 @@ from hone.families.registry import SPECS
 from hone.families.vision.registry import VISION, VISION_FIELD
 from hone.hub import locate_model
 from hone.models import settings as model_config
+from hone.models.contents import attach_features, attach_whole, require_features, require_whole
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
 from hone.models.int8_rows import is_packed, pack_layers, packed_like
@@ -149,9 +150,8 @@ def _with_tower(
     if not hasattr(model.config, VISION_FIELD):
         return None
     from hone.images.store import STORE
-    from hone.models.contents import attach_features
     from hone.models.features import FeatureSource
-    from hone.models.vision import WholeModel, attach_whole
+    from hone.models.vision import WholeModel
 
     whole = WholeModel.of(
         _place(cfg), _parsed(cfg), dtype=compute_dtype(cfg, device), drawn=cfg.init == "random"
@@ -182,9 +182,8 @@ def load_value_model(
     load = load_deferred if deferred else load_model
     causal = load(cfg, device=device, seed=seed)
     if hasattr(config, VISION_FIELD):
-        from hone.models.vision import share_tower
-
-        share_tower(causal, model)
+        attach_features(model, require_features(causal))
+        attach_whole(model, require_whole(causal))
     if (source := take_source(causal)) is not None:
         defer(model, _BackboneWeights(source, value_head(model).in_features))
         return model

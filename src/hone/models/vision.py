@@ -19,7 +19,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightRenaming,
@@ -32,7 +32,6 @@ from hone.attention import ATTENTION_NAME
 from hone.errors import UserError
 from hone.families.vision.registry import VISION, VISION_FIELD
 from hone.families.vision.spec import VisionSpec
-from hone.models.contents import attach_features, require_features
 from hone.models.deferred import Weight
 from hone.models.heads import has_value_head
 from hone.models.support import classifies
@@ -41,25 +40,19 @@ from hone.models.weight_files import FileWeights, OtherFormatError, find_weights
 
 __all__ = [
     "WholeModel",
-    "attach_whole",
-    "share_tower",
     "text_config_of",
     "whole_class",
-    "whole_of",
 ]
 
 VISION_ATTENTION = "sdpa"
 """Attention of towers, which is transformers' own."""
-TEMPLATE_FILE = "chat_template.json"
-"""A processor's chat template, in older checkpoints whose tokenizer has none."""
-PROCESSOR_FILES = (
+_TEMPLATE = "chat_template.json"
+_PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
-    TEMPLATE_FILE,
+    _TEMPLATE,
 )
-"""Files of a processor, which an export copies."""
-_ATTRIBUTE = "_hone_whole"
 
 
 def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
@@ -174,6 +167,12 @@ class WholeModel:
             return name
         return name.replace("ForConditionalGeneration", "ForSequenceClassification")
 
+    def files_beside(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+        """The processor's files, by name, as they were. Of older checkpoints one is the chat
+        template, for tokenizers without their own."""
+        has_own = tokenizer.chat_template is not None
+        return {n: x for n, x in self.files.items() if not (has_own and n == _TEMPLATE)}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # aliases of a decoder have the same whole
 
@@ -215,29 +214,6 @@ class WholeModel:
         weights.give(take, device=torch.device("cpu"))
 
 
-def attach_whole(model: PreTrainedModel, whole: WholeModel) -> None:
-    """Let exports of a decoder write the whole model."""
-    setattr(model, _ATTRIBUTE, whole)
-
-
-def share_tower(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Attach to `other`, a decoder of the same whole model, what `model` has."""
-    attach_features(other, require_features(model))
-    attach_whole(other, require_whole(model))
-
-
-def whole_of(model: PreTrainedModel) -> WholeModel | None:
-    """The whole model of a decoder; None for a text model."""
-    return getattr(model, _ATTRIBUTE, None)
-
-
-def require_whole(model: PreTrainedModel) -> WholeModel:
-    """As `whole_of`, for a decoder that has one."""
-    whole = whole_of(model)
-    assert whole is not None
-    return whole
-
-
 def _in_files(place: str, module: PreTrainedModel) -> FileWeights:
     transforms = get_model_conversion_mapping(module)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -268,5 +244,5 @@ def _written_names(module: PreTrainedModel) -> dict[str, str]:
 
 
 def _processor_files(place: str) -> dict[str, bytes]:
-    located = {name: locate(place, name) for name in PROCESSOR_FILES}
+    located = {name: locate(place, name) for name in _PROCESSOR_FILES}
     return {name: path.read_bytes() for name, path in located.items() if path is not None}
