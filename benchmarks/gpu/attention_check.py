@@ -214,7 +214,7 @@ def paged(query_lens, key_lens, heads, dtype, *, block_size=16):
     )
 
 
-def check_paged(query_lens, key_lens, heads, dtype, options, images=None) -> float:
+def check_paged(query_lens, key_lens, heads, dtype, options, *, images=None) -> float:
     scale = heads[2] ** -0.5
     q, k, v, kv_cache, context, keys, values = paged(query_lens, key_lens, heads, dtype)
     write_kv(k, v, kv_cache, context.slot_mapping)
@@ -391,7 +391,7 @@ def check_spans(run: Run) -> None:
                     for part, value in check_packed(heads, dtype, options, IMAGES).items():
                         found[part].append(value)
                     for queries, keys, images in PAGED_IMAGES:
-                        value = check_paged(queries, keys, heads, dtype, options, images)
+                        value = check_paged(queries, keys, heads, dtype, options, images=images)
                         found["prefill"].append(value)
                 worst = [torch.tensor(values).max().item() for values in found.values()]
                 run.check(name, all(e <= limit for e in worst), *worst)
