@@ -61,7 +61,7 @@ USUAL_NAMES = {
     "rejected": (("rejected",),),
     "label": (("label",),),
     "margin": (("margin",),),
-    "images": (("images",), ("image",)),
+    "images": (("images", "image"),),
 }
 """Usual column names of each role, in tiers: the first tier with a column in the source is taken,
 and two columns of one tier are ambiguous. verl's `reward_model.ground_truth` has no other meaning,
