@@ -14,6 +14,7 @@ from hone.families.registry import (
 )
 from hone.families.shape import ModelShape, public_shape
 from hone.models.fused_layers import is_fusible
+from hone.models.vision_decoders import own_class
 from tests.models.families import FAMILY_FIELDS, family_model
 from tests.tables import table
 
@@ -33,8 +34,9 @@ STYLES = {"rows": "colwise", "columns": "rowwise", "shared": "replicated_with_gr
 
 def make_model(model_type, **fields):
     config = AutoConfig.for_model(model_type, **TINY | fields)
+    kind = own_class(AutoModelForCausalLM, config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
 
 
 @table("name", SPECS)

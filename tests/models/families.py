@@ -16,14 +16,12 @@ from hone.models.load import load_model
 from hone.models.settings import ModelConfig
 from hone.models.tiny import make_tiny_model
 from hone.models.tiny_vision import make_tiny_vision_model
-from hone.models.vision_decoders import register_decoders
 
 VOCAB = 64
 MIXED_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 
 AXES = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
 """Of heads of 8 values."""
-register_decoders()
 
 FAMILY_FIELDS = {
     "llama": {"attention_bias": True},

@@ -15,6 +15,7 @@ from hone.algorithms.objective import PolicyObjective
 from hone.algorithms.settings import AlgorithmConfig
 from hone.attention import ATTENTION_NAME
 from hone.distributed.mesh import Mesh
+from hone.models.vision_decoders import own_class
 from hone.trainer.frozen import FrozenScorer
 from hone.trainer.scorer import RowScorer
 from hone.trainer.settings import TrainerConfig
@@ -47,9 +48,9 @@ def tiny_model(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
-        )
+        kind = own_class(AutoModelForCausalLM, config)
+        build = AutoModelForCausalLM.from_config if kind is None else kind._from_config
+        model = build(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
     return model.to(dtype).eval()
 
 
