@@ -92,6 +92,13 @@ class Stream(Generic[T]):
             raise UserError("there are no rows to train on; name a data set in `data.train`")
         return [self._draw() for _ in range(num)]
 
+    def peek(self, num: int) -> list[T]:
+        """The rows that `take` gives next."""
+        drawn = list(self._drawn)
+        rows = self.take(num)
+        self._drawn = drawn
+        return rows
+
     def state_dict(self) -> dict[str, Any]:
         """The position, with the fingerprint of the data, as small JSON values."""
         return {**self._identity, "drawn": list(self._drawn)}

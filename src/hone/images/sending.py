@@ -1,4 +1,6 @@
-"""Requests and rows on their way to another process, with the pixels of their images.
+"""Pixels where they are needed: ahead of time, and in the process that computes with them.
+
+Requests and rows are on their way to another process with the pixels of their images:
 
     worker.call("submit", with_pixels(requests))
 
@@ -17,7 +19,7 @@ from hone.model_input import ModelInput
 if TYPE_CHECKING:
     from hone.images.pixels import TilePixels
 
-__all__ = ["with_pixels"]
+__all__ = ["prefetch_pixels", "with_pixels"]
 
 
 class HasInput(Protocol):
@@ -38,6 +40,17 @@ class _WithPixels(list[T]):
 
         hashes = {content.hash for item in self for content in item.model_input.contents}
         return _receive, (list(self), STORE.payload(sorted(hashes)))
+
+
+def prefetch_pixels(now: Iterable[ModelInput], later: Callable[[], Iterable[ModelInput]]) -> None:
+    """Let the workers of `data.image_workers` make the pixels of inputs that are needed now, and
+    then of those that will be needed later. Nothing happens where those of now have no images."""
+    wanted = [content.hash for each in now for content in each.contents]
+    if not wanted:
+        return
+    from hone.images.store import STORE
+
+    STORE.prefetch([*wanted, *(content.hash for each in later() for content in each.contents)])
 
 
 def with_pixels(items: Iterable[T]) -> list[T]:

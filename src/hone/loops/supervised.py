@@ -3,7 +3,7 @@ the trainer of `hone rl`, without an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +21,14 @@ from hone.data.sft import load_sft
 from hone.data.split import Data
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
+from hone.images.sending import prefetch_pixels
 from hone.loops.inputs import image_reader
 from hone.loops.launch import Launch, frozen_scorer, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.recorder import recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Run
+from hone.model_input import ModelInput
 from hone.models.adapters import adapt
 from hone.models.load import load_config, load_end_ids, load_value_model
 from hone.models.settings import ModelConfig
@@ -39,7 +41,7 @@ from hone.trainer.kept_scores import KeptScores
 from hone.trainer.models import Models
 from hone.trainer.scorer import RowScorer
 from hone.trainer.trainer import Trainer
-from hone.types import Row
+from hone.types import Preference, Row
 
 __all__ = ["SupervisedRun", "build_run", "evaluate", "load_rows", "run"]
 
@@ -51,6 +53,13 @@ def run(cfg: SFTConfig, *, pages: Pages | None = None) -> Outcome:
 
 class _Stopped(Exception):
     """Raised to stop an evaluation early."""
+
+
+def _inputs(items: Iterable[Row | Preference]) -> Iterator[ModelInput]:
+    """The model inputs of all rows of demonstrations or preferences."""
+    for item in items:
+        rows = item.rows if isinstance(item, Preference) else (item,)
+        yield from (row.model_input for row in rows)
 
 
 @dataclass(kw_only=True)
@@ -65,7 +74,10 @@ class SupervisedRun(Run[Any]):
     def collect(self, step: int) -> list[Any]:
         del step
         with self.span("data"):
-            return self.data.train.take(self.cfg.data.examples_per_step)
+            number, train = self.cfg.data.examples_per_step, self.data.train
+            items = train.take(number)
+            prefetch_pixels(_inputs(items), lambda: _inputs(train.peek(number)))
+            return items
 
     def evaluate(self, step: int) -> Metrics:
         del step

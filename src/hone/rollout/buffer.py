@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from hone.algorithms.advantages import has_spread
+from hone.images.sending import prefetch_pixels
 from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.requests import sampling_params
@@ -50,6 +51,7 @@ class PromptSource(Protocol):
     """The part of `hone.data.prompts.PromptStream` that a rollout needs."""
 
     def take(self, num: int, /) -> list[Prompt]: ...
+    def peek(self, num: int, /) -> list[Prompt]: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +122,12 @@ class Buffer:
     def draw(self, num_prompts: int, *, step: int, version: int) -> list[InFlightGroup]:
         """Draw prompts and make their groups, named after `step`. Nothing is submitted."""
         drawn: list[InFlightGroup] = []
-        for prompt in self.prompts.take(max(num_prompts, 0)):
+        prompts = self.prompts.take(max(num_prompts, 0))
+        prefetch_pixels(
+            (prompt.model_input for prompt in prompts),
+            lambda: (prompt.model_input for prompt in self.prompts.peek(len(prompts))),
+        )
+        for prompt in prompts:
             entry = InFlightGroup.of(
                 prompt,
                 self._sampling,
