@@ -35,7 +35,9 @@ NOT_BUILT = {
 """What model-input.md says is still to come."""
 OF_OTHERS = {
     "CheckpointException",
+    "Gemma3ForCausalLM",
     "HuggingFaceStorageWriter",
+    "LlamaForCausalLM",
     "mrope_section",
     "multinomial_with_seed",
     "sampling_seed",
