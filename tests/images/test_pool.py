@@ -161,6 +161,22 @@ def test_an_image_that_takes_too_long_is_tried_twice_and_the_next_one_is_made() 
         pool.close()
 
 
+def test_a_limit_is_that_of_one_image() -> None:
+    """A process that waits for the next image has none."""
+    pool = PixelPool(1, limit_s=2.0)
+    try:
+        (file,) = files(1)
+        pool.submit(file, SETTINGS).result(WAIT_S)
+        (process,) = workers()
+        time.sleep(2.2)
+        assert process.is_running()
+        assert process.status() != psutil.STATUS_ZOMBIE
+        assert len(pool.submit(file, SETTINGS).result(WAIT_S)) == 1
+        assert pool.num_restarts == 0
+    finally:
+        pool.close()
+
+
 def run(code: str) -> subprocess.Popen[bytes]:
     """A process with a pool that has begun images, which says the ids of its workers."""
     program = f"""
