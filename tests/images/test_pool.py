@@ -20,7 +20,7 @@ from PIL import Image
 from hone.images import pool as module
 from hone.images.opening import ImageError, ImageFile, open_image
 from hone.images.pixels import TileSource, content_hash, make_tiles
-from hone.images.pool import PixelPool, check_images
+from hone.images.pool import PixelPool
 from hone.images.store import PixelStore
 from tests.images.drawn import SETTINGS, drawn, encoded
 
@@ -246,9 +246,15 @@ def test_checking_a_data_set(
     good = files(6)
     data = encoded(drawn(9)), encoded(drawn(9), "JPEG")
     cut = [open_image(each[: len(each) // 2], folder=None) for each in data]
-    found = check_images([*good, *cut, *good, *cut], num_workers)
+    store = PixelStore()
+    store.use_workers(num_workers)
+    found = store.broken([*good, *cut, *good, *cut])
     assert found.keys() == {file.digest for file in cut}
     assert all("the file is damaged" in str(error) for error in found.values())
     assert "of 8 images are checked" in caplog.text
-    assert check_images([], num_workers) == {}
+    assert store.broken([]) == {}
+    assert len(workers()) == num_workers
+    store.use_workers(num_workers)  # they stay
+    assert len(workers()) == num_workers
+    store.use_workers(0)
     assert workers() == []

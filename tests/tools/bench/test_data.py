@@ -62,7 +62,7 @@ def test_images_of_a_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "rows.jsonl, line 1: an image does not exist" in text
     (folder / "rows.jsonl").write_text('{"prompt": "no image"}\n')
     text = output(capsys, *SHORT[:2], "mine.yaml", *SHORT[2:], code=2)
-    assert "no row of the data has an image in a column 'images' or 'image'" in text
+    assert "no row of the data has an image in a column 'images' or 'image'," in text
 
 
 def test_an_image_that_breaks_ends_the_measurement(
@@ -78,7 +78,7 @@ def test_an_image_that_breaks_ends_the_measurement(
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "bench", "data", "--help")
     assert "--drawn.height" in text
-    assert "--max_image_tokens" in text
+    assert "--data.max_image_tokens" in text
 
 
 def test_rates_are_images_and_calls_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
