@@ -42,7 +42,7 @@ __all__ = ["LIMIT_S", "PixelPool", "Tiles", "check_images"]
 _log = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
-"""Most seconds for one image. The largest ones take 3 on an idle core."""
+"""Most seconds for one image. The largest ones take about 4 of a core."""
 _LOOK_S = 1.0
 """Seconds between two looks at whether a process that does not answer is there."""
 _SAY_S = 10.0
