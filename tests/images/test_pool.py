@@ -20,7 +20,7 @@ from PIL import Image
 from hone.images import pool as module
 from hone.images.opening import ImageError, ImageFile, open_image
 from hone.images.pixels import TileSource, content_hash, make_tiles
-from hone.images.pool import PixelPool, check_images
+from hone.images.pool import PixelPool
 from hone.images.store import PixelStore
 from tests.images.drawn import SETTINGS, drawn, encoded
 
@@ -161,6 +161,22 @@ def test_an_image_that_takes_too_long_is_tried_twice_and_the_next_one_is_made() 
         pool.close()
 
 
+def test_a_limit_is_that_of_one_image() -> None:
+    """A process that waits for the next image has none."""
+    pool = PixelPool(1, limit_s=2.0)
+    try:
+        (file,) = files(1)
+        pool.submit(file, SETTINGS).result(WAIT_S)
+        (process,) = workers()
+        time.sleep(2.2)
+        assert process.is_running()
+        assert process.status() != psutil.STATUS_ZOMBIE
+        assert len(pool.submit(file, SETTINGS).result(WAIT_S)) == 1
+        assert pool.num_restarts == 0
+    finally:
+        pool.close()
+
+
 def run(code: str) -> subprocess.Popen[bytes]:
     """A process with a pool that has begun images, which says the ids of its workers."""
     program = f"""
@@ -230,9 +246,15 @@ def test_checking_a_data_set(
     good = files(6)
     data = encoded(drawn(9)), encoded(drawn(9), "JPEG")
     cut = [open_image(each[: len(each) // 2], folder=None) for each in data]
-    found = check_images([*good, *cut, *good, *cut], num_workers)
+    store = PixelStore()
+    store.use_workers(num_workers)
+    found = store.broken([*good, *cut, *good, *cut])
     assert found.keys() == {file.digest for file in cut}
     assert all("the file is damaged" in str(error) for error in found.values())
     assert "of 8 images are checked" in caplog.text
-    assert check_images([], num_workers) == {}
+    assert store.broken([]) == {}
+    assert len(workers()) == num_workers
+    store.use_workers(num_workers)  # they stay
+    assert len(workers()) == num_workers
+    store.use_workers(0)
     assert workers() == []

@@ -41,8 +41,8 @@ kind beside what was planned. Writes a table and bench-train.json.
 `data` measures how fast threads and processes make images ready (data.image_workers),
 alone and while a small model is trained, and how much slower that trains: the images
 of RECIPE, else drawn ones (--drawn.number, --drawn.height, --drawn.width). Further
-keys: --workers, the most of each; --max_image_tokens; --seconds, of each measurement;
---output. Writes a table and bench-data.json, within a minute.
+keys: --workers, the most of each; --data.max_image_tokens; --seconds, of each
+measurement; --output. Writes a table and bench-data.json, within a minute.
 
 `hone bench engine --help` and `hone bench train --help` explain every key.
 

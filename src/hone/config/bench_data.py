@@ -33,13 +33,12 @@ class BenchDataConfig(Section):
     run: GenerateRunConfig = GenerateRunConfig()
     """Where the training runs that the images are made beside."""
     data: EvaluateDataConfig = EvaluateDataConfig()
-    """Rows with images, as in a recipe. Without sources images are drawn."""
+    """Rows with images, as in a recipe, and their size in tokens, as of Qwen3-VL. Without sources
+    images are drawn."""
     drawn: DrawnConfig = DrawnConfig()
     workers: int | None = Field(default=None, ge=1)
     """Most threads or processes; they are also measured with 1. Unset: one for each core of this
     process, at most 8."""
-    max_image_tokens: int = Field(default=1024, ge=1)
-    """Tokens of an image at most, as for Qwen3-VL; larger ones are resized to fewer pixels."""
     seconds: float = Field(default=3.0, gt=0)
     """Time of each of the measurements."""
     output: Path = Path("bench-data.json")

@@ -23,8 +23,8 @@ from hone.data.settings import DataConfig
 from hone.data.sources import SourceRow, shorten
 from hone.errors import UserError
 from hone.images.opening import ImageError
-from hone.images.pool import check_images
 from hone.images.reader import ImageReader, RowImage
+from hone.images.store import STORE
 from hone.types import Message
 
 __all__ = [
@@ -94,7 +94,7 @@ def open_images(
             _drop(f"{given.place}: {error}", cfg, report, error)
         else:
             opened.append((row, images))
-    broken = check_images((x.file for _, images in opened for x in images), num_workers=0)
+    broken = STORE.broken(x.file for _, images in opened for x in images)
     kept: list[R] = []
     for row, images in opened:
         found = next(((n, x) for n, x in enumerate(images, 1) if x.file.digest in broken), None)

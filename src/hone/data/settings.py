@@ -164,3 +164,8 @@ class DataConfig(Section):
 
     image_urls: bool = False
     """Fetch images that are given as URLs. Off: such a row has an image that cannot be read."""
+
+    image_workers: int = Field(default=2, ge=0)
+    """Processes of each trainer process that decode and resize images, as Relax's
+    `--mm-processor-pool-size`; they start with the first image. 0: the trainer process does it
+    itself, while everything else in it waits."""

@@ -128,7 +128,7 @@ def load_rgb(file: ImageFile) -> Image:
 
 def verify(file: ImageFile) -> None:
     """Raise the ImageError that `load_rgb` would raise. A JPEG is decoded at an eighth of its size,
-    which reads all of it in a third of the time."""
+    which reads all of it in less than half of the time."""
     image = _header(_bytes_of(file))
     try:
         if image.format in ("JPEG", "MPO"):

@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
 from itertools import islice
 from multiprocessing.connection import Connection
 
@@ -43,7 +42,7 @@ __all__ = ["LIMIT_S", "PixelPool", "Tiles", "check_images"]
 _log = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
-"""Most seconds for one image. The largest ones take 3 on an idle core."""
+"""Most seconds for one image. The largest ones take about 4 of a core."""
 _LOOK_S = 1.0
 """Seconds between two looks at whether a process that does not answer is there."""
 _SAY_S = 10.0
@@ -207,13 +206,13 @@ class _Worker:
         os.ftruncate(self._memory, 0)
 
 
-def check_images(files: Iterable[ImageFile], num_workers: int) -> dict[str, ImageError]:
+def check_images(files: Iterable[ImageFile], pool: PixelPool | None) -> dict[str, ImageError]:
     """What is wrong with images that cannot be decoded as a whole, by their digests. Equal ones are
-    decoded once, in a pool of `num_workers` processes; 0: in this process."""
+    decoded once, in the processes of a pool; without one in this process."""
     distinct = {file.digest: file for file in files}
     found: dict[str, ImageError] = {}
     said = time.monotonic()
-    for number, (digest, error) in enumerate(_verified(distinct, num_workers), start=1):
+    for number, (digest, error) in enumerate(_verified(distinct, pool), start=1):
         if error is not None:
             found[digest] = error
         if (now := time.monotonic()) > said + _SAY_S:
@@ -223,9 +222,9 @@ def check_images(files: Iterable[ImageFile], num_workers: int) -> dict[str, Imag
 
 
 def _verified(
-    files: dict[str, ImageFile], num_workers: int
+    files: dict[str, ImageFile], pool: PixelPool | None
 ) -> Iterator[tuple[str, ImageError | None]]:
-    if not num_workers:
+    if pool is None:
         for digest, file in files.items():
             try:
                 verify(file)
@@ -235,14 +234,13 @@ def _verified(
                 yield digest, None
         return
     remaining = iter(files.items())
-    with closing(PixelPool(min(num_workers, len(files)))) as pool:
-        while chunk := list(islice(remaining, _CHUNK)):
-            checks = [(digest, pool.submit(file, None)) for digest, file in chunk]
-            for digest, check in checks:
-                error = check.exception()
-                if error is not None and not isinstance(error, ImageError):
-                    raise error
-                yield digest, error
+    while chunk := list(islice(remaining, _CHUNK)):
+        checks = [(digest, pool.submit(file, None)) for digest, file in chunk]
+        for digest, check in checks:
+            error = check.exception()
+            if error is not None and not isinstance(error, ImageError):
+                raise error
+            yield digest, error
 
 
 def _anonymous_memory() -> int:

@@ -17,9 +17,9 @@ from functools import partial
 from time import perf_counter
 
 from hone.families.vision.spec import ImageSettings
-from hone.images.opening import ImageError
+from hone.images.opening import ImageError, ImageFile
 from hone.images.pixels import TilePixels, TileSource, content_hash, layout_of, make_tiles
-from hone.images.pool import PixelPool, Tiles
+from hone.images.pool import PixelPool, Tiles, check_images
 from hone.model_input import ModelInput
 
 __all__ = ["STORE", "PixelStore"]
@@ -136,6 +136,10 @@ class PixelStore:
                     ours.append((source, self._begin(source)))
         for source, tiles in ours:
             self._make(source, tiles)
+
+    def broken(self, files: Iterable[ImageFile]) -> dict[str, ImageError]:
+        """What is wrong with images that cannot be decoded as a whole, by their digests."""
+        return check_images(files, self._pool)
 
     def payload(self, hashes: Sequence[str]) -> dict[str, TilePixels]:
         """The pixels of tiles as another process receives them."""

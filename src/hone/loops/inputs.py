@@ -26,6 +26,7 @@ from hone.families.tokens import is_of_tokenizers
 from hone.families.vision.registry import VISION
 from hone.hub import locate_model
 from hone.images.reader import ImageReader
+from hone.images.store import STORE
 from hone.models.load import load_config, load_end_ids
 from hone.models.settings import ModelConfig
 from hone.models.support import classifies, context_length
@@ -134,6 +135,7 @@ def image_reader(
     except OSError:
         _log.info("%s has no preprocessor_config.json: images get its family's settings", place)
         processor = {}
+    STORE.use_workers(data.image_workers)
     try:
         return ImageReader.of(
             config,

@@ -12,13 +12,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
-from pathlib import Path
+from itertools import chain, cycle
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hone.config.bench_data import BenchDataConfig, DrawnConfig
-from hone.data.settings import SourceBase
+from hone.data.images import values_in
 from hone.data.sources import iter_source
 from hone.errors import UserError
 from hone.extras import import_extra
@@ -36,7 +35,6 @@ from hone.images.pixels import TilePixels, make_tiles
 from hone.images.pool import PixelPool
 from hone.loops.launch import choose_device
 from hone.models.tiny import make_tiny_model
-from hone.paths import local_path
 
 __all__ = ["DataResult", "Rate", "bench_data"]
 
@@ -89,7 +87,7 @@ def bench_data(cfg: BenchDataConfig) -> DataResult:
     files = _files(cfg) if cfg.data.train else [*_drawn(cfg.drawn, cfg.run.seed)]
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     most = cfg.workers or min(num_cores or 1, _MOST_WORKERS)
-    settings = _settings(cfg.max_image_tokens)
+    settings = _settings(cfg.data.max_image_tokens)
     device = choose_device(cfg.run)
     step = _training(device)
     rates: list[Rate] = []
@@ -171,7 +169,7 @@ class _Supply:
 
 
 @contextmanager
-def _submitting(kind: Kind, number: int, settings: ImageSettings) -> Iterator[Submit]:
+def _submitting(kind: Kind, number: int, settings: ImageSettings) -> Generator[Submit]:
     if kind == "thread":
         with ThreadPoolExecutor(number) as threads:
             yield lambda file: threads.submit(make_tiles, file, settings)
@@ -246,31 +244,21 @@ def _files(cfg: BenchDataConfig) -> list[ImageFile]:
     """The first images of the data's rows."""
     found: list[ImageFile] = []
     for source in cfg.data.train:
-        folder = _folder(source)
+        names = _COLUMNS if source.columns.images is None else (source.columns.images,)
         for row in iter_source(source):
-            for value in _values(row.columns):
+            for value in chain.from_iterable(values_in(row.columns.get(name)) for name in names):
                 try:
-                    found.append(open_image(value, folder=folder))
+                    found.append(open_image(value, folder=row.folder))
                 except ImageError as error:
                     raise UserError(f"{row.location}: an image {error}") from error
             if len(found) >= _MOST_IMAGES:
                 return found[:_MOST_IMAGES]
     if not found:
         raise UserError(
-            f"no row of the data has an image in a column {' or '.join(map(repr, _COLUMNS))}; "
-            "without data images are drawn"
+            f"no row of the data has an image in a column {' or '.join(map(repr, _COLUMNS))}, or "
+            "that data.train.0.columns.images names; without data images are drawn"
         )
     return found
-
-
-def _values(columns: dict[str, Any]) -> list[Any]:
-    value = next((columns[name] for name in _COLUMNS if columns.get(name) is not None), [])
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _folder(source: SourceBase) -> Path:
-    path = local_path(source.path)
-    return path if path.is_dir() else path.parent
 
 
 def _num_bytes(file: ImageFile) -> int:

@@ -60,7 +60,7 @@ def print_table(result: DataResult, console: Console) -> None:
     )
     table = Table(box=None)
     table.add_column("made by", no_wrap=True)
-    for heading in ("images/s alone", "while training", "training steps/s", "of those alone"):
+    for heading in ("images/s alone", "and training", "steps/s", "of alone"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row("nobody", "", "", f"{result.steps_alone:,.3g}", "100 %")
     table.add_row("the calling thread", f"{result.caller:,.3g}", "", "", "")
