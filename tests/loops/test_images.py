@@ -1,0 +1,118 @@
+"""Every command on rows with images, of a tiny vision-language model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.images.drawn import drawn, encoded
+from tests.tiny_runs import lines
+
+import hone
+from hone.models.features import features_of
+from hone.models.load import load_model
+from hone.models.settings import ModelConfig
+from hone.models.tiny_vision import make_tiny_vision_model
+
+QUESTION = "<image>what is it?"
+NUM_ROWS = 8
+DATA = {"data": {"max_prompt_tokens": 200, "max_image_tokens": 32}}
+MODEL = {"model": {"path": "model"}}
+TRAINING: dict[str, Any] = {
+    **MODEL,
+    "run": {"steps": 1, "device": "cpu"},
+    "trainer": {"optimizer": {"lr": 3e-3}},
+    "log": {"to": []},
+}
+SUPERVISED: dict[str, Any] = {"data": {**DATA["data"], "examples_per_step": 4, "max_tokens": 220}}
+GENERATION: dict[str, Any] = {**MODEL, "run": {"device": "cpu"}}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and rows with none, one or two images."""
+    folder = tmp_path_factory.mktemp("images")
+    make_tiny_vision_model(
+        folder / "model", family="qwen2_5_vl", hidden_size=32, num_layers=2, num_heads=2,
+        num_kv_heads=1, intermediate_size=48, tower_layers=1,
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for number in range(NUM_ROWS):
+        names = [f"{number}_{n}.png" for n in range(number % 3)]
+        for n, name in enumerate(names):
+            (folder / name).write_bytes(encoded(drawn(10 * number + n, 60, 60 + 20 * n)))
+        prompt = "<image>" * len(names) + f"what is {number}?"
+        rows.append({"images": names, "prompt": prompt, "answer": "4", "chosen": "4",
+                     "rejected": "no"})  # fmt: skip
+    for name, columns in {
+        "prompts": ("images", "prompt", "answer"),
+        "pairs": ("images", "prompt", "chosen", "rejected"),
+    }.items():
+        text = "".join(json.dumps({c: row[c] for c in columns}) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_inputs(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(inputs)
+
+
+def paths_alone(completion: str, images: list[str]) -> float:
+    """A reward that counts, of rows whose images are paths."""
+    assert all(Path(name).is_file() for name in images), images
+    return float(len(images))
+
+
+def test_reinforcement_learning_and_its_evaluation() -> None:
+    result = hone.rl(
+        DATA, data="prompts.jsonl", eval_data="prompts.jsonl", reward=paths_alone,
+        rollout={"prompts_per_step": NUM_ROWS, "n_samples_per_prompt": 2,
+                 "max_completion_tokens": 4},
+        engine={"max_num_seqs": 16}, eval={"max_completion_tokens": 4, "every_n_steps": 1},
+        **TRAINING | {"run": {**TRAINING["run"], "dir": "runs/rl"}},
+    )  # fmt: skip
+    mean = sum(number % 3 for number in range(NUM_ROWS)) / NUM_ROWS
+    (step,) = [row for row in lines(Path("runs/rl/metrics.jsonl")) if "reward/mean" in row]
+    assert step["reward/mean"] == step["eval/reward/mean"] == mean
+    assert step["rollout/kl"] < 1e-6
+    text = Path("runs/rl/samples.jsonl").read_text()
+    assert "base64" not in text
+    assert text.count("<|image_pad|>") < 200  # the mark of each image, and not its tokens
+    trained = load_model(ModelConfig(path=str(result.run_dir / "model")), device="cpu")
+    assert features_of(trained) is not None
+
+
+def test_evaluation_and_generation() -> None:
+    scores = hone.evaluate(
+        DATA, data="prompts.jsonl", reward=paths_alone, eval={"max_completion_tokens": 4},
+        **GENERATION,
+    )  # fmt: skip
+    assert len(scores.samples) == NUM_ROWS
+    found = hone.generate(
+        DATA, data="prompts.jsonl", generation={"max_completion_tokens": 4}, **GENERATION
+    )
+    assert [sample.prompt.count("<|image_pad|>") for sample in found] == [
+        number % 3 for number in range(NUM_ROWS)
+    ]
+
+
+def test_demonstrations() -> None:
+    hone.sft(SUPERVISED, data="prompts.jsonl", **TRAINING)
+
+
+def test_preferences() -> None:
+    hone.dpo(SUPERVISED, data="pairs.jsonl", **TRAINING)
+    hone.reward_model(SUPERVISED, data="pairs.jsonl", **TRAINING)
+
+
+def test_a_text_model_is_told_of_its_images(tmp_path: Path) -> None:
+    from tests.tiny_runs import write_inputs
+
+    write_inputs(tmp_path)
+    with pytest.raises(hone.UserError, match=r"line 2, column 'images': .*reads text alone"):
+        hone.sft(SUPERVISED, data="prompts.jsonl", **TRAINING | {
+            "model": {"path": str(tmp_path / "model")}
+        })  # fmt: skip
