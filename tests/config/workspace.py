@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+from hone.families.vision import gemma3, qwen3_vl
 from tests.config.trees import WALKED
 
 CONTEXT = 4096
@@ -55,6 +57,13 @@ OTHERS: dict[str, dict[str, object]] = {
 }
 """Models that differ from `model` in these fields of their `config.json`."""
 
+VISION: dict[str, Any] = {
+    "qwen3_vl": qwen3_vl.SPEC.public["qwen3-vl-2b"],
+    "gemma3": gemma3.SPEC.public["gemma-3-4b"],
+    "llava": {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
+}
+"""Vision-language models, of which one is not served."""
+
 _CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"]}
 JUDGES: dict[str, dict[str, object]] = {
     "judge": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}},
@@ -93,6 +102,9 @@ def fill(folder: Path) -> None:
     for name, fields in JUDGES.items():
         shutil.copytree(model, folder / name)
         (folder / name / "config.json").write_text(json.dumps(MODEL_CONFIG | fields))
+    for name, config in VISION.items():
+        shutil.copytree(model, folder / name)
+        (folder / name / "config.json").write_text(json.dumps(config))
     shutil.copytree(model, folder / "foreign")
     (folder / "foreign" / "tokenizer.json").write_text('{"model": {"vocab": [["a", 0], ["c", 0]]}}')
     (folder / "empty").mkdir()

@@ -23,7 +23,7 @@ from hone.distributed.processes import processes
 from hone.envs.tools.formats.registry import format_of
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers
-from hone.families.vision.registry import VISION
+from hone.families.vision.registry import VISION, complete_config
 from hone.hub import locate_model
 from hone.images.reader import ImageReader
 from hone.images.store import STORE
@@ -138,7 +138,7 @@ def image_reader(
     STORE.use_workers(data.image_workers)
     try:
         return ImageReader.of(
-            config,
+            complete_config(config),
             processor,
             tokenizer.get_vocab(),
             max_tokens=data.max_image_tokens,

@@ -398,6 +398,17 @@ _FORMATS = (
           only=_EXACT, given=("trainer.recompute = full",),
           why="exact mode recomputes every layer from its input on the device",
           fix="remove {meant} | model.exact = false"),
+    *(error(f"{_PARALLEL}.{name} > 1", "@sees_images",
+            says=f"{_PARALLEL}.{name} is {{{_PARALLEL}.{name}}}, and {{the_model}} sees images",
+            why=why, fix=f"{_PARALLEL}.{name} = 1")
+      for names, why in (
+          (("ring_size", "ulysses_size", "reference_ring_size", "reference_ulysses_size"),
+           "an image's features go to the process that has all of its row"),
+          (("pipeline_parallel_size",), "features of images do not pass from stage to stage"))
+      for name in names),
+    error("model.exact", "@sees_images", only=_EXACT,
+          says="model.exact is on, and {the_model} sees images",
+          why="exact mode computes text models", fix="model.exact = false"),
     *(error("model.exact", f"{_PARALLEL}.{name} > 1", only=_EXACT,
             why="sums over processes are taken in another order than the engine's",
             fix=f"{_PARALLEL}.{name} = 1 | model.exact = false")

@@ -24,6 +24,20 @@ ROWS: list[Row] = [
     # a model that scores in place of one that predicts
     *[(command, "model.path=judge", "error", "model.path")
       for command in ("rl", "sft", "dpo", "eval", "generate")],
+    # images
+    *[(command, "model.path=llava", "error", "model.path")
+      for command in ("rl", "sft", "dpo", "eval", "generate")],
+    ("rl", "model.path=llava-hf/llava-1.5-7b-hf", "error", "model.path"),
+    ("rl", "model.path=gemma3 data.max_image_tokens=255", "error", "data.max_image_tokens"),
+    ("rl", "model.path=gemma3 engine.max_num_batched_tokens=200", "error",
+     "engine.max_num_batched_tokens"),
+    ("rl", "model.path=gemma3 data.max_prompt_tokens=256", "warning", "data.max_prompt_tokens"),
+    ("rl", "model.path=qwen3_vl data.max_image_tokens=2048", "warning",
+     "data.max_image_tokens data.max_prompt_tokens"),
+    ("sft", "model.path=qwen3_vl data.max_image_tokens=4096", "warning",
+     "data.max_image_tokens data.max_tokens"),
+    *[("rl", f"data.{key}", "warning", f"data.{key.partition('=')[0]}")
+      for key in ("max_image_tokens=64", "image_errors=drop", "image_urls=true")],
     # preferences
     ("dpo", "data.train.0.columns.margin=by", "warning", "data.train.0.columns.margin"),
     # a reward model

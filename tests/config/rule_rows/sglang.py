@@ -18,6 +18,8 @@ ROWS: list[Row] = [
       for key, value in (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1))],
     ("rl", "engine.backend=sglang run.seed=3", "warning", "run.seed engine.backend"),
     ("bench engine", "engine.backend=sglang", "error", "engine.backend"),
+    ("generate", "model.path=qwen3_vl engine.backend=sglang", "error",
+     "engine.backend model.path"),
     ("rl", "engine.backend=sglang engine.enable_sleep=true run.device=cpu", "warning",
      "engine.enable_sleep engine.backend run.device"),
 ]  # fmt: skip

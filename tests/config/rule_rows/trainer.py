@@ -192,6 +192,14 @@ ROWS: list[Row] = [
     *[("rl", f"model.exact=true trainer.parallel.{name}=2", "error",
        f"model.exact trainer.parallel.{name}")
       for name in ("ulysses_size", "tensor_parallel_size")],
+    # images
+    *[("rl", f"model.path=qwen3_vl trainer.parallel.{name}=2", "error",
+       f"trainer.parallel.{name} model.path")
+      for name in ("ring_size", "ulysses_size", "pipeline_parallel_size",
+                   "reference_ring_size", "reference_ulysses_size")],
+    ("sft", "model.path=gemma3 trainer.parallel.ring_size=2", "error",
+     "trainer.parallel.ring_size model.path"),
+    ("rl", "model.path=qwen3_vl model.exact=true", "error", "model.exact model.path"),
     # benchmarks
     ("bench train", "model.exact=true objective=sft", "warning", "model.exact objective"),
 ]  # fmt: skip

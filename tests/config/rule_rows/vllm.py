@@ -24,6 +24,8 @@ ROWS: list[Row] = [
      "engine.backend model.path algorithm.routing_replay"),
     ("rl", "model.path=glm4_moe engine.backend=vllm", "error", "engine.backend model.path"),
     ("bench engine", "engine.backend=vllm", "error", "engine.backend"),
+    *[(command, "model.path=qwen3_vl engine.backend=vllm", "error", "engine.backend model.path")
+      for command in ("rl", "eval", "generate")],
     ("rl", "pipeline.max_staleness=1 engine.backend=vllm", "error",
      "engine.backend pipeline.max_staleness cluster.num_engines"),
 ]  # fmt: skip

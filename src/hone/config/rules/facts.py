@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from functools import cache, cached_property
 
-from hone.config.rules.view import Fact, View, required
+from hone.config.rules.view import Fact, NotKnownError, View, required
 from hone.families.registry import SPECS
 
 __all__ = ["LONG_ROW", "Facts"]
@@ -115,6 +115,28 @@ class Facts(View):
     def has_spec(self) -> bool:
         """Whether the model's family is one of hone's own."""
         return self.model.family in (None, *SPECS)
+
+    @cached_property
+    def sees_images(self) -> bool:
+        """Whether the model is known to be a vision-language model."""
+        return self.model.vision_family is not None
+
+    @cached_property
+    def tokens_per_image(self) -> Fact[int]:
+        """Tokens of every image, whatever its size; not known where they follow from it."""
+        tower = required(self.model.shape, "tower").tower
+        number = required(tower and tower.tokens_per_image, "tokens_per_image")
+        return Fact(number, f"the number of tokens of an image of {self.the_model}")
+
+    @cached_property
+    def largest_image(self) -> Fact[int]:
+        """Tokens of the largest image."""
+        if not self.sees_images:
+            raise NotKnownError("largest_image")
+        tower = required(self.model.shape, "tower").tower
+        if tower is not None and tower.tokens_per_image is not None:
+            return self.tokens_per_image
+        return Fact(self["data.max_image_tokens"], "the largest image", "data.max_image_tokens")
 
     @cached_property
     def has_experts(self) -> bool:

@@ -45,6 +45,9 @@ RULES = with_facts(
           why=f"versions {VERSIONS} are served, with other versions of transformers than hone's",
           fix=f"install one in an environment of its own ({INSTALL}) and name its Python in the "
           f"environment variable {PYTHON} | {_BACKEND} = embedded"),
+    error(_SGLANG, "@sees_images", only=SAMPLING,
+          says="engine.backend is sglang, and {the_model} sees images",
+          why="SGLang gets texts alone from hone", fix=f"{_BACKEND} = embedded"),
     error(_SGLANG, "not @is_sglang_family", only=SAMPLING,
           says="engine.backend is sglang, and {the_model} is of the family {family}",
           why=f"of SGLang's models hone knows the weights of {', '.join(FAMILIES)}",

@@ -50,6 +50,9 @@ class VllmFacts(Facts):
 
 RULES = with_facts(
     VllmFacts,
+    error(_VLLM, "@sees_images", only=SAMPLING,
+          says="engine.backend is vllm, and {the_model} sees images",
+          why="vLLM gets texts alone from hone", fix=f"{_BACKEND} = embedded"),
     error(f"{_SIZE} > 1", _VLLM, only=("rl",), given=("not @is_apart",),
           why="colocated with trainers, each vLLM engine has one device",
           fix=f"{_BACKEND} = embedded | {_SIZE} = 1 | give engines devices of their own: "

@@ -132,6 +132,7 @@ class Gemma3Vision:
             projection=hidden * width + hidden,
             projection_flops=2.0 * hidden * width * num_tokens / num_patches,
             patches_per_token=num_patches // num_tokens,
+            tokens_per_image=num_tokens,
         )
 
 

@@ -9,7 +9,12 @@ __all__ = ["siglip_cost"]
 
 
 def siglip_cost(
-    vision: Json, *, projection: int, projection_flops: float, patches_per_token: int
+    vision: Json,
+    *,
+    projection: int,
+    projection_flops: float,
+    patches_per_token: int,
+    tokens_per_image: int | None = None,
 ) -> TowerCost:
     """Cost of a tower of this `vision_config`, with a projection of so many parameters that takes
     so many FLOPs a patch."""
@@ -29,4 +34,5 @@ def siglip_cost(
         flops_per_patch=2.0 * (embed + depth * products) + projection_flops,
         attention_flops_per_pair=4.0 * hidden * depth,
         patches_per_token=patches_per_token,
+        tokens_per_image=tokens_per_image,
     )

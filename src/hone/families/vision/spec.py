@@ -125,6 +125,8 @@ class TowerCost:
     """Share of the layers whose attention is not windowed."""
     patches_per_token: int = 1
     """Patches that become one token."""
+    tokens_per_image: int | None = None
+    """Tokens of every image; None: they follow from its size."""
     features_per_token: int = 1
     """Feature vectors of decoder width for one token: 1, and one for each layer that takes some."""
 
