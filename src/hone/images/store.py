@@ -54,6 +54,10 @@ class PixelStore:
         with self._lock:
             self._sources |= sources
 
+    def source(self, name: str) -> TileSource | None:
+        """What makes the pixels of a tile here; None where another process has made them."""
+        return self._sources.get(name)
+
     def use(self, pool: PixelPool | None) -> None:
         """Make pixels in these processes from now on; None: where they are asked for."""
         self._pool = pool

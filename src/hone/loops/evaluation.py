@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from hone.config.tree import EvaluateConfig
+from hone.images.thumbnails import Thumbnails
 from hone.loops.ending import evaluation_cause
 from hone.loops.inputs import facts_of, prompts_of, tools_of, turns_of
 from hone.loops.sampling import Host, counting, join_hosts, sampler_of
@@ -75,7 +76,12 @@ def run_evaluation(
 
 def _write_samples(cfg: EvaluateConfig, host: Host, samples: Sequence[Sample]) -> None:
     if host.is_first:
-        rows = [json_line(sample_row(sample)).decode() for sample in samples]
+        with Thumbnails(cfg.run.dir) as thumbnails:
+            images = [thumbnails.rows(sample) for sample in samples]
+        rows = [
+            json_line(sample_row(sample, images=own)).decode()
+            for sample, own in zip(samples, images, strict=True)
+        ]
         write_whole(cfg.run.dir / EVAL_SAMPLES, "".join(rows), "run.dir")
 
 

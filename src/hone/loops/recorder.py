@@ -22,6 +22,7 @@ from hone.distributed.mesh import Mesh
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.hardware import GIB, Peaks, installed_gpu, num_usable_cores
+from hone.images.thumbnails import Thumbnails
 from hone.loops.launch import Launch
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
@@ -438,8 +439,15 @@ def recording(launch: Launch, limits: Limits | None = None) -> Generator[Recorde
         if everyone.is_first:
             resume_step = launch.steps_done + 1 if launch.checkpoint is not None else None
             config = cfg.model_dump(mode="json")
+            thumbnails = stack.enter_context(Thumbnails(launch.dir))
             recorder.log = stack.enter_context(
-                RunLog(launch.dir, cfg.log, resume_step=resume_step, config=config)
+                RunLog(
+                    launch.dir,
+                    cfg.log,
+                    resume_step=resume_step,
+                    config=config,
+                    images=thumbnails.rows,
+                )
             )
             recorder.console = stack.enter_context(
                 Console(

@@ -18,7 +18,7 @@ import json
 import math
 import time
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -85,6 +85,9 @@ _DIGITS = 5
 MAX_LANES = 64
 
 Item = TypeVar("Item")
+
+ImageRows = Sequence[Mapping[str, Any]]
+"""The images of a sample as its row names them (`hone.images.thumbnails`)."""
 
 
 _KEY = "run.dir"
@@ -186,8 +189,8 @@ class RunLog:
     """The files of a run folder, and the trackers of `log.to`.
 
     `resume_step` is the first step that will be computed; None starts the files anew. `config` is
-    the resolved configuration, which trackers show. Raises UserError if the package of a tracker is
-    missing or broken.
+    the resolved configuration, which trackers show. `images` names the images of a sample. Raises
+    UserError if the package of a tracker is missing or broken.
     """
 
     def __init__(
@@ -197,7 +200,9 @@ class RunLog:
         *,
         resume_step: int | None = None,
         config: Mapping[str, Any] | None = None,
+        images: Callable[[Sample], ImageRows] = lambda sample: (),
     ) -> None:
+        self._images = images
         self._metrics, self._events, self._samples, self._histograms, self._lanes = (
             _JsonLines(run_dir / f"{name}.jsonl", resume_step)
             for name in ("metrics", "events", "samples", "histograms", "lanes")
@@ -255,7 +260,8 @@ class RunLog:
             for sample in group.samples:
                 place = {"step": step, "split": split}
                 advantage = {} if advantages is None else {"advantage": advantages.get(sample.id)}
-                row = place | advantage | sample_row(sample, with_times=True)
+                own_row = sample_row(sample, with_times=True, images=self._images(sample))
+                row = place | advantage | own_row
                 paths = [*row.get(BRANCH_TOKENS, ()), row]
                 for path, (row_id, own) in zip(paths, sample.paths.items(), strict=True):
                     for name, scored in (policy or {}).get(row_id, {}).items():
@@ -371,10 +377,12 @@ def _completion_text(sample: Sample) -> str:
     return with_opened_tag(sample.prompt.text, sample.text)
 
 
-def sample_row(sample: Sample, *, with_times: bool = False) -> dict[str, Any]:
+def sample_row(
+    sample: Sample, *, with_times: bool = False, images: ImageRows = ()
+) -> dict[str, Any]:
     """Row with everything needed to find a sample again and to recompute its metrics, ready for
     `json_line`. Per-token fields come last, so that readers of the rest need not parse them.
-    `with_times` is that of `turn_rows`."""
+    `with_times` is that of `turn_rows`; `images` are those of the sample."""
     branches: dict[str, Any] = {}
     branch_tokens: dict[str, Any] = {}
     if sample.branches:
@@ -389,6 +397,7 @@ def sample_row(sample: Sample, *, with_times: bool = False) -> dict[str, Any]:
         "task": sample.prompt.task,
         "index": sample.index,
         "prompt": sample.prompt.text,
+        **({"images": images} if images else {}),
         "answer": sample.prompt.answer,
         "text": sample.text,
         "num_tokens": sample.num_sampled,

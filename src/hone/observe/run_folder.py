@@ -8,10 +8,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -25,13 +26,17 @@ __all__ = [
     "EVAL_ENVIRONMENT",
     "EVAL_METRICS",
     "EVAL_SAMPLES",
+    "IMAGES",
     "LOCK",
     "METRICS",
+    "PICTURE_TYPES",
     "Kind",
+    "Picture",
     "RunFolder",
     "is_locked",
     "lock_holder",
     "read_config",
+    "read_picture",
     "sample_files",
     "training_command",
 ]
@@ -44,6 +49,10 @@ EVAL_METRICS = "eval.json"
 EVAL_ENVIRONMENT = "eval_environment.json"
 EVAL_SAMPLES = "eval_samples.jsonl"
 """Samples of `hone eval`, whose folder may be that of a training run."""
+IMAGES = "images"
+"""Folder with small pictures of the images that samples name."""
+PICTURE_TYPES = {".png": "image/png", ".jpg": "image/jpeg"}
+"""Media types of pictures, by the suffix of their files."""
 LOCK = ".lock"
 """File that a run locks in its folder while it is running."""
 _EVAL_FILES = (EVAL_CONFIG, EVAL_METRICS, EVAL_SAMPLES)
@@ -54,6 +63,7 @@ _LANES_BYTES = 1 << 20
 """Bytes that are read at the end of `lanes.jsonl`."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader if PyYAML was built with it: ten times as fast."""
+_HASH = re.compile("[0-9a-f]{1,128}")
 _ENDS = ("error", "interrupted", "finished")
 """Kinds of events that end a launch."""
 
@@ -221,6 +231,29 @@ def sample_files(run: Path) -> Mapping[str, Path]:
         return {"generated": run}
     named = {"train": run / "samples.jsonl", "hone eval": run / EVAL_SAMPLES}
     return {split: file for split, file in named.items() if file.is_file()}
+
+
+class Picture(NamedTuple):
+    """The small picture of an image."""
+
+    data: bytes
+    media_type: str
+
+
+def read_picture(run: Path, name: str) -> Picture | None:
+    """The picture of an image in a run folder, by the image's hash; None where there is none. No
+    other file is read, whatever the name is, which a request may have made up."""
+    if not _HASH.fullmatch(name):
+        return None
+    folder = run / IMAGES
+    for suffix, media_type in PICTURE_TYPES.items():
+        file = folder / f"{name}{suffix}"
+        if file.is_file() and file.resolve().parent == folder.resolve():
+            try:
+                return Picture(file.read_bytes(), media_type)
+            except FileNotFoundError:  # the run has removed it since, for newer ones
+                return None
+    return None
 
 
 def _is_run(path: Path) -> bool:

@@ -238,7 +238,8 @@ CHUNKS = [
 def run_script(expression: str) -> Any:
     page = files("hone.tools.report")
     script = "\n".join(
-        (page / name).read_text() for name in ("charts.js", "samples.js", "episodes.js")
+        (page / name).read_text()
+        for name in ("charts.js", "samples.js", "episodes.js", "images.js")
     )
     program = (
         STUB % (json.dumps(INDEX), json.dumps(CHUNKS))

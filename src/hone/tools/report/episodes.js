@@ -10,16 +10,18 @@ const lineHtml = (kind, speaker, facts, said) => `<li class="turn ${kind}">
   <p class="speaker"><b>${escapeHtml(speaker)}</b><span class="dim">${facts.filter(Boolean).join(" · ")}</span></p>
   <div class="said">${said}</div></li>`;
 
-// What the environment says after a turn. Without messages it is what `between` holds, as HTML.
-function observedHtml({ observed = [], env_s, reward }, between) {
+// What the environment says after a turn. Without messages it is what `between` holds, as HTML. The
+// images that it shows are below the last message.
+function observedHtml({ observed = [], images, env_s, reward }, between) {
   const facts = [env_s === undefined ? "" : seconds(env_s), rewarded(reward)];
-  if (!observed.length) return between ? lineHtml("said-by-env", "environment", facts, between) : "";
+  const shown = imagesHtml(images);
+  if (!observed.length) return between || shown ? lineHtml("said-by-env", "environment", facts, between + shown) : "";
   return observed
     .map(({ role, name, text, calls = [] }, i) => {
       const kind = role === "tool" ? "tool" : "said-by-env";
       const asked = calls.map((call) => `<span class="call">${escapeHtml(call)}</span>`).join("");
       const speaker = [role || "environment", name].filter(Boolean).join(" ");
-      return lineHtml(kind, speaker, i ? [] : facts, `${escapeHtml(text.trim())}${asked}`);
+      return lineHtml(kind, speaker, i ? [] : facts, `${escapeHtml(text.trim())}${asked}${i === observed.length - 1 ? shown : ""}`);
     })
     .join("");
 }
@@ -37,7 +39,7 @@ function turnsHtml(turns, ownHtml = null) {
         turn.stop === "length" ? `<span class="bad">cut</span>` : "",
       ];
       // What the last turn earned is the episode's reward, and its answer is the end.
-      const answer = next || turn.observed ? observedHtml(turn, between) : "";
+      const answer = next || turn.observed || turn.images ? observedHtml(turn, between) : "";
       return lineHtml("own", `policy ${i + 1}`, facts, said || "&nbsp;") + answer;
     })
     .join("");
@@ -118,7 +120,7 @@ class EpisodeList {
   }
 
   element(key, episode, several) {
-    const { id, run, split, step, prompt = "", reward, failure, tokens, turns = [], answer } = episode;
+    const { id, run, split, step, prompt = "", images, reward, failure, tokens, turns = [], answer } = episode;
     const details = document.createElement("details");
     details.className = "group";
     const place = [run, several ? split : "", step === undefined ? "" : `step ${step}`, id];
@@ -131,7 +133,7 @@ class EpisodeList {
       this.open[details.open ? "add" : "delete"](key);
       const body = details.querySelector(".body");
       if (!details.open || body.hasChildNodes()) return;
-      const asked = prompt ? lineHtml("said-by-env", "prompt", [], escapeHtml(prompt.trim())) : "";
+      const asked = prompt ? lineHtml("said-by-env", "prompt", [], escapeHtml(prompt.trim()) + imagesHtml(images)) : "";
       const wanted = answer === undefined ? "" : lineHtml("said-by-env", "answer", [], escapeHtml(`${answer}`));
       body.innerHTML = `<ol class="episode">${asked}${wanted}</ol>${episodeHtml({ ...episode, turns })}${endHtml(episode)}`;
     };

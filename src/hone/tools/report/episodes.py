@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.observe.episode_rows import Said, TurnRecord, read_turns
+from hone.tools.report.images import asked_of, images_of
 
 __all__ = ["EpisodePicks", "branches_of", "turns_of"]
 
@@ -32,8 +33,14 @@ def turns_of(head: Mapping[str, Any], *, with_text: bool = True) -> list[dict[st
     Without `with_text` they say where in the sample's tokens they are, in place of the policy's
     text.
     """
-    turns = read_turns(head)
-    return None if turns is None else [_turn(turn, with_text=with_text) for turn in turns]
+    read = read_turns(head)
+    if read is None:
+        return None
+    turns = [_turn(turn, with_text=with_text) for turn in read]
+    for number, turn in enumerate(turns):
+        if images := images_of(head, number):
+            turn["images"] = images
+    return turns
 
 
 def branches_of(head: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
@@ -138,7 +145,8 @@ def _episode(head: Mapping[str, Any]) -> dict[str, Any]:
         "run": head.get("run"),
         "split": head.get("split"),
         "step": head.get("step"),
-        "prompt": _cut(str(head.get("rendered", head.get("prompt", "")))),
+        **(asked := asked_of(head)),
+        "prompt": _cut(asked["prompt"]),
         "answer": head.get("answer"),
         "reward": head.get("reward"),
         "parts": head.get("reward_parts") or {},

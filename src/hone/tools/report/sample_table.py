@@ -25,8 +25,9 @@ import numpy.typing as npt
 
 from hone.observe.run_folder import sample_files
 from hone.tools.report.episodes import EpisodePicks
+from hone.tools.report.images import asked_of
 from hone.tools.report.pieces import Splitter
-from hone.tools.report.samples import SampleIndex, SampleRow, asked_of, text_of
+from hone.tools.report.samples import SampleIndex, SampleRow, text_of
 
 __all__ = ["SampleTable"]
 
@@ -159,7 +160,7 @@ class SampleTable:
                 heads = [self._head(number) for number in numbers]
                 index.add(0, samples.split[group], heads, 0)
                 first = heads[0]
-                prompt = str(first.get("rendered", first.get("prompt", ""))).strip()
+                prompt = asked_of(first)["prompt"].strip()
                 questions.append(prompt[-300:] or str(first.get("prompt_id", "")))
                 of_groups += mask[numbers.start : numbers.stop].astype(int).tolist()
             return {
@@ -185,11 +186,11 @@ class SampleTable:
                 raise IndexError(number)
             rows = [self._row(sample) for sample in self._numbers(number)]
         first = rows[0].head
-        asked = asked_of(rows[0])
+        asked = asked_of(first)
         return {
             "prompt_id": first.get("prompt_id", ""),
             "task": first.get("task", ""),
-            "prompt": asked,
+            **asked,
             "answer": first.get("answer"),
             "samples": [text_of(row, split, with_tokens=True, asked=asked) for row in rows],
         }

@@ -220,7 +220,7 @@ function cardHtml(index, i, sample, functions, { isTrained, isShown, step }) {
   return `<article class="card${isShown ? "" : " other"}">
     <p class="score">${score}<span class="dim">${escapeHtml(sample.id)}</span></p>
     <dl>${lines.map(line).join("")}</dl>
-    ${sample.prompt ? `<div class="text prompt">${escapeHtml(sample.prompt.trim())}</div>` : ""}
+    ${sample.prompt ? `<div class="text prompt">${escapeHtml(sample.prompt.trim())}</div>${imagesHtml(sample.images)}` : ""}
     ${sample.detail ? `<p class="detail bad">${escapeHtml(sample.detail)}</p>` : ""}
     <div class="text">${completionHtml(sample, step)}</div></article>`;
 }
@@ -239,7 +239,7 @@ function groupHtml(index, group, held, mask) {
   });
   const absent = '<span class="dim">Its texts are not in this page.</span>';
   const answer = `<p class="answer"><span class="dim">answer</span> ${escapeHtml(String(held.answer))}</p>`;
-  return `<div class="text prompt">${escapeHtml(held.prompt.trim()) || absent}</div>
+  return `<div class="text prompt">${escapeHtml(held.prompt.trim()) || absent}</div>${imagesHtml(held.images)}
     ${held.answer === null ? "" : answer}<div class="cards">${cards.join("")}</div>`;
 }
 

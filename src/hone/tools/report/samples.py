@@ -8,6 +8,8 @@ The index has a number for each sample of what the page filters, sorts and count
             "reward", "advantage", "tokens", "stop", "failure": [N], "parts": {function: [N]}}
     chunk: [{"prompt_id", "task", "prompt", "answer", "samples": [{"id", "text" | "pieces", ...}]}]
 
+Where a prompt has `images`, they are those of `hone.tools.report.images`.
+
 `first` is the position of a group's first sample among the `N`. A sample with `pieces`, one a
 token, has `ids`, `logprobs`, `versions` and `mask` beside it, and where it was trained
 `policy` and `entropy`, what the trainer says of its tokens. An episode has `turns`, with texts
@@ -27,9 +29,10 @@ from typing import Any
 from hone.observe.loggers import ENTROPY, PER_TOKEN, POLICY_LOGPROBS
 from hone.observe.run_folder import RunFolder
 from hone.tools.report.episodes import EpisodePicks, branches_of, turns_of
+from hone.tools.report.images import asked_of, hashes_of, marked_pieces, pictures_of
 from hone.tools.report.pieces import Splitter
 
-__all__ = ["SampleIndex", "SampleRow", "SampleStore", "asked_of", "sample_store", "text_of"]
+__all__ = ["SampleIndex", "SampleRow", "SampleStore", "sample_store", "text_of"]
 
 MAX_TEXT_BYTES = 64 << 20
 """Limit of the rows whose texts a page holds, without their per-token parts."""
@@ -51,6 +54,8 @@ class SampleStore:
     episodes: Mapping[str, Any]
     """The episodes that are worth a look, by kind (`hone.tools.report.episodes`). Empty without an
     environment."""
+    pictures: Mapping[str, str]
+    """The small pictures of the images, as data URIs by hash."""
 
 
 def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
@@ -69,6 +74,7 @@ def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
     splitters = [Splitter.of_run(run) for run in runs]
     index, chunks = SampleIndex([run.name for run in runs]), _Chunks()
     picks, several = EpisodePicks(), len(runs) > 1
+    named: dict[str, Path] = {}
     with_text = 0
     for number, (file, rows) in enumerate(_groups(files)):
         has_text, has_tokens = texts.includes(number), tokens.includes(number)
@@ -76,8 +82,10 @@ def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
         index.add(file.run, file.split, [row.head for row in rows], chunks.number)
         for row in rows:
             picks.add(row.head, split=file.split, run=runs[file.run].name if several else "")
+            named |= dict.fromkeys(hashes_of(row.head), runs[file.run].path)
+        asked = asked_of(rows[0].head)
         held = [
-            text_of(row, splitters[file.run], with_tokens=has_tokens, asked=asked_of(rows[0]))
+            text_of(row, splitters[file.run], with_tokens=has_tokens, asked=asked)
             if has_text
             else {"id": row.head.get("id", "")}
             for row in rows
@@ -87,7 +95,7 @@ def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
             {
                 "prompt_id": first.get("prompt_id", ""),
                 "task": first.get("task", ""),
-                "prompt": asked_of(rows[0]) if has_text else "",
+                **(asked if has_text else {"prompt": ""}),
                 "answer": first.get("answer"),
                 "samples": held,
             }
@@ -99,7 +107,13 @@ def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
             "evenly chosen; all groups count in its filters and histograms. The rest of the texts "
             f"are in {', '.join(sorted({file.path.name for file in files}))}."
         )
-    return SampleStore(_packed(index.columns()), chunks.packed(), left_out, picks.columns())
+    return SampleStore(
+        index=_packed(index.columns()),
+        chunks=chunks.packed(),
+        left_out=left_out,
+        episodes=picks.columns(),
+        pictures=pictures_of(named),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,20 +208,15 @@ def _groups(files: Sequence[_SampleFile]) -> Iterator[tuple[_SampleFile, list[Sa
             yield file, rows
 
 
-def asked_of(row: SampleRow) -> str:
-    """The prompt of a row, as it was rendered."""
-    return str(row.head.get("rendered", row.head.get("prompt", "")))
-
-
 def text_of(
-    row: SampleRow, split: Splitter | None, *, with_tokens: bool, asked: str
+    row: SampleRow, split: Splitter | None, *, with_tokens: bool, asked: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The values of a sample that the page shows when its group is opened, with its prompt where
     that is not `asked`, the group's: a session may start with a text of its own."""
     head = row.head
     held: dict[str, Any] = {"id": head.get("id", "")}
-    if (own := asked_of(row)) != asked:
-        held["prompt"] = own
+    if (own := asked_of(head)) != asked:
+        held |= own
     if head.get("failure_detail"):
         held["detail"] = head["failure_detail"]
     turns = head.get("turns") or []
@@ -221,7 +230,8 @@ def text_of(
     ids: list[int] = whole.get("token_ids") or []
     if not ids:
         return held | _texts(head)
-    pieces, mask = split(ids), whole.get("loss_mask") or [1] * len(ids)
+    pieces = marked_pieces(split(ids), head, begin=len(whole.get(PER_TOKEN) or ()))
+    mask = whole.get("loss_mask") or [1] * len(ids)
     if not with_tokens:
         return held | {"parts": _parts(pieces, mask)}
     if (seen := turns_of(head, with_text=False)) is not None:

@@ -6,7 +6,8 @@
 From the run's files alone, so that it serves a run that goes on, one that has ended, and one whose
 folder is on a file system that the run's host shares. The page is that of `hone report` without the
 samples; it asks for `/stamp`, and when that has changed for itself. Samples come a page at a time
-from `/samples` and `/group`, and the last, longest, failed and worst episodes from `/episodes`.
+from `/samples` and `/group`, the last, longest, failed and worst episodes from `/episodes`, and the
+small pictures of their images from `/picture`, by hash.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from threading import Lock
 from typing import Any
 
 from hone.observe.local_server import LocalServer, Reply
-from hone.observe.run_folder import RunFolder, is_locked
+from hone.observe.run_folder import RunFolder, is_locked, read_picture
 from hone.tools.report.content import describe
 from hone.tools.report.pieces import Splitter
 from hone.tools.report.sample_table import SampleTable
@@ -38,6 +39,7 @@ def serve(run: Path, port: int) -> LocalServer:
         "/samples": page.samples,
         "/group": page.group,
         "/episodes": page.episodes,
+        "/picture": page.picture,
     }
     return LocalServer(port, routes, key="--port")
 
@@ -84,6 +86,13 @@ class _Page:
             return _json(self._samples.group(int(number), self._split()))
         except (ValueError, IndexError):
             return Reply(f"there is no group {number!r}\n".encode(), "text/plain", 404)
+
+    def picture(self, query: Mapping[str, str]) -> Reply:
+        name = query.get("hash", "")
+        picture = read_picture(self._run, name)
+        if picture is None:
+            return Reply(f"there is no picture {name!r}\n".encode(), "text/plain", 404)
+        return Reply(*picture)
 
     def _split(self) -> Splitter | None:
         """The splitter, built once: with a large vocabulary that takes as long as a hundred
