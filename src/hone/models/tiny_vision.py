@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ _TEMPLATE = (
 )
 
 
-def make_vision_tokenizer(family: str, alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
-    """Tokenizer with one token a character, and one for each of the family's marks, with a chat
-    template that writes images."""
-    tokenizer = make_char_tokenizer(alphabet, IMAGE_WORDS[family])
+def make_vision_tokenizer(
+    family: str, alphabet: str = PRINTABLE, words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Tokenizer with one token a character, one for each of the family's marks and each of `words`,
+    with a chat template that writes images."""
+    tokenizer = make_char_tokenizer(alphabet, (*IMAGE_WORDS[family], *words))
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", *IMAGE_WORDS[family]]}
     )

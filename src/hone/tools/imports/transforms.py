@@ -41,6 +41,7 @@ _KIND, _COEF, _PLACEMENT = (
     "algorithm.kl.placement",
 )
 _SCORES = ("reward.functions", "reward.model.path", "teacher.path", "env.path")
+_IMAGE_COLUMNS = ("images", "image")
 _COLOCATED = ("train.colocate_all", "colocate_all_models", "colocate")
 
 
@@ -138,6 +139,21 @@ def columns_(value: Any, run: Imported, row: Alias) -> Any:
     if run.is_set("data.eval.0.path"):
         keys.append(key.replace("data.train", "data.eval"))
     return None if value is None else Keys(dict.fromkeys(keys, value))
+
+
+def images_column_(value: Any, run: Imported, row: Alias) -> Any:
+    if value in _IMAGE_COLUMNS:
+        raise Nothing(f"a column {value} is found by its name")
+    return columns_(value, run, row)
+
+
+def pixels_(value: Any, run: Imported, row: Alias) -> Any:
+    """Tokens of an image from its pixels, whose number a token depends on the model."""
+    side = 32 if re.search("qwen3[-_.]?vl", str(run.key("model.path")), re.IGNORECASE) else 28
+    tokens = max(1, value // side**2)
+    run.warn(f"{value} pixels of an image are {tokens} tokens of {side} x {side} pixels "
+             "(data.max_image_tokens).")  # fmt: skip
+    return tokens
 
 
 def longest_row_(value: Any, run: Imported, row: Alias) -> Any:
@@ -789,6 +805,12 @@ def trackers_(value: Any, run: Imported, row: Alias) -> Any:
     return [name for name in _TRACKERS if name in names or "all" in names]
 
 
+_SEES = re.compile(r"[-_.]vl\b|vlm\d?\b|gemma-?3-(4|12|27)b", re.IGNORECASE)
+"""Names of models that read images, of families that hone serves."""
+_GIVES_IMAGES = ("data.image_key", "multimodal_keys.image", "data.max_images_per_prompt")
+_FREEZES_TOWER = ("freeze_visual_encoder", "freeze_vision_tower", "freeze_vision_model")
+
+
 def finish(run: Imported) -> None:
     """Values that follow from several others."""
     if run.source.framework == "trl" and run.has("data.chat") and not run.is_set("data.chat"):
@@ -797,6 +819,7 @@ def finish(run: Imported) -> None:
             "chat template; here both do where the tokenizer has one. Set data.chat to never where "
             "prompts are texts."
         )
+    _warn_of_images(run)
     if not run.is_rl:
         return
     if run.source.framework == "verl" and run.is_set("env.path"):
@@ -812,6 +835,17 @@ def finish(run: Imported) -> None:
         one = Given("training processes", run.processes, "counted")
         run.set("cluster.num_trainers", run.processes, one)
         run.warn(_devices(run))
+
+
+def _warn_of_images(run: Imported) -> None:
+    """What other frameworks do with images where nothing is set."""
+    if not (run.given(*_GIVES_IMAGES) or _SEES.search(str(run.key("model.path")))):
+        return
+    if run.given(*_FREEZES_TOWER) is None:
+        run.warn("the tower, which reads images, is trained there, and frozen here.")
+    if not run.is_set("data.max_image_tokens"):
+        run.warn("the model's files say how large an image may be there, and here "
+                 f"data.max_image_tokens {run.key('data.max_image_tokens')} does.")  # fmt: skip
 
 
 def _warn_of_limits(run: Imported) -> None:
