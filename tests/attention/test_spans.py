@@ -142,9 +142,10 @@ def sharing_rows(rng: random.Random) -> list[Row]:
     return [*rows, *random_rows(rng, 1)]
 
 
-def span_kernel(q, k, v, borders_q, borders_k, max_q, max_k, *, scale, window_size, **_):
+def span_kernel(q, k, v, *borders, scale, window_size, **_):
     """FlashAttention's contract: the queries are aligned with the last keys, and a bound of -1
     hides nothing."""
+    borders_q, borders_k, *_ = borders
     rows = []
     for i in range(len(borders_q) - 1):
         own_q = q[borders_q[i] : borders_q[i + 1]]
@@ -267,9 +268,9 @@ def test_chunks_see_what_the_dense_mask_shows(backend, options, fp8, number):
     )
     expected = []
     softcap = options.get("softcap")
-    for number, q in enumerate(pages.q.split(sizes)):
-        mask = mask_of(inputs[number], ends[number], options.get("window"))[starts[number] :]
-        keys, values = (x[number].double() for x in (pages.keys, pages.values))
+    for i, q in enumerate(pages.q.split(sizes)):
+        mask = mask_of(inputs[i], ends[i], options.get("window"))[starts[i] :]
+        keys, values = (x[i].double() for x in (pages.keys, pages.values))
         expected.append(dense(q, keys, values, mask, softcap=softcap))
     torch.testing.assert_close(actual, torch.cat(expected), rtol=1e-5, atol=1e-6)
 

@@ -237,7 +237,7 @@ def paged_attention(
     [T, Hq, D].
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    output = _paged_causal(q, k, v, kv_cache, context, scales, **options)
+    output = _paged_causal(q, k, v, kv_cache, context, scales=scales, **options)
     if (spans := context.spans) is None:
         return output
     flat = kv_cache.view(2, -1, *kv_cache.shape[3:])
@@ -251,8 +251,8 @@ def _paged_causal(
     v: Tensor,
     kv_cache: Tensor,
     context: PagedContext,
-    scales: Tensor | None,
     *,
+    scales: Tensor | None,
     scale: float,
     window: int | None,
     softcap: float | None,

@@ -121,7 +121,7 @@ def collate(
     if any(absent):
         keys = _keys(places, lengths, len(packed), send)
     if inputs.attends_within:
-        spans = _spans(rows, absent, own_lengths, places, borders, send)
+        spans = _spans(rows, absent, places, borders, send)
     return MicroBatch(
         input_ids=send(token_ids[packed]),
         position_ids=send(positions.take(packed, axis=-1)),
@@ -183,12 +183,12 @@ def _keys(
 def _spans(
     rows: Sequence[Row],
     absent: Sequence[int],
-    own_lengths: Sequence[int],
     places: Ints,
     borders: Ints,
     send: Callable[[np.ndarray[Any, Any]], Tensor],
 ) -> Spans | None:
     """The spans of the packed tokens; None without any."""
+    own_lengths = [row.num_tokens - less for row, less in zip(rows, absent, strict=True)]
     found = content_spans([row.model_input for row in rows], absent, own_lengths)
     if not found:
         return None
