@@ -22,8 +22,8 @@ from hone.tools.report.images import asked_of, images_of, marked_pieces
 from hone.tools.report.served import serve
 from hone.tools.report.write import write_report
 from hone.types import Group
+from tests.images.image_samples import MARK, drawing, photograph, sample_of, tiles_at
 from tests.observe.fake_run import write_run
-from tests.observe.image_samples import MARK, drawing, photograph, sample_of, tiles_at
 from tests.tools.report.test_report_samples import (
     needs_node,
     opened,
@@ -229,23 +229,29 @@ def test_names_and_texts_are_escaped() -> None:
     """Rows are data: neither text nor hash may become HTML, nor a name of JavaScript's own."""
     evil = {"hash": '"><script>alert(1)</script>', "text": "<img src=x onerror=alert(2)>"}
     uri = json.dumps(f"data:{evil['hash']}")
-    for pictures in ("null", f"new Map([[{json.dumps(evil['hash'])}, {uri}]])", "new Map()"):
-        html = run_script(f"(PICTURES = {pictures}, imagesHtml([{json.dumps(evil)}]))")
+    drawn = [
+        f"(PICTURES = {pictures}, imagesHtml([{json.dumps(evil)}]))"
+        for pictures in ("null", f"new Map([[{json.dumps(evil['hash'])}, {uri}]])", "new Map()")
+    ]
+    names = [{"hash": name, "text": "t"} for name in ("constructor", "__proto__")]
+    *escaped, plain = run_script(f"[{','.join(drawn)}, imagesHtml({json.dumps(names)})]")
+    for html in escaped:
         assert "<script" not in html
         assert "<img src=x" not in html
         assert "&#60;img src=x onerror=alert(2)&#62;" in html
-    for name in ("constructor", "__proto__"):
-        html = run_script(f"imagesHtml([{json.dumps({'hash': name, 'text': 't'})}])")
-        assert html == '<div class="images"><figure><figcaption>t</figcaption></figure></div>'
+    figure = "<figure><figcaption>t</figcaption></figure>"
+    assert plain == f'<div class="images">{figure}{figure}</div>'
 
 
 @needs_node
 def test_a_picture_comes_from_the_page_or_from_the_server() -> None:
     image = json.dumps({"hash": "ab", "text": "image 1"})
-    page = run_script(f"(PICTURES = new Map([['ab', 'data:x']]), imagesHtml([{image}]))")
+    sources = ("new Map([['ab', 'data:x']])", "null")
+    drawn = [f"(PICTURES = {held}, imagesHtml([{image}]))" for held in sources]
+    page, server, *without = run_script(f"[{','.join(drawn)}, imagesHtml([]), imagesHtml()]")
     assert '<img src="data:x"' in page
-    assert '<img src="picture?hash=ab"' in run_script(f"(PICTURES = null, imagesHtml([{image}]))")
-    assert run_script("[imagesHtml([]), imagesHtml()]") == ["", ""]
+    assert '<img src="picture?hash=ab"' in server
+    assert without == ["", ""]
 
 
 @needs_node

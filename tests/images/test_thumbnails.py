@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from hone.config.run import LogConfig
+from hone.data.prompts import load_prompts
+from hone.data.settings import DataConfig, SourceConfig
 from hone.images import thumbnails as thumbnails_module
 from hone.images.opening import ImageFile, load_rgb
 from hone.images.store import STORE, TilePixels
@@ -19,8 +22,9 @@ from hone.model_input import Content, ModelInput
 from hone.observe.loggers import RunLog
 from hone.observe.run_folder import read_picture
 from hone.types import Group, Sample, StopReason, Turn
-from tests.observe.fake_run import make_group
-from tests.observe.image_samples import (
+from tests.data.support import write_rows
+from tests.images.family import FAMILIES, Family
+from tests.images.image_samples import (
     MARK,
     SETTINGS,
     drawing,
@@ -29,9 +33,10 @@ from tests.observe.image_samples import (
     saved,
     tiles_at,
 )
+from tests.observe.fake_run import make_group
 
 
-def named(folder: Path, *samples: Sample, max_pictures: int = 512) -> list[dict[str, object]]:
+def named(folder: Path, *samples: Sample, max_pictures: int = 512) -> list[dict[str, Any]]:
     with Thumbnails(folder, max_pictures=max_pictures) as thumbnails:
         return [row for sample in samples for row in thumbnails.rows(sample)]
 
@@ -77,6 +82,33 @@ def test_a_row_names_each_image_with_its_tokens_and_its_mark(tmp_path: Path) -> 
     assert set(files(tmp_path)) == {plain[0].hash, tiled[0].hash}, "one picture for all tiles"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_of_each_family_has_a_mark_for_each_image(name: str, tmp_path: Path) -> None:
+    """Read as a run reads them. SmolVLM makes several tiles of an image."""
+    drawing(tmp_path, 1, (90, 70))
+    photograph(tmp_path, 2, (300, 200))
+    family = Family(name, tmp_path / "model")
+    row = {"prompt": "Is <image> like <image>?", "answer": "no"}
+    images = ["drawing1.png", "photograph2.png"]
+    path = write_rows(tmp_path / "train.jsonl", [row | {"images": images}])
+    cfg = DataConfig(train=(SourceConfig(path=str(path)),))
+    reader = family.reader()
+    (prompt,) = load_prompts(cfg, family.tokenizer, images=reader).all_rows()
+    sample = sample_of("", ())
+    sample.prompt = prompt
+    rows = named(tmp_path, sample)
+    assert [prompt.text[slice(*row["chars"])] for row in rows] == 2 * [reader.settings.mark]
+    for row in rows:
+        ids = prompt.token_ids[row["start"] : row["end"]]
+        assert ids.count(reader.settings.placeholder_id) == row["num_tokens"]
+        assert ids[0] == ids[-1] == reader.settings.placeholder_id
+    assert prompt.token_ids.count(reader.settings.placeholder_id) == sum(
+        row["num_tokens"] for row in rows
+    )
+    sizes = {file.stem: Image.open(file).size for file in files(tmp_path).values()}
+    assert [sizes[row["hash"]] for row in rows] == [(90, 70), (160, 107)]
+
+
 def test_an_image_behind_a_turn_is_of_that_turn(tmp_path: Path) -> None:
     """The turns have two and one of the sample's five tokens."""
     sample = one(drawing(tmp_path, 1))
@@ -102,19 +134,19 @@ def test_an_image_behind_a_turn_is_of_that_turn(tmp_path: Path) -> None:
 def test_the_picture_is_the_image_made_small(tmp_path: Path) -> None:
     for file in (drawing(tmp_path, 1), photograph(tmp_path, 2)):
         (row,) = named(tmp_path, one(file))
-        small, large = picture(tmp_path, str(row["hash"])), load_rgb(file)
+        small, large = picture(tmp_path, row["hash"]), load_rgb(file)
         assert max(small.size) == EDGE
         assert small.width * large.height == small.height * large.width
         coarse = [np.asarray(image.resize((8, 8)), np.float64) for image in (small, large)]
         assert np.abs(coarse[0] - coarse[1]).mean() < 6
-        assert len(files(tmp_path)[str(row["hash"])].read_bytes()) < 30_000
+        assert len(files(tmp_path)[row["hash"]].read_bytes()) < 30_000
     assert {file.suffix for file in files(tmp_path).values()} == {".png", ".jpg"}, "the smaller"
 
 
 def test_a_small_image_stays_as_it_is(tmp_path: Path) -> None:
     file = saved(tmp_path, Image.new("RGB", (30, 20), (200, 30, 40)), "small.png")
     (row,) = named(tmp_path, one(file))
-    assert picture(tmp_path, str(row["hash"])).size == (30, 20)
+    assert picture(tmp_path, row["hash"]).size == (30, 20)
 
 
 def test_a_picture_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +180,7 @@ def test_an_image_that_cannot_be_read_is_a_warning(
     gone.source.unlink()
     with caplog.at_level(logging.WARNING):
         rows = named(tmp_path, one(gone), one(gone), one(whole))
-    assert set(files(tmp_path)) == {str(rows[2]["hash"])}
+    assert set(files(tmp_path)) == {rows[2]["hash"]}
     assert rows[0]["hash"] == one(gone).prompt.model_input.contents[0].hash, "it is named"
     (message,) = [record.getMessage() for record in caplog.records]
     assert f"row {gone.source} has no picture" in message
