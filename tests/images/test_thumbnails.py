@@ -223,8 +223,8 @@ def test_a_run_without_images_is_as_before(tmp_path: Path) -> None:
     for name in ("plain", "with"):
         folder, rng = tmp_path / name, np.random.default_rng(0)
         with Thumbnails(folder) as thumbnails:
-            options = {"images": thumbnails.rows} if name == "with" else {}
-            with RunLog(folder, LogConfig(to=()), **options) as log:
+            images = thumbnails.rows if name == "with" else lambda sample: ()
+            with RunLog(folder, LogConfig(to=()), images=images) as log:
                 log.samples(1, [make_group(1, index, rng) for index in range(2)])
         assert not (folder / "images").exists()
         written.append((folder / "samples.jsonl").read_bytes())
