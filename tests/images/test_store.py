@@ -5,21 +5,29 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from transformers import AutoTokenizer
 
+from hone.data.settings import DataConfig
 from hone.images import store as module
 from hone.images.opening import ImageError, open_image
 from hone.images.pixels import TilePixels, TileSource, content_hash, make_tiles
 from hone.images.pool import Tiles
 from hone.images.sending import with_pixels
 from hone.images.store import PixelStore
+from hone.loops.inputs import image_reader
 from hone.model_input import Content, ModelInput
+from hone.models.settings import ModelConfig
+from hone.models.tiny_vision import make_tiny_vision_model
 from hone.types import Request, SamplingParams
 from tests.images.drawn import SETTINGS, drawn, encoded
 
@@ -48,6 +56,13 @@ def same(found: Sequence[TilePixels], tiles: dict[str, TileSource], names: Seque
         source = tiles[name]
         want = make_tiles(source.file, source.settings)[source.number]
         np.testing.assert_array_equal(pixels.values, want.values)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 class Slow:
@@ -92,9 +107,10 @@ def test_threads_that_ask_at_the_same_time_wait_for_one_decoding() -> None:
     names = list(tiles)
     with ThreadPoolExecutor(8) as threads:
         asked = [threads.submit(store.pixels, [names[i % 5]]) for i in range(8)]
-        while store.num_hits < 7:
-            pass
-        pool.make()
+        try:
+            until(lambda: store.num_hits == 7)
+        finally:
+            pool.make()
         for i, answer in enumerate(asked):
             same(answer.result(), tiles, [names[i % 5]])
     assert len(pool.asked) == store.num_decoded == 1
@@ -116,9 +132,10 @@ def test_threads_without_a_pool_wait_for_one_decoding(monkeypatch: pytest.Monkey
         first = threads.submit(store.pixels, [name])
         assert began.wait(60)
         second = threads.submit(store.pixels, [name])
-        while not store.num_hits:
-            pass
-        goes_on.set()
+        try:
+            until(lambda: store.num_hits == 1)
+        finally:
+            goes_on.set()
         same([*first.result(), *second.result()], tiles, [name, name])
     assert store.num_decoded == 1
 
@@ -231,3 +248,21 @@ def test_pixels_that_were_sent_live_as_long_as_what_they_were_sent_for(
     same(there.pixels(names), tiles, names)
     assert len(fourth) == 8
     assert there.num_decoded == 0
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_run_has_the_processes_of_its_recipe(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_vision_model(tmp_path, family="qwen3_vl", weights=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    store = PixelStore()
+    monkeypatch.setattr("hone.loops.inputs.STORE", store)
+    cfg = DataConfig(train=(), image_workers=number)
+    for _ in range(2):  # of prompts, and of what environments show
+        assert image_reader(ModelConfig(path=str(folder)), cfg, tokenizer) is not None
+    file = open_image(encoded(drawn(0)), folder=None)
+    assert store.broken([file]) == {}
+    children = psutil.Process().children()
+    assert sum("hone.images.worker" in child.cmdline() for child in children) == min(number, 1)
+    store.use_workers(0)
