@@ -43,8 +43,6 @@ class ImageReader:
         """With `may_fetch` an image may be a URL, which is fetched."""
         self.settings = settings
         self._may_fetch = may_fetch
-        self._files: dict[str, ImageFile] = {}
-        """Images by the hash of their first tile, as far as `contents` has placed them."""
 
     @classmethod
     def of(
@@ -135,18 +133,17 @@ class ImageReader:
             contents.append(
                 Content(kind="image", hash=name, start=start, num_tokens=size, shape=shape)
             )
-            if n == 0:
-                self._files[name] = image.file
         STORE.register(sources)
         return ModelInput(tuple(contents))
 
     def images_of(self, model_input: ModelInput) -> tuple[RowImage, ...]:
-        """The images of which `contents` has made an input."""
+        """The images of an input that some reader's `contents` has made in this process."""
         images: list[RowImage] = []
         rest = [*model_input.contents]
         while rest:
-            file = self._files[rest[0].hash]
-            images.append(RowImage(file, self._layout(file)))
+            source = STORE.source(rest[0].hash)
+            assert source is not None, rest[0].hash
+            images.append(RowImage(source.file, self._layout(source.file)))
             del rest[: len(images[-1].layout.tiles)]
         return tuple(images)
 
