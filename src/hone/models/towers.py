@@ -21,13 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hone.families.vision.spec import ImageSettings
+from hone.families.vision.spec import MAX_PATCHES, ImageSettings
 from hone.images.pixels import TilePixels
 
 __all__ = ["TOWERS", "Features", "Tower"]
-
-MAX_PATCHES = 1 << 15
-"""Patches of one pass of a tower, which bound its memory; a larger tile is a pass of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,9 @@ def disk_use(plan: RunPlan) -> DiskUse | None:
         return None
     widths = {"auto": plan.num_bytes, "float32": 4, "bfloat16": 2}
     lora = cfg.model.lora
-    export = plan.shape.weight_bytes(widths[cfg.checkpoint.export_dtype])
+    width = widths[cfg.checkpoint.export_dtype]
+    tower = plan.shape.tower
+    export = plan.shape.weight_bytes(width) + (tower.weight_bytes(width) if tower else 0)
     export += 4 * adapter_params(plan.shape, lora)
     alone = AxisSizes()  # of one process, so that its part is the whole
     whole = replace(

@@ -255,6 +255,30 @@ class RunMemory:
             moments.append(held | {"critic": self.critic_beside.peak})
         return max(moments, key=lambda parts: sum(parts.values()))
 
+    # -- towers ----------------------------------------------------------------------------------
+
+    def towers(self, host: RoleName) -> dict[str, int]:
+        """Towers of the models on a device of the role `host`: their weights, the features that
+        they keep, and the work memory of one pass. Empty for text models."""
+        here = [
+            role
+            for role in self.plan.roles.values()
+            if host in (role.name, role.shares_devices_of) and not role.aliases_weights_of
+        ]
+        found = [(tower, role) for role in here if (tower := self.shape_of(role).tower)]
+        if not found:
+            return {}
+        tokens = [self.micro_batches(role)[0] for _, role in found if role.name == "policy"]
+        if self.role is not None:
+            tokens.append(self.role.engine.max_num_batched_tokens)
+        num_tokens = max(tokens, default=self.longest)
+        held = sum(
+            tower.weight_bytes(self.num_bytes) + int(role.model.image_cache_gib * GIB)
+            for tower, role in found
+        )
+        work = max(tower.pass_bytes(num_tokens, self.num_bytes) for tower, _ in found)
+        return {"vision tower": held + work}
+
     # -- the engine ------------------------------------------------------------------------------
 
     @cached_property
@@ -275,6 +299,8 @@ class RunMemory:
             reserved = self.frozen
         else:
             reserved = self.trainer_at_rest(has_moments=False) if self.engine.is_colocated else {}
+        host = self.plan.roles["engine"].shares_devices_of or "engine"
+        reserved = {**reserved, **self.towers(host)}
         return self.engine.cache(reserved=sum(reserved.values()))
 
     @property
@@ -301,6 +327,16 @@ class RunMemory:
 
     def phases(self) -> tuple[Phase, ...]:
         """The phases of a step on the fullest device of each role."""
+        first: RoleName = "engine" if self.plan.trainer is None else "policy"
+
+        def with_towers(phase: Phase) -> Phase:
+            host = first if phase.role in ("", "trainer") else phase.role
+            return replace(phase, parts={**phase.parts, **self.towers(host)})
+
+        return tuple(map(with_towers, self._phases()))
+
+    def _phases(self) -> tuple[Phase, ...]:
+        """Those of decoders."""
         plan = self.plan
         if self.role is None:
             return (Phase("train", "", self.trainer_at_work() | self._process),)

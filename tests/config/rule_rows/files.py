@@ -27,7 +27,6 @@ ROWS: list[Row] = [
     # images
     *[(command, "model.path=llava", "error", "model.path")
       for command in ("rl", "sft", "dpo", "eval", "generate")],
-    ("rl", "model.path=llava-hf/llava-1.5-7b-hf", "error", "model.path"),
     ("rl", "model.path=gemma3 data.max_image_tokens=255", "error", "data.max_image_tokens"),
     ("rl", "model.path=gemma3 engine.max_num_batched_tokens=200", "error",
      "engine.max_num_batched_tokens"),

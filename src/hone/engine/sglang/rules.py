@@ -48,7 +48,7 @@ RULES = with_facts(
     error(_SGLANG, "@sees_images", only=SAMPLING,
           says="engine.backend is sglang, and {the_model} sees images",
           why="SGLang gets texts alone from hone", fix=f"{_BACKEND} = embedded"),
-    error(_SGLANG, "not @is_sglang_family", only=SAMPLING,
+    error(_SGLANG, "not @is_sglang_family", only=SAMPLING, given=("not @sees_images",),
           says="engine.backend is sglang, and {the_model} is of the family {family}",
           why=f"of SGLang's models hone knows the weights of {', '.join(FAMILIES)}",
           fix=f"{_BACKEND} = embedded"),

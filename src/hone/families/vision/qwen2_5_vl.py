@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from hone.families.spec import Json
 from hone.families.vision.qwen_vl import QwenVision
-from hone.families.vision.spec import TowerCost
+from hone.families.vision.spec import TowerCost, work_values
 
 __all__ = ["SPEC"]
 
@@ -51,6 +51,9 @@ class Qwen25Vision(QwenVision):
             patches_per_token=merge,
             window_patches=window**2,
             full_layers_share=len(full) / depth,
+            values_per_patch=work_values(
+                pixels=embed // hidden, hidden=hidden, inner=inner, is_gated=True
+            ),
         )
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hone.families.spec import Json
 from hone.families.vision.qwen_vl import QwenVision
-from hone.families.vision.spec import TowerCost
+from hone.families.vision.spec import TowerCost, work_values
 
 __all__ = ["SPEC"]
 
@@ -57,6 +57,7 @@ class Qwen3Vision(QwenVision):
             attention_flops_per_pair=4.0 * hidden * depth,
             patches_per_token=merge,
             features_per_token=1 + deep,
+            values_per_patch=work_values(pixels=embed // hidden, hidden=hidden, inner=inner),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.families.spec import Json
-from hone.families.vision.spec import TowerCost
+from hone.families.vision.spec import TowerCost, work_values
 
 __all__ = ["siglip_cost"]
 
@@ -35,4 +35,5 @@ def siglip_cost(
         attention_flops_per_pair=4.0 * hidden * depth,
         patches_per_token=patches_per_token,
         tokens_per_image=tokens_per_image,
+        values_per_patch=work_values(pixels=3 * patch**2, hidden=hidden, inner=inner),
     )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
+    "MAX_PATCHES",
     "ImageLayout",
     "ImageSettings",
     "Tile",
@@ -39,7 +40,19 @@ __all__ = [
     "setting",
     "three",
     "token_text",
+    "work_values",
 ]
+
+
+MAX_PATCHES = 1 << 15
+"""Patches of one pass of a tower, which bound its memory; a larger tile is a pass of its own."""
+
+
+def work_values(*, pixels: int, hidden: int, inner: int, is_gated: bool = False) -> int:
+    """Values that a pass of a tower holds at a time for one patch of `pixels` values: these in
+    float32 and rounded, and the residual stream with queries, keys and values, or with what is
+    between the products of the MLP."""
+    return 3 * pixels + 2 * hidden + max(4 * hidden, (3 if is_gated else 2) * inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +142,18 @@ class TowerCost:
     """Tokens of every image; None: they follow from its size."""
     features_per_token: int = 1
     """Feature vectors of decoder width for one token: 1, and one for each layer that takes some."""
+
+    values_per_patch: int = 0
+    """Values that a pass holds at a time for one patch: pixels, and a layer's widest moment."""
+
+    def weight_bytes(self, num_bytes: int) -> int:
+        """Bytes of the parameters, in a format of `num_bytes` a value."""
+        return self.num_params * num_bytes
+
+    def pass_bytes(self, num_tokens: int, num_bytes: int) -> int:
+        """Bytes that a pass works with for images of `num_tokens` tokens, at most."""
+        num_patches = min(num_tokens * self.patches_per_token, MAX_PATCHES)
+        return num_patches * self.values_per_patch * num_bytes
 
     def flops(self, num_patches: float) -> float:
         """FLOPs of one tile of `num_patches` patches."""

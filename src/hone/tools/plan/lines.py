@@ -319,6 +319,7 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         return
     yield Line("parameters", plan.shape.num_params, "from config.json or the public name")
     run, gpu = RunMemory(plan), plan.devices.gpu
+    yield from _towers(run)
     has = "" if gpu is None or plan.is_on_cpu else f"{gpu.name} has {gpu.memory_gib}"
     if plan.batch is not None:
         step, how = run.step, _shards(plan.policy)
@@ -361,6 +362,16 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         for phase in run.phases():
             name = f"{phase.title.replace(' ', '_')}_peak_gib"
             yield _gib(name, phase.num_bytes, _sentences(in_gib(phase.parts), has))
+
+
+def _towers(run: RunMemory) -> Iterator[Line]:
+    """Size of the tower, and the memory of all towers on a device."""
+    if (tower := run.shape.tower) is None:
+        return
+    yield Line("vision_tower_parameters", tower.num_params, "of the vision tower, which is frozen")
+    towers = run.towers("engine" if run.plan.trainer is None else "policy")
+    how = "model.image_cache_gib for each model on the device, and one pass"
+    yield _gib("vision_tower_gib", sum(towers.values()), f"the vision tower: weights, {how}")
 
 
 def _shards(role: Role) -> str:
