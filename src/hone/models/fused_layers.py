@@ -276,5 +276,7 @@ class RotaryTable:
     @torch.no_grad()
     def _compute(self, count: int) -> Tensor:
         positions = torch.arange(count, device=self._example.device).unsqueeze(0)
+        if hasattr(self._module, "mrope_section"):
+            positions = positions.expand(3, 1, -1)
         halves = [x[0].chunk(2, -1)[0] for x in self._module(self._example, positions)]
         return torch.cat(halves, -1)
