@@ -33,11 +33,10 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention in both directions between the borders. Returns [1, T, H, D] and no weights."""
-    heads = [x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)]
+    q, k, v = (x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD))
     if query_1HTD.is_cuda and query_1HTD.dtype in (torch.bfloat16, torch.float16):
         borders = cu_seq_lens_q.int()
-        ends = (borders, borders, max_length_q, max_length_q)
-        output = varlen_attn(*heads, *ends, scale=scaling)
+        output = varlen_attn(q, k, v, borders, borders, max_length_q, max_length_q, scale=scaling)
         assert isinstance(output, Tensor)  # a pair only if the log-sum-exp is requested
         return output[None], None
     sizes = cu_seq_lens_q.diff().tolist()
