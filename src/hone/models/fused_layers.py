@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hone.attention.context import ContentFeatures
 from hone.families.registry import spec_of
 from hone.models.contents import add_deepstack, embed_contents
 from hone.models.int8_rows import is_packed
@@ -209,12 +210,10 @@ class FusedDecoder:
         """Hidden states [T, D] of ids [T] at positions [T], or [A, T], both int64, in the context
         of the operations. Raises RuntimeError if parameters have moved since they were merged."""
         require_addresses(self._addresses)
-        contents = context.contents
+        contents: ContentFeatures | None = context.contents
         residual = F.embedding(input_ids, self._embedding, self._padding_idx)
-        deepstack: Tensor | None = None
         if contents is not None:
             residual = embed_contents(residual, contents.index, contents.features)
-            deepstack = contents.deepstack
         count = self._ops.num_positions(context)
         rotary, rows = self._rotary.rows(count), position_ids
         if position_ids.ndim > 1:
@@ -222,8 +221,10 @@ class FusedDecoder:
         x = self._ops.rms_norm(residual, self._first_norm, self._eps)
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, rows, rotary, context)
-            if deepstack is not None and number < len(deepstack):
-                residual = add_deepstack(residual, contents.index, deepstack[number])
+            if contents is None or contents.deepstack is None:
+                continue
+            if number < len(contents.deepstack):
+                residual = add_deepstack(residual, contents.index, contents.deepstack[number])
                 x = self._ops.rms_norm(residual, self._next_norms[number], self._eps)
         return x
 
@@ -276,5 +277,7 @@ class RotaryTable:
     @torch.no_grad()
     def _compute(self, count: int) -> Tensor:
         positions = torch.arange(count, device=self._example.device).unsqueeze(0)
+        if hasattr(self._module, "mrope_section"):
+            positions = positions.expand(3, 1, -1)
         halves = [x[0].chunk(2, -1)[0] for x in self._module(self._example, positions)]
         return torch.cat(halves, -1)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hone.families.vision.spec import MAX_PATCHES, ImageSettings
 from hone.images.pixels import TilePixels
+from hone.models.tower_attention import TOWER_ATTENTION
 
 __all__ = ["TOWERS", "Features", "Tower"]
 
@@ -114,6 +115,11 @@ def _passes(tiles: Sequence[TilePixels]) -> Iterator[list[TilePixels]]:
 
 class QwenTower(Tower):
     """Tower of Qwen2.5-VL and Qwen3-VL, which encodes pictures of any sizes together."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__(whole)
+        visual: Any = self.modules["visual"]
+        visual.config._attn_implementation = TOWER_ATTENTION
 
     @staticmethod
     def _modules_of(whole: Any) -> nn.ModuleDict:

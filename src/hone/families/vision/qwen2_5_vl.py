@@ -75,6 +75,11 @@ def _config(numbers: tuple[int, int, int, int, int], *, tied: bool, vocab: int) 
             "vocab_size": vocab,
             "max_position_embeddings": 128_000,
             "tie_word_embeddings": tied,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1_000_000,
+                "mrope_section": [16, 24, 24],
+            },
         },
         "vision_config": {
             "model_type": "qwen2_5_vl_vision",
