@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +60,9 @@ class Content:
     num_tokens: int
     shape: tuple[int, ...] = ()
     """Sizes for a `PositionRule`, such as frames, rows and columns of an image, in tokens."""
+    shown: Any = field(default=None, compare=False, repr=False)
+    """The image where an environment has shown it (`hone.images.shown`): processes know it as long
+    as a sequence has it. None for an image of the data, which can be read again."""
 
     @property
     def key(self) -> ContentKey:
@@ -105,6 +108,14 @@ class ModelInput:
         """The keys of all contents, which distinguish inputs of sequences with the same ids; empty
         for text."""
         return tuple(content.key for content in self.contents)
+
+    def followed_by(self, other: ModelInput, num_tokens: int) -> ModelInput:
+        """The input of a sequence of `num_tokens` tokens, which has this one, with another sequence
+        behind it, which has `other`."""
+        if not other.contents:
+            return self
+        later = (replace(each, start=each.start + num_tokens) for each in other.contents)
+        return ModelInput((*self.contents, *later))
 
     def key_of(self, start: int, stop: int) -> tuple[ContentKey, ...]:
         """The part of `key` that belongs to contents with a token in `start .. stop`."""

@@ -322,8 +322,10 @@ class Observation:
     """The environment's answer to a turn that does not end the episode."""
 
     content: str | Sequence[Message] = ""
-    """A text, which becomes a message of `role`, or messages; both are rendered by the chat
-    template. Without a chat template the text is appended unchanged."""
+    """A text or a list of parts, which become a message of `role`, or messages; both are rendered
+    by the chat template. Without a chat template the text is appended unchanged. A part is
+    `{"type": "text", "text": ...}` or `{"type": "image", "image": ...}`, with a path, the bytes of
+    a file, a data URI or an image of pillow."""
     role: str | None = "user"
     """Role of the message that a text becomes. None: the text is appended unchanged, and the policy
     continues in the same message."""
@@ -356,7 +358,8 @@ class Turn:
     """Text of the observation; with a chat template it starts with the end of the policy's
     message."""
     messages: tuple[Message, ...] = ()
-    """Messages of the observation."""
+    """Messages of the observation; an image is `{"type": "image", "hash": ...}`, with the content
+    hash of its first tile."""
     reward: float = 0.0
     policy_s: float | None = field(default=None, compare=False)
     """Seconds from the last submission of the turn's request to its end, with waiting for the
@@ -418,6 +421,9 @@ class Sample(_Compact):
     loss_mask: MutableSequence[bool]
     stop_reason: StopReason
     """Stop reason of the last turn, or the limit that ended the episode."""
+    model_input: ModelInput = TEXT
+    """Inputs of the model besides these tokens, such as images that an environment has shown; they
+    start from the first of `token_ids`."""
     text: str = ""
     """The decoded completion, for rewards and people; never re-encoded."""
     turns: list[Turn] = field(default_factory=list[Turn])
@@ -459,15 +465,16 @@ class Sample(_Compact):
         """All paths in the order in which they were sampled, by the ids of their rows: `<id>#1`,
         `<id>#2` and so on for the branches, and `<id>` for the last one, whose values are the
         sample's own."""
+        prompt_ids = self.prompt.token_ids
         last = Branch(
-            prompt_ids=self.prompt.token_ids,
+            prompt_ids=prompt_ids,
             token_ids=self.token_ids,
             logprobs=self.logprobs,
             weight_versions=self.weight_versions,
             loss_mask=self.loss_mask,
             turns=self.turns,
             routes=self.routes,
-            model_input=self.prompt.model_input,
+            model_input=self.prompt.model_input.followed_by(self.model_input, len(prompt_ids)),
         )
         earlier = {f"{self.id}#{n}": branch for n, branch in enumerate(self.branches, start=1)}
         return {**earlier, self.id: last}

@@ -429,7 +429,7 @@ def test_every_kind_of_row_shows_its_tools(tmp_path):
         stop_reason=StopReason.EOS,
         turns=[Turn(start=0, end=2, text="a", stop_reason=StopReason.EOS)],
     )
-    observed, _, _ = TurnRenderer(tokenizer, DataConfig(train=()), vocab_size=len(tokenizer))(
+    observed, *_ = TurnRenderer(tokenizer, DataConfig(train=()), vocab_size=len(tokenizer))(
         sample, Observation("hot")
     )
     assert observed == "<|im_end|>\n<|im_start|>user\nhot<|im_end|>\n<|im_start|>assistant\n"

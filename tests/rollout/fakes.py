@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hone.data.turns import Appended
+from hone.model_input import TEXT
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector, SingleProcess
 from hone.rollout.settings import PipelineConfig, RolloutConfig
@@ -146,11 +148,9 @@ class Render:
     ends: Mapping[int, str] = {}
     num_cut = 0
 
-    def __call__(
-        self, sample: Sample, observation: Observation
-    ) -> tuple[str, tuple[()], tuple[int, ...]]:
+    def __call__(self, sample: Sample, observation: Observation) -> Appended:
         del sample
-        return "", (), observation.token_ids
+        return Appended("", (), observation.token_ids, TEXT)
 
     def opening(self, prompt: Prompt, observation: Observation) -> Prompt:
         assert isinstance(observation.content, str)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from hone.data.columns import Example, text_of, without_nulls
-from hone.data.images import has_images, parts_of
+from hone.data.images import parts_of
 from hone.data.settings import DataConfig, fill_template, template_fields
 from hone.data.sources import shorten
 from hone.data.template_check import TemplateCheck, shape_of
 from hone.data.tool_schemas import TOOLS, ToolSchemas, all_tools, require_written
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers
+from hone.images.parts import has_images
 from hone.images.reader import ImageReader
 from hone.model_input import TEXT, ModelInput
 from hone.types import Message, opened_tag

@@ -23,6 +23,7 @@ from hone.data.settings import DataConfig
 from hone.data.sources import SourceRow, shorten
 from hone.errors import UserError
 from hone.images.opening import ImageError
+from hone.images.parts import has_images, image_in, is_image_part
 from hone.images.reader import ImageReader, RowImage
 from hone.images.store import STORE
 from hone.types import Message
@@ -32,7 +33,6 @@ __all__ = [
     "NO_IMAGES",
     "GivenImages",
     "content_of",
-    "has_images",
     "open_images",
     "parts_of",
     "take_images",
@@ -43,7 +43,6 @@ __all__ = [
 MARK = "<image>"
 """Text that stands for an image in a prompt, and for image bytes in what rewards get."""
 _LONGEST_PATH = 4096
-_IMAGE_TYPES = ("image", "image_url", "input_image")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,8 @@ def content_of(content: Any, row: SourceRow) -> str | list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else None
-        if isinstance(part, dict) and _is_image(part):
-            made.append({"type": "image"} | _value_of(part))
+        if isinstance(part, dict) and is_image_part(part):
+            made.append({"type": "image"} | image_in(part))
         elif isinstance(text, str):
             made.append({"type": "text", "text": text})
         else:
@@ -147,11 +146,6 @@ def content_of(content: Any, row: SourceRow) -> str | list[dict[str, Any]]:
                 f"{shown}. Write what a tool gives as JSON in a text"
             )
     return made if has_images(made) else "".join(part["text"] for part in made)
-
-
-def has_images(content: Any) -> bool:
-    """Whether the content of a message has an image part."""
-    return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
 def parts_of(text: str, num_images: int, location: str) -> list[dict[str, Any]]:
@@ -211,21 +205,6 @@ def without_bytes(value: Any) -> Any:
             return fields.get("path") or MARK
         return {name: without_bytes(item) for name, item in fields.items()}
     return [without_bytes(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _is_image(part: Mapping[str, Any]) -> bool:
-    kind = part.get("type")
-    return kind in _IMAGE_TYPES or (kind is None and "text" not in part and "image" in part)
-
-
-def _value_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The image of an image part as `{"image": value}`; empty where the part has none."""
-    for name in ("image", "image_url", "url"):
-        if (value := part.get(name)) is not None:
-            return {"image": value.get("url", value) if isinstance(value, dict) else value}
-    if part.get("bytes") is not None:
-        return {"image": {"bytes": part["bytes"], "path": part.get("path")}}
-    return {"image": part["path"]} if part.get("path") is not None else {}
 
 
 def _text_part(text: str) -> list[dict[str, Any]]:

@@ -6,9 +6,13 @@ wrong at the end. The cut is said in the text, so that the policy can ask for le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import Any
 
+from hone.data.template_check import RenderError
+from hone.images.parts import is_parts
 from hone.types import Message, Observation
 
 __all__ = ["cut_middle", "cut_observation"]
@@ -23,25 +27,62 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def cut_observation(
-    observation: Observation, max_tokens: int, encode: Encode, decode: Decode
+    observation: Observation,
+    max_tokens: int,
+    encode: Encode,
+    decode: Decode,
+    image_sizes: Sequence[int] = (),
 ) -> tuple[Observation, int]:
-    """The observation with each of its messages, or its text, cut to `max_tokens`, and how many of
-    them were cut. Token ids stand as they are. Content that is no text, too."""
+    """The observation with each of its messages, or its only content, cut to `max_tokens`, and how
+    many of them were cut. Token ids stand as they are. Of parts the texts are cut, and images of
+    `image_sizes` tokens, in order, stay whole.
+
+    Raises RenderError where the images of a message have more than `max_tokens`.
+    """
+    sizes = iter(image_sizes)
+
+    def cut(content: Any) -> Any:
+        if isinstance(content, str):
+            return cut_middle(content, max_tokens, encode, decode)
+        return _cut_parts(content, max_tokens, encode, decode, sizes)
+
     content = observation.content
-    if isinstance(content, str):
-        text = cut_middle(content, max_tokens, encode, decode)
-        return replace(observation, content=text), int(text != content)
+    if isinstance(content, str) or is_parts(content):
+        said = cut(content)
+        return replace(observation, content=said), int(said != content)
     messages: list[Message] = []
     num_cut = 0
     for message in content:
-        said = message.get("content")
-        if isinstance(said, str) and (
-            (text := cut_middle(said, max_tokens, encode, decode)) != said
-        ):
-            message = {**message, "content": text}
+        if (said := message.get("content")) and (made := cut(said)) != said:
+            message = {**message, "content": made}
             num_cut += 1
         messages.append(message)
     return replace(observation, content=messages), num_cut
+
+
+def _cut_parts(
+    parts: Sequence[Mapping[str, Any]],
+    max_tokens: int,
+    encode: Encode,
+    decode: Decode,
+    sizes: Iterator[int],
+) -> list[Mapping[str, Any]]:
+    num_images = sum(part["type"] == "image" for part in parts)
+    num_tokens = sum(islice(sizes, num_images))
+    if num_tokens > max_tokens:
+        raise RenderError(
+            f"the environment shows {num_images} image{'s' * (num_images != 1)} of {num_tokens:,} "
+            f"tokens in one message, and env.max_observation_tokens is {max_tokens:,}; raise it, "
+            "or lower data.max_image_tokens"
+        )
+    room = max_tokens - num_tokens
+    made: list[Mapping[str, Any]] = []
+    for part in parts:
+        if part["type"] != "image":
+            part = {**part, "text": cut_middle(part["text"], room, encode, decode)}
+            room -= len(encode(part["text"]))
+        made.append(part)
+    return made
 
 
 def cut_middle(text: str, max_tokens: int, encode: Encode, decode: Decode) -> str:

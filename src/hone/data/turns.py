@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from jinja2 import TemplateError
 
 from hone.data.chat import ARGUMENTS, template_arguments, uses_chat
-from hone.data.images import has_images
 from hone.data.observation_limit import cut_observation
 from hone.data.settings import DataConfig
+from hone.data.shown_images import bare_text, open_shown
 from hone.data.sources import shorten
 from hone.data.template_check import RenderError, TemplateCheck, shape_of
 from hone.data.tool_schemas import ToolSchemas
@@ -28,14 +28,26 @@ from hone.data.turns_as_texts import after_texts
 from hone.envs.tools.formats.registry import FORMATS
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers, unknown_token
-from hone.images.reader import ImageReader
-from hone.model_input import ModelInput
+from hone.images.parts import has_images, is_parts
+from hone.images.reader import ImageReader, RowImage
+from hone.model_input import TEXT, ModelInput
 from hone.types import Message, Observation, Prompt, Sample, StopReason, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TurnRenderer"]
+__all__ = ["Appended", "TurnRenderer"]
+
+
+class Appended(NamedTuple):
+    """What follows a turn of the policy."""
+
+    text: str
+    """With the mark of the chat template for each image, of which the ids have all tokens."""
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    model_input: ModelInput
+    """Inputs of the model besides these ids."""
 
 
 class TurnRenderer:
@@ -77,36 +89,41 @@ class TurnRenderer:
         self._kept: defaultdict[str, set[int]] = defaultdict(set)
         self._template_check = TemplateCheck(RenderError)
 
-    def __call__(
-        self, sample: Sample, observation: Observation
-    ) -> tuple[str, tuple[Message, ...], tuple[int, ...]]:
-        """The text after the last turn, its messages, and the ids to append.
-
-        Raises RenderError.
-        """
-        text, messages, token_ids = self._appended(sample, self._cut(observation))
-        said = f", {shorten(repr(text))}," if text else ""
-        what = f"what the environment answers to turn {len(sample.turns)}{said}"
-        self._require_known(token_ids, sample.prompt, what)
-        return text, messages, token_ids
+    def __call__(self, sample: Sample, observation: Observation) -> Appended:
+        """What follows the last turn. Raises RenderError."""
+        observation, images = self._read(observation)
+        what = f"what the environment answers to turn {len(sample.turns)}"
+        made = self._appended(sample, observation, images, f"row {sample.prompt.id}: {what}")
+        said = f", {shorten(repr(made.text))}," if made.text else ""
+        self._require_known(made.token_ids, sample.prompt, what + said)
+        return made
 
     def opening(self, prompt: Prompt, observation: Observation) -> Prompt:
-        """The prompt with what a session says before the first turn: a text goes to the end of the
-        last message, or of the prompt without a chat template, and messages go after the last one.
+        """The prompt with what a session says before the first turn: a text or parts go to the end
+        of the last message, or of the prompt without a chat template, and messages go after the
+        last one.
 
         Raises RenderError.
         """
-        said = self._cut(observation).content
+        observation, images = self._read(observation)
+        said, where = observation.content, f"row {prompt.id}: the start of the session"
+        is_one = isinstance(said, str) or is_parts(said)
         messages: tuple[Message, ...] = ()
         if prompt.messages:
             history, new = self._opened(prompt, said)
             messages = (*history, *new)
             text = self._render(prompt, list(messages))
             self._require_written(prompt, history, new)
-            token_ids, model_input = self._encode_prompt(prompt, text)
-        elif isinstance(said, str):
-            text, model_input = prompt.text + said, prompt.model_input
-            token_ids = (*prompt.token_ids, *self._encode_said(said))
+            known = () if self.images is None else self.images.images_of(prompt.model_input)
+            token_ids, model_input = self._encode_said(
+                text, (*known, *images), where, num_of_data=len(known)
+            )
+        elif is_one:
+            added = bare_text(said, self.images)
+            text = prompt.text + added
+            new_ids, new_input = self._encode_said(added, images, where)
+            token_ids = (*prompt.token_ids, *new_ids)
+            model_input = prompt.model_input.followed_by(new_input, len(prompt.token_ids))
         else:
             raise RenderError(
                 f"row {prompt.id}: the session starts with chat messages, and prompts are rendered "
@@ -121,14 +138,18 @@ class TurnRenderer:
                 f"{len(token_ids):,} tokens, and {limit:,} leave room for a completion of full "
                 "length; start with less, or lower the longest completion"
             )
-        is_text = isinstance(prompt.unrendered, str) and isinstance(said, str)
+        unrendered = prompt.unrendered
+        if is_one and isinstance(unrendered, str) and not images:
+            unrendered = f"{unrendered}{said}"
+        elif messages:
+            unrendered = [*messages]
         return replace(
             prompt,
             text=text,
             token_ids=token_ids,
             messages=messages,
             model_input=model_input,
-            unrendered=f"{prompt.unrendered}{said}" if is_text else [*messages],
+            unrendered=unrendered,
         )
 
     def require_answers(self) -> None:
@@ -161,14 +182,21 @@ class TurnRenderer:
                     f"{error}"
                 ) from error
 
-    def _cut(self, observation: Observation) -> Observation:
-        """The observation with messages of at most `max_observation_tokens`."""
+    def _read(self, observation: Observation) -> tuple[Observation, tuple[RowImage, ...]]:
+        """The observation with messages of at most `max_observation_tokens`, and its images."""
+        said, images = open_shown(observation.content, self.images)
+        observation = replace(observation, content=said)
         if self.max_observation_tokens is None:
-            return observation
-        limit, decode = self.max_observation_tokens, self._decode
-        observation, num_cut = cut_observation(observation, limit, self._encode, decode)
+            return observation, images
+        observation, num_cut = cut_observation(
+            observation,
+            self.max_observation_tokens,
+            self._encode,
+            self._decode,
+            [image.layout.num_features for image in images],
+        )
         self.num_cut += num_cut
-        return observation
+        return observation, images
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
@@ -177,13 +205,16 @@ class TurnRenderer:
         self, prompt: Prompt, said: str | Sequence[Message]
     ) -> tuple[Sequence[Message], Sequence[Message]]:
         """The messages of the prompt that stay as they are, and those that are new or changed."""
-        if not isinstance(said, str):
+        if not isinstance(said, str) and not is_parts(said):
             return prompt.messages, tuple(said)
         *earlier, last = prompt.messages
         content = last.get("content")
-        if has_images(content):
-            return earlier, ({**last, "content": [*content, {"type": "text", "text": said}]},)
-        if not isinstance(content, str):
+        if isinstance(content, str) and not isinstance(said, str):
+            content = [{"type": "text", "text": content}]
+        if isinstance(content, list) and (has_images(content) or not isinstance(said, str)):
+            new = [{"type": "text", "text": said}] if isinstance(said, str) else said
+            return earlier, ({**last, "content": [*cast("list[Any]", content), *new]},)
+        if not isinstance(content, str) or not isinstance(said, str):
             raise RenderError(
                 f"row {prompt.id}: the session starts with a text, which goes to the end of the "
                 "last message, and that has no text; start with messages"
@@ -200,18 +231,23 @@ class TurnRenderer:
             )
 
     def _appended(
-        self, sample: Sample, observation: Observation
-    ) -> tuple[str, tuple[Message, ...], tuple[int, ...]]:
+        self,
+        sample: Sample,
+        observation: Observation,
+        images: Sequence[RowImage],
+        where: str,
+    ) -> Appended:
         if observation.token_ids:
-            return "", (), observation.token_ids
+            return Appended("", (), observation.token_ids, TEXT)
         content, messages = observation.content, tuple[Message, ...]()
-        if not isinstance(content, str):
-            messages = tuple(content)
+        is_one = isinstance(content, str) or is_parts(content)
+        if not is_one:
+            messages = tuple(cast("Sequence[Message]", content))
         elif self.uses_chat and observation.role is not None:
             messages = ({"role": observation.role, "content": content},)
         if not messages:
-            assert isinstance(content, str)
-            return content, (), self._encode_said(content)
+            text = bare_text(content, self.images)
+            return Appended(text, (), *self._encode_said(text, images, where))
         if not self.uses_chat:
             raise RenderError(
                 "the environment answers with chat messages, and prompts are rendered without a "
@@ -224,7 +260,7 @@ class TurnRenderer:
         else:
             text = self._behind_last_turn(sample, messages)
         appended = text.removeprefix(self._ended_by(sample, text))
-        return text, messages, self._encode_said(appended)
+        return Appended(text, messages, *self._encode_said(appended, images, where))
 
     def _behind_last_turn(self, sample: Sample, messages: Sequence[Message]) -> str:
         """The text after the last turn. Where tools have answered it or an earlier one, these turns
@@ -318,26 +354,19 @@ class TurnRenderer:
         is_ended = turn.stop_reason is StopReason.EOS
         return {*self.ends.values(), *([self._decode(last)] if is_ended and last else [])}
 
-    def _encode_prompt(self, prompt: Prompt, text: str) -> tuple[tuple[int, ...], ModelInput]:
-        """Ids and images of a prompt that was rendered anew, to `text`."""
+    def _encode_said(
+        self, text: str, images: Sequence[RowImage], where: str, *, num_of_data: int = 0
+    ) -> tuple[tuple[int, ...], ModelInput]:
+        """Ids and images of a rendered text, the first `num_of_data` of which are those of the
+        data."""
         if self.images is None:
-            return self._encode(text), prompt.model_input
-        images, where = self.images.images_of(prompt.model_input), f"row {prompt.id}"
+            return self._encode(text), TEXT
         try:
             token_ids = self._encode(self.images.expand(text, images, where))
-            return token_ids, self.images.contents(token_ids, images, where)
+            found = self.images.contents(token_ids, images, where, num_of_data=num_of_data)
         except UserError as error:
             raise RenderError(str(error)) from error
-
-    def _encode_said(self, text: str) -> tuple[int, ...]:
-        """Ids of a text that follows a prompt or a turn. Raises RenderError where it has a token
-        that stands for an image: environments show none."""
-        if self.images is not None and (mark := self.images.own_mark(text)) is not None:
-            raise RenderError(
-                f"the environment says {mark!r}, which stands for an image with this model, and "
-                "environments answer with text alone; answer without it"
-            )
-        return self._encode(text)
+        return token_ids, found
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:

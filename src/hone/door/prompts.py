@@ -171,8 +171,8 @@ class Prompts:
             new = with_names(prompt.messages, place.num_known)
             sample, observation = sample_of(nodes), Observation(new)
             self._require_thoughts(nodes, new, prompt)
-        text, messages, token_ids = self._next(sample, observation)
-        return self._node(rest, token_ids=token_ids, text=text, messages=messages)
+        said = self._next(sample, observation)
+        return self._node(rest, token_ids=said.token_ids, text=said.text, messages=said.messages)
 
     def first(self, prompt: AskedPrompt) -> Node:
         """The node of a whole prompt, rendered from the start. Raises Refusal."""

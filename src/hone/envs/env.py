@@ -22,10 +22,11 @@ from hone.types import Message, Observation
 __all__ = ["Answer", "Env", "Episode"]
 
 Answer = Observation | str | Sequence[Message] | float | Mapping[str, float] | None
-"""The environment's answer to a turn. A text, messages or an `Observation` are shown to the policy,
-which takes one more turn. A number ends the episode and is its reward; so does a mapping with
-`score` and further numbers, which are logged. None ends the episode too, and `reward.functions`
-score it. Rewards of earlier observations are added to the reward."""
+"""The environment's answer to a turn. A text, messages, parts of a message (texts and images) or an
+`Observation` are shown to the policy, which takes one more turn. A number ends the episode and is
+its reward; so does a mapping with `score` and further numbers, which are logged. None ends the
+episode too, and `reward.functions` score it. Rewards of earlier observations are added to the
+reward."""
 
 
 class Env(Protocol):

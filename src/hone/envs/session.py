@@ -31,9 +31,9 @@ from hone.types import Message, Observation
 __all__ = ["Action", "DataRow", "End", "ModelAccess", "Opening", "Session", "ToolCall"]
 
 Opening = Observation | str | Sequence[Message] | None
-"""What a session says before the first turn. A text is appended to the last message of the prompt,
-or to the prompt itself where there is no chat template. Messages are appended to the prompt's
-messages. None: the prompt stands as it is."""
+"""What a session says before the first turn. A text, or parts of a message (texts and images), are
+appended to the last message of the prompt, or to the prompt itself where there is no chat template.
+Messages are appended to the prompt's messages. None: the prompt stands as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

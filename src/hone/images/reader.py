@@ -105,18 +105,29 @@ class ImageReader:
         )
 
     def contents(
-        self, token_ids: Sequence[int], images: Sequence[RowImage], location: str
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[RowImage],
+        location: str,
+        *,
+        num_of_data: int | None = None,
     ) -> ModelInput:
         """The images among the ids of an expanded text. From now on this process can make their
-        pixels (`STORE`).
+        pixels (`STORE`): those of the data, which are the first `num_of_data` (by default all), for
+        ever, and those that an environment shows as long as the contents live.
 
         Raises UserError unless the runs of placeholders are the tiles of the images, in order.
         """
         if not images:
             return TEXT
         runs = [*_runs(token_ids, self.settings.placeholder_id)]
-        tiles = [(image, n) for image in images for n in range(len(image.layout.tiles))]
-        sizes = [image.layout.tiles[n].num_tokens for image, n in tiles]
+        is_of_data = [num_of_data is None or place < num_of_data for place in range(len(images))]
+        tiles = [
+            (image, n, known)
+            for image, known in zip(images, is_of_data, strict=True)
+            for n in range(len(image.layout.tiles))
+        ]
+        sizes = [image.layout.tiles[n].num_tokens for image, n, _ in tiles]
         if [size for _, size in runs] != sizes:
             raise UserError(
                 f"{location}: the tokenizer makes runs of {[size for _, size in runs]} tokens "
@@ -126,12 +137,20 @@ class ImageReader:
             )
         contents: list[Content] = []
         sources: dict[str, TileSource] = {}
-        for (image, n), (start, size) in zip(tiles, runs, strict=True):
-            name = content_hash(image.file.digest, self.settings, n)
-            shape = image.layout.tiles[n].shape
-            sources[name] = TileSource(image.file, self.settings, n, location)
+        for (image, n, known), (start, size) in zip(tiles, runs, strict=True):
+            name = self.hash_of(image, n)
+            source = TileSource(image.file, self.settings, n, location)
+            if known:
+                sources[name] = source
             contents.append(
-                Content(kind="image", hash=name, start=start, num_tokens=size, shape=shape)
+                Content(
+                    kind="image",
+                    hash=name,
+                    start=start,
+                    num_tokens=size,
+                    shape=image.layout.tiles[n].shape,
+                    shown=None if known else STORE.show(source),
+                )
             )
         STORE.register(sources)
         return ModelInput(tuple(contents))
@@ -146,6 +165,10 @@ class ImageReader:
             images.append(RowImage(source.file, self._layout(source.file)))
             del rest[: len(images[-1].layout.tiles)]
         return tuple(images)
+
+    def hash_of(self, image: RowImage, number: int = 0) -> str:
+        """The content hash of a tile of an image."""
+        return content_hash(image.file.digest, self.settings, number)
 
     def _layout(self, file: ImageFile) -> ImageLayout:
         return layout_of(file, self.settings)

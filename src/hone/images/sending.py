@@ -12,7 +12,8 @@ compute whatever it is sent, and whoever computes an image need not know where i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from hone.model_input import ModelInput
 
@@ -36,10 +37,12 @@ class _WithPixels(list[T]):
     """A list that is pickled with the pixels of its items' images."""
 
     def __reduce__(self) -> tuple[Callable[..., list[Any]], tuple[Any, ...]]:
-        from hone.images.store import STORE  # not for texts
+        from hone.images.shown import without_images  # not for texts
+        from hone.images.store import STORE
 
         hashes = {content.hash for item in self for content in item.model_input.contents}
-        return _receive, (list(self), STORE.payload(sorted(hashes)))
+        items = [replace(cast("Any", x), model_input=without_images(x.model_input)) for x in self]
+        return _receive, (items, STORE.payload(sorted(hashes)))
 
 
 def prefetch_pixels(now: Iterable[ModelInput], later: Callable[[], Iterable[ModelInput]]) -> None:

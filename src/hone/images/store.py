@@ -20,6 +20,7 @@ from hone.families.vision.spec import ImageSettings
 from hone.images.opening import ImageError, ImageFile
 from hone.images.pixels import TilePixels, TileSource, content_hash, layout_of, make_tiles
 from hone.images.pool import PixelPool, Tiles, check_images
+from hone.images.shown import ShownTile
 from hone.model_input import ModelInput
 
 __all__ = ["STORE", "PixelStore"]
@@ -35,6 +36,7 @@ class PixelStore:
         self._lock = threading.Lock()
         self._pool: PixelPool | None = None
         self._sources: dict[str, TileSource] = {}
+        self._shown = weakref.WeakValueDictionary[str, ShownTile]()
         self._kept: OrderedDict[str, TilePixels] = OrderedDict()
         self._making: dict[tuple[str, ImageSettings], Tiles] = {}
         self._received: dict[str, TilePixels] = {}
@@ -54,9 +56,19 @@ class PixelStore:
         with self._lock:
             self._sources |= sources
 
+    def show(self, source: TileSource) -> ShownTile:
+        """Add a tile that this process can make pixels of as long as somebody has the result, which
+        is the same for all who add it."""
+        tile = ShownTile(source)
+        with self._lock:
+            return self._shown.setdefault(tile.hash, tile)
+
     def source(self, name: str) -> TileSource | None:
         """What makes the pixels of a tile here; None where another process has made them."""
-        return self._sources.get(name)
+        try:
+            return self._source(name)
+        except KeyError:
+            return None
 
     def use(self, pool: PixelPool | None) -> None:
         """Make pixels in these processes from now on; None: where they are asked for."""
@@ -90,6 +102,7 @@ class PixelStore:
         start = perf_counter()
         found: dict[str, TilePixels] = {}
         waiting: dict[str, Tiles] = {}
+        sources: dict[str, TileSource] = {}
         ours: list[tuple[TileSource, Tiles]] = []
         with self._lock:
             for name in dict.fromkeys(hashes):
@@ -97,7 +110,8 @@ class PixelStore:
                     found[name] = pixels
                     self.num_hits += 1
                     continue
-                source = self._sources[name]
+                source = self._source(name)
+                sources[name] = source
                 tiles = self._making.get(source.image)
                 if tiles is None:
                     tiles = self._begin(source)
@@ -108,7 +122,7 @@ class PixelStore:
         for source, tiles in ours:
             self._make(source, tiles)
         for name, tiles in waiting.items():
-            source = self._sources[name]
+            source = sources[name]
             try:
                 found[name] = tiles.result()[source.number]
             except ImageError as error:
@@ -125,7 +139,7 @@ class PixelStore:
             if self._pool is None:
                 return
             room = self.max_bytes // 2
-            sources = (self._sources[name] for name in hashes if name not in self._received)
+            sources = (self._source(name) for name in hashes if name not in self._received)
             for source in {source.image: source for source in sources}.values():
                 layout = layout_of(source.file, source.settings)
                 room -= sum(3 * tile.height * tile.width for tile in layout.tiles)
@@ -144,6 +158,9 @@ class PixelStore:
     def payload(self, hashes: Sequence[str]) -> dict[str, TilePixels]:
         """The pixels of tiles as another process receives them."""
         return dict(zip(hashes, self.pixels(hashes), strict=True))
+
+    def _source(self, name: str) -> TileSource:
+        return self._sources.get(name) or self._shown[name].source
 
     def _there(self, name: str) -> TilePixels | None:
         if name in self._kept:

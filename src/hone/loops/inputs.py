@@ -238,7 +238,8 @@ def try_out(
         try:
             if sample.turns:
                 turn = sample.turns[-1]
-                turn.observed, turn.messages, _ = render(sample, sample.observation)
+                said = render(sample, sample.observation)
+                turn.observed, turn.messages = said.text, said.messages
             else:
                 sample.prompt = render.opening(sample.prompt, sample.observation)
             if transcripts is not None:

@@ -314,7 +314,7 @@ class ForkServer:
         if pid == 0:
             _be_worker(theirs, self.job)
         theirs.close()
-        self.workers[pid] = _Worker(pid, wire.Stream(ours))
+        self.workers[pid] = _Worker(pid, wire.Stream(ours, max_bytes=self.job.max_result_bytes))
 
     def _kill_overdue(self) -> float:
         """Kill workers past their deadline; return the seconds until the next deadline."""

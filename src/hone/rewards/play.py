@@ -11,11 +11,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from hone.envs.calling import check_args
 from hone.envs.env import Episode
 from hone.rewards.resolve import error_location
+from hone.rewards.said import sendable
 from hone.rewards.score import (
     ENV_NAME,
     RewardFunction,
@@ -144,15 +145,15 @@ def read_answer(answer: Any) -> FunctionScore | Observation:
     if isinstance(answer, str):
         answer = Observation(answer)
     elif isinstance(answer, Sequence) and not isinstance(answer, bytes):
-        answer = Observation(_messages(answer))
+        answer = Observation(cast("Sequence[Any]", answer))
     return _checked(answer) if isinstance(answer, Observation) else read_score(answer)
 
 
 def _checked(observation: Observation) -> Observation:
-    """Raise InvalidScoreError for an observation with invalid content, reward or state."""
+    """The observation, ready to leave the worker. Raises InvalidScoreError for invalid content,
+    reward or state."""
     content, ids, longest = observation.content, observation.token_ids, observation.max_tokens
-    if not isinstance(content, str):
-        _messages(content)
+    said = sendable(content)
     if not all(type(number) is int and number >= 0 for number in ids):
         raise InvalidScoreError("answered with an Observation whose token_ids are not all ids")
     if ids and content:
@@ -169,25 +170,4 @@ def _checked(observation: Observation) -> Observation:
             f"answered with a state that is not made of JSON values: {error}; it is kept in "
             "checkpoints, so use dicts with texts as keys, lists, texts and finite numbers"
         ) from None
-    return observation
-
-
-def _messages(answer: Sequence[Any]) -> tuple[dict[str, Any], ...]:
-    messages = tuple(answer)
-    if not messages or not all(isinstance(turn, dict) and "role" in turn for turn in messages):
-        raise InvalidScoreError(
-            "answered with a list that is not of chat messages, such as "
-            '[{"role": "user", "content": "..."}]'
-        )
-    for turn in messages:
-        if not isinstance(content := turn.get("content", ""), str):
-            raise InvalidScoreError(
-                f"answered with a message whose content is {content!r:.80}; it must be text: "
-                "a chat template would write Python's spelling of anything else"
-            )
-    try:
-        json.dumps(messages, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        text = f"answered with messages that are not made of JSON values: {error}"
-        raise InvalidScoreError(text) from None
-    return messages
+    return replace(observation, content=said)

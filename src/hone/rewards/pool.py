@@ -288,7 +288,8 @@ def _start_fork_server(job: Job) -> tuple[_Process, wire.Stream]:
     with theirs:
         if job.inherits:
             serve_forked = import_module(FORK_SERVER).serve_forked
-            return _Fork(lambda: serve_forked(theirs, job)), wire.Stream(ours)
+            fork = _Fork(lambda: serve_forked(theirs, job))
+            return fork, wire.Stream(ours, max_bytes=job.max_result_bytes)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", FORK_SERVER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -298,7 +299,7 @@ def _start_fork_server(job: Job) -> tuple[_Process, wire.Stream]:
             start_new_session=True,
         )
     wire.send(ours, pickle.dumps(job))
-    return process, wire.Stream(ours)
+    return process, wire.Stream(ours, max_bytes=job.max_result_bytes)
 
 
 def describe_exit(status: int) -> str:

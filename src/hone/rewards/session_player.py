@@ -5,11 +5,12 @@ It runs in a worker, which holds one session at a time (`fork_server.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hone.envs.session import Action, DataRow, End, Session
+from hone.images.parts import is_parts
 from hone.rewards import wire
 from hone.rewards.score import ENV_NAME, await_result
 from hone.rewards.shapes import DeadlineError, FunctionScore, InvalidScoreError, read_score
@@ -135,21 +136,35 @@ class SessionPlayer:
 
 def _shortened(observation: Observation) -> Observation:
     """The observation with texts that fit into the worker's answer: what a tool returns may depend
-    on the policy, and must not fail the episode by its length. The driver cuts to tokens."""
+    on the policy, and must not fail the episode by its length. The driver cuts to tokens. Images
+    stay whole."""
     content = observation.content
-    if isinstance(content, str):
-        return replace(observation, content=_without_middle(content, _LONGEST_TEXT))
+    if isinstance(content, str) or is_parts(content):
+        return replace(observation, content=_with_short_texts(content, _LONGEST_TEXT))
     messages = [*content]
     limit = _LONGEST_TEXT // max(len(messages), 1)
     return replace(
         observation,
         content=tuple(
-            message | {"content": _without_middle(said, limit)}
-            if isinstance(said := message.get("content"), str)
+            message | {"content": _with_short_texts(message["content"], limit)}
+            if "content" in message
             else message
             for message in messages
         ),
     )
+
+
+def _with_short_texts(content: str | Sequence[dict[str, Any]], length: int) -> Any:
+    """The content of a message whose texts have at most about `length` characters in all."""
+    if isinstance(content, str):
+        return _without_middle(content, length)
+    num_texts = sum("text" in part for part in content)
+    return [
+        part | {"text": _without_middle(part["text"], length // num_texts)}
+        if "text" in part
+        else part
+        for part in content
+    ]
 
 
 def _without_middle(text: str, length: int) -> str:

@@ -7,10 +7,13 @@ import socket
 import struct
 from collections.abc import Iterator
 
-__all__ = ["MAX_RESULT_BYTES", "ProtocolError", "Stream", "receive", "send"]
+__all__ = ["MAX_IMAGE_BYTES", "MAX_RESULT_BYTES", "ProtocolError", "Stream", "receive", "send"]
 
 MAX_RESULT_BYTES = 1 << 20
-"""Largest message accepted from a worker, which runs untrusted code."""
+"""Largest message accepted from a worker, which runs untrusted code; an environment's answer may
+have images besides."""
+MAX_IMAGE_BYTES = 16 << 20
+"""Most bytes of the images of one answer, in base64."""
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 16
@@ -44,7 +47,8 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
 class Stream:
     """One end of a socket that never blocks, whatever the other side does."""
 
-    def __init__(self, sock: socket.socket, *, max_bytes: int | None = MAX_RESULT_BYTES) -> None:
+    def __init__(self, sock: socket.socket, *, max_bytes: int | None) -> None:
+        """A longer message than `max_bytes` is an error; None: any is read."""
         sock.setblocking(False)
         self.sock = sock
         self._max_bytes = math.inf if max_bytes is None else max_bytes

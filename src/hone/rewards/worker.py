@@ -29,6 +29,7 @@ from hone.rewards.jail import launchers
 from hone.rewards.play import EpisodeSoFar, Player, play
 from hone.rewards.process_tree import children_of
 from hone.rewards.resolve import check_signature, resolve
+from hone.rewards.said import num_image_bytes
 from hone.rewards.score import ENV_NAME, RewardFunction, Verdict, score, score_group
 from hone.rewards.session_player import SessionPlayer
 from hone.types import FailureKind
@@ -84,6 +85,11 @@ class Job:
     folder of a worker is removed when it ends, also where it is killed."""
     may_abstain: bool = False
     """The argument `may_abstain` of `hone.rewards.score.score`."""
+
+    @property
+    def max_result_bytes(self) -> int:
+        """Largest message accepted from a worker."""
+        return wire.MAX_RESULT_BYTES + (wire.MAX_IMAGE_BYTES if self.env is not None else 0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -295,6 +301,9 @@ def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
             "stop_reason": verdict.stop_reason,
         }
     num_bytes = len(json.dumps(plain))
+    # Those of images, which have no character that JSON would escape, have a bound of their own.
+    if verdict.observation is not None:
+        num_bytes -= num_image_bytes(verdict.observation.content)
     if num_bytes <= wire.MAX_RESULT_BYTES:
         return plain
     detail = f"the result takes {num_bytes} bytes, at most {wire.MAX_RESULT_BYTES} are allowed"

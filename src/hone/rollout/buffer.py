@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hone.algorithms.advantages import has_spread
 from hone.images.sending import prefetch_pixels
+from hone.images.shown import restored, saved
 from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.requests import sampling_params
@@ -26,6 +27,7 @@ from hone.rollout.settings import RolloutConfig
 from hone.rollout.state import (
     group_from_dict,
     group_to_dict,
+    inputs_of,
     request_from_dict,
     request_to_dict,
     sample_from_dict,
@@ -211,7 +213,10 @@ class Buffer:
     def state_dict(self) -> dict[str, Any]:
         """All groups and the number of the next one, as JSON values. Engine and scorer must have no
         requests and samples."""
+        samples = (x for entry in self for x in (*entry.group.samples, *entry.episodes.values()))
+        inputs = [each for sample in samples for each in inputs_of(sample)]
         return {
+            "images": saved(inputs),
             "num_started": self._num_started,
             "groups": [
                 {
@@ -232,14 +237,18 @@ class Buffer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self._num_started = state["num_started"]
+        images = restored(state["images"])
         for entry in state["groups"]:
-            group = group_from_dict(entry["group"])
+            group = group_from_dict(entry["group"], images)
             group.samples.sort(key=lambda sample: sample.index)
             self.by_id[group.id] = InFlightGroup(
                 group=group,
-                requests={int(i): request_from_dict(r) for i, r in entry["requests"].items()},
+                requests={
+                    int(i): request_from_dict(r, images) for i, r in entry["requests"].items()
+                },
                 episodes={
-                    int(i): sample_from_dict(s, group.prompt) for i, s in entry["episodes"].items()
+                    int(i): sample_from_dict(s, group.prompt, images)
+                    for i, s in entry["episodes"].items()
                 },
                 sampling=self._sampling,
                 order=entry["order"],

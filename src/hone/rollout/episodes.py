@@ -16,12 +16,12 @@ from typing import Protocol
 import numpy as np
 
 from hone.data.template_check import RenderError
+from hone.data.turns import Appended
 from hone.rollout.requests import Decode, request_seed
 from hone.types import (
     NOT_SAMPLED,
     Completion,
     FailureKind,
-    Message,
     Observation,
     PerToken,
     Prompt,
@@ -45,9 +45,7 @@ class RenderTurn(Protocol):
     @property
     def num_cut(self) -> int: ...
 
-    def __call__(
-        self, sample: Sample, observation: Observation, /
-    ) -> tuple[str, tuple[Message, ...], tuple[int, ...]]: ...
+    def __call__(self, sample: Sample, observation: Observation, /) -> Appended: ...
 
     def opening(self, prompt: Prompt, observation: Observation, /) -> Prompt: ...
 
@@ -154,18 +152,21 @@ class Episodes:
             return self._open(sample, observation, first)
         sample.must_end = True
         try:
-            text, messages, token_ids = self.render(sample, observation)
+            said = self.render(sample, observation)
         except RenderError as error:
             sample.failure, sample.failure_detail = FailureKind.INVALID, f"env: {error}"
             return None
+        token_ids = said.token_ids
         num_left = max_tokens - len(sample.token_ids) - len(token_ids)
         if num_left <= 0:
             return None
         sample.must_end = False
         turn = sample.turns[-1]
-        turn.observed, turn.messages, turn.reward = text, messages, observation.reward
+        turn.observed, turn.messages, turn.reward = said.text, said.messages, observation.reward
         if observation.state is not None:
             sample.state = observation.state
+        start = len(sample.token_ids)
+        sample.model_input = sample.model_input.followed_by(said.model_input, start)
         sample.token_ids += token_ids
         sample.logprobs += [0.0] * len(token_ids)
         sample.weight_versions += [NOT_SAMPLED] * len(token_ids)
@@ -178,11 +179,13 @@ class Episodes:
             stop=observation.stop or first.sampling.stop,
             seed=request_seed(first.sampling.seed, "turn", len(sample.turns), "", 0),
         )
+        prompt = sample.prompt
         return replace(
             first,
-            prompt_ids=(*sample.prompt.token_ids, *sample.token_ids),
+            prompt_ids=(*prompt.token_ids, *sample.token_ids),
             sampling=sampling,
             resumed=None,
+            model_input=prompt.model_input.followed_by(sample.model_input, len(prompt.token_ids)),
         )
 
     def _open(self, sample: Sample, opening: Observation, first: Request) -> Request | None:
@@ -201,4 +204,9 @@ class Episodes:
             max_tokens=min(num_left, opening.max_tokens or num_left),
             stop=opening.stop or first.sampling.stop,
         )
-        return replace(first, prompt_ids=sample.prompt.token_ids, sampling=sampling)
+        return replace(
+            first,
+            prompt_ids=sample.prompt.token_ids,
+            sampling=sampling,
+            model_input=sample.prompt.model_input,
+        )

@@ -11,6 +11,7 @@ from hone.data.chat import Renderer
 from hone.data.columns import Example
 from hone.data.settings import DataConfig
 from hone.errors import UserError
+from hone.images.parts import has_images
 from hone.types import Message, Prompt, Sample, StopReason, Turn, with_opened_tag
 
 __all__ = ["Transcripts"]
@@ -78,7 +79,8 @@ class Transcripts:
         """Token ids of a prompt with its completion, whose text is that of `turns` where there are
         any. Raises UserError where the text cannot be rendered or tokenised, or becomes a token
         that the model lacks."""
-        if prompt.model_input:
+        shows = any(has_images(said.get("content")) for turn in turns for said in turn.messages)
+        if prompt.model_input or shows:
             raise UserError(
                 f"row {prompt.id} has an image, and a reward model reads text alone; score it with "
                 "a function, or leave such rows out"

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from hone.config.env_try import EnvTryConfig
 from hone.errors import UserError
+from hone.images.parts import is_parts
 from hone.rewards.scorer import Scorer
-from hone.tools.env_try.language import Language
+from hone.tools.env_try.language import Language, in_words
 from hone.tools.env_try.play import episodes_of, sampling_of, scorer_of
 from hone.tools.env_try.policy import completion_of
 from hone.types import FailureKind, Prompt, Request, Sample
@@ -155,7 +157,7 @@ class _Trial:
         if second.observation is None:
             return  # a second failure of its own says nothing on seeds
         said = _short(second.observation.content)
-        if self._render("start", second) and second.prompt.text != first.prompt.text:
+        if self._render("start", second) and _seen(second.prompt) != _seen(first.prompt):
             self.checked.problems.append(
                 Problem(
                     "two sessions with the same row and seed start differently: "
@@ -225,8 +227,23 @@ class _Trial:
             self.scorer.poll(timeout_s=1.0)
 
 
+def _seen(prompt: Prompt) -> tuple[object, ...]:
+    """All that tells the policy which game it plays."""
+    return prompt.text, *prompt.model_input.key
+
+
+def _without_images(content: Any) -> Any:
+    """What was said, with words for images."""
+    if is_parts(content):
+        return in_words(content)
+    return [
+        {**message, "content": in_words(message["content"])} if "content" in message else message
+        for message in content
+    ]
+
+
 def _short(content: object, most: int = 160) -> str:
     """What was said, in a line."""
-    text = content if isinstance(content, str) else repr(content)
+    text = content if isinstance(content, str) else repr(_without_images(content))
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most]}…"

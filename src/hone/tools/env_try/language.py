@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from hone.config.env_try import EnvTryConfig
 from hone.data.columns import Example, choose_columns, map_rows
 from hone.data.settings import SourceBase
 from hone.data.sources import read_source, source_names
 from hone.data.template_check import RenderError
+from hone.data.turns import Appended
+from hone.images.opening import open_image
+from hone.images.parts import is_parts
+from hone.images.store import STORE
+from hone.model_input import TEXT
 from hone.rewards.pool import describe
 from hone.rollout.episodes import RenderTurn
 from hone.rollout.requests import Decode
 from hone.types import Message, Observation, Prompt, Sample
 
-__all__ = ["Language", "examples_of", "plain_language"]
+__all__ = ["Language", "examples_of", "in_words", "plain_language"]
 
 _END = 256
 """Id that ends a turn, after those of all bytes."""
@@ -126,7 +132,25 @@ def _decode(token_ids: Sequence[int]) -> str:
 
 
 def _written(messages: Sequence[Message]) -> str:
-    return "".join(f"{message.get('content', '')}\n" for message in messages)
+    return "".join(f"{in_words(message.get('content'))}\n" for message in messages)
+
+
+def in_words(content: Any) -> str:
+    """The content of a message for people, with the size of an image in its place."""
+    if not isinstance(content, list | tuple):
+        return str(content or "")
+    parts = cast("Sequence[Mapping[str, Any]]", content)
+    return "".join(_size(part) if part["type"] == "image" else str(part["text"]) for part in parts)
+
+
+def _size(part: Mapping[str, Any]) -> str:
+    if "hash" in part and (source := STORE.source(part["hash"])) is not None:
+        file = source.file
+    elif "image" in part:
+        file = open_image(part["image"], folder=None)
+    else:
+        return "[image]"
+    return f"[image of {file.width} x {file.height} pixels]"
 
 
 class _PlainRender:
@@ -138,9 +162,7 @@ class _PlainRender:
     def ends(self) -> Mapping[int, str]:
         return {}
 
-    def __call__(
-        self, sample: Sample, observation: Observation, /
-    ) -> tuple[str, tuple[Message, ...], tuple[int, ...]]:
+    def __call__(self, sample: Sample, observation: Observation, /) -> Appended:
         del sample
         if observation.token_ids:
             raise RenderError(
@@ -148,18 +170,20 @@ class _PlainRender:
                 "name the model's in model.tokenizer"
             )
         content, messages = observation.content, tuple[Message, ...]()
-        if not isinstance(content, str):
+        is_one = isinstance(content, str) or is_parts(content)
+        if not is_one:
             messages = tuple(content)
         elif observation.role is not None:
             messages = ({"role": observation.role, "content": content},)
-        text = _written(messages) if messages else str(content)
-        return text, messages, _encode(text)
+        text = _written(messages) if messages else in_words(content)
+        return Appended(text, messages, _encode(text), TEXT)
 
     def opening(self, prompt: Prompt, observation: Observation, /) -> Prompt:
         said = observation.content
-        if isinstance(said, str):
+        if isinstance(said, str) or is_parts(said):
             *earlier, last = prompt.messages
-            messages = (*earlier, {**last, "content": f"{last.get('content', '')}{said}"})
+            content = in_words(last.get("content")) + in_words(said)
+            messages = (*earlier, {**last, "content": content})
         else:
             messages = (*prompt.messages, *said)
         text = _written(messages)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hone.observe.printable import printable
-from hone.tools.env_try.language import Language
+from hone.tools.env_try.language import Language, in_words
 from hone.types import Message, Prompt, Sample, StopReason, Turn
 
 __all__ = ["LABEL_WIDTH", "Shown"]
@@ -99,7 +99,7 @@ class Shown:
     def _messages(self, messages: Sequence[Message], meta: str) -> None:
         for number, message in enumerate(messages):
             role, name = str(message.get("role", "")), str(message.get("name") or "")
-            said = _text(str(message.get("content") or ""))
+            said = _text(in_words(message.get("content")))
             for call in message.get("tool_calls") or ():
                 said.append(f"\n→ {printable(str(call))}", style="magenta")
             self._line(name or role, said, meta if number == len(messages) - 1 else "", role)

@@ -1,0 +1,101 @@
+"""The images of what an environment says: opened, and parts of messages with hashes in their place.
+
+What an environment says comes from a worker, which runs code that nobody trusts. So an image is the
+bytes in a data URI and nothing else: no path is opened and no address is asked for here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from hone.data.template_check import RenderError
+from hone.images.opening import ImageError
+from hone.images.parts import is_parts
+from hone.images.reader import ImageReader, RowImage
+from hone.types import Message
+
+__all__ = ["bare_text", "open_shown"]
+
+Said = str | Sequence[Message]
+"""A text, messages, or the parts of one."""
+
+
+def open_shown(said: Said, reader: ImageReader | None) -> tuple[Said, tuple[RowImage, ...]]:
+    """What an environment says with the hash of an image in its place, and the images in order.
+
+    Raises RenderError for images that cannot be shown to the model, and where a text spells a token
+    that stands for one.
+    """
+    if reader is not None:
+        _refuse_marks(said, reader)
+    values = [part["image"] for part in _parts_in(said) if "image" in part]
+    if not values:
+        return said, ()
+    if reader is None:
+        raise RenderError(
+            "the environment shows an image, and the model reads text alone; name a "
+            "vision-language model in model.path, or answer with text"
+        )
+    for value in values:
+        if not (isinstance(value, str) and value.startswith("data:")):
+            raise RenderError(
+                f"the environment shows an image as {value!r:.80}, and at this place it must be a "
+                "data URI, with which nothing is read from files"
+            )
+    try:
+        images = reader.read(values, None)
+    except ImageError as error:
+        raise RenderError(f"of what the environment shows, {error}") from error
+    hashes = iter(reader.hash_of(image) for image in images)
+    return _with_hashes(said, hashes), images
+
+
+def bare_text(said: Said, reader: ImageReader | None) -> str:
+    """A text, or parts as a text, with what stands for an image where there is no template."""
+    if isinstance(said, str):
+        return said
+    return "".join(
+        reader.settings.bare if reader is not None and part["type"] == "image" else part["text"]
+        for part in said
+    )
+
+
+def _contents(said: Said) -> Iterator[str | Sequence[Mapping[str, Any]]]:
+    if isinstance(said, str) or is_parts(said):
+        yield said
+    else:
+        yield from (message.get("content") or "" for message in said)
+
+
+def _parts_in(said: Said) -> Iterator[Mapping[str, Any]]:
+    for content in _contents(said):
+        if isinstance(content, str):
+            yield {"type": "text", "text": content}
+        else:
+            yield from content
+
+
+def _with_hashes(said: Said, hashes: Iterator[str]) -> Said:
+    def renewed(content: Any) -> Any:
+        if isinstance(content, str):
+            return content
+        return [
+            {"type": "image", "hash": next(hashes)} if "image" in part else part for part in content
+        ]
+
+    if is_parts(cast("Sequence[Message]", said)):
+        return cast("list[Message]", renewed(said))
+    return [
+        {**message, "content": renewed(message["content"])} if "content" in message else message
+        for message in cast("Sequence[Message]", said)
+    ]
+
+
+def _refuse_marks(said: Said, reader: ImageReader) -> None:
+    for part in _parts_in(said):
+        if (mark := reader.own_mark(part.get("text", ""))) is not None:
+            raise RenderError(
+                f"the environment says {mark!r}, which stands for an image with this model; show "
+                "an image as a part of a message, and answer without it"
+            )

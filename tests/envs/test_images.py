@@ -1,0 +1,182 @@
+"""Runs in environments that show images, against transformers' whole model and the drawn images."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL.Image import Image
+
+from hone.config.tree import RLConfig
+from hone.loops import reinforce
+from hone.model_input import Content, ModelInput
+from hone.trainer.trainer import Trainer
+from hone.types import Row
+from tests.tiny_runs import lines, tiny_config
+from tests.vision.examples import Example, Twin, picture
+
+ENVS = '''
+import base64
+import io
+import random
+import tempfile
+
+from hone.envs import Observation
+from tests.vision.examples import picture
+
+
+def drawn(number):
+    """The image of a number in one of the ways in which one may be given."""
+    image = picture(number, 40 + number % 50, 30 + number % 40)
+    if number % 4 == 0:
+        return image
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    if number % 4 == 1:
+        return stream.getvalue()
+    if number % 4 == 2:
+        return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+    path = tempfile.mkstemp(suffix=".png")[1]
+    open(path, "wb").write(stream.getvalue())
+    return path
+
+
+def question(seed, turn):
+    number = random.Random(f"{seed} {turn}").randrange(10_000)
+    return [
+        {"type": "text", "text": f"n{number}:"},
+        {"type": "image", "image": drawn(number)},
+        {"type": "text", "text": "which?"},
+    ]
+
+
+class Stateless:
+    """Two images: one in the parts of a message, one in messages."""
+
+    def step(self, episode):
+        number = len(episode.turns)
+        if number == 3:
+            return float(len(episode.turn))
+        said = question(episode.seed, number)
+        if number == 1:
+            return Observation(said, max_tokens=4)
+        messages = [{"role": "user", "content": said}, {"role": "user", "content": "go"}]
+        return Observation(messages, max_tokens=4)
+
+
+class Live:
+    """An image at the start, one behind the first turn, and one in the policy's own message."""
+
+    def start(self, row):
+        self.seed, self.num_turns = row.seed, 0
+        return question(row.seed, 0)
+
+    def step(self, action):
+        self.num_turns += 1
+        if self.num_turns == 3:
+            return float(len(action.text))
+        said = question(self.seed, self.num_turns)
+        return Observation(said, role="user" if self.num_turns == 1 else None, max_tokens=4)
+'''
+FAMILIES = ("qwen3_vl", "gemma3")
+LONGEST = 400
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return Twin(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shown")
+    (folder / "envs.py").write_text(ENVS)
+    picture(1).save(folder / "one.png")
+    rows = [
+        {"prompt": f"{number}?"} | ({"image": "one.png"} if number % 2 else {})
+        for number in range(8)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def configured(inputs: Path, twin: Twin, folder: Path, name: str, **sections: Any) -> RLConfig:
+    names: dict[str, Any] = {
+        "run": {"dir": folder, "steps": 1},
+        "model": {"path": str(twin.folder)},
+        "data": {"eval": [], "chat": "auto", "max_prompt_tokens": 500},
+        "env": {"path": f"{inputs / 'envs.py'}:{name}", "max_turn_tokens": 4},
+        "rollout": {
+            "prompts_per_step": 2,
+            "n_samples_per_prompt": 2,
+            "max_completion_tokens": LONGEST,
+        },
+        "reward": {"functions": [], "num_workers": 2},
+        "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 256},
+        "log": {"to": [], "samples_per_step": 99},
+    }
+    for section, keys in sections.items():
+        names[section] = names.get(section, {}) | keys
+    return tiny_config(inputs, folder, **names)
+
+
+class Seen:
+    """The rows that a run trains, with the trainer's log-probabilities of their trained tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: dict[str, Row] = {}
+        self.logprobs: dict[str, torch.Tensor] = {}
+        update = Trainer.update
+
+        def noted(trainer: Trainer, rows: Sequence[Row], *args: Any) -> Any:
+            for row, logprobs in zip(rows, trainer.logprobs(rows), strict=True):
+                self.rows[row.id], self.logprobs[row.id] = row, logprobs
+            return update(trainer, rows, *args)
+
+        monkeypatch.setattr(Trainer, "update", noted)
+
+
+def images_of(row: Row, twin: Twin, inputs: Path) -> list[Image]:
+    """The images that the texts of a row name: those of the environment are drawn again."""
+    text = str(twin.tokenizer.decode(row.token_ids))
+    named = re.findall(r"n(\d+):", text)
+    images = [picture(n, 40 + n % 50, 30 + n % 40) for n in map(int, named)]
+    is_odd = int(re.findall(r"(\d)\?", text)[0]) % 2
+    return [*[picture(1)] * is_odd, *images]
+
+
+def expected(row: Row, twin: Twin, inputs: Path) -> torch.Tensor:
+    """The log-probabilities of the trained tokens by transformers' whole model, from pixels."""
+    pads = [
+        token == twin.settings.placeholder_id and not trained
+        for token, trained in zip(row.token_ids, row.loss_mask, strict=True)
+    ]
+    runs = [(m.start(), len(m[0])) for m in re.finditer("1+", "".join("01"[pad] for pad in pads))]
+    contents = [Content(kind="image", hash="", start=start, num_tokens=n) for start, n in runs]
+    assert [(c.start, c.num_tokens) for c in row.model_input.contents] == runs
+    images = tuple(images_of(row, twin, inputs))
+    whole = twin.logits(Example(row.token_ids, ModelInput(tuple(contents)), images))
+    trained = torch.tensor(row.loss_mask).nonzero()[:, 0]
+    labels = torch.tensor(row.token_ids)[trained]
+    return whole.log_softmax(-1)[trained - 1].gather(1, labels[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", ["Stateless", "Live"])
+def test_engine_and_trainer_see_the_images_that_an_environment_shows(
+    name: str, inputs: Path, twin: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    reinforce.run(configured(inputs, twin, tmp_path, name))
+    samples = {sample["id"]: sample for sample in lines(tmp_path / "samples.jsonl")}
+    assert len(seen.rows) == len(samples) == 4
+    for row in seen.rows.values():
+        num_images = len(images_of(row, twin, inputs))
+        assert num_images >= 2 + (name == "Live")
+        wanted = expected(row, twin, inputs)
+        torch.testing.assert_close(row.column("logprobs/engine"), wanted, atol=1e-4, rtol=0)
+        torch.testing.assert_close(seen.logprobs[row.id], wanted, atol=1e-4, rtol=0)
