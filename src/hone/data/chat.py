@@ -24,11 +24,11 @@ from hone.data.tool_schemas import TOOLS, ToolSchemas, all_tools, require_writte
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers
 from hone.images.parts import has_images
-from hone.images.reader import ImageReader
 from hone.model_input import TEXT, ModelInput
 from hone.types import Message, opened_tag
 
 if TYPE_CHECKING:
+    from hone.images.reader import ImageReader
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Demonstration", "Rendered", "Renderer", "template_arguments", "uses_chat"]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.data.images import (
     NO_IMAGES,
@@ -22,10 +22,12 @@ from hone.data.images import (
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
 from hone.errors import UserError
-from hone.images.reader import RowImage
 from hone.observe.column_values import as_text
 from hone.paths import DATA_SUFFIXES
 from hone.types import Message, StopReason
+
+if TYPE_CHECKING:
+    from hone.images.reader import RowImage
 
 __all__ = [
     "Columns",

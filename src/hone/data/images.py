@@ -16,17 +16,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from hone.data.filters import FilterReport
 from hone.data.settings import DataConfig
 from hone.data.sources import SourceRow, shorten
 from hone.errors import UserError
-from hone.images.opening import ImageError
 from hone.images.parts import has_images, image_in, is_image_part
-from hone.images.reader import ImageReader, RowImage
-from hone.images.store import STORE
 from hone.types import Message
+
+if TYPE_CHECKING:
+    from hone.images.opening import ImageError
+    from hone.images.reader import ImageReader, RowImage
 
 __all__ = [
     "MARK",
@@ -78,6 +79,11 @@ def open_images(
 
     Raises UserError; also for images where `reader` is None, which a text model has.
     """
+    if not any(row.given_images.values for row in rows):
+        return list(rows)
+    from hone.images.opening import ImageError  # which data of text alone do not need
+    from hone.images.store import STORE
+
     opened: list[tuple[R, tuple[RowImage, ...]]] = []
     for row in rows:
         given = row.given_images

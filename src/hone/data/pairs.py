@@ -42,11 +42,11 @@ from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
 from hone.data.split import Data, load_data
 from hone.errors import UserError
-from hone.images.reader import ImageReader, RowImage
 from hone.model_input import ModelInput
 from hone.types import Message, Preference, Row
 
 if TYPE_CHECKING:
+    from hone.images.reader import ImageReader, RowImage
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Compared", "PairsData", "load_pairs", "map_pairs", "read_pairs"]

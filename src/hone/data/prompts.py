@@ -13,10 +13,10 @@ from hone.data.sources import shorten
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
 from hone.data.tool_schemas import ToolSchemas
-from hone.images.reader import ImageReader
 from hone.types import Prompt
 
 if TYPE_CHECKING:
+    from hone.images.reader import ImageReader
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [

@@ -18,10 +18,10 @@ from hone.data.sources import SourceRow, count_rows, iter_source, source_names
 from hone.data.split import HeldOut
 from hone.data.tool_schemas import ToolSchemas
 from hone.errors import UserError
-from hone.images.reader import ImageReader
 from hone.types import Prompt
 
 if TYPE_CHECKING:
+    from hone.images.reader import ImageReader
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["num_rows", "read_prompts"]

@@ -13,10 +13,10 @@ from hone.data.filters import LengthLimit
 from hone.data.prompts import is_put_into_template, show_template
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
-from hone.images.reader import ImageReader
 from hone.types import Row
 
 if TYPE_CHECKING:
+    from hone.images.reader import ImageReader
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["RowStream", "SFTData", "load_sft"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from hone.data.filters import FilterReport, LengthLimit, Located, RenderedRow, filter_length
 from hone.data.images import WithImages, open_images
@@ -13,8 +13,10 @@ from hone.data.settings import DataConfig, SourceBase
 from hone.data.sources import SourceRow, read_source, source_names
 from hone.data.stream import Item, Stream, keyed_hash
 from hone.errors import UserError
-from hone.images.reader import ImageReader
 from hone.model_input import prompt_digest
+
+if TYPE_CHECKING:
+    from hone.images.reader import ImageReader
 
 __all__ = ["Data", "HeldOut", "is_held_out", "load_data"]
 

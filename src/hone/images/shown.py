@@ -11,12 +11,12 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from hone.families.vision.spec import ImageSettings
-from hone.images.opening import open_image
-from hone.images.pixels import TileSource, content_hash
 from hone.model_input import ModelInput
+
+if TYPE_CHECKING:
+    from hone.images.pixels import TileSource
 
 __all__ = ["ShownTile", "restored", "saved", "with_images", "without_images"]
 
@@ -28,6 +28,8 @@ class ShownTile:
     __slots__ = ("__weakref__", "hash", "source")
 
     def __init__(self, source: TileSource) -> None:
+        from hone.images.pixels import content_hash
+
         self.source = source
         self.hash = content_hash(*source.image, source.number)
 
@@ -86,6 +88,12 @@ def saved(inputs: Iterable[ModelInput]) -> dict[str, Any]:
 
 def restored(state: Mapping[str, Any]) -> dict[str, ShownTile]:
     """Inverse of `saved`: the tiles by content hash."""
+    if not state["files"]:
+        return {}
+    from hone.families.vision.spec import ImageSettings
+    from hone.images.opening import open_image
+    from hone.images.pixels import TileSource
+
     files = {
         digest: open_image(b64decode(data), folder=None) for digest, data in state["files"].items()
     }

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from hone.data.template_check import RenderError
-from hone.data.turns import Appended
 from hone.rollout.requests import Decode, request_seed
 from hone.types import (
     NOT_SAMPLED,
@@ -31,6 +30,9 @@ from hone.types import (
     StopReason,
     Turn,
 )
+
+if TYPE_CHECKING:
+    from hone.data.turns import Appended
 
 __all__ = ["Episodes", "RenderTurn"]
 
