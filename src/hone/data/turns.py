@@ -181,7 +181,7 @@ class TurnRenderer:
             return prompt.messages, tuple(said)
         *earlier, last = prompt.messages
         content = last.get("content")
-        if has_images(content):
+        if isinstance(content, list) and has_images(content):
             return earlier, ({**last, "content": [*content, {"type": "text", "text": said}]},)
         if not isinstance(content, str):
             raise RenderError(
