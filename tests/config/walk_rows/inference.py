@@ -8,9 +8,11 @@ from tests.config.row import Row
 from tests.config.walk_rows.rl import RL
 from tests.config.walk_rows.shared import (
     CHAT,
+    NO_PICTURES,
     WHOLE_GROUPS,
     engine_rows,
     eval_rows,
+    image_rows,
     model_rows,
     not_used,
     run_rows,
@@ -24,6 +26,7 @@ def inference_sources(section: str, key: str, shown: str, told: tuple[str, ...])
         f"{key}.columns.prompt": Row("q", shown, columns),
         f"{key}.columns.answer": Row("a", shown, columns),
         f"{key}.columns.task": Row("kind", shown, columns),
+        f"{key}.columns.images": NO_PICTURES,
         f"{key}.answer_pattern": Row("^.", shown, told),
         f"{key}.task": Row("sums", shown),
         f"{key}.path": Row("split/train.jsonl", shown, told),
@@ -46,6 +49,7 @@ def rendering_rows(shown: str) -> dict[str, Row]:
             "error", "log:raise the limit", ("--data.max_prompt_tokens=3",)
         ),
         "data.shuffle": not_used("data.shuffle", "false"),
+        **image_rows(),
     }
 
 
@@ -106,7 +110,7 @@ GENERATE: dict[str, Row] = {
             value,
             UNUSED_EVAL,
             flag="--data.eval=[{path: eval.jsonl, split: test, subset: main, "
-            "max_rows: 2, columns: {prompt: q, answer: a, task: kind}, "
+            "max_rows: 2, columns: {prompt: q, answer: a, task: kind, images: x}, "
             "answer_pattern: x, task: x}]",
         )
         for name, value in (
@@ -117,6 +121,7 @@ GENERATE: dict[str, Row] = {
             ("columns.prompt", "q"),
             ("columns.answer", "a"),
             ("columns.task", "kind"),
+            ("columns.images", "x"),
             ("answer_pattern", "x"),
             ("task", "x"),
         )

@@ -11,6 +11,7 @@ HUB = ("--data.train=[{path: owner/name}]",)
 EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4}]",)
 SPLIT = ("--data.train=[{path: split}]",)
 EVAL_SPLIT = ("--data.eval=[{path: split}]",)
+NO_PICTURES = Row("pictures", "log:no column for the images")
 WHOLE_GROUPS = Row("true", "metrics", ("--reward.functions=[{fn: 'rewards.py:of_lists'}]",))
 LORA = ("--model.lora.rank=2",)
 KL = ("--algorithm.kl.coef=0.1",)
@@ -44,6 +45,7 @@ def model_rows(shown: str, *, lora: bool, chat: tuple[str, ...] = CHAT) -> dict[
         "model.init": Row("random", shown),
         "model.dtype": Row("bfloat16", shown),
         "model.exact": Row("true", "log:model.exact"),
+        "model.image_cache_gib": not_used("model.image_cache_gib", "2"),
         "model.trust_remote_code": Row("true", "AutoModelForCausalLM.from_pretrained"),
     }
     if lora:
@@ -59,6 +61,18 @@ def model_rows(shown: str, *, lora: bool, chat: tuple[str, ...] = CHAT) -> dict[
 EXACT_LETTERS: tuple[str, ...] = ()
 
 
+def image_rows() -> dict[str, Row]:
+    """Keys of images, which a model of text does not use. `tests/loops/test_images.py` shows what
+    they do with one that sees images."""
+    values = {
+        "max_image_tokens": "64",
+        "image_errors": "drop",
+        "image_urls": "true",
+        "image_workers": "0",
+    }
+    return {f"data.{name}": not_used(f"data.{name}", value) for name, value in values.items()}
+
+
 def source_rows(section: str, shown: str, columns: Mapping[str, Row]) -> dict[str, Row]:
     """Keys of the first source of a section, as `data.train`."""
     train = section == "train"
@@ -69,6 +83,7 @@ def source_rows(section: str, shown: str, columns: Mapping[str, Row]) -> dict[st
         f"{key}.0.split": Row("test", shown, SPLIT if train else EVAL_SPLIT),
         f"{key}.0.subset": Row("main", "datasets.load_dataset", HUB if train else EVAL_HUB),
         f"{key}.0.max_rows": Row("3", shown),
+        f"{key}.0.columns.images": NO_PICTURES,
     } | {f"{key}.0.{name}": row for name, row in columns.items()}
 
 

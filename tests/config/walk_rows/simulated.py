@@ -120,7 +120,14 @@ NOT_OF_TIME = (
     *(f"run.{name}" for name in ("device", "dir", "steps", "resume")),
     *(
         f"model.{name}"
-        for name in ("tokenizer", "chat_template", "init", "exact", "trust_remote_code")
+        for name in (
+            "tokenizer",
+            "chat_template",
+            "init",
+            "exact",
+            "image_cache_gib",
+            "trust_remote_code",
+        )
     ),
     "model.lora.alpha",
     "model.lora.load_in_4bit",  # these two change memory alone, and no split that fits or not
