@@ -17,10 +17,12 @@ from hone.config.load import load_config
 from hone.config.run import LogConfig
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
+from hone.families.vision.spec import TowerCost
 from hone.hardware import GIB, GPUS
 from hone.loops.launch import plan_run
 from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.loops.run import Run
+from hone.model_input import Content, ModelInput
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import DeviceMemory, Reading
@@ -118,6 +120,31 @@ def test_measured_times_are_compared_with_the_limits() -> None:
         "perf/R_train": pytest.approx(train_s / 2.0),
         "perf/R_step": pytest.approx(max(generate_s, train_s) / 6.0),
     }
+
+
+def test_the_limit_encodes_each_image_of_a_step_once() -> None:
+    """One image is in two groups; each of the two others in one."""
+    tower = TowerCost(
+        num_params=1,
+        flops_per_patch=1e9,
+        attention_flops_per_pair=1e6,
+        patches_per_token=4,
+    )
+    limits = replace(LIMITS, num_engines=1, shape=replace(SHAPE, tower=tower))
+    seconds = {**SECONDS, "generate": 1e-3}
+    without = limits.ratios(GROUPS, ROWS, seconds)["perf/R_gen"]
+    groups = []
+    for group, images in zip(GROUPS, (["a"], ["a"], ["b", "c"], []), strict=True):
+        contents = [
+            Content(kind="image", hash=name, start=place, num_tokens=1)
+            for place, name in enumerate(images)
+        ]
+        prompt = replace(group.prompt, model_input=ModelInput(tuple(contents)))
+        sample = replace(group.samples[0], prompt=prompt)
+        groups.append(replace(group, prompt=prompt, samples=[sample]))
+    expected = 3 * (4 * 1e9 + 16 * 1e6) / GPUS[0].flops_per_s
+    found = limits.ratios(groups, ROWS, seconds)["perf/R_gen"]
+    assert found - without == pytest.approx(expected / 1e-3)
 
 
 def test_what_an_environment_says_is_read_and_not_generated(tmp_path: Path) -> None:

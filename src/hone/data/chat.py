@@ -28,8 +28,9 @@ from hone.model_input import TEXT, ModelInput
 from hone.types import Message, opened_tag
 
 if TYPE_CHECKING:
-    from hone.images.reader import ImageReader
     from transformers import PreTrainedTokenizerBase
+
+    from hone.images.reader import ImageReader
 
 __all__ = ["Demonstration", "Rendered", "Renderer", "template_arguments", "uses_chat"]
 

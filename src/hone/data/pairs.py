@@ -46,8 +46,9 @@ from hone.model_input import ModelInput
 from hone.types import Message, Preference, Row
 
 if TYPE_CHECKING:
-    from hone.images.reader import ImageReader, RowImage
     from transformers import PreTrainedTokenizerBase
+
+    from hone.images.reader import ImageReader, RowImage
 
 __all__ = ["Compared", "PairsData", "load_pairs", "map_pairs", "read_pairs"]
 

@@ -16,8 +16,9 @@ from hone.data.tool_schemas import ToolSchemas
 from hone.types import Prompt
 
 if TYPE_CHECKING:
-    from hone.images.reader import ImageReader
     from transformers import PreTrainedTokenizerBase
+
+    from hone.images.reader import ImageReader
 
 __all__ = [
     "PromptData",

@@ -21,8 +21,9 @@ from hone.errors import UserError
 from hone.types import Prompt
 
 if TYPE_CHECKING:
-    from hone.images.reader import ImageReader
     from transformers import PreTrainedTokenizerBase
+
+    from hone.images.reader import ImageReader
 
 __all__ = ["num_rows", "read_prompts"]
 

@@ -16,8 +16,9 @@ from hone.data.stream import Stream
 from hone.types import Row
 
 if TYPE_CHECKING:
-    from hone.images.reader import ImageReader
     from transformers import PreTrainedTokenizerBase
+
+    from hone.images.reader import ImageReader
 
 __all__ = ["RowStream", "SFTData", "load_sft"]
 

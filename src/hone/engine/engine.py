@@ -146,11 +146,13 @@ class EmbeddedEngine(EngineBase):
             self._cache.allocate(num_blocks=1)
             activations = self._runner.measure_activations()
             self._cache.free()
+        features = features_of(model)
+        features_bytes = 0 if features is None else features.max_bytes
         num_blocks = choose_num_blocks(
             self._cache,
             cfg,
             max_model_len=self.max_model_len,
-            reserved_bytes=activations,
+            reserved_bytes=activations + features_bytes,
             resident_bytes=self._weight_bytes + self._runner.state_bytes,
         )
         num_blocks = tp.smallest(num_blocks)  # ranks may have different amounts of free memory

@@ -33,7 +33,7 @@ from hone.observe.loggers import ENTROPY, POLICY_LOGPROBS, RunLog, groups_to_wri
 from hone.observe.metrics import Max, Mean, Metrics, merge, to_scalars
 from hone.observe.metrics_server import MetricsServer
 from hone.observe.spans import Spans
-from hone.planner.roofline import generation_time_s, training_time_s
+from hone.planner.roofline import encoding_time_s, generation_time_s, training_time_s
 from hone.rewards.scorer import FailureRateError
 from hone.trainer.prefixes import left_out, shared_prefixes
 from hone.types import Group, Row, Sample
@@ -113,7 +113,16 @@ class Limits:
             kv_bytes_per_value=self.kv_bytes_per_value,
             packs_rows=self.packs_rows,
         )
+        images = {
+            content.hash: content.num_tokens
+            for group in share
+            for sample in group.samples
+            for path in sample.paths.values()
+            for content in path.model_input.contents
+        }
         generate_s = of_one_engine_s / self.devices_per_engine
+        if images and self.shape.tower is not None:  # every device of an engine encodes them
+            generate_s += encoding_time_s(self.shape, self.peaks, images.values())
         of_one_device_s = training_time_s(
             self.shape,
             self.peaks,

@@ -7,14 +7,15 @@ One decode step of B sequences reads every weight once and every visible key and
 Of experts, only those that B tokens are expected to pass are read. Matrix products and attention
 follow each other, and attention of single queries is always bound by the KV cache. Generation is
 the sum of t over the decode steps while the batch shrinks, plus the FLOPs of the prefill; training
-is three forward passes' FLOPs. Measured times are divided into these limits as `perf/R_gen`,
+is three forward passes' FLOPs. A vision tower encodes each distinct image once, as a part of
+generation. Measured times are divided into these limits as `perf/R_gen`,
 `perf/R_train` and `perf/R_step`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,7 +24,13 @@ from numpy.typing import ArrayLike
 from hone.families.shape import Floats, ModelShape
 from hone.hardware import Peaks
 
-__all__ = ["decode_step_s", "generation_time_s", "training_flops", "training_time_s"]
+__all__ = [
+    "decode_step_s",
+    "encoding_time_s",
+    "generation_time_s",
+    "training_flops",
+    "training_time_s",
+]
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -132,6 +139,16 @@ def training_time_s(
     """
     flops = shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
     return passes * flops / peaks.flops_per_s
+
+
+def encoding_time_s(shape: ModelShape, peaks: Peaks, num_tokens: Iterable[int]) -> float:
+    """Lower limit of the time in which a vision tower encodes images of these numbers of tokens,
+    each given once, in seconds. Raises ValueError for a model without a tower."""
+    tower = shape.tower
+    if tower is None:
+        raise ValueError(f"a {shape.family} model has no tower that encodes images")
+    patches = (number * tower.patches_per_token for number in num_tokens)
+    return sum(map(tower.flops, patches)) / peaks.flops_per_s
 
 
 def _seqs_per_step(durations: Ints, max_num_seqs: int) -> Floats:
