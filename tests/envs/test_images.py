@@ -12,12 +12,14 @@ import pytest
 import torch
 from PIL.Image import Image
 
+import hone
 from hone.config.tree import RLConfig
+from hone.errors import UserError
 from hone.loops import reinforce
 from hone.model_input import Content, ModelInput
 from hone.trainer.trainer import Trainer
-from hone.types import Row
-from tests.tiny_runs import tiny_config
+from hone.types import NOT_SAMPLED, Row
+from tests.tiny_runs import lines, tiny_config, write_inputs
 from tests.vision.examples import Example, Twin, picture
 
 ENVS = '''
@@ -198,5 +200,64 @@ def test_engine_and_trainer_see_the_images_that_an_environment_shows(
     reinforce.run(configured(inputs, twin, tmp_path, name))
     check(seen, twin, num_images=2 + (name == "Live"))
     written = (tmp_path / "samples.jsonl").read_text()
-    assert "base64" not in written and '"hash"' in written
+    assert "base64" not in written
+    assert '"hash"' in written
     assert len(written) < 6 * 8000
+
+
+def test_a_resumed_run_goes_on_with_images_that_were_shown(
+    inputs: Path, twin: Twin, tmp_path: Path
+) -> None:
+    """Episodes that wait in a checkpoint have the images of their turns with them."""
+    held: list[list[dict[str, Any]]] = []
+    for name, ends in {"straight": (3,), "resumed": (1, 3)}.items():
+        for last in ends:
+            reinforce.run(
+                configured(
+                    inputs,
+                    twin,
+                    tmp_path / name,
+                    "Stateless",
+                    run={"dir": tmp_path / name, "steps": last},
+                    rollout={"oversample_prompts": 2},
+                    engine={"max_num_seqs": 5},
+                    checkpoint={"every_n_steps": 1},
+                )  # fmt: skip
+            )
+        held.append(lines(tmp_path / name / "samples.jsonl"))
+    assert held[0] == held[1]
+    versions = [set(sample["weight_versions"]) - {NOT_SAMPLED} for sample in held[0]]
+    assert any(len(each) > 1 for each in versions)
+    state = json.loads(next((tmp_path / "resumed").rglob("rollout*.json")).read_text())
+    assert state
+
+
+def test_evaluation_and_generation(inputs: Path, twin: Twin, tmp_path: Path) -> None:
+    cfg = configured(inputs, twin, tmp_path, "Live")
+    common: dict[str, Any] = {
+        "model": {"path": str(twin.folder)},
+        "env": {"path": cfg.env.path, "max_turn_tokens": 4},
+        "run": {"device": "cpu"},
+        "reward": {"functions": (), "num_workers": 2},
+        "data": {"max_prompt_tokens": 500},
+    }
+    scored = hone.evaluate(
+        data=inputs / "train.jsonl", eval={"max_completion_tokens": LONGEST}, **common
+    )
+    del common["reward"]
+    found = hone.generate(
+        data=inputs / "train.jsonl", generation={"max_completion_tokens": LONGEST}, **common
+    )
+    for sample in (*scored.samples, *found):
+        assert sample.failure is None
+        assert len(sample.turns) == 3
+
+
+def test_a_text_model_is_told_before_the_run(inputs: Path, twin: Twin, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    cfg = configured(inputs, twin, tmp_path / "run", "Stateless")
+    cfg = cfg.model_copy(
+        update={"model": cfg.model.model_copy(update={"path": str(tmp_path / "model")})}
+    )
+    with pytest.raises(UserError, match="the environment shows an image, and the model reads text"):
+        reinforce.run(cfg)
