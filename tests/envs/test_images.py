@@ -209,45 +209,35 @@ def test_a_resumed_run_goes_on_with_images_that_were_shown(
     inputs: Path, twin: Twin, tmp_path: Path
 ) -> None:
     """Episodes that wait in a checkpoint have the images of their turns with them."""
+    sections: dict[str, Any] = {
+        "rollout": {"oversample_prompts": 2},
+        "engine": {"max_num_seqs": 5},
+        "checkpoint": {"every_n_steps": 1},
+    }
     held: list[list[dict[str, Any]]] = []
     for name, ends in {"straight": (3,), "resumed": (1, 3)}.items():
         for last in ends:
+            run = {"dir": tmp_path / name, "steps": last}
             reinforce.run(
-                configured(
-                    inputs,
-                    twin,
-                    tmp_path / name,
-                    "Stateless",
-                    run={"dir": tmp_path / name, "steps": last},
-                    rollout={"oversample_prompts": 2},
-                    engine={"max_num_seqs": 5},
-                    checkpoint={"every_n_steps": 1},
-                )  # fmt: skip
+                configured(inputs, twin, tmp_path / name, "Stateless", run=run, **sections)
             )
         held.append(lines(tmp_path / name / "samples.jsonl"))
     assert held[0] == held[1]
     versions = [set(sample["weight_versions"]) - {NOT_SAMPLED} for sample in held[0]]
     assert any(len(each) > 1 for each in versions)
-    state = json.loads(next((tmp_path / "resumed").rglob("rollout*.json")).read_text())
-    assert state
 
 
-def test_evaluation_and_generation(inputs: Path, twin: Twin, tmp_path: Path) -> None:
-    cfg = configured(inputs, twin, tmp_path, "Live")
+def test_evaluation_and_generation(inputs: Path, twin: Twin) -> None:
+    rows, limits = inputs / "train.jsonl", {"data": {"max_prompt_tokens": 500}}
     common: dict[str, Any] = {
         "model": {"path": str(twin.folder)},
-        "env": {"path": cfg.env.path, "max_turn_tokens": 4},
+        "env": {"path": f"{inputs / 'envs.py'}:Live", "max_turn_tokens": 4},
         "run": {"device": "cpu"},
-        "reward": {"functions": (), "num_workers": 2},
-        "data": {"max_prompt_tokens": 500},
     }
-    scored = hone.evaluate(
-        data=inputs / "train.jsonl", eval={"max_completion_tokens": LONGEST}, **common
-    )
-    del common["reward"]
-    found = hone.generate(
-        data=inputs / "train.jsonl", generation={"max_completion_tokens": LONGEST}, **common
-    )
+    reward = {"functions": (), "num_workers": 2}
+    longest = {"max_completion_tokens": LONGEST}
+    scored = hone.evaluate(limits, data=rows, eval=longest, reward=reward, **common)
+    found = hone.generate(limits, data=rows, generation=longest, **common)
     for sample in (*scored.samples, *found):
         assert sample.failure is None
         assert len(sample.turns) == 3

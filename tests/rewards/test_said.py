@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ PNG, JPEG = (file_of(picture(1), kind) for kind in ("PNG", "JPEG"))
 
 def test_all_ways_to_give_an_image(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(JPEG)
-    uri = "data:image/png;base64," + "".join(map(chr, __import__("base64").b64encode(PNG)))
+    uri = "data:image/png;base64," + b64encode(PNG).decode()
     parts = [
         {"type": "image", "image": PNG},
         {"type": "image", "image": str(tmp_path / "a.jpg")},
@@ -96,7 +96,7 @@ def test_a_session_shortens_texts_and_keeps_images() -> None:
             return [{"type": "text", "text": "x" * 10**6}, {"type": "image", "image": PNG}]
 
     player = SessionPlayer(Live, read_answer, file=None)
-    found = player(SessionCall(kind="start", row=None or _ROW))
+    found = player(SessionCall(kind="start", row=_ROW))
     assert isinstance(found, Observation)
     text, image = found.content
     assert len(text["text"]) < 2 * 10**5
@@ -104,6 +104,6 @@ def test_a_session_shortens_texts_and_keeps_images() -> None:
 
 
 _ROW = DataRow(
-    prompt="", messages=(), unrendered="", answer=None, raw_answer=None, task="", columns={}, seed=0,
-    max_turns=1, max_tokens=1,
+    prompt="", messages=(), unrendered="", answer=None, raw_answer=None, task="", columns={},
+    seed=0, max_turns=1, max_tokens=1,
 )  # fmt: skip
