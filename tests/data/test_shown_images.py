@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.smolvlm import processing_smolvlm
 
 from hone.data.settings import DataConfig
 from hone.data.template_check import RenderError
@@ -30,6 +31,12 @@ def image(seed: int, *size: int) -> Message:
 
 def text(said: str) -> Message:
     return {"type": "text", "text": said}
+
+
+@pytest.fixture(autouse=True)
+def without_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolVLM's processor needs this package for videos alone."""
+    monkeypatch.setattr(processing_smolvlm, "num2words", object())
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -227,17 +227,18 @@ def test_a_resumed_run_goes_on_with_images_that_were_shown(
     assert any(len(each) > 1 for each in versions)
 
 
-def test_evaluation_and_generation(inputs: Path, twin: Twin) -> None:
+def test_evaluation_and_generation(inputs: Path, twin: Twin, tmp_path: Path) -> None:
     rows, limits = inputs / "train.jsonl", {"data": {"max_prompt_tokens": 500}}
     common: dict[str, Any] = {
         "model": {"path": str(twin.folder)},
         "env": {"path": f"{inputs / 'envs.py'}:Live", "max_turn_tokens": 4},
-        "run": {"device": "cpu"},
     }
+    run: dict[str, Any] = {"device": "cpu"}
     reward = {"functions": (), "num_workers": 2}
     longest = {"max_completion_tokens": LONGEST}
-    scored = hone.evaluate(limits, data=rows, eval=longest, reward=reward, **common)
-    found = hone.generate(limits, data=rows, generation=longest, **common)
+    apart = run | {"dir": tmp_path}
+    scored = hone.evaluate(limits, data=rows, eval=longest, reward=reward, run=apart, **common)
+    found = hone.generate(limits, data=rows, generation=longest, run=run, **common)
     for sample in (*scored.samples, *found):
         assert sample.failure is None
         assert len(sample.turns) == 3
@@ -245,9 +246,14 @@ def test_evaluation_and_generation(inputs: Path, twin: Twin) -> None:
 
 def test_a_text_model_is_told_before_the_run(inputs: Path, twin: Twin, tmp_path: Path) -> None:
     write_inputs(tmp_path)
-    cfg = configured(inputs, twin, tmp_path / "run", "Stateless")
-    cfg = cfg.model_copy(
-        update={"model": cfg.model.model_copy(update={"path": str(tmp_path / "model")})}
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "1"}\n')
+    cfg = configured(
+        inputs,
+        twin,
+        tmp_path / "run",
+        "Stateless",
+        model={"path": str(tmp_path / "model")},
+        data={"train": [{"path": str(tmp_path / "texts.jsonl")}]},
     )
-    with pytest.raises(UserError, match="the environment shows an image, and the model reads text"):
+    with pytest.raises(UserError, match="shows an image, and the model reads text alone"):
         reinforce.run(cfg)
