@@ -241,7 +241,8 @@ def test_evaluation_and_generation(inputs: Path, twin: Twin, tmp_path: Path) -> 
     found = hone.generate(limits, data=rows, generation=longest, run=run, **common)
     for sample in (*scored.samples, *found):
         assert sample.failure is None
-        assert len(sample.turns) == 3
+        assert len(re.findall(r"n\d+:", sample.prompt)) == 1
+        assert len(re.findall(r"n\d+:", sample.completion)) == 2
 
 
 def test_a_text_model_is_told_before_the_run(inputs: Path, twin: Twin, tmp_path: Path) -> None:
@@ -254,6 +255,7 @@ def test_a_text_model_is_told_before_the_run(inputs: Path, twin: Twin, tmp_path:
         "Stateless",
         model={"path": str(tmp_path / "model")},
         data={"train": [{"path": str(tmp_path / "texts.jsonl")}]},
+        rollout={"max_completion_tokens": 32},
     )
     with pytest.raises(UserError, match="shows an image, and the model reads text alone"):
         reinforce.run(cfg)
