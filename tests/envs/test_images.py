@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import pytest
 import torch
 from PIL.Image import Image
 
+import hone
 from hone.config.tree import RLConfig
+from hone.errors import UserError
 from hone.loops import reinforce
 from hone.model_input import Content, ModelInput
 from hone.trainer.trainer import Trainer
-from hone.types import Row
-from tests.tiny_runs import lines, tiny_config
+from hone.types import NOT_SAMPLED, Row
+from tests.tiny_runs import lines, tiny_config, write_inputs
 from tests.vision.examples import Example, Twin, picture
 
 ENVS = '''
@@ -26,8 +28,16 @@ import io
 import random
 import tempfile
 
+import numpy as np
+from PIL.Image import fromarray
+
 from hone.envs import Observation
-from tests.vision.examples import picture
+
+
+def picture(seed, width, height):
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (-(-height // 10), -(-width // 10), 3), dtype=np.uint8)
+    return fromarray(small.repeat(10, 0).repeat(10, 1)[:height, :width])
 
 
 def drawn(number):
@@ -113,7 +123,7 @@ def configured(inputs: Path, twin: Twin, folder: Path, name: str, **sections: An
         "env": {"path": f"{inputs / 'envs.py'}:{name}", "max_turn_tokens": 4},
         "rollout": {
             "prompts_per_step": 2,
-            "n_samples_per_prompt": 2,
+            "n_samples_per_prompt": 3,
             "max_completion_tokens": LONGEST,
         },
         "reward": {"functions": [], "num_workers": 2},
@@ -140,30 +150,46 @@ class Seen:
 
         monkeypatch.setattr(Trainer, "update", noted)
 
+    def __iter__(self) -> Iterator[tuple[Row, torch.Tensor]]:
+        return ((row, self.logprobs[name]) for name, row in self.rows.items())
 
-def images_of(row: Row, twin: Twin, inputs: Path) -> list[Image]:
+
+def images_of(row: Row, twin: Twin) -> list[Image]:
     """The images that the texts of a row name: those of the environment are drawn again."""
     text = str(twin.tokenizer.decode(row.token_ids))
-    named = re.findall(r"n(\d+):", text)
-    images = [picture(n, 40 + n % 50, 30 + n % 40) for n in map(int, named)]
+    named = map(int, re.findall(r"n(\d+):", text))
     is_odd = int(re.findall(r"(\d)\?", text)[0]) % 2
-    return [*[picture(1)] * is_odd, *images]
+    return [*[picture(1)] * is_odd, *(picture(n, 40 + n % 50, 30 + n % 40) for n in named)]
 
 
-def expected(row: Row, twin: Twin, inputs: Path) -> torch.Tensor:
-    """The log-probabilities of the trained tokens by transformers' whole model, from pixels."""
-    pads = [
-        token == twin.settings.placeholder_id and not trained
-        for token, trained in zip(row.token_ids, row.loss_mask, strict=True)
-    ]
-    runs = [(m.start(), len(m[0])) for m in re.finditer("1+", "".join("01"[pad] for pad in pads))]
-    contents = [Content(kind="image", hash="", start=start, num_tokens=n) for start, n in runs]
-    assert [(c.start, c.num_tokens) for c in row.model_input.contents] == runs
-    images = tuple(images_of(row, twin, inputs))
-    whole = twin.logits(Example(row.token_ids, ModelInput(tuple(contents)), images))
+def expected(row: Row, twin: Twin) -> torch.Tensor | None:
+    """The log-probabilities of the trained tokens by transformers' whole model, from pixels. None
+    where the policy has sampled a placeholder, which transformers would take for an image's."""
+    is_pad = [token == twin.settings.placeholder_id for token in row.token_ids]
+    if any(pad and trained for pad, trained in zip(is_pad, row.loss_mask, strict=True)):
+        return None
+    runs = [*re.finditer("1+", "".join("01"[pad] for pad in is_pad))]
+    places = [(run.start(), run.end() - run.start()) for run in runs]
+    assert [(c.start, c.num_tokens) for c in row.model_input.contents] == places
+    contents = [Content(kind="image", hash="", start=start, num_tokens=n) for start, n in places]
+    images = tuple(images_of(row, twin))
+    logits = twin.logits(Example(row.token_ids, ModelInput(tuple(contents)), images))
     trained = torch.tensor(row.loss_mask).nonzero()[:, 0]
     labels = torch.tensor(row.token_ids)[trained]
-    return whole.log_softmax(-1)[trained - 1].gather(1, labels[:, None])[:, 0]
+    return logits.log_softmax(-1)[trained - 1].gather(1, labels[:, None])[:, 0]
+
+
+def check(seen: Seen, twin: Twin, *, num_images: int, at_least: int = 3) -> None:
+    """All rows have the log-probabilities of the whole model, in the engine and in the trainer."""
+    num_checked = 0
+    for row, logprobs in seen:
+        assert len(images_of(row, twin)) >= num_images
+        wanted = expected(row, twin)
+        if wanted is not None:
+            torch.testing.assert_close(row.column("logprobs/engine"), wanted, atol=1e-4, rtol=0)
+            torch.testing.assert_close(logprobs, wanted, atol=1e-4, rtol=0)
+            num_checked += 1
+    assert num_checked >= at_least
 
 
 @pytest.mark.parametrize("name", ["Stateless", "Live"])
@@ -172,11 +198,64 @@ def test_engine_and_trainer_see_the_images_that_an_environment_shows(
 ) -> None:
     seen = Seen(monkeypatch)
     reinforce.run(configured(inputs, twin, tmp_path, name))
-    samples = {sample["id"]: sample for sample in lines(tmp_path / "samples.jsonl")}
-    assert len(seen.rows) == len(samples) == 4
-    for row in seen.rows.values():
-        num_images = len(images_of(row, twin, inputs))
-        assert num_images >= 2 + (name == "Live")
-        wanted = expected(row, twin, inputs)
-        torch.testing.assert_close(row.column("logprobs/engine"), wanted, atol=1e-4, rtol=0)
-        torch.testing.assert_close(seen.logprobs[row.id], wanted, atol=1e-4, rtol=0)
+    check(seen, twin, num_images=2 + (name == "Live"))
+    written = (tmp_path / "samples.jsonl").read_text()
+    assert "base64" not in written
+    assert '"hash"' in written
+    assert len(written) < 6 * 8000
+
+
+def test_a_resumed_run_goes_on_with_images_that_were_shown(
+    inputs: Path, twin: Twin, tmp_path: Path
+) -> None:
+    """Episodes that wait in a checkpoint have the images of their turns with them."""
+    sections: dict[str, Any] = {
+        "rollout": {"oversample_prompts": 2},
+        "engine": {"max_num_seqs": 5},
+        "checkpoint": {"every_n_steps": 1},
+    }
+    held: list[list[dict[str, Any]]] = []
+    for name, ends in {"straight": (3,), "resumed": (1, 3)}.items():
+        for last in ends:
+            run = {"dir": tmp_path / name, "steps": last}
+            reinforce.run(
+                configured(inputs, twin, tmp_path / name, "Stateless", run=run, **sections)
+            )
+        held.append(lines(tmp_path / name / "samples.jsonl"))
+    assert held[0] == held[1]
+    versions = [set(sample["weight_versions"]) - {NOT_SAMPLED} for sample in held[0]]
+    assert any(len(each) > 1 for each in versions)
+
+
+def test_evaluation_and_generation(inputs: Path, twin: Twin, tmp_path: Path) -> None:
+    rows, limits = inputs / "train.jsonl", {"data": {"max_prompt_tokens": 500}}
+    common: dict[str, Any] = {
+        "model": {"path": str(twin.folder)},
+        "env": {"path": f"{inputs / 'envs.py'}:Live", "max_turn_tokens": 4},
+    }
+    run: dict[str, Any] = {"device": "cpu"}
+    reward = {"functions": (), "num_workers": 2}
+    longest = {"max_completion_tokens": LONGEST}
+    apart = run | {"dir": tmp_path}
+    scored = hone.evaluate(limits, data=rows, eval=longest, reward=reward, run=apart, **common)
+    found = hone.generate(limits, data=rows, generation=longest, run=run, **common)
+    for sample in (*scored.samples, *found):
+        assert sample.failure is None
+        assert len(re.findall(r"n\d+:", sample.prompt)) == 1
+        assert len(re.findall(r"n\d+:", sample.completion)) == 2
+
+
+def test_a_text_model_is_told_before_the_run(inputs: Path, twin: Twin, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "1"}\n')
+    cfg = configured(
+        inputs,
+        twin,
+        tmp_path / "run",
+        "Stateless",
+        model={"path": str(tmp_path / "model")},
+        data={"train": [{"path": str(tmp_path / "texts.jsonl")}]},
+        rollout={"max_completion_tokens": 32},
+    )
+    with pytest.raises(UserError, match="shows an image, and the model reads text alone"):
+        reinforce.run(cfg)

@@ -6,15 +6,18 @@ import gc
 import pickle
 
 import pytest
+import torch
 
 from hone.data.stream import Stream
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.settings import EngineConfig
 from hone.images import store as store_module
 from hone.images.opening import open_image
 from hone.images.pixels import TileSource, content_hash
 from hone.images.sending import prefetch_pixels, with_pixels
 from hone.images.store import PixelStore
 from hone.model_input import TEXT, Content, ModelInput
-from hone.types import Prompt, Request, SamplingParams
+from hone.types import Completion, Prompt, Request, SamplingParams
 from tests.vision.examples import Twin, picture
 
 
@@ -68,6 +71,43 @@ def test_requests_bring_each_image_once_to_another_process(settings, monkeypatch
     there.receive({}, [])
     with pytest.raises(KeyError):
         there.pixels([one])
+
+
+def test_an_engine_of_another_process_has_pixels_as_long_as_requests_need_them(
+    tmp_path, monkeypatch
+):
+    """Images that it has been sent, and forgotten, may be sent again."""
+    twin = Twin(tmp_path, "qwen3_vl")
+    examples = [twin.sequence("is ", picture(seed), "red?") for seed in (1, 2)]
+    sampling = SamplingParams(max_tokens=4)
+    requests = [
+        Request(id=f"{n}", prompt_ids=tuple(x.ids), sampling=sampling, model_input=x.model_input)
+        for n, x in enumerate(examples)
+    ]
+    messages = [pickle.dumps(with_pixels(sent)) for sent in (requests, requests[:1])]
+    there = PixelStore()
+    monkeypatch.setattr(store_module, "STORE", there)
+    for message in messages:
+        model = twin.load()
+        engine = EmbeddedEngine(
+            model,
+            EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, kv_cache_gib=0.01),
+            eos_token_ids=(),
+            max_model_len=200,
+        )
+        engine.submit(pickle.loads(message))
+        done: list[Completion] = []
+        while engine.has_unfinished:
+            done += engine.step()
+        for completion in done:
+            whole = examples[int(completion.request_id)].with_completion(completion.token_ids)
+            found = torch.tensor(completion.logprobs.tolist(), dtype=torch.float32)
+            torch.testing.assert_close(found, twin.logprobs(whole, 4), atol=1e-5, rtol=0)
+        gc.collect()
+        there.receive({}, [])
+        for content in examples[0].model_input.contents:
+            with pytest.raises(KeyError):
+                there.pixels([content.hash])
 
 
 def test_requests_of_text_are_a_list_as_before():

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hone.images.opening import load_rgb
+from hone.images.pixels import TileSource
 from hone.images.store import STORE
 from hone.model_input import Content
 from hone.observe.run_folder import IMAGES, PICTURE_TYPES
@@ -85,15 +86,17 @@ class Thumbnails:
             self._kept.move_to_end(name)
             return
         self._kept[name] = None
-        self._thread.submit(self._write, name).add_done_callback(partial(_report, name))
+        # An image that an environment has shown may be forgotten before its turn comes.
+        done = self._thread.submit(self._write, name, STORE.source(name))
+        done.add_done_callback(partial(_report, name))
         if len(self._kept) > self._max_pictures:
             oldest, _ = self._kept.popitem(last=False)
             self._thread.submit(self._remove, oldest).add_done_callback(partial(_report, oldest))
 
-    def _write(self, name: str) -> None:
+    def _write(self, name: str, source: TileSource | None) -> None:
         if name not in self._kept:  # so many were named that it has to go already
             return
-        suffix, data = _encoded(_picture(name))
+        suffix, data = _encoded(_picture(name, source))
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f".{name}.{os.getpid()}.tmp"
         unfinished.write_bytes(data)
@@ -144,9 +147,8 @@ def _last_before(token: int, turns: Sequence[Turn]) -> int:
     return max(sum(turn.end <= token for turn in turns) - 1, 0)
 
 
-def _picture(name: str) -> Image:
+def _picture(name: str, source: TileSource | None) -> Image:
     """The image of a hash, or its tile where only that is known here, made small."""
-    source = STORE.source(name)
     if source is not None:
         picture = load_rgb(source.file)
     else:

@@ -154,4 +154,7 @@ def _read(values: Mapping[str, Any], name: str, text: str) -> str:
     if "chars" in values:
         begin, end = values["chars"]
         return text[begin:end]
-    return str(values.get(name) or "")
+    said = values.get(name) or ""
+    if isinstance(said, list):  # parts, of which the images have rows of their own
+        return "".join(part.get("text", "[image]") for part in said)
+    return str(said)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hone.data.template_check import RenderError
+from hone.images.sending import prefetch_pixels
 from hone.rollout.requests import Decode, request_seed
 from hone.types import (
     NOT_SAMPLED,
@@ -169,6 +170,7 @@ class Episodes:
             sample.state = observation.state
         start = len(sample.token_ids)
         sample.model_input = sample.model_input.followed_by(said.model_input, start)
+        prefetch_pixels([said.model_input], lambda: ())
         sample.token_ids += token_ids
         sample.logprobs += [0.0] * len(token_ids)
         sample.weight_versions += [NOT_SAMPLED] * len(token_ids)

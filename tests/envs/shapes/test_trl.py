@@ -80,10 +80,6 @@ class WithoutReward:
         """Look around."""
         return [{"type": "text", "text": "a wall, "}, {"type": "text", "text": "a door"}]
 
-    def photograph(self) -> list:
-        """Take a picture."""
-        return [{"type": "image", "image": 1}]
-
     def exhaust(self) -> str:
         """Use all memory."""
         raise MemoryError
@@ -198,10 +194,8 @@ def test_without_get_reward_the_reward_functions_score(file: Path) -> None:
     assert contents(played) == [["a wall, a door"]]
 
 
-def test_images_and_memory_are_failures_and_no_answers(file: Path) -> None:
+def test_memory_is_a_failure_and_no_answer(file: Path) -> None:
     maker = maker_of(f"{file}:WithoutReward")
-    with pytest.raises(ValueError, match="other than text are not supported"):
-        play(maker.make(), row(), [calls(call("photograph")), "end"])
     with pytest.raises(MemoryError):
         play(maker.make(), row(), [calls(call("exhaust")), "end"])
     with pytest.raises(TypeError, match="goal"):  # of `reset`

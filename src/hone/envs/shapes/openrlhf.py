@@ -17,7 +17,8 @@ hone differs on purpose in this:
   itself, as hone does; the temperature is one number in a run of hone, since ratios are computed at
   it.
 - The feedback of the last step is not appended: nothing is sampled after it.
-- `environment_images` are refused.
+- `environment_images` stand where the feedback has a placeholder of the model's, or `<image>`, and
+  before it where it has none.
 - An exception is a failure of the sample. It does not end the run.
 
 OpenRLHF needs DeepSpeed and Ray even to import its base classes. Where it is not installed, `bases`
@@ -27,8 +28,9 @@ stands in for them, so that a file of agents is imported as it is.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -38,10 +40,14 @@ from hone.envs.shapes.maker import EnvMaker, Source
 from hone.envs.shapes.reading import appended_text, finite_numbers, number_of
 from hone.envs.shapes.stepping import Reply, SteppingSession
 from hone.extras import is_installed
-from hone.types import Observation
+from hone.types import Message, Observation
 
 __all__ = ["bases", "maker", "takes_states"]
 
+_IMAGE_MARK = re.compile(
+    r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>|<start_of_image>|<image>"
+)
+"""What agents write for an image, as the templates of Qwen, Gemma and others do."""
 _MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
 
 
@@ -153,15 +159,17 @@ class OpenRLHFSession(SteppingSession):
                 "sampling_params": params,
             }
         )
-        if result.get("environment_images"):
-            raise ValueError("`step` of the agent returned `environment_images`, which hone lacks")
         feedback: str = result["environment_feedback"]
         self._observed += text + feedback
         self._stop = _stop_strings(result.get("sampling_params") or params)
         scores = {} if (score := result.get("scores")) is None else {"scores": number_of(score)}
         self._logged = {**(result.get("extra_logs") or {}), **scores}
         return Reply(
-            observation=Observation(feedback, role=None, stop=self._stop),
+            observation=Observation(
+                _with_images(feedback, result.get("environment_images") or ()),
+                role=None,
+                stop=self._stop,
+            ),
             reward=number_of(result["rewards"]),
             is_over=bool(result["done"]),
         )
@@ -172,6 +180,25 @@ class OpenRLHFSession(SteppingSession):
 
     async def close(self) -> None:
         """OpenRLHF closes nothing."""
+
+
+def _with_images(feedback: str, images: Sequence[Any]) -> str | list[Message]:
+    """The feedback as parts, with its images in the place of their marks. Raises ValueError where
+    their numbers differ."""
+    if not images:
+        return feedback
+    first, *rest = _IMAGE_MARK.split(feedback)
+    if not rest:
+        first, rest = "", [*[""] * (len(images) - 1), feedback]
+    if len(rest) != len(images):
+        raise ValueError(
+            f"`step` of the agent returned {len(images)} `environment_images`, and "
+            f"`environment_feedback` has {len(rest)} marks for images; write one for each, or none"
+        )
+    parts: list[Message] = [{"type": "text", "text": first}]
+    for image, text in zip(images, rest, strict=True):
+        parts += [{"type": "image", "image": image}, {"type": "text", "text": text}]
+    return parts
 
 
 def _stop_strings(params: Any) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from hone.types import Message
 __all__ = [
     "appended_opening",
     "appended_text",
+    "content_of",
     "finite_numbers",
     "is_content",
     "messages_of",
@@ -73,6 +74,13 @@ def text_of(content: Any) -> str:
     if others:
         raise ValueError(f"content parts other than text are not supported: {others[0]!r:.80}")
     return "".join(part["text"] for part in content)
+
+
+def content_of(content: Any) -> str | list[Any]:
+    """The content of a message: its text, or its parts where one of them is no text."""
+    if is_content(content) and not all(map(_is_text, content)):
+        return content
+    return text_of(content)
 
 
 def is_content(value: Any) -> bool:

@@ -31,7 +31,7 @@ hone differs on purpose in this:
 - An exception in `reset` or `get_reward` is a failure of the sample. In TRL it ends the run.
 - `get_reward` is the reward alone. In TRL it is added to those of reward functions.
 - Each episode has an object of its own. TRL makes as many as a batch has rows, and resets them.
-- Content lists must be text: images in results of tools are refused.
+- Of content lists, texts and images are shown; other parts are refused.
 - The class may take `env.args`.
 """
 
@@ -45,7 +45,7 @@ from typing import Any
 from hone.envs.calling import awaited
 from hone.envs.session import Action, DataRow, End, Opening, ToolCall
 from hone.envs.shapes.maker import EnvMaker, Source
-from hone.envs.shapes.reading import is_content, number_of, text_of
+from hone.envs.shapes.reading import content_of, is_content, number_of
 from hone.types import Message
 
 __all__ = ["TRLSession", "maker", "tool_names"]
@@ -83,7 +83,7 @@ class TRLSession:
     async def start(self, row: DataRow) -> Opening:
         """Call `reset` with the columns of the row."""
         said = await awaited(self._env.reset(**row.columns))
-        return None if said is None else text_of(said)
+        return None if said is None else content_of(said)
 
     async def step(self, action: Action) -> list[Message] | End:
         """Make the calls of the turn, or end the episode where it has none."""
@@ -162,6 +162,6 @@ def _tools(env: Any) -> Mapping[str, Callable[..., Any]]:
 
 
 def _message(call: ToolCall, result: Any) -> Message:
-    content = text_of(result) if is_content(result) else str(result)
+    content = content_of(result) if is_content(result) else str(result)
     ids = {"tool_call_id": call.id} if call.id else {}
     return {"role": "tool", "name": call.name, **ids, "content": content}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from hone.envs.session import Action, DataRow, End, ToolCall
 from hone.envs.tools.check import argument_problem
@@ -40,7 +40,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    text: str
+    content: str | list[Any]
     error: str = ""
     """Its kind, where it is an error."""
 
@@ -98,12 +98,13 @@ class ToolSession:
         )
         self._seconds += perf_counter() - start
         messages = [
-            _message(answer.text, call)
+            _message(answer.content, call)
             for call, answer in zip(action.tool_calls, answers, strict=True)
         ]
         if action.parse_error:
-            answers.append(_error("parse", f"a call was not understood: {action.parse_error}"))
-            messages.append(self._message_without_call(answers[-1].text, action.index))
+            unread = _error("parse", f"a call was not understood: {action.parse_error}")
+            answers.append(unread)
+            messages.append(self._message_without_call(unread.content, action.index))
         for answer in answers:
             if answer.error:
                 self._num_errors[answer.error] += 1
@@ -134,10 +135,10 @@ class ToolSession:
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _message_without_call(self, text: str, turn: int) -> Message:
+    def _message_without_call(self, content: str | list[Any], turn: int) -> Message:
         """The answer to what was no call. Templates that refuse an answer without an id also leave
         out one whose id an earlier answer had."""
-        message: Message = {"role": "tool", "content": text}
+        message: Message = {"role": "tool", "content": content}
         number = turn % 10_000
         return message | ({"tool_call_id": f"error{number:04d}"} if self._format.needs_ids else {})
 
@@ -213,29 +214,39 @@ def _attempt(function: Callable[[], Any]) -> tuple[BaseException | None, Any]:
         return error, None
 
 
-def _message(text: str, call: ToolCall) -> Message:
+def _message(content: str | list[Any], call: ToolCall) -> Message:
     message: Message = {"role": "tool", "name": call.name}
     if call.id:
         message["tool_call_id"] = call.id
-    return message | {"content": text}
+    return message | {"content": content}
 
 
 def _error(kind: str, text: str) -> _Answer:
     return _Answer(_text(json.dumps({"error": text}, ensure_ascii=False)), kind)
 
 
-def _result(value: Any, name: str) -> str:
-    """The result of a tool as text. Raises TypeError, which fails the episode: a mistake in the
-    tool, which no call of the policy could avoid."""
+def _result(value: Any, name: str) -> str | list[Any]:
+    """The result of a tool as content of a message: text, or parts with an image among them. Raises
+    TypeError, which fails the episode: a mistake in the tool, which no call of the policy could
+    avoid."""
     if isinstance(value, str):
         return _text(value)
+    if hasattr(value, "getbands"):  # an image of pillow
+        return [{"type": "image", "image": value}]
+    if isinstance(value, list) and any(map(_is_image, value)):
+        return cast("list[Any]", value)
     try:
         return _text(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"the tool '{name}' returned {value!r:.80} of type {type(value).__name__}, which is "
-            f"neither text nor JSON ({error}); return a text, or lists, dicts, numbers and texts"
+            f"neither text nor JSON ({error}); return a text, lists, dicts, numbers and texts, an "
+            "image of pillow, or parts of a message"
         ) from error
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def _text(text: str) -> str:

@@ -172,7 +172,7 @@ class _PlainRender:
         content, messages = observation.content, tuple[Message, ...]()
         is_one = isinstance(content, str) or is_parts(content)
         if not is_one:
-            messages = tuple(content)
+            messages = tuple(cast("Sequence[Message]", content))
         elif observation.role is not None:
             messages = ({"role": observation.role, "content": content},)
         text = _written(messages) if messages else in_words(content)
@@ -185,6 +185,6 @@ class _PlainRender:
             content = in_words(last.get("content")) + in_words(said)
             messages = (*earlier, {**last, "content": content})
         else:
-            messages = (*prompt.messages, *said)
+            messages = (*prompt.messages, *cast("Sequence[Message]", said))
         text = _written(messages)
         return replace(prompt, text=text, token_ids=_encode(text), messages=messages)
