@@ -47,7 +47,13 @@ def count(file: Path, colour: str) -> int:
 
 @pytest.mark.usefixtures("inputs")
 def test_answers_are_right_and_no_held_out_picture_is_trained_on() -> None:
-    train, held_out = (lines(FOLDER / f"{name}.jsonl") for name in ("train", "eval"))
+    train, held_out, taught = (
+        lines(FOLDER / f"{name}.jsonl") for name in ("train", "eval", "demonstrations")
+    )
+    for row, demonstration in zip(train, taught, strict=True):
+        said = demonstration.pop("completion")
+        assert said in (row["answer"], "?")
+        assert demonstration == {name: row[name] for name in ("images", "prompt")}
     assert (len(train), len(held_out)) == (90, 30)
     for row in [*train, *held_out]:
         (file,), (turn,) = row["images"], row["prompt"]
@@ -119,8 +125,8 @@ def test_nothing_is_learnt_where_pictures_are_those_of_other_rows(
     is that of an answer that is always the same, with an error of three standard deviations."""
     monkeypatch.chdir(tmp_path)
     make_counting(FOLDER, seed)
-    draw = random.Random(seed)
-    for name in ("train", "eval"):
+    for name in ("train", "eval", "demonstrations"):
+        draw = random.Random(seed)  # the same order for the demonstrations as for their rows
         rows = lines(FOLDER / f"{name}.jsonl")
         images = [row["images"] for row in rows]
         draw.shuffle(images)

@@ -31,7 +31,6 @@ from tests.tables import table
 from tests.tiny_runs import lines
 
 
-
 def picture(number: int) -> bytes:
     """A figure as the bytes of a PNG, larger than `data.max_image_tokens` allows."""
     file = io.BytesIO()

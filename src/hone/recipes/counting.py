@@ -29,7 +29,7 @@ MOST = 5
 """Most shapes of the colour that is asked for."""
 OTHERS_SHARE = 0.6
 """Share of the remaining places with a shape of another colour."""
-UNSURE, UNSURE_SHARE = "?", 0.5
+UNSURE, UNSURE_SHARE = "?", 0.3
 """What a teacher says who does not count, and its share of the demonstrations."""
 QUESTION = "<image>How many are {}?"
 

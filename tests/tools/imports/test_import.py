@@ -350,7 +350,7 @@ IMAGES_NOT_SERVED = [
     ("verl", "verl.trainer.main_ppo model.lora.freeze_language_model=True", "frozen decoder"),
     ("verl", "verl.trainer.main_ppo +data.mm_processor_kwargs.sampling_rate=16000", "sound"),
     ("verl", "verl.trainer.main_ppo +data.mm_processor_kwargs.min_pixels=50176", "made larger"),
-    ("relax", "relax/entrypoints/train.py --multimodal-keys {\"video\":\"clip\"}", "videos"),
+    ("relax", 'relax/entrypoints/train.py --multimodal-keys {"video":"clip"}', "videos"),
     ("relax", "relax/entrypoints/train.py --image-min-token-num 64", "made larger"),
 ]
 
