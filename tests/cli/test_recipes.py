@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from hone.cli.main import main
 from hone.config.load import load_config
@@ -15,8 +19,10 @@ from hone.config.plan import Devices, resolve
 from hone.config.recipe import RECIPES, recipe_names, resolve_recipe
 from hone.config.tree import RLConfig
 from hone.families.model_facts import ModelFacts
+from hone.families.vision.registry import VISION
 from hone.hardware import known_gpu
 from hone.models.tiny import make_bpe_tokenizer, make_tiny_model
+from hone.models.tiny_vision import make_tiny_vision_model
 from hone.planner.fitting import check_gpu_memory
 from hone.recipes.instructions import follows
 from hone.rules import findings
@@ -24,7 +30,15 @@ from tests.config import workspace as files
 from tests.tables import table
 from tests.tiny_runs import lines
 
-TRAINED = ("code", "dapo-maths", "gsm8k", "instructions")
+
+def picture(number: int) -> bytes:
+    """A figure as the bytes of a PNG, larger than `data.max_image_tokens` allows."""
+    file = io.BytesIO()
+    Image.new("RGB", (900 + 10 * number, 700), (number, 90, 200)).save(file, "PNG")
+    return file.getvalue()
+
+
+TRAINED = ("code", "dapo-maths", "geometry3k", "gsm8k", "instructions")
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16},
     "Qwen3-1.7B-Base": {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16},
@@ -35,6 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
     },
+    "Qwen3-VL-2B-Instruct": dict(VISION["qwen3_vl"].public["qwen3-vl-2b"]),
 }
 COMMON = {
     "num_hidden_layers": 28,
@@ -54,6 +69,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "prompt": [{"role": "user", "content": f"What is {n} + {n}? Answer: $Answer"}],
             "reward_model": {"ground_truth": str(2 * n), "style": "rule"},
             "extra_info": {"index": n},
+        }
+        for n in range(8)
+    ],
+    "geometry3k": [
+        {
+            "images": [{"bytes": picture(n), "path": None}],
+            "problem": f"<image>What is the longest side, if the others are {n}?",
+            "answer": str(2 * n),
         }
         for n in range(8)
     ],
@@ -130,7 +153,9 @@ def test_R22_every_recipe_passes_its_check_and_fits_its_gpu(
     files.fill(tmp_path)
     monkeypatch.chdir(tmp_path)
     shipped = load_config(RLConfig, resolve_recipe(name), [])
-    shape = COMMON | {"model_type": "qwen3"} | SHAPES[shipped.model.path.rpartition("/")[2]]
+    shape = SHAPES[shipped.model.path.rpartition("/")[2]]
+    if "text_config" not in shape:
+        shape = COMMON | {"model_type": "qwen3"} | shape
     Path("model/config.json").write_text(json.dumps(shape | {"tie_word_embeddings": True}))
     local = ["--model.path=model", "--data.train.0.path=train.jsonl"]
     Path("eval.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
@@ -153,26 +178,33 @@ def test_every_recipe_runs_with_a_tiny_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for file in ("train.jsonl", "eval.jsonl"):
-        Path(file).write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
-    texts = [text for row in ROWS[name] for text in (json.dumps(row), *["0123456789 " * 4])]
-    make_tiny_model(
-        Path("model"),
-        tokenizer=make_bpe_tokenizer(texts, 400),
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=2048,
-    )
+    suffix = "parquet" if name == "geometry3k" else "jsonl"
+    for file in (f"train.{suffix}", f"eval.{suffix}"):
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[name]), file)
+        else:
+            Path(file).write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
+    if name == "geometry3k":
+        make_tiny_vision_model(Path("model"), family="qwen3_vl")
+    else:
+        texts = [text for row in ROWS[name] for text in (json.dumps(row), *["0123456789 " * 4])]
+        make_tiny_model(
+            Path("model"),
+            tokenizer=make_bpe_tokenizer(texts, 400),
+            hidden_size=32,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=16,
+            intermediate_size=64,
+            max_position_embeddings=2048,
+        )
     shipped = load_config(RLConfig, resolve_recipe(name), [])
     flags = {
         "run.steps": 2,  # less than the warm-up of each
         "run.device": "cpu",
         "model.path": "model",
-        "data.train.0.path": "train.jsonl",
+        "data.train.0.path": f"train.{suffix}",
         "rollout.prompts_per_step": 2,
         "rollout.n_samples_per_prompt": 4,
         "rollout.max_completion_tokens": 16,
@@ -181,7 +213,7 @@ def test_every_recipe_runs_with_a_tiny_model(
         "reward.num_workers": 1,
         "log.to": "[]",
     }
-    flags |= {"data.eval.0.path": "eval.jsonl"} if shipped.data.eval else {}
+    flags |= {"data.eval.0.path": f"eval.{suffix}"} if shipped.data.eval else {}
     if name == "dapo-maths":  # of a random model no group has a sample that is right
         flags |= {
             "reward.functions.1.args.buffer_tokens": 8,

@@ -1,6 +1,6 @@
 """`python -m hone.recipes.counting [--dir DIR] [--seed N]`: what the recipes `counting-sft` and
-`counting-rl` start from. Pictures of coloured shapes, questions on how many there are of a kind,
-and a tiny model of random weights that sees pictures. Needs pillow: `pip install 'hone[images]'`.
+`counting-rl` start from. Pictures of coloured shapes, questions on how many have a colour, and
+a tiny model of random weights that sees pictures. Needs pillow: `pip install 'hone[images]'`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import random
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,17 +20,18 @@ from hone.recipes.turns import said
 
 __all__ = ["Picture", "draw", "invent", "make_counting"]
 
-NUM_TRAIN, NUM_HELD_OUT = 3000, 200
+NUM_TRAIN, NUM_HELD_OUT = 2000, 300
 COLOURS = {"red": (220, 40, 40), "blue": (50, 80, 220), "green": (40, 160, 60)}
 SHAPES = ("circles", "squares", "triangles")
-KINDS = tuple(product(COLOURS, SHAPES))
 GRID, CELL = 3, 32
 """A picture has 3 x 3 places of 32 x 32 pixels, each of which is one token of the model."""
-MOST = 9
-"""Most shapes of the kind that is asked for."""
+MOST = 5
+"""Most shapes of the colour that is asked for."""
 OTHERS_SHARE = 0.6
-"""Share of the remaining places with a shape of another kind."""
-QUESTION = "<image>How many {} {}?"
+"""Share of the remaining places with a shape of another colour."""
+UNSURE, UNSURE_SHARE = "?", 0.3
+"""What a teacher says who does not count, and its share of the demonstrations."""
+QUESTION = "<image>How many are {}?"
 
 
 class Picture(NamedTuple):
@@ -39,8 +39,8 @@ class Picture(NamedTuple):
 
     places: tuple[tuple[str, str, int, int, int] | None, ...]
     """By place: colour, shape, the centre and half the width in pixels; None for no shape."""
-    asked: tuple[str, str]
-    """Colour and shape of the question."""
+    asked: str
+    """Colour of the question."""
     answer: int
 
 
@@ -56,17 +56,26 @@ def main() -> None:
 
 
 def make_counting(folder: Path, seed: int) -> None:
-    """Write a model, and pictures with a question and its answer each. No picture is in both the
-    rows to train on and the held-out ones."""
+    """Write a model, pictures with a question and its answer each, and demonstrations of two
+    teachers: one counts, the other is never sure. No picture is in both the rows to train on and
+    the held-out ones."""
     pictures = invent(NUM_TRAIN + NUM_HELD_OUT, seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "eval.jsonl", _rows(folder, "eval", pictures[:NUM_HELD_OUT]))
-    write_jsonl(folder / "train.jsonl", _rows(folder, "train", pictures[NUM_HELD_OUT:]))
-    words = ("How many ", *COLOURS, *SHAPES)
+    rows = [*_rows(folder, "train", pictures[NUM_HELD_OUT:])]
+    write_jsonl(folder / "train.jsonl", rows)
+    teachers = random.Random(f"teachers of counting {seed}")
+    demonstrations = [
+        {"images": row["images"], "prompt": row["prompt"]}
+        | {"completion": UNSURE if teachers.random() < UNSURE_SHARE else row["answer"]}
+        for row in rows
+    ]
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+    words = ("How many are ", *COLOURS)
     make_tiny_vision_model(
         folder / "model",
         family="qwen3_vl",
-        tokenizer=make_vision_tokenizer("qwen3_vl", "0123456789 ?", words),
+        tokenizer=make_vision_tokenizer("qwen3_vl", "0123456789?", words),
         hidden_size=64,
         num_layers=2,
         num_heads=4,
@@ -74,6 +83,7 @@ def make_counting(folder: Path, seed: int) -> None:
         head_dim=16,
         intermediate_size=192,
         max_position_embeddings=128,
+        initializer_range=0.06,  # at the usual 0.02 features of pictures are small at first
         seed=seed,
     )
 
@@ -109,19 +119,19 @@ def draw(picture: Picture) -> Any:
 
 
 def _invent(generator: random.Random) -> Picture:
-    asked, answer = generator.choice(KINDS), generator.randint(0, MOST)
-    others = [kind for kind in KINDS if kind != asked]
-    kinds = [asked] * answer
-    while len(kinds) < GRID**2:
+    asked, answer = generator.choice([*COLOURS]), generator.randint(0, MOST)
+    others = [colour for colour in COLOURS if colour != asked]
+    colours: list[str | None] = [asked] * answer
+    while len(colours) < GRID**2:
         drawn = generator.random() < OTHERS_SHARE
-        kinds.append(generator.choice(others) if drawn else None)
-    generator.shuffle(kinds)
+        colours.append(generator.choice(others) if drawn else None)
+    generator.shuffle(colours)
     places: list[tuple[str, str, int, int, int] | None] = []
-    for number, kind in enumerate(kinds):
-        half = generator.randint(9, 13)
+    for number, colour in enumerate(colours):
+        shape, half = generator.choice(SHAPES), generator.randint(9, 13)
         row, column = divmod(number, GRID)
         y, x = (CELL * n + generator.randint(half + 1, CELL - half - 2) for n in (row, column))
-        places.append(None if kind is None else (*kind, x, y, half))
+        places.append(None if colour is None else (colour, shape, x, y, half))
     return Picture(tuple(places), asked, answer)
 
 
@@ -130,7 +140,7 @@ def _rows(folder: Path, name: str, pictures: Sequence[Picture]) -> Iterator[dict
     for number, picture in enumerate(pictures):
         path = Path("images", f"{name}-{number:04}.png")
         draw(picture).save(folder / path)
-        question = QUESTION.format(*picture.asked)
+        question = QUESTION.format(picture.asked)
         yield {
             "images": [str(path)],
             "prompt": [said("user", question)],

@@ -265,6 +265,20 @@ COMMANDS = [
     ("trl", "trl grpo --environment_factory games.wordle.Wordle --tools [web.tools.search] "
      "--max_tool_calling_iterations 4",
      {"env.path": "games.wordle:Wordle", "env.tools": ["web.tools:search"], "env.max_turns": 4}),
+    # Images.
+    ("relax", "relax/entrypoints/train.py --prompt-data d --mm-processor-pool-size 4 "
+     "--multimodal-keys {\"image\":\"figure\"} --image-max-token-num 512",
+     {"data.image_workers": 4, "data.train.0.columns.images": "figure",
+      "data.max_image_tokens": 512}),
+    ("verl", "verl.trainer.main_ppo data.train_files=a data.val_files=b data.image_key=figures "
+     "+data.mm_processor_kwargs.max_pixels=602112 actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-3B",
+     {"data.train.0.columns.images": "figures", "data.eval.0.columns.images": "figures",
+      "data.max_image_tokens": 768}),
+    ("verl", "verl.trainer.main_ppo data.train_files=a data.image_key=images "
+     "+data.max_pixels=602112 actor_rollout_ref.model.path=Qwen/Qwen3-VL-4B-Instruct",
+     {"data.train.0.columns.images": None, "data.max_image_tokens": 588}),
+    ("openrlhf", "train_ppo_ray.py --data.prompt_dataset d --data.image_key pictures "
+     "--data.max_images_per_prompt 4", {"data.train.0.columns.images": "pictures"}),
     # Evaluation reads the columns that training reads.
     ("openrlhf", "train_ppo_ray.py --prompt_data d --input_key question --label_key gold "
      "--eval_dataset e", {"data.eval.0.columns.prompt": "question",
@@ -316,6 +330,12 @@ WARNED = [
      "reference), 4 (of the reward model)"),
     ("openrlhf", "openrlhf/cli/train_ppo_ray.py --colocate_critic_reward --reward_pretrain r "
      "--reward_num_gpus_per_node 2", "shares the critic's devices there"),
+    ("verl", "verl.trainer.main_ppo actor_rollout_ref.actor.freeze_vision_tower=False",
+     "is trained there, and frozen here"),
+    ("trl", "trl grpo --model_name_or_path Qwen/Qwen3-VL-2B-Instruct",
+     "is trained there, and frozen here"),
+    ("openrlhf", "openrlhf/cli/train_ppo_ray.py --actor.freeze_visual_encoder "
+     "--data.image_key figures", "here data.max_image_tokens 1024 does"),
 ]  # fmt: skip
 
 
@@ -323,6 +343,41 @@ WARNED = [
 def test_differences_of_meaning_are_told(framework: str, command: str, words: str) -> None:
     found = convert(read_command(framework, command.split()))
     assert any(words in text for text in found.differs), found.differs
+
+
+IMAGES_NOT_SERVED = [
+    ("verl", "verl.trainer.main_ppo +data.video_key=clips", "videos"),
+    ("verl", "verl.trainer.main_ppo model.lora.freeze_language_model=True", "frozen decoder"),
+    ("verl", "verl.trainer.main_ppo +data.mm_processor_kwargs.sampling_rate=16000", "sound"),
+    ("verl", "verl.trainer.main_ppo +data.mm_processor_kwargs.min_pixels=50176", "made larger"),
+    ("relax", 'relax/entrypoints/train.py --multimodal-keys {"video":"clip"}', "videos"),
+    ("relax", "relax/entrypoints/train.py --image-min-token-num 64", "made larger"),
+]
+
+
+@table("framework, command, words", IMAGES_NOT_SERVED)
+def test_what_is_not_served_of_images_is_said(framework: str, command: str, words: str) -> None:
+    found = convert(read_command(framework, command.split()))
+    assert [words in why for one, why in found.missing if one.where] == [True]
+    assert not found.unread
+
+
+FROZEN = [
+    ("openrlhf", "openrlhf/cli/train_ppo_ray.py --actor.freeze_visual_encoder "
+     "--data.image_key images --data.max_images_per_prompt 2"),
+    ("verl", "verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct "
+     "actor_rollout_ref.actor.freeze_vision_tower=True data.image_key=images "
+     "actor_rollout_ref.model.exclude_modules=.*visual.* +actor_rollout_ref.rollout.limit_images=4 "
+     "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True"),
+]  # fmt: skip
+
+
+@table("framework, command", FROZEN)
+def test_a_frozen_tower_is_as_here(framework: str, command: str) -> None:
+    found = convert(read_command(framework, command.split()))
+    assert not found.unread
+    assert not [one for one, _ in found.missing if one.where]
+    assert not any("tower" in text for text in found.differs)
 
 
 READ_BY_OTHERS = [
