@@ -41,6 +41,8 @@ UNPICKLING = {
     "this host has one of its own, that of cluster.address what the user gave it",
     "distributed/ray_trainers.py": "as ray.py, of cluster.address",
     "tools/doctor/machine.py": "pipes to its children",
+    "images/pool.py": "nothing: a worker, which decodes what strangers have made, answers in JSON",
+    "images/worker.py": "its parent's socket pair",
     "models/manifest.py": "nothing: how storages are told from each other",
     "rewards/fork_server.py": "its parent's socket pair",
     "rewards/pool.py": "its child's socket pair",

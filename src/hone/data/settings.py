@@ -155,7 +155,7 @@ class DataConfig(Section):
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What happens to longer prompts: dropped and counted, or an error naming the row."""
 
-    max_image_tokens: int = Field(default=1024, ge=1)
+    max_image_tokens: int = Field(default=768, ge=1)
     """Most tokens of one image; a larger one is made smaller. Only for models that see images."""
 
     image_errors: Literal["error", "drop"] = "error"

@@ -15,6 +15,7 @@ ended.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import queue
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -34,7 +35,7 @@ import numpy as np
 
 from hone.families.vision.spec import ImageSettings
 from hone.images.opening import ImageError, ImageFile, verify
-from hone.images.pixels import TilePixels
+from hone.images.pixels import TilePixels, layout_of
 from hone.images.worker import Answer, Job
 
 __all__ = ["LIMIT_S", "PixelPool", "Tiles", "check_images"]
@@ -48,6 +49,7 @@ _LOOK_S = 1.0
 _SAY_S = 10.0
 """Seconds between two messages of a check that takes long."""
 _CHUNK = 1024
+_MOST_ANSWER_BYTES = 1 << 20
 
 Tiles = Future[list[TilePixels]]
 
@@ -174,11 +176,16 @@ class _Worker:
         while not self._connection.poll(_LOOK_S):
             if self._process.poll() is not None:
                 raise EOFError
-        answer: Answer = self._connection.recv()
+        answer: Answer = json.loads(self._connection.recv_bytes(_MOST_ANSWER_BYTES))
         if isinstance(answer, str):
             raise ImageError(answer)
-        _, settings, _ = job
-        return [] if settings is None else list(self._tiles(answer, settings))
+        file, settings, _ = job
+        if settings is None:
+            return []
+        tiles = layout_of(file, settings).tiles
+        if answer != [[tile.height, tile.width, 3] for tile in tiles]:
+            raise ImageError(f"has been decoded to tiles of other sizes: {answer}")
+        return list(self._tiles(answer, settings))
 
     def kill(self) -> None:
         """End the process at once; `ask` then raises."""
@@ -196,7 +203,7 @@ class _Worker:
         return signal.Signals(-status).name if status < 0 else f"exit code {status}"
 
     def _tiles(
-        self, shapes: Iterable[tuple[int, ...]], settings: ImageSettings
+        self, shapes: Iterable[Sequence[int]], settings: ImageSettings
     ) -> Iterator[TilePixels]:
         place = 0
         for shape in shapes:

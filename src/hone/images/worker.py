@@ -10,6 +10,7 @@ ImageError.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -25,7 +26,8 @@ __all__ = ["Answer", "Job", "main"]
 
 Job = tuple[ImageFile, ImageSettings | None, float]
 """Without settings the image is decoded, and makes no pixels."""
-Answer = list[tuple[int, ...]] | str
+Answer = list[list[int]] | str
+"""The shape of each tile, or what is wrong with the image; sent as JSON."""
 
 
 def main() -> None:
@@ -37,7 +39,8 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, limit_s)
             answer = _answer(file, settings, memory)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            connection.send(answer)
+            # Not pickled: who decodes what strangers have made is not trusted.
+            connection.send_bytes(json.dumps(answer).encode())
         except (EOFError, ConnectionError):  # the pool has closed, or its process is gone
             return
 
@@ -55,7 +58,7 @@ def _answer(file: ImageFile, settings: ImageSettings | None, memory: int) -> Ans
     with open(memory, "wb", closefd=False) as stream:
         for tile in tiles:
             stream.write(np.ascontiguousarray(tile.values).data)
-    return [tile.values.shape for tile in tiles]
+    return [[*tile.values.shape] for tile in tiles]
 
 
 if __name__ == "__main__":
