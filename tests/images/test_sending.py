@@ -106,9 +106,8 @@ def test_an_engine_of_another_process_has_pixels_as_long_as_requests_need_them(
         done = sampled(engine, pickle.loads(message))
         for completion in done:
             whole = examples[int(completion.request_id)].with_completion(completion.token_ids)
-            found = torch.tensor(completion.logprobs.tolist(), dtype=torch.float32)
+            found = torch.tensor([*completion.logprobs])
             torch.testing.assert_close(found, twin.logprobs(whole, 4), atol=1e-5, rtol=0)
-        del completion
         sampled(engine, [request("text", TEXT)])  # the last step holds its sequences
         gc.collect()
         there.receive({}, [])
