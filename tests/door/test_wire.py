@@ -276,6 +276,11 @@ WRONG = [
     ),
     (
         "/v1/chat/completions",
+        {"messages": [user([{"type": "image_url", "image_url": {"url": "a"}, "text": "a cat"}])]},
+        "messages[0].content[0]",
+    ),
+    (
+        "/v1/chat/completions",
         {"messages": [user("x")], "tools": [{"type": "web"}]},
         "tools[0].type",
     ),

@@ -94,6 +94,7 @@ class Live:
         return Observation(said, role="user" if self.num_turns == 1 else None, max_tokens=4)
 '''
 FAMILIES = ("qwen3_vl", "gemma3")
+ONE_FAMILY = pytest.mark.parametrize("twin", FAMILIES[:1], indirect=True, scope="module")
 LONGEST = 400
 
 
@@ -205,6 +206,7 @@ def test_engine_and_trainer_see_the_images_that_an_environment_shows(
     assert len(written) < 6 * 8000
 
 
+@ONE_FAMILY
 def test_a_resumed_run_goes_on_with_images_that_were_shown(
     inputs: Path, twin: Twin, tmp_path: Path
 ) -> None:
@@ -227,6 +229,7 @@ def test_a_resumed_run_goes_on_with_images_that_were_shown(
     assert any(len(each) > 1 for each in versions)
 
 
+@ONE_FAMILY
 def test_evaluation_and_generation(inputs: Path, twin: Twin, tmp_path: Path) -> None:
     rows, limits = inputs / "train.jsonl", {"data": {"max_prompt_tokens": 500}}
     common: dict[str, Any] = {
@@ -245,6 +248,7 @@ def test_evaluation_and_generation(inputs: Path, twin: Twin, tmp_path: Path) -> 
         assert len(re.findall(r"n\d+:", sample.completion)) == 2
 
 
+@ONE_FAMILY
 def test_a_text_model_is_told_before_the_run(inputs: Path, twin: Twin, tmp_path: Path) -> None:
     write_inputs(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"prompt": "1"}\n')

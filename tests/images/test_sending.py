@@ -73,6 +73,14 @@ def test_requests_bring_each_image_once_to_another_process(settings, monkeypatch
         there.pixels([one])
 
 
+def sampled(engine: EmbeddedEngine, requests: list[Request]) -> list[Completion]:
+    engine.submit(requests)
+    done: list[Completion] = []
+    while engine.has_unfinished:
+        done += engine.step()
+    return done
+
+
 def test_an_engine_of_another_process_has_pixels_as_long_as_requests_need_them(
     tmp_path, monkeypatch
 ):
@@ -95,14 +103,12 @@ def test_an_engine_of_another_process_has_pixels_as_long_as_requests_need_them(
             eos_token_ids=(),
             max_model_len=200,
         )
-        engine.submit(pickle.loads(message))
-        done: list[Completion] = []
-        while engine.has_unfinished:
-            done += engine.step()
+        done = sampled(engine, pickle.loads(message))
         for completion in done:
             whole = examples[int(completion.request_id)].with_completion(completion.token_ids)
-            found = torch.tensor(completion.logprobs.tolist(), dtype=torch.float32)
+            found = torch.tensor([*completion.logprobs])
             torch.testing.assert_close(found, twin.logprobs(whole, 4), atol=1e-5, rtol=0)
+        sampled(engine, [request("text", TEXT)])  # the last step holds its sequences
         gc.collect()
         there.receive({}, [])
         for content in examples[0].model_input.contents:

@@ -14,6 +14,7 @@ from hone.cli import env as command
 from hone.cli.main import main
 from hone.errors import UserError
 from hone.models.tiny import make_bpe_tokenizer, make_tiny_model
+from hone.models.tiny_vision import make_tiny_vision_model
 from hone.observe.episode_rows import read_turns
 from hone.rollout.requests import request_seed
 from hone.tools.env_try.policy import Script, completion_of, typed_line
@@ -97,6 +98,20 @@ class Verbose(Guess):
 class Strange(Guess):
     def step(self, action):
         return [{"role": "critic", "content": "no"}]
+
+
+class Shows:
+    def start(self, row):
+        from PIL import Image
+
+        self.parts = [
+            {"type": "text", "text": "look: "},
+            {"type": "image", "image": Image.new("RGB", (40, 30))},
+        ]
+        return self.parts
+
+    def step(self, action):
+        return 1.0 if action.index == 1 else self.parts
 """
 STRICT = (
     "{% for message in messages %}{% if message['role'] not in ['user', 'assistant', 'tool'] %}"
@@ -184,6 +199,24 @@ def test_episodes_are_those_of_training(
     for text in ("row rows:1", "judge", "a number!", "reward -0.5", "reward 0.5", "tokens"):
         assert text in shown
     assert "<|im_start|>" not in shown
+
+
+def test_images_are_named_by_their_sizes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_vision_model(tmp_path / "model", family="qwen3_vl")
+    (tmp_path / "turns.json").write_text('["a", "b"]')
+    shows = f"{folder / 'envs.py'}:Shows"
+    recipe, model = str(folder / "mine.yaml"), str(tmp_path / "model")
+    with_model = [recipe, "--env.path", shows, "--model.path", model]
+    for words in ([shows], with_model):
+        script = ["--script", str(tmp_path / "turns.json"), "--rows", "1"]
+        assert main(["env", "try", *words, *script]) == 0
+        assert capsys.readouterr().out.count("look: [image of 40 x 30 pixels]") == 2
+        assert main(["env", "check", *words]) == 0
+        assert capsys.readouterr().out.count("look: [image of 40 x 30 pixels]") == 2
+    assert main(["env", "check", recipe, "--env.path", shows]) == 1
+    assert "the model reads text alone" in " ".join(capsys.readouterr().out.split())
 
 
 def test_raw_shows_what_goes_before_a_turn(

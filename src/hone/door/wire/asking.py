@@ -11,6 +11,7 @@ from hone.door.calls import decoded
 from hone.door.prompts import ChatPrompt
 from hone.door.turns import Asked
 from hone.door.wire.fields import Fields, wrong
+from hone.images.parts import is_image_part
 from hone.types import Message, SamplingParams
 
 __all__ = [
@@ -142,7 +143,7 @@ def content_text(content: Any, path: str) -> str:
     texts: list[str] = []
     for place, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
+        if not isinstance(text, str) or (isinstance(part, dict) and is_image_part(part)):
             kind = part.get("type") if isinstance(part, dict) else part
             raise wrong(f"{path}[{place}]", f"is {kind!r:.60}; only parts of text are served")
         texts.append(text)
