@@ -29,8 +29,6 @@ MOST = 5
 """Most shapes of the colour that is asked for."""
 OTHERS_SHARE = 0.6
 """Share of the remaining places with a shape of another colour."""
-UNSURE, UNSURE_SHARE = "?", 0.3
-"""What a teacher says who does not count, and its share of the demonstrations."""
 QUESTION = "<image>How many are {}?"
 
 
@@ -56,21 +54,12 @@ def main() -> None:
 
 
 def make_counting(folder: Path, seed: int) -> None:
-    """Write a model, pictures with a question and its answer each, and demonstrations of two
-    teachers: one counts, the other is never sure. No picture is in both the rows to train on and
-    the held-out ones."""
+    """Write a model, and pictures with a question and its answer each. No picture is in both the
+    rows to train on and the held-out ones."""
     pictures = invent(NUM_TRAIN + NUM_HELD_OUT, seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "eval.jsonl", _rows(folder, "eval", pictures[:NUM_HELD_OUT]))
-    rows = [*_rows(folder, "train", pictures[NUM_HELD_OUT:])]
-    write_jsonl(folder / "train.jsonl", rows)
-    teachers = random.Random(f"teachers of counting {seed}")
-    demonstrations = [
-        {"images": row["images"], "prompt": row["prompt"]}
-        | {"completion": UNSURE if teachers.random() < UNSURE_SHARE else row["answer"]}
-        for row in rows
-    ]
-    write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+    write_jsonl(folder / "train.jsonl", _rows(folder, "train", pictures[NUM_HELD_OUT:]))
     words = ("How many are ", *COLOURS)
     make_tiny_vision_model(
         folder / "model",
