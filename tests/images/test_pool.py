@@ -45,7 +45,7 @@ def workers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if "hone.images.worker" in child.cmdline()
+        if child.status() != psutil.STATUS_ZOMBIE and "hone.images.worker" in child.cmdline()
     ]
 
 
@@ -180,7 +180,7 @@ def test_a_limit_is_that_of_one_image() -> None:
 def run(code: str) -> subprocess.Popen[bytes]:
     """A process with a pool that has begun images, which says the ids of its workers."""
     program = f"""
-import os, sys, time, psutil
+import contextlib, os, sys, time, psutil
 from hone.images.opening import open_image
 from hone.images.pool import PixelPool
 from tests.images.drawn import SETTINGS, drawn, encoded
@@ -189,12 +189,13 @@ file = open_image(encoded(drawn(0)), folder=None)
 for tiles in [pool.submit(file, SETTINGS) for _ in range(40)]:
     tiles.result()
 pids = [child.pid for child in psutil.Process().children()]
-named = [
-    link
-    for pid in [os.getpid(), *pids]
-    for fd in os.listdir(f"/proc/{{pid}}/fd")
-    if (link := os.readlink(f"/proc/{{pid}}/fd/{{fd}}")).startswith("/dev/shm")
-]
+links = []
+for pid in [os.getpid(), *pids]:
+    for fd in os.listdir(f"/proc/{{pid}}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/{{pid}}/fd/{{fd}}"))
+assert any("memfd:hone-images" in link for link in links), links
+named = [link for link in links if link.startswith("/dev/shm")]
 assert not named, named  # what has no name cannot be left
 print(*pids, flush=True)
 made = [pool.submit(file, SETTINGS) for _ in range(5000)]

@@ -35,8 +35,9 @@ ROWS: list[Row] = [
      "data.max_image_tokens data.max_prompt_tokens"),
     ("sft", "model.path=qwen3_vl data.max_image_tokens=4096", "warning",
      "data.max_image_tokens data.max_tokens"),
-    *[("rl", f"data.{key}", "warning", f"data.{key.partition('=')[0]}")
-      for key in ("max_image_tokens=64", "image_errors=drop", "image_urls=true")],
+    *[("rl", key, "warning", key.partition("=")[0])
+      for key in ("data.max_image_tokens=64", "data.image_errors=drop", "data.image_urls=true",
+                  "data.image_workers=0", "model.image_cache_gib=2")],
     # preferences
     ("dpo", "data.train.0.columns.margin=by", "warning", "data.train.0.columns.margin"),
     # a reward model
