@@ -44,7 +44,7 @@ class Starter:
         wire.send(ours, pickle.dumps(job))
         copy = object.__new__(self._pool._Fork)  # what is known of one: it is there already
         copy.pid = copy._pid = pid
-        return copy, wire.Stream(ours)
+        return copy, wire.Stream(ours, max_bytes=job.max_result_bytes)
 
     def _copy(self, control: socket.socket) -> int:
         if self._control is None:
