@@ -32,7 +32,10 @@ GIVEN: dict[str, Any] = {
         ("no", True),
         (None, False),
         ({"sum": 2}, False),
-        ([{"type": "text", "text": "no"}], False),
+        ([{"type": "text", "text": "no"}], True),
+        ([{"type": "text", "text": None}], False),
+        ([{"type": "audio", "audio": "no"}], False),
+        ([], False),
     ],
 )
 def test_the_content_of_a_message_is_text(content: Any, is_text: bool, tmp_path: Path) -> None:
@@ -43,7 +46,7 @@ def test_the_content_of_a_message_is_text(content: Any, is_text: bool, tmp_path:
     path = f"{file}:Says"
     player = Player(resolve(path, "environment"), path, {})
     if is_text:
-        assert player(GIVEN) == Observation((message,))
+        assert player(GIVEN) == Observation(({"role": "user", "content": "no"},))
     else:
         with pytest.raises(InvalidScoreError, match=r"a message whose content is .*must be text"):
             player(GIVEN)
