@@ -100,9 +100,10 @@ def test_each_message_of_an_observation_is_cut_by_itself():
     found, num_cut = cut_observation(Observation(messages), 60, encode_with(CHARS), CHARS.decode)
     assert found.content == [
         {"role": "tool", "name": "f", "content": cut("x" * 200, 60, CHARS)},
-        *messages[1:],
+        messages[1],
+        {"role": "tool", "content": [{"type": "text", "text": cut("x" * 200, 60, CHARS)}]},
     ]
-    assert num_cut == 1
+    assert num_cut == 2
     assert messages[0]["content"] == "x" * 200
 
 

@@ -9,41 +9,16 @@ once, beside the sequences (`saved` and `restored`). Engines and scorers get pix
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from hone.model_input import ModelInput
 
 if TYPE_CHECKING:
-    from hone.images.pixels import TileSource
+    from hone.images.store import ShownTile
 
-__all__ = ["ShownTile", "restored", "saved", "with_images", "without_images"]
-
-
-class ShownTile:
-    """A tile of an image that an environment has shown. The store has it as long as it lives, and
-    a single one for each hash (`PixelStore.show`)."""
-
-    __slots__ = ("__weakref__", "hash", "source")
-
-    def __init__(self, source: TileSource) -> None:
-        from hone.images.pixels import content_hash
-
-        self.source = source
-        self.hash = content_hash(*source.image, source.number)
-
-    def __reduce__(self) -> tuple[Callable[[TileSource], ShownTile], tuple[TileSource]]:
-        return _show, (self.source,)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
-
-
-def _show(source: TileSource) -> ShownTile:
-    from hone.images.store import STORE
-
-    return STORE.show(source)
+__all__ = ["restored", "saved", "with_images", "without_images"]
 
 
 def without_images(model_input: ModelInput) -> ModelInput:
@@ -93,6 +68,7 @@ def restored(state: Mapping[str, Any]) -> dict[str, ShownTile]:
     from hone.families.vision.spec import ImageSettings
     from hone.images.opening import open_image
     from hone.images.pixels import TileSource
+    from hone.images.store import STORE
 
     files = {
         digest: open_image(b64decode(data), folder=None) for digest, data in state["files"].items()
@@ -103,7 +79,7 @@ def restored(state: Mapping[str, Any]) -> dict[str, ShownTile]:
         source = TileSource(
             files[each["file"]], ImageSettings(**settings), each["number"], each["location"]
         )
-        tiles[name] = _show(source)
+        tiles[name] = STORE.show(source)
     return tiles
 
 

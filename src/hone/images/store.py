@@ -11,19 +11,36 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
+from typing import Self
 
 from hone.families.vision.spec import ImageSettings
 from hone.images.opening import ImageError, ImageFile
 from hone.images.pixels import TilePixels, TileSource, content_hash, layout_of, make_tiles
 from hone.images.pool import PixelPool, Tiles, check_images
-from hone.images.shown import ShownTile
 from hone.model_input import ModelInput
 
-__all__ = ["STORE", "PixelStore"]
+__all__ = ["STORE", "PixelStore", "ShownTile"]
+
+
+class ShownTile:
+    """A tile of an image that an environment has shown. The store has it as long as it lives, and
+    a single one for each hash (`PixelStore.show`)."""
+
+    __slots__ = ("__weakref__", "hash", "source")
+
+    def __init__(self, source: TileSource) -> None:
+        self.source = source
+        self.hash = content_hash(*source.image, source.number)
+
+    def __reduce__(self) -> tuple[Callable[[TileSource], ShownTile], tuple[TileSource]]:
+        return _show, (self.source,)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 class PixelStore:
@@ -222,3 +239,7 @@ def _hashes(source: TileSource, num_tiles: int) -> list[str]:
 
 STORE = PixelStore()
 """The store of this process."""
+
+
+def _show(source: TileSource) -> ShownTile:
+    return STORE.show(source)

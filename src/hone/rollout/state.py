@@ -6,14 +6,17 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
-from hone.images.shown import ShownTile, with_images
+from hone.images.shown import with_images
 from hone.model_input import ModelInput
 from hone.types import Group, Prompt, Request, Routes, Sample
+
+if TYPE_CHECKING:
+    from hone.images.store import ShownTile
 
 __all__ = [
     "group_from_dict",
