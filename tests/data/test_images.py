@@ -454,7 +454,7 @@ def test_later_turns_append_text_alone(family: Family, folder: Path) -> None:
         family.tokenizer, cfg, vocab_size=len(family.tokenizer), images=family.reader()
     )
     sample = sample_of(prompt, family.ids("hm"), "hm")
-    text, _, ids = render(sample, Observation("look again"))
+    text, _, ids, _ = render(sample, Observation("look again"))
     assert text == "<|im_end|><|im_start|>look again<|im_end|><|im_start|>"
     assert list(ids) == family.ids(text)
     with pytest.raises(ValueError, match=r"the environment says '<\|image_pad\|>'"):

@@ -199,8 +199,8 @@ def test_a_folder_that_takes_no_files_is_a_warning(
 def test_a_mistake_beside_the_training_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(name: str) -> None:
-        raise ZeroDivisionError(name)
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError(arguments)
 
     monkeypatch.setattr(thumbnails_module, "_picture", fail)
     with caplog.at_level(logging.WARNING):
