@@ -29,6 +29,11 @@ def open_shown(said: Said, reader: ImageReader | None) -> tuple[Said, tuple[RowI
     """
     if reader is not None:
         _refuse_marks(said, reader)
+    if any(part.get("type") == "image" and "image" not in part for part in _parts_in(said)):
+        raise RenderError(
+            "the environment shows an image part without an image; give it as a data URI in the "
+            "part's field `image`"
+        )
     values = [part["image"] for part in _parts_in(said) if "image" in part]
     if not values:
         return said, ()
