@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from transformers import (
@@ -29,7 +29,7 @@ class Qwen25VLDecoder(qwen2_5.Qwen2_5_VLPreTrainedModel, GenerationMixin):
     """The language model of a Qwen2.5-VL with its head."""
 
     config_class = Qwen2_5_VLTextConfig
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  as in transformers
 
     def __init__(self, config: Qwen2_5_VLTextConfig) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class Qwen3VLDecoder(qwen3.Qwen3VLPreTrainedModel, GenerationMixin):
     """The language model of a Qwen3-VL with its head."""
 
     config_class = Qwen3VLTextConfig
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  as in transformers
 
     def __init__(self, config: Qwen3VLTextConfig) -> None:
         super().__init__(config)
