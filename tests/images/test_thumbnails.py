@@ -199,7 +199,7 @@ def test_a_folder_that_takes_no_files_is_a_warning(
 def test_a_mistake_beside_the_training_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(name: str) -> None:
+    def fail(name: str, source: object) -> None:
         raise ZeroDivisionError(name)
 
     monkeypatch.setattr(thumbnails_module, "_picture", fail)
