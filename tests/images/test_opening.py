@@ -246,6 +246,8 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"url": "HTTP://example.invalid/a.png"}, "is the URL"),
         ({}, "nothing in it"),
         ({"bytes": None, "path": None}, "is a dict with 'bytes', 'path'"),
+        ("file://[::1/a.png", "is the URL file://.*, which is none"),
+        ("~nobody-of-this-name/a.png", "cannot be read from ~nobody"),
         (7, "value of type int"),
         (None, "value of type NoneType"),
         ([PNG], "value of type list"),
@@ -279,6 +281,21 @@ def test_bombs_and_sizes_of_nothing() -> None:
 def test_values_without_a_range() -> None:
     floats = Image.fromarray(np.linspace(0, 9, 12, dtype=np.float32).reshape(3, 4))
     assert "mode 'F'" in refused(encoded(floats, "TIFF"))
+
+
+def test_damaged_avif_is_refused() -> None:
+    """Its decoder raises RuntimeError."""
+    whole = encoded(PICTURE, "AVIF")
+    num_refused = 0
+    for place in range(len(whole) // 2, len(whole), max(len(whole) // 100, 1)):
+        data = bytearray(whole)
+        data[place] ^= 0xFF
+        for decode in (verify, load_rgb):
+            try:
+                decode(open_image(bytes(data), folder=None))
+            except ImageError:
+                num_refused += 1
+    assert num_refused > 0
 
 
 def test_files_cut_anywhere_are_refused_or_whole(tmp_path: Path) -> None:

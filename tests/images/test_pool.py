@@ -265,3 +265,31 @@ def test_checking_a_data_set(
     assert len(workers()) == num_workers
     store.use_workers(0)
     assert workers() == []
+
+
+def test_a_process_that_cannot_start_is_an_error_and_the_next_one_is_made(
+    pool: PixelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits hears of it, and the thread goes on."""
+    (file,) = files(1)
+
+    def fail() -> int:
+        raise OSError("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_anonymous_memory", fail)
+        for _ in range(2 * pool.num_workers):
+            with pytest.raises(OSError, match="too many open files"):
+                pool.submit(file, SETTINGS).result(WAIT_S)
+    assert len(pool.submit(file, SETTINGS).result(WAIT_S)) == 1
+
+
+def test_a_mistake_with_a_process_is_an_error_and_the_next_image_is_made(
+    pool: PixelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file,) = files(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_MOST_ANSWER_BYTES", 1)
+        with pytest.raises(OSError, match="bad message length"):
+            pool.submit(file, SETTINGS).result(WAIT_S)
+    assert len(pool.submit(file, SETTINGS).result(WAIT_S)) == 1

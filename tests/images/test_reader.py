@@ -172,3 +172,15 @@ def test_what_a_model_cannot_do_is_a_predicate() -> None:
     }
     with pytest.raises(ValueError, match=r"^has a tokenizer without the token 1000000 of image_"):
         ImageReader.of(config, {}, tokens, max_tokens=100)
+
+
+def test_an_image_that_is_gone_is_named_by_its_number(family: Family, tmp_path: Path) -> None:
+    reader = family.reader()
+    for name in "ab":
+        (tmp_path / name).write_bytes(encoded(drawn(ord(name) + 700, 41, 63)))
+    row = reader.read(["a", "b"], tmp_path)
+    ids = family.ids(reader.expand(rendered(reader, 2), row, "row 1"))
+    reader.contents(ids, row, "data.jsonl, line 3")
+    (tmp_path / "b").unlink()
+    with pytest.raises(ImageError, match=r"^data\.jsonl, line 3: image 2 does not"):
+        STORE.pixels([reader.hash_of(row[1])])

@@ -60,6 +60,7 @@ _BROKEN = (
     TypeError,
     EOFError,
     OverflowError,
+    RuntimeError,  # of AVIF
     struct.error,
     zlib.error,
 )
@@ -95,7 +96,10 @@ def open_image(value: object, *, folder: Path | None, may_fetch: bool = False) -
     if isinstance(value, str):
         value = _from_text(value, may_fetch=may_fetch)
     if isinstance(value, Path):
-        path = (folder or Path()) / value.expanduser()
+        try:
+            path = (folder or Path()) / value.expanduser()
+        except RuntimeError as error:  # `~name` of nobody
+            raise ImageError(f"cannot be read from {_shortened(str(value))}: {error}") from error
         return _described(_read(path), source=path.absolute())
     if isinstance(value, bytes | bytearray | memoryview):
         data = bytes(value)
@@ -164,7 +168,10 @@ def _from_text(text: str, *, may_fetch: bool) -> Path | bytes:
             )
         return _fetch(text)
     if scheme == "file":
-        return Path(os.fsdecode(unquote_to_bytes(urlsplit(text).path)))
+        try:
+            return Path(os.fsdecode(unquote_to_bytes(urlsplit(text).path)))
+        except ValueError as error:
+            raise ImageError(f"is the URL {_shortened(text)}, which is none: {error}") from error
     if _BASE64.fullmatch(text):
         return _decoded(text, "is base64")
     if not text:

@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from itertools import islice
 from multiprocessing.connection import Connection
 
@@ -119,7 +120,11 @@ class PixelPool:
         ends is tried once more: the kernel may have taken its memory for another program."""
         how = ""
         for _ in range(2):
-            worker = worker or self._start()
+            try:
+                worker = worker or self._start()
+            except Exception as error:  # noqa: BLE001  who waits must hear of it
+                tiles.set_exception(error)
+                return None
             try:
                 made = worker.ask((file, settings, self._limit_s))
             except ImageError as error:
@@ -131,6 +136,10 @@ class PixelPool:
                     tiles.cancel()
                     return None
                 self.num_restarts += 1
+            except Exception as error:  # noqa: BLE001  as above: this thread goes on
+                self._end(worker)
+                tiles.set_exception(error)
+                return None
             else:
                 tiles.set_result(made)
                 return worker
@@ -156,18 +165,22 @@ class _Worker:
     """One process, as its thread sees it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._memory = _anonymous_memory()
-        inherited = (theirs.fileno(), self._memory)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hone.images.worker", *map(str, inherited)],
-                pass_fds=inherited,
-                env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the process of the pool, which ends it
-            )
+        with ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.enter_context(ours)
+            with theirs:
+                self._memory = _anonymous_memory()
+                undo.callback(os.close, self._memory)
+                inherited = (theirs.fileno(), self._memory)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "hone.images.worker", *map(str, inherited)],
+                    pass_fds=inherited,
+                    env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the process of the pool, which ends it
+                )
+            undo.pop_all()
         self._connection = Connection(ours.detach())
 
     def ask(self, job: Job) -> list[TilePixels]:

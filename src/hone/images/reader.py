@@ -122,12 +122,13 @@ class ImageReader:
             return TEXT
         runs = [*_runs(token_ids, self.settings.placeholder_id)]
         is_of_data = [num_of_data is None or place < num_of_data for place in range(len(images))]
+        places = [f"{location}: image {number}" for number in range(1, len(images) + 1)]
         tiles = [
-            (image, n, known)
-            for image, known in zip(images, is_of_data, strict=True)
+            (image, n, known, place)
+            for image, known, place in zip(images, is_of_data, places, strict=True)
             for n in range(len(image.layout.tiles))
         ]
-        sizes = [image.layout.tiles[n].num_tokens for image, n, _ in tiles]
+        sizes = [image.layout.tiles[n].num_tokens for image, n, _, _ in tiles]
         if [size for _, size in runs] != sizes:
             raise UserError(
                 f"{location}: the tokenizer makes runs of {[size for _, size in runs]} tokens "
@@ -137,9 +138,9 @@ class ImageReader:
             )
         contents: list[Content] = []
         sources: dict[str, TileSource] = {}
-        for (image, n, known), (start, size) in zip(tiles, runs, strict=True):
+        for (image, n, known, place), (start, size) in zip(tiles, runs, strict=True):
             name = self.hash_of(image, n)
-            source = TileSource(image.file, self.settings, n, location)
+            source = TileSource(image.file, self.settings, n, place)
             if known:
                 sources[name] = source
             contents.append(
