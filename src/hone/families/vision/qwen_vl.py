@@ -37,6 +37,7 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 class QwenVision:
     """Base of the two families."""
 
+    model_type = ""
     patch_size = 14
     mean: tuple[float, float, float] = _MEAN
     std: tuple[float, float, float] = _STD
@@ -77,8 +78,6 @@ class QwenVision:
             placeholder=placeholder,
             placeholder_id=placeholder_id,
         )
-
-    model_type = ""
 
     def layout(self, settings: ImageSettings, height: int, width: int) -> ImageLayout:
         """See `VisionSpec`. Sizes are those of `smart_resize` of Qwen's processors."""
