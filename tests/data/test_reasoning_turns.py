@@ -52,8 +52,9 @@ def played(template: str, *turns: str):
         start = len(sample.token_ids)
         sample.token_ids += [9, tokenizer.convert_tokens_to_ids("<|im_end|>")]
         sample.turns.append(Turn(start=start, end=start + 2, text=turn, stop_reason=StopReason.EOS))
-        observed, sample.turns[-1].messages, _ = render(sample, Observation((ANSWER,)))
-        sample.turns[-1].observed = observed
+        said = render(sample, Observation((ANSWER,)))
+        observed = sample.turns[-1].observed = said.text
+        sample.turns[-1].messages = said.messages
     return tokenizer, sample, observed
 
 

@@ -63,11 +63,11 @@ def test_observations_are_rendered_with_the_same_tools(tmp_path):
     )  # fmt: skip
     render = TurnRenderer(tokenizer, cfg, vocab_size=len(tokenizer), tools=[ADD])
     answers = [{"role": "tool", "name": "add", "content": "2"}]
-    text, messages, _ = render(sample, Observation(answers))
-    assert messages == (*answers,)
+    made = render(sample, Observation(answers))
+    assert made.messages == (*answers,)
     said = {"role": "assistant", "content": "x"}
     whole = in_transformers([*ASKED, said, *answers], [ADD, ROW])
-    assert whole == f"{prompt.text}x{text}"
+    assert whole == f"{prompt.text}x{made.text}"
 
 
 def test_a_row_with_a_tool_of_the_same_name_is_refused(tmp_path):

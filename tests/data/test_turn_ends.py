@@ -334,7 +334,7 @@ def test_a_turn_is_ended_once_whichever_end_was_sampled(sampled: str, expected: 
     )
     ends = ids_of(tokenizer, *ENDS["qwen"])
     render = TurnRenderer(tokenizer, DataConfig(train=()), vocab_size=len(tokenizer), end_ids=ends)
-    _, _, appended = render(sample, Observation("no"))
+    appended = render(sample, Observation("no")).token_ids
     assert tokenizer.decode([*appended]) == expected
 
 

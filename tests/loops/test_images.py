@@ -11,6 +11,7 @@ from tests.images.drawn import drawn, encoded
 from tests.tiny_runs import lines
 
 import hone
+from hone.cli.main import main
 from hone.models.contents import features_of
 from hone.models.load import load_model
 from hone.models.settings import ModelConfig
@@ -103,6 +104,19 @@ def test_evaluation_and_generation() -> None:
     assert [sample.prompt.count("<|image_pad|>") for sample in found] == [
         number % 3 for number in range(NUM_ROWS)
     ]
+
+
+def test_generated_rows_are_demonstrations_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: Path
+) -> None:
+    flags = ["--model.path=model", "--run.device=cpu", "--data.max_image_tokens=32"]
+    flags += ["--data.train.0.path=prompts.jsonl", "--generation.max_completion_tokens=4"]
+    assert main(["generate", *flags, f"--output={tmp_path / 'rows.jsonl'}"]) == 0
+    named = [row.get("images", []) for row in lines(tmp_path / "rows.jsonl")]
+    assert [len(images) for images in named] == [number % 3 for number in range(NUM_ROWS)]
+    monkeypatch.chdir(tmp_path)
+    model = {"model": {"path": str(inputs / "model")}}
+    hone.sft(SUPERVISED, data="rows.jsonl", **{**TRAINING, **model})
 
 
 def test_demonstrations() -> None:

@@ -15,6 +15,7 @@ import pytest
 from hone.cli.eval import _table
 from hone.config.run import EvalConfig, EvaluationConfig
 from hone.config.tree import EvaluateConfig
+from hone.model_input import TEXT, Content, ModelInput
 from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
 from hone.rewards.settings import RewardConfig
@@ -285,11 +286,17 @@ def test_rows_that_repeat_a_prompt_are_one_cluster(num_samples: int) -> None:
     assert str(_table(cfg, scalars).caption).startswith(each)
 
 
-@table("column, has_env", [("answer", False), ("seed", True)])
+@table("column, has_env", [("answer", False), ("seed", True), ("image", False)])
 def test_rows_of_one_prompt_that_ask_for_other_things_are_independent(
     column: str, has_env: bool
 ) -> None:
-    """As environments have them; where the rows repeat each other they are one cluster still."""
+    """As environments and images have them; where the rows repeat each other they are one cluster
+    still."""
+
+    def image(number: int) -> ModelInput:
+        content = Content(kind="image", hash=str(number), start=0, num_tokens=1)
+        return ModelInput((content,))
+
     cfg, rule = EvaluationConfig(n_samples_per_prompt=4), PassRule(("right",), 1.0)
     rows = shaped_samples(20, 4)
     expected = to_scalars(summarise(rows, cfg, rule))
@@ -303,6 +310,7 @@ def test_rows_of_one_prompt_that_ask_for_other_things_are_independent(
                     token_ids=rows[0].prompt.token_ids,
                     answer=f"{number_of(number // 4)}" if column == "answer" else None,
                     metadata={column: number_of(number // 4)},
+                    model_input=image(number_of(number // 4)) if column == "image" else TEXT,
                 ),
             )
             for number, sample in enumerate(rows)

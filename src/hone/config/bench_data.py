@@ -31,7 +31,7 @@ class BenchDataConfig(Section):
     and while a model is trained, and what that costs the training."""
 
     run: GenerateRunConfig = GenerateRunConfig()
-    """Where the training runs that the images are made beside."""
+    """Device and seed of the training during which images are made."""
     data: EvaluateDataConfig = EvaluateDataConfig()
     """Rows with images, as in a recipe, and their size in tokens, as of Qwen3-VL. Without sources
     images are drawn."""

@@ -14,7 +14,6 @@ from hone.data.images import (
     NO_IMAGES,
     GivenImages,
     content_of,
-    has_images,
     take_images,
     values_in,
     without_bytes,
@@ -22,6 +21,7 @@ from hone.data.images import (
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
 from hone.errors import UserError
+from hone.images.parts import has_images
 from hone.observe.column_values import as_text
 from hone.paths import DATA_SUFFIXES
 from hone.types import Message, StopReason

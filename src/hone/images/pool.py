@@ -143,7 +143,7 @@ class PixelPool:
             else:
                 tiles.set_result(made)
                 return worker
-        tiles.set_exception(ImageError(f"cannot be decoded: {self._told(how)}"))
+        tiles.set_exception(ImageError(f"cannot be decoded: {self._reason(how)}"))
         return None
 
     def _start(self) -> _Worker:
@@ -155,7 +155,7 @@ class PixelPool:
         self._workers.discard(worker)
         return worker.end()
 
-    def _told(self, how: str) -> str:
+    def _reason(self, how: str) -> str:
         if how == signal.Signals.SIGALRM.name:
             return f"twice it took more than {self._limit_s:g} s"
         return f"the process that decodes it was ended twice, by {how}"

@@ -4,8 +4,8 @@
         row = sample_row(sample, images=thumbnails.rows(sample))
 
 A row has the place of each image among the tokens, and no pixels. The picture of a hash is the file
-`images/<hash>.png` or `.jpg`, made once, by a thread beside the training. A picture that cannot be
-made is a warning, and never ends a run.
+`images/<hash>.png` or `.jpg`, made once, by a thread of its own. A picture that cannot be made
+is a warning, and never ends a run.
 """
 
 from __future__ import annotations

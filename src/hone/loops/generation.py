@@ -6,6 +6,7 @@ prompts ──► `Batch` ──► `_chosen` ──► part of this host ──
 from __future__ import annotations
 
 import logging
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain, islice
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.tree import GenerateConfig
 from hone.data.reading import num_rows, read_prompts
 from hone.data.tool_schemas import ToolSchemas
+from hone.images.store import STORE
 from hone.loops.inputs import facts_of, image_reader, room_for_prompts, tools_of, turns_of
 from hone.loops.sampling import Host, counting, is_scored, join_hosts, sampler_of
 from hone.models.load import load_config
@@ -185,17 +187,30 @@ def _known(
 def _chosen(samples: Sequence[Sample], cfg: GenerateConfig) -> list[dict[str, Any]]:
     """Output rows of the completions of one prompt that `keep` selects."""
     if cfg.keep == "all":
-        return [completion_row(sample) for sample in samples]
+        return [completion_row(sample, _images_of(sample)) for sample in samples]
     scored = [(sample.reward.total, sample) for sample in samples if sample.reward is not None]
     if cfg.keep == "passing":
-        return [completion_row(s) for reward, s in scored if reward >= cfg.pass_threshold]
+        return [
+            completion_row(s, _images_of(s)) for reward, s in scored if reward >= cfg.pass_threshold
+        ]
     if not scored:
         return []
     highest, best = max(scored, key=itemgetter(0))
     if cfg.keep == "best":
-        return [completion_row(best)]
+        return [completion_row(best, _images_of(best))]
     lowest, worst = min(scored, key=itemgetter(0))
-    return [pair_row(best, worst)] if lowest < highest else []
+    return [pair_row(best, worst, _images_of(best))] if lowest < highest else []
+
+
+def _images_of(sample: Sample) -> list[str]:
+    """The images of a sample's prompt, for a file in any folder: absolute paths, or data URIs where
+    the data have bytes."""
+    sources = (STORE.source(content.hash) for content in sample.prompt.model_input.contents)
+    files = [source.file.source for source in sources if source is not None and not source.number]
+    return [
+        f"data:image;base64,{b64encode(file).decode()}" if isinstance(file, bytes) else str(file)
+        for file in files
+    ]
 
 
 class _Failures:

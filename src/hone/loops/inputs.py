@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.image_processing_base import ImageProcessingMixin
 
 from hone.config.plan import RunPlan
+from hone.config.roles import Role
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
 from hone.data.settings import DataConfig
@@ -45,6 +47,7 @@ __all__ = [
     "facts_of",
     "image_reader",
     "prompts_of",
+    "require_same_images",
     "room_for_prompts",
     "share_of_workers",
     "tools_of",
@@ -150,6 +153,22 @@ def image_reader(
         ) from error
 
 
+def require_same_images(role: Role, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError unless the model of `role` reads images as the policy does, with whose pixels
+    its tower works."""
+    assert plan.data is not None
+    own, other = (
+        image_reader(model, plan.data, tokenizer) for model in (plan.policy.model, role.model)
+    )
+    if own is not None and (other is None or other.settings != own.settings):
+        how = "reads text alone" if other is None else "makes other pixels or tokens of an image"
+        raise UserError(
+            f"{role.path_key}={role.model.path!r} {how}, and scores rows of "
+            f"model.path={plan.policy.model.path!r}, which sees images. Name a model of its family "
+            "with the same settings in preprocessor_config.json"
+        )
+
+
 def room_for_prompts(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> int:
     """Longest prompt, in tokens, that leaves room in the model's context for a completion of full
     length."""
@@ -201,7 +220,8 @@ def transcripts_of(plan: RunPlan, prompts: Sequence[Prompt]) -> Transcripts | No
         vocab_size=config.vocab_size,
         path=model.path,
     )
-    for prompt in prompts[:1]:
+    with_images = (prompt for prompt in prompts if prompt.model_input)
+    for prompt in (*prompts[:1], *islice(with_images, 1)):
         transcripts.check(prompt)
     return transcripts
 

@@ -27,6 +27,7 @@ from hone.loops.engine_ranks import EngineRanks, LedEngine
 from hone.loops.inputs import (
     facts_of,
     prompts_of,
+    require_same_images,
     share_of_workers,
     tools_of,
     transcripts_of,
@@ -407,6 +408,7 @@ def _tokenizer(plan: RunPlan) -> PreTrainedTokenizerBase:
             continue
         key, path = role.path_key, role.model.path
         require_same_tokens(tokenizer, load_tokenizer(role.model, path_key=key), key, path)
+        require_same_images(role, plan, tokenizer)
         policy_size, size = (load_config(x).vocab_size for x in (policy, role.model))
         require_room_for_tokens(tokenizer, policy_size, key, path, size)
     return tokenizer

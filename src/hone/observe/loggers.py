@@ -325,14 +325,15 @@ def _oldest_version(sample: Sample) -> int | None:
     return min(sampled, default=None)
 
 
-def completion_row(sample: Sample) -> dict[str, Any]:
+def completion_row(sample: Sample, images: Sequence[str] = ()) -> dict[str, Any]:
     """Row of a sample as training data: `prompt`, `completion` and the columns of the prompt's row,
     plus the fields of `sample_row`. Columns with reserved names, or names that would be read in
-    place of its completion or answer, are in the object `row`."""
-    return _training_row(sample, {"completion": _completion_text(sample)}, _SAME_ROLES)
+    place of its completion or answer, are in the object `row`. `images` are those of the prompt,
+    as values that a row of any file may have."""
+    return _training_row(sample, {"completion": _completion_text(sample)}, _SAME_ROLES, images)
 
 
-def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
+def pair_row(best: Sample, worst: Sample, images: Sequence[str] = ()) -> dict[str, Any]:
     """Row of a pair as training data: `completion_row` of the better sample with `chosen` and
     `rejected` in place of `completion`: texts, or messages if the prompt is a list of messages."""
     completions = {
@@ -341,14 +342,14 @@ def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
         "rejected_reward": None if worst.reward is None else worst.reward.total,
         "rejected_stop_reason": str(worst.stop_reason),
     }
-    return _training_row(best, completions, (*_SAME_ROLES, *_OF_PAIRS))
+    return _training_row(best, completions, (*_SAME_ROLES, *_OF_PAIRS), images)
 
 
 def _training_row(
-    sample: Sample, completions: Mapping[str, Any], reserved: Sequence[str]
+    sample: Sample, completions: Mapping[str, Any], reserved: Sequence[str], images: Sequence[str]
 ) -> dict[str, Any]:
     """A row with the completions `completions`. No column of the prompt's row keeps a name in
-    `reserved`."""
+    `reserved`, or another one for images where there are some."""
     row, prompt = sample_row(sample), sample.prompt
     row["turns"] = turn_rows(sample.turns, _completion_text(sample))
     rest = {key: row.pop(key) for key in [*row][[*row].index(PER_TOKEN) :]}
@@ -357,6 +358,8 @@ def _training_row(
     if (rendered := row.pop("prompt")) != prompt.unrendered:
         row[_RENDERED] = rendered
     own |= row
+    if images:
+        own["images"], reserved = [*images], (*reserved, "image")
     taken = {*own, *rest, *reserved, _RENDERED, GIVEN_COLUMNS}
     columns, nested = dict[str, Any](), dict[str, Any]()
     for name, value in prompt.metadata.items():

@@ -122,8 +122,8 @@ def summarise(
 
     Failed samples are counted and left out of means, and so are prompts without a valid sample.
     pass@k is included where `rule`, the result of `pass_rule`, is a rule. `stderr` is the standard
-    error over prompts: rows with the same prompt and answer are one cluster. With an environment
-    all columns must be the same, since it may make another task of each row.
+    error over prompts: rows with the same prompt, images and answer are one cluster. With an
+    environment all columns must be the same, since it may make another task of each row.
     """
     prompts = {sample.prompt.id: _content(sample, has_env=has_env) for sample in samples}
     numbers = {content: number for number, content in enumerate(dict.fromkeys(prompts.values()))}
@@ -139,11 +139,12 @@ def summarise(
 
 
 def _content(sample: Sample, *, has_env: bool) -> tuple[Hashable, ...]:
-    """A key that is equal for samples of rows that repeat a prompt: the tokens at the start of the
-    episode, the answer and, with an environment, all columns."""
-    prompt = sample.prompt
+    """A key that is equal for samples of rows that repeat a prompt: the tokens and images at the
+    start of the episode, the answer and, with an environment, all columns."""
+    prompt, opening = sample.prompt, sample.opening_ids
+    first = next(iter(sample.paths.values()))
     columns = repr(sorted(prompt.metadata.items())) if has_env else ""
-    return sample.opening_ids, prompt.answer, columns
+    return opening, first.model_input.key_of(0, len(opening)), prompt.answer, columns
 
 
 def _summary(

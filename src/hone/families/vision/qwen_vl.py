@@ -37,6 +37,7 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 class QwenVision:
     """Base of the two families."""
 
+    model_type = ""
     patch_size = 14
     mean: tuple[float, float, float] = _MEAN
     std: tuple[float, float, float] = _STD
@@ -78,8 +79,6 @@ class QwenVision:
             placeholder_id=placeholder_id,
         )
 
-    model_type = ""
-
     def layout(self, settings: ImageSettings, height: int, width: int) -> ImageLayout:
         """See `VisionSpec`. Sizes are those of `smart_resize` of Qwen's processors."""
         if max(height, width) > MAX_ASPECT * min(height, width):
@@ -97,6 +96,12 @@ class QwenVision:
             beta = math.sqrt(settings.min_pixels / (height * width))
             rows = math.ceil(height * beta / factor)
             columns = math.ceil(width * beta / factor)
+        if rows * columns * factor**2 > settings.max_pixels:
+            raise ValueError(
+                f"is {width} x {height} pixels, of which so narrow a picture becomes {rows} x "
+                f"{columns} tokens, more than the {settings.max_pixels // factor**2} of one image; "
+                "raise data.max_image_tokens, or cut the image"
+            )
         tile = Tile(
             height=rows * factor,
             width=columns * factor,

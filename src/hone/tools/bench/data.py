@@ -72,7 +72,7 @@ class DataResult:
     """Of all images' files."""
     num_pixels: int
     device: str
-    """What trains: `cpu`, or the name of the GPU."""
+    """Device of the training: `cpu`, or the name of the GPU."""
     num_cores: int
     caller: float
     """Images a second of the calling thread, which then does nothing else."""
