@@ -14,6 +14,7 @@ from hone.data.images import (
     NO_IMAGES,
     GivenImages,
     content_of,
+    has_mark,
     take_images,
     values_in,
     without_bytes,
@@ -126,6 +127,11 @@ class Example:
     """Images of the prompt, in the order of its image parts, or of its marks if it is a text."""
     images: tuple[RowImage, ...] = ()
     """The same, opened (`hone.data.images.open_images`)."""
+
+    @property
+    def has_mark(self) -> bool:
+        """Whether the text of the prompt has a mark of an image."""
+        return has_mark(self.prompt)
 
     def with_images(self, images: tuple[RowImage, ...]) -> Example:
         """The example with its images opened."""

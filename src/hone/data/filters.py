@@ -140,7 +140,8 @@ def filter_length(
         )
         if overlong == "error":
             raise UserError(
-                f"{lost.location}: {lost.length} tokens, but {lost.limit}; raise the limit, "
+                f"{lost.location}: {lost.length} tokens{_of_images(row)}, but {lost.limit}; raise "
+                "the limit, "
                 "shorten the row, or set data.overlong_prompts to 'drop'"
             )
         dropped.append(lost)
@@ -153,3 +154,9 @@ def filter_length(
     report.num_rows += len(rows)
     report.dropped.extend(dropped)
     return kept
+
+
+def _of_images(row: RenderedRow) -> str:
+    """How many tokens of a row are those of images, for messages; empty without any."""
+    number = sum(content.num_tokens for content in row.model_input.contents)
+    return f", {number} of them of images" if number else ""

@@ -13,6 +13,7 @@ image for rewards and files is a path, never its bytes.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,15 @@ __all__ = [
     "NO_IMAGES",
     "GivenImages",
     "content_of",
+    "has_mark",
     "open_images",
     "parts_of",
     "take_images",
     "values_in",
     "without_bytes",
 ]
+
+_log = logging.getLogger(__name__)
 
 MARK = "<image>"
 """Text that stands for an image in a prompt, and for image bytes in what rewards get."""
@@ -65,6 +69,11 @@ class WithImages(Protocol):
 
     @property
     def given_images(self) -> GivenImages: ...
+    @property
+    def has_mark(self) -> bool:
+        """Whether the text of its prompt has `MARK`."""
+        ...
+
     def with_images(self, images: tuple[RowImage, ...]) -> Self: ...
 
 
@@ -79,6 +88,8 @@ def open_images(
 
     Raises UserError; also for images where `reader` is None, which a text model has.
     """
+    if reader is not None:
+        _say_unseen(rows)
     if not any(row.given_images.values for row in rows):
         return list(rows)
     from hone.images.opening import ImageError  # which data of text alone do not need
@@ -116,6 +127,21 @@ def open_images(
     return kept
 
 
+def _say_unseen(rows: Sequence[WithImages]) -> None:
+    """Log where a model that sees images gets none, which a misspelt column would cause."""
+    marked = sum(not row.given_images.values and row.has_mark for row in rows)
+    if marked:
+        _log.warning(
+            "%s of %s rows have %s in the prompt and no images: it stays text. Name the column "
+            "with the images in `columns.images` of the source",
+            f"{marked:,}",
+            f"{len(rows):,}",
+            MARK,
+        )
+    elif not any(row.given_images.values for row in rows):
+        _log.info("no row has images, and the model sees them")
+
+
 def _drop(problem: str, cfg: DataConfig, report: FilterReport, error: ImageError) -> None:
     """Report a row whose image cannot be read, or raise UserError where that is an error."""
     if cfg.image_errors == "error":
@@ -123,6 +149,12 @@ def _drop(problem: str, cfg: DataConfig, report: FilterReport, error: ImageError
             f"{problem}. Mend or remove the row, or set data.image_errors to 'drop'"
         ) from error
     report.unreadable.append(problem)
+
+
+def has_mark(prompt: str | Sequence[Message]) -> bool:
+    """Whether a prompt, a text or messages, has `MARK` in its text."""
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return any(isinstance(text, str) and MARK in text for text in texts)
 
 
 def values_in(value: Any) -> tuple[Any, ...]:

@@ -73,6 +73,11 @@ class Compared:
         """The images of the prompt that the completions share."""
         return self.completions[0].given_images
 
+    @property
+    def has_mark(self) -> bool:
+        """Whether the text of the prompt has a mark of an image."""
+        return self.completions[0].has_mark
+
     def with_images(self, images: tuple[RowImage, ...]) -> Compared:
         """The row with its images opened."""
         examples = tuple(example.with_images(images) for example in self.completions)

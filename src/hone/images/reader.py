@@ -91,8 +91,8 @@ class ImageReader:
         first, *rest = text.split(mark)
         if len(rest) != len(images):
             raise UserError(
-                f"{location}: the rendered text has {len(rest)} times {mark!r}, which stands for "
-                f"an image, and the row has {_counted(len(images))}. A chat template that does "
+                f"{location}: the rendered text has {len(rest)} x {mark!r}, each of which stands "
+                f"for an image, and the row has {_counted(len(images))}. A chat template that does "
                 "not write images as the model needs them can be replaced in model.chat_template"
             )
         if placeholder != mark and placeholder in text:

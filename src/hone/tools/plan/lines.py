@@ -344,7 +344,8 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         for name, (num_bytes, what) in held.items():
             yield _gib(f"{name}_gib", num_bytes, what)
         total = sum(num_bytes for num_bytes, _ in held.values())
-        yield _gib("total_gib", total, "of one device, before activations and KV cache")
+        less = ", without the vision tower" * (run.shape.tower is not None)
+        yield _gib("total_gib", total, f"of one device, before activations and KV cache{less}")
         asleep = run.trainer_asleep + run.engine_asleep
         what = "what is offloaded" + ", and what sleeps" * bool(asleep)
         yield _gib("host_gib", run.offloaded + asleep, f"of a process, in host memory: {what}")
