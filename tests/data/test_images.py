@@ -321,7 +321,7 @@ def test_a_template_that_writes_no_images_is_refused(family: Family, folder: Pat
     tokenizer = char_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     path = write_rows(folder / "train.jsonl", [FORMS["paths"]])
     cfg = DataConfig(train=(SourceConfig(path=path),))
-    with pytest.raises(UserError, match=r"line 1: .* 0 times .* 2 images\. .*model\.chat_template"):
+    with pytest.raises(UserError, match=r"line 1: .* 0 x .* 2 images\. .*model\.chat_template"):
         load_prompts(cfg, tokenizer, images=family.reader())
 
 

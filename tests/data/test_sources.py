@@ -32,8 +32,8 @@ def test_jsonl_rows_carry_their_line(tmp_path):
     path.write_text('\ufeff{"a": 1}\n\n  \n{"a": "\u2028 is no line end"}')
     rows = read_source(SourceConfig(path=str(path)))
     assert rows == [
-        SourceRow({"a": 1}, f"{path}, line 1"),
-        SourceRow({"a": "\u2028 is no line end"}, f"{path}, line 4"),
+        SourceRow({"a": 1}, f"{path}, line 1", tmp_path),
+        SourceRow({"a": "\u2028 is no line end"}, f"{path}, line 4", tmp_path),
     ]
 
 

@@ -82,7 +82,8 @@ class Played:
         reason = StopReason.EOS if end else StopReason.STOP_STRING
         turn = Turn(start=start, end=start + len(ids), text=text, stop_reason=reason)
         self.sample.turns.append(turn)
-        turn.observed, turn.messages, appended = self.render(self.sample, Observation(messages))
+        said = self.render(self.sample, Observation(messages))
+        turn.observed, turn.messages, appended = said.text, said.messages, said.token_ids
         self.sample.token_ids += appended
         return str(self.tokenizer.decode([*appended]))
 

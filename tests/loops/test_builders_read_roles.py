@@ -21,9 +21,9 @@ LEFT = {
     # On the host that starts the others, before there is a process to plan for.
     ("distributed/ray_trainers.py", "cluster.num_trainer_nodes"): 1,
     # Rows and prompts become tokens of the policy; this is done for `hone check` too.
-    ("loops/inputs.py", "model"): 4,
+    ("loops/inputs.py", "model"): 6,
     ("loops/inputs.py", "model.path"): 1,
-    ("loops/supervised.py", "model"): 1,
+    ("loops/supervised.py", "model"): 2,
     # Scores that are kept on disk are those of all settings of the policy, as the recipe has them.
     ("loops/supervised.py", "model.model_dump"): 1,
     ("loops/supervised.py", "trainer.model_dump"): 1,
@@ -32,7 +32,7 @@ LEFT = {
     # Commands that read prompts before there is a plan.
     ("loops/evaluation.py", "model"): 1,
     ("loops/generation.py", "engine.max_num_seqs"): 1,
-    ("loops/generation.py", "model"): 2,
+    ("loops/generation.py", "model"): 3,
     ("loops/generation.py", "model.path"): 1,
 }
 """All that is left, and why."""

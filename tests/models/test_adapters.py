@@ -22,6 +22,7 @@ from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.settings import LoraConfig, ModelConfig
 from hone.models.tiny import make_tiny_model
+from hone.models.vision_decoders import own_class
 from tests.tables import table
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -189,8 +190,9 @@ def test_chosen_targets_alone_are_adapted(folder):
 @table("family", SPECS)
 def test_R22_what_is_checked_before_a_run_is_what_every_family_has(family):
     config = AutoConfig.for_model(family, num_hidden_layers=2, hidden_size=64, head_dim=16)
+    kind = own_class(AutoModelForCausalLM, config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
     adapt(model, LORA, seed=0)
     paths = [path for path, module in model.named_modules() if isinstance(module, LoraLinear)]
     assert {path.rpartition(".")[2] for path in paths} == {*SPECS[family].lora_targets}

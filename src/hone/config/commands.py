@@ -195,7 +195,7 @@ COMMANDS: Mapping[str, Command] = {
         other_names=("profile",),
     ),
     "bench": Command(
-        summary="measure the engine (compared with vLLM if wanted), training, or image data",
+        summary="measure the engine (or compare vLLM), training, or image data",
         actions={
             "engine": FirstPage(
                 "model.path model.shape workload decode.batch decode.context engine.max_num_seqs"

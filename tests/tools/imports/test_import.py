@@ -335,7 +335,7 @@ WARNED = [
     ("trl", "trl grpo --model_name_or_path Qwen/Qwen3-VL-2B-Instruct",
      "is trained there, and frozen here"),
     ("openrlhf", "openrlhf/cli/train_ppo_ray.py --actor.freeze_visual_encoder "
-     "--data.image_key figures", "here data.max_image_tokens 1024 does"),
+     "--data.image_key figures", "here data.max_image_tokens 768 does"),
 ]  # fmt: skip
 
 
