@@ -2,7 +2,7 @@
 as a sequence has them (`Content.shown`), and they travel with it.
 
 To another process of the trainer a content brings its image by pickle. A checkpoint has each image
-once, beside the sequences (`saved` and `restored`). Engines and scorers get pixels instead
+once, next to the sequences (`saved` and `restored`). Engines and scorers get pixels instead
 (`hone.images.sending`).
 """
 

@@ -100,7 +100,7 @@ def complete_config(config: Json) -> Json:
     spec = VISION.get(str(config.get("model_type")))
     if spec is None:
         return config
-    # Older files have the decoder's fields beside the tower's part.
+    # Older files have the decoder's fields next to the tower's part.
     flat = {name: value for name, value in config.items() if name not in _OUTSIDE}
     parts = {"text_config": config.get("text_config") or flat}
     parts["vision_config"] = config.get("vision_config") or {}

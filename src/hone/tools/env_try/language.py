@@ -185,6 +185,6 @@ class _PlainRender:
             content = in_words(last.get("content")) + in_words(said)
             messages = (*earlier, {**last, "content": content})
         else:
-            messages = (*prompt.messages, *cast("Sequence[Message]", said))
+            messages = (*prompt.messages, *said)
         text = _written(messages)
         return replace(prompt, text=text, token_ids=_encode(text), messages=messages)
