@@ -21,7 +21,7 @@ from hone.images import pool as module
 from hone.images.opening import ImageError, ImageFile, open_image
 from hone.images.pixels import TileSource, content_hash, make_tiles
 from hone.images.pool import PixelPool
-from hone.images.store import PixelStore
+from hone.images.store import STORE, PixelStore
 from tests.images.drawn import SETTINGS, drawn, encoded
 
 TILED = replace(SETTINGS, family="smolvlm", edge=32, longest_edge=64, words=("<a>", "<b>"))
@@ -54,6 +54,12 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def no_other_pool() -> None:
+    """Other tests of this process may have left that of the store."""
+    STORE.use_workers(0)
 
 
 @pytest.fixture
