@@ -358,7 +358,7 @@ def test_searching_twice_is_learnt(
     assert main(["rl", "search-rl", f"--run.seed={seed}"]) == 0
     first, last = held_out("search")
     assert 0.1 < first < 0.4
-    assert last > 0.7  # 0.765 and more; the same seed ends elsewhere on another processor
+    assert last > 0.7  # one search alone: 0.5; the weakest of the seeds ended at 0.765
 
 
 @pytest.mark.slow
