@@ -22,7 +22,7 @@ import dataclasses
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -348,16 +348,22 @@ PAGED = {
 """Numbers of queries and of keys of each sequence."""
 
 
-def check_cases(run: Run) -> None:
-    run.row("largest error of all options", "forward", "dq", "dk", "dv", *PAGED, "graph")
+def cases(run: Run) -> Iterator[tuple[Any, torch.dtype, float, str]]:
+    """Heads, format, largest error and name of each case, as long as there is time."""
     for heads in HEADS:
         for dtype, limit in LIMITS.items():
             name = f"{heads} {str(dtype).removeprefix('torch.')}"
             if not run.has_time(name):
                 return
-            with run.attempt(name):
-                worst = worst_errors(heads, dtype)
-                run.check(name, all(e <= limit for e in worst.values()), *worst.values())
+            yield heads, dtype, limit, name
+
+
+def check_cases(run: Run) -> None:
+    run.row("largest error of all options", "forward", "dq", "dk", "dv", *PAGED, "graph")
+    for heads, dtype, limit, name in cases(run):
+        with run.attempt(name):
+            worst = worst_errors(heads, dtype)
+            run.check(name, all(e <= limit for e in worst.values()), *worst.values())
 
 
 IMAGES = (
@@ -380,21 +386,17 @@ PAGED_IMAGES = (
 
 def check_spans(run: Run) -> None:
     run.row("largest error of all options", "forward", "dq", "dk", "dv", "prefill")
-    for heads in HEADS:
-        for dtype, limit in LIMITS.items():
-            name = f"{heads} {str(dtype).removeprefix('torch.')}"
-            if not run.has_time(name):
-                return
-            with run.attempt(name):
-                found: defaultdict[str, list[float]] = defaultdict(list)
-                for options in OPTIONS:
-                    for part, value in check_packed(heads, dtype, options, IMAGES).items():
-                        found[part].append(value)
-                    for queries, keys, images in PAGED_IMAGES:
-                        value = check_paged(queries, keys, heads, dtype, options, images=images)
-                        found["prefill"].append(value)
-                worst = [torch.tensor(values).max().item() for values in found.values()]
-                run.check(name, all(e <= limit for e in worst), *worst)
+    for heads, dtype, limit, name in cases(run):
+        with run.attempt(name):
+            found: defaultdict[str, list[float]] = defaultdict(list)
+            for options in OPTIONS:
+                for part, value in check_packed(heads, dtype, options, IMAGES).items():
+                    found[part].append(value)
+                for queries, keys, images in PAGED_IMAGES:
+                    value = check_paged(queries, keys, heads, dtype, options, images=images)
+                    found["prefill"].append(value)
+            worst = [torch.tensor(values).max().item() for values in found.values()]
+            run.check(name, all(e <= limit for e in worst), *worst)
 
 
 def worst_errors(heads, dtype) -> dict[str, float]:

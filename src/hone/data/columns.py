@@ -22,7 +22,7 @@ from hone.data.images import (
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
 from hone.errors import UserError
-from hone.images.parts import has_images
+from hone.images.parts import IMAGE_COLUMNS, has_images
 from hone.observe.column_values import as_text
 from hone.paths import DATA_SUFFIXES
 from hone.types import Message, StopReason
@@ -64,7 +64,7 @@ USUAL_NAMES = {
     "rejected": (("rejected",),),
     "label": (("label",),),
     "margin": (("margin",),),
-    "images": (("images", "image"),),
+    "images": (IMAGE_COLUMNS,),
 }
 """Usual column names of each role, in tiers: the first tier with a column in the source is taken,
 and two columns of one tier are ambiguous. verl's `reward_model.ground_truth` has no other meaning,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,11 +17,11 @@ from typing import Any
 from hone.data.sources import shorten
 from hone.errors import UserError
 from hone.images.opening import ImageError, open_image
+from hone.images.parts import IMAGE_COLUMNS, data_uri
 from hone.observe.whole_file import write_whole
 
 __all__ = ["GivenRows", "given_rows", "is_source"]
 
-_IMAGE_NAMES = ("images", "image")
 _LONGEST_PATH = 4096
 _KINDS = (
     "a list of dicts, a pandas DataFrame, a `datasets.Dataset`, or the path or hub name of a data "
@@ -112,7 +111,7 @@ def _plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, bytes | bytearray) or hasattr(value, "getbands"):  # pillow's images
-        return _data_uri(value, where)
+        return _as_text(value, where)
     if isinstance(value, Path):
         return str(value.absolute())
     if isinstance(value, Mapping):
@@ -128,20 +127,20 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def _data_uri(image: Any, where: str) -> str:
+def _as_text(image: Any, where: str) -> str:
     """An image as text. Raises UserError for bytes that are no image."""
     try:
         source = open_image(image, folder=None).source
     except ImageError as error:
         raise UserError(f"{where} holds bytes or an image, which {error}") from error
     assert isinstance(source, bytes)
-    return f"data:image;base64,{b64encode(source).decode()}"
+    return data_uri(source)
 
 
 def _absolute(name: str, value: Any) -> Any:
     """A column's value with the paths of images from the working directory, which a file elsewhere
     is to hold, as absolute ones."""
-    if name not in _IMAGE_NAMES:
+    if name not in IMAGE_COLUMNS:
         return value
     if isinstance(value, list):
         return [_absolute(name, item) for item in value]

@@ -6,12 +6,12 @@ bytes in a data URI and nothing else: no path is opened and no address is asked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from hone.data.template_check import RenderError
 from hone.images.opening import ImageError
-from hone.images.parts import is_parts
+from hone.images.parts import is_parts, parts_in
 from hone.images.reader import ImageReader, RowImage
 from hone.types import Message
 
@@ -29,12 +29,12 @@ def open_shown(said: Said, reader: ImageReader | None) -> tuple[Said, tuple[RowI
     """
     if reader is not None:
         _refuse_marks(said, reader)
-    if any(part.get("type") == "image" and "image" not in part for part in _parts_in(said)):
+    if any(part.get("type") == "image" and "image" not in part for part in parts_in(said)):
         raise RenderError(
             "the environment shows an image part without an image; give it as a data URI in the "
             "part's field `image`"
         )
-    values = [part["image"] for part in _parts_in(said) if "image" in part]
+    values = [part["image"] for part in parts_in(said) if "image" in part]
     if not values:
         return said, ()
     if reader is None:
@@ -66,21 +66,6 @@ def bare_text(said: Said, reader: ImageReader | None) -> str:
     )
 
 
-def _contents(said: Said) -> Iterator[str | Sequence[Mapping[str, Any]]]:
-    if isinstance(said, str) or is_parts(said):
-        yield said
-    else:
-        yield from (message.get("content") or "" for message in said)
-
-
-def _parts_in(said: Said) -> Iterator[Mapping[str, Any]]:
-    for content in _contents(said):
-        if isinstance(content, str):
-            yield {"type": "text", "text": content}
-        else:
-            yield from content
-
-
 def _with_hashes(said: Said, hashes: Iterator[str]) -> Said:
     def renewed(content: Any) -> Any:
         if isinstance(content, str):
@@ -98,7 +83,7 @@ def _with_hashes(said: Said, hashes: Iterator[str]) -> Said:
 
 
 def _refuse_marks(said: Said, reader: ImageReader) -> None:
-    for part in _parts_in(said):
+    for part in parts_in(said):
         if (mark := reader.own_mark(part.get("text", ""))) is not None:
             raise RenderError(
                 f"the environment says {mark!r}, which stands for an image with this model; show "

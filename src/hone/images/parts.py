@@ -1,11 +1,23 @@
-"""Image parts of chat messages, in the spellings that users and clients write."""
+"""How images are written in rows and in chat messages: names of columns, parts, data URIs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-__all__ = ["has_images", "image_in", "is_image_part", "is_parts"]
+__all__ = [
+    "IMAGE_COLUMNS",
+    "data_uri",
+    "has_images",
+    "image_in",
+    "is_image_part",
+    "is_parts",
+    "parts_in",
+]
+
+IMAGE_COLUMNS = ("images", "image")
+"""Columns of data in which images are looked for, in this order."""
 
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 
@@ -31,6 +43,24 @@ def is_parts(said: Sequence[Any]) -> bool:
     return bool(said) and all(
         isinstance(x, Mapping) and "role" not in x and ("type" in x or "image" in x) for x in said
     )
+
+
+def parts_in(said: str | Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """All parts of a text, of messages, or of the content of one message; a text is one part."""
+    if isinstance(said, str) or is_parts(said):
+        contents: Iterator[Any] = iter((said,))
+    else:
+        contents = (message.get("content") or "" for message in said)
+    for content in contents:
+        if isinstance(content, str):
+            yield {"type": "text", "text": content}
+        else:
+            yield from content
+
+
+def data_uri(data: bytes) -> str:
+    """The bytes of an image's file as a data URI. Who reads it finds the format in the bytes."""
+    return f"data:image;base64,{b64encode(data).decode()}"
 
 
 def has_images(content: Any) -> bool:

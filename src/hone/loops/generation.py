@@ -6,7 +6,6 @@ prompts ──► `Batch` ──► `_chosen` ──► part of this host ──
 from __future__ import annotations
 
 import logging
-from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain, islice
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.tree import GenerateConfig
 from hone.data.reading import num_rows, read_prompts
 from hone.data.tool_schemas import ToolSchemas
+from hone.images.parts import data_uri
 from hone.images.store import STORE
 from hone.loops.inputs import facts_of, image_reader, room_for_prompts, tools_of, turns_of
 from hone.loops.sampling import Host, counting, is_scored, join_hosts, sampler_of
@@ -207,10 +207,7 @@ def _images_of(sample: Sample) -> list[str]:
     the data have bytes."""
     sources = (STORE.source(content.hash) for content in sample.prompt.model_input.contents)
     files = [source.file.source for source in sources if source is not None and not source.number]
-    return [
-        f"data:image;base64,{b64encode(file).decode()}" if isinstance(file, bytes) else str(file)
-        for file in files
-    ]
+    return [data_uri(file) if isinstance(file, bytes) else str(file) for file in files]
 
 
 class _Failures:

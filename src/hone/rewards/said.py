@@ -7,13 +7,12 @@ opens a path which a completion may have chosen, and the driver takes nothing bu
 from __future__ import annotations
 
 import json
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from hone.images.opening import ImageError, open_image, verify
-from hone.images.parts import image_in, is_image_part, is_parts
+from hone.images.parts import data_uri, image_in, is_image_part, is_parts, parts_in
 from hone.rewards import wire
 from hone.rewards.shapes import InvalidScoreError
 
@@ -44,11 +43,7 @@ def sendable(said: str | Sequence[Any]) -> str | tuple[dict[str, Any], ...]:
 
 def num_image_bytes(said: str | Sequence[Mapping[str, Any]]) -> int:
     """Number of bytes of the images in what `sendable` has made, in base64."""
-    if isinstance(said, str):
-        return 0
-    contents = [said] if is_parts(said) else [message.get("content", "") for message in said]
-    parts = (part for content in contents if not isinstance(content, str) for part in content)
-    return sum(len(part.get("image", "")) for part in parts)
+    return sum(len(part.get("image", "")) for part in parts_in(said))
 
 
 def _messages(answer: Sequence[Any]) -> tuple[dict[str, Any], ...]:
@@ -84,12 +79,12 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
 def _part(part: Any) -> dict[str, Any] | None:
     """A part of a message; None for what is none."""
     if isinstance(part, Mapping) and is_image_part(cast("Mapping[str, Any]", part)):
-        return {"type": "image", "image": _data_uri(image_in(part).get("image"))}
+        return {"type": "image", "image": _as_text(image_in(part).get("image"))}
     text = part.get("text") if isinstance(part, Mapping) else None
     return {"type": "text", "text": text} if isinstance(text, str) else None
 
 
-def _data_uri(image: Any) -> str:
+def _as_text(image: Any) -> str:
     """An image as a data URI: the bytes of a file as they are, pillow's image as a PNG."""
     try:
         file = open_image(image, folder=None)
@@ -97,4 +92,4 @@ def _data_uri(image: Any) -> str:
     except ImageError as error:
         raise InvalidScoreError(f"answered with an image that {error}") from error
     data = file.source.read_bytes() if isinstance(file.source, Path) else file.source
-    return f"data:image;base64,{b64encode(data).decode()}"
+    return data_uri(data)

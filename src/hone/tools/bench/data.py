@@ -31,6 +31,7 @@ from hone.errors import UserError
 from hone.extras import import_extra
 from hone.families.vision.spec import ImageSettings
 from hone.images.opening import ImageError, ImageFile, open_image
+from hone.images.parts import IMAGE_COLUMNS
 from hone.images.pixels import TilePixels, make_tiles
 from hone.images.pool import PixelPool
 from hone.loops.launch import choose_device
@@ -38,7 +39,6 @@ from hone.models.tiny import make_tiny_model
 
 __all__ = ["DataResult", "Rate", "bench_data"]
 
-_COLUMNS = ("images", "image")
 _MOST_IMAGES = 256
 _MOST_WORKERS = 8
 _ROWS, _TOKENS = 8, 128
@@ -244,7 +244,7 @@ def _files(cfg: BenchDataConfig) -> list[ImageFile]:
     """The first images of the data's rows."""
     found: list[ImageFile] = []
     for source in cfg.data.train:
-        names = _COLUMNS if source.columns.images is None else (source.columns.images,)
+        names = IMAGE_COLUMNS if source.columns.images is None else (source.columns.images,)
         for row in iter_source(source):
             for value in chain.from_iterable(values_in(row.columns.get(name)) for name in names):
                 try:
@@ -255,8 +255,8 @@ def _files(cfg: BenchDataConfig) -> list[ImageFile]:
                 return found[:_MOST_IMAGES]
     if not found:
         raise UserError(
-            f"no row of the data has an image in a column {' or '.join(map(repr, _COLUMNS))}, or "
-            "that data.train.0.columns.images names; without data images are drawn"
+            f"no row of the data has an image in a column {' or '.join(map(repr, IMAGE_COLUMNS))}, "
+            "or that data.train.0.columns.images names; without data images are drawn"
         )
     return found
 

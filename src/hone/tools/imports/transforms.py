@@ -15,6 +15,7 @@ from typing import Any
 
 from hone.address import is_address
 from hone.config.aliases import Alias
+from hone.images.parts import IMAGE_COLUMNS
 from hone.tools.imports.imported import Imported
 from hone.tools.imports.source import Given, Unread, text_of
 
@@ -41,7 +42,6 @@ _KIND, _COEF, _PLACEMENT = (
     "algorithm.kl.placement",
 )
 _SCORES = ("reward.functions", "reward.model.path", "teacher.path", "env.path")
-_IMAGE_COLUMNS = ("images", "image")
 _COLOCATED = ("train.colocate_all", "colocate_all_models", "colocate")
 
 
@@ -142,7 +142,7 @@ def columns_(value: Any, run: Imported, row: Alias) -> Any:
 
 
 def images_column_(value: Any, run: Imported, row: Alias) -> Any:
-    if value in _IMAGE_COLUMNS:
+    if value in IMAGE_COLUMNS:
         raise Nothing(f"a column {value} is found by its name")
     return columns_(value, run, row)
 
