@@ -156,6 +156,9 @@ class InputSpec:
     attends_within: bool = False
     """Whether the tokens of a content attend to each other in both directions (Gemma 3). To the
     tokens of other contents and of text attention is causal."""
+    has_states: bool = False
+    """Whether some layers keep a state in place of keys and values, so that a pass is cut into
+    segments (`hone.segments`)."""
 
     def refusal(self, model_input: ModelInput, num_tokens: int) -> str:
         """Why a sequence of `num_tokens` tokens with this input cannot be computed, as a predicate

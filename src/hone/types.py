@@ -30,6 +30,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsIndex
 
 from hone.model_input import TEXT, ContentPiece, ModelInput
+from hone.segments import SegmentPlan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -637,6 +638,8 @@ class MicroBatch:
     """The parts of images and other contents among the packed tokens."""
     keys: PackedKeys | None = None
     spans: Spans | None = None
+    segments: SegmentPlan | None = None
+    """For models with recurrent layers, where `keys` are set."""
     predict_index: Tensor  # [N] int64 into [T]
     labels: Tensor  # [N] int64
     sequence_index: Tensor  # [N] int64 into [S]

@@ -12,9 +12,10 @@ from torch import Tensor
 from hone.attention import PackedContext
 from hone.attention.context import ContentFeatures
 from hone.distributed.mesh import Mesh
-from hone.families.vision.registry import VISION, inputs_of
+from hone.families.registry import inputs_of
+from hone.families.vision.registry import VISION
 from hone.model_input import TEXT, Content, ModelInput, content_pieces
-from hone.models.contents import follow_contents, require_features
+from hone.models.contents import follow_inputs, require_features
 from hone.models.decoder import alias_module, head_logits, hidden_states
 from hone.models.features import FeatureSource
 from hone.positions import packed_positions, position_shift
@@ -228,9 +229,9 @@ def test_gradients_are_those_of_the_whole_model_with_a_frozen_tower(twin):
 @torch.no_grad()
 def test_an_alias_reads_the_same_features_by_one_hook(twin):
     model = twin.load()
-    follow_contents(model)
+    follow_inputs(model)
     alias = alias_module(model)
-    follow_contents(alias)
+    follow_inputs(alias)
     assert len(alias.base_model._forward_pre_hooks) == 1
     assert require_features(alias) is require_features(model)
     (row, *_) = rows_of(twin)

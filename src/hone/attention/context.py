@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hone.distributed.mesh import Axis
 from hone.model_input import ContentSpan
+from hone.segments import SegmentPlan
 from hone.types import IndexedKeys, PackedKeys, Spans
 
 __all__ = [
@@ -102,6 +103,7 @@ class PackedContext:
     )
     contents: ContentFeatures | None = None
     spans: Spans | None = None  # with `PackedKeys` of the T tokens
+    segments: SegmentPlan | None = None  # of recurrent layers; None: whole sequences
 
     @classmethod
     def from_lengths(
@@ -165,6 +167,11 @@ class PagedContext:
     routes: Tensor | None = None  # [slots + 1, L, K] takes the experts of each token, at its slot
     contents: ContentFeatures | None = None  # prefill
     spans: Spans | None = None  # prefill, with keys by their slots
+    states: Sequence[tuple[Tensor, Tensor] | None] = ()
+    """Stored states of each recurrent layer, by layer, R rows each: last inputs of the convolution
+    [R, W - 1, C] and states [R, H, K, V] in float32. None for a layer with a KV cache."""
+    state_rows: Tensor | None = None  # decode: [B] int64, the row of each sequence's states
+    segments: SegmentPlan | None = None  # prefill, of recurrent layers
     stored_keys: tuple[Tensor, Tensor] | None = None
     """Borders [B + 1] int32 and slots [K] int64 of all K keys, for a prefill step that reads them
     from the cache. The first layer computes them for all."""

@@ -35,7 +35,7 @@ from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
 from hone.engine.settings import BLOCK_SIZE, EngineConfig
 from hone.errors import UserError
-from hone.families.vision.registry import inputs_of
+from hone.families.registry import inputs_of
 from hone.models.contents import features_of
 from hone.models.failed_pass import free_failed_pass
 from hone.models.generation import generation_model

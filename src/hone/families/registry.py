@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from hone.families.spec import GENERIC_FIELDS, UNSERVED_GENERIC_FIELDS, Json, ModelSpec, listed_or
-from hone.families.vision.registry import VISION, decoder_config
+from hone.families.vision.registry import VISION, VISION_FIELD, decoder_config
+from hone.model_input import TEXT_ONLY, InputSpec
 
 __all__ = [
     "DENSE_FUSED_FAMILIES",
@@ -17,6 +20,7 @@ __all__ = [
     "SPECS",
     "TENSOR_FAMILIES",
     "VALUE_FAMILIES",
+    "inputs_of",
     "public_configs",
     "spec_of",
     "unserved",
@@ -67,6 +71,7 @@ SERVED = (
 """What is served, as a part of a message."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_RECURRENT_TYPE = "linear_attention"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "mrope")
 """Rotary embeddings of a token's positions alone, of which `mrope` has three. `dynamic` and
 `longrope` also depend on the longest sequence of the batch, so a packed sample would not equal the
@@ -85,6 +90,14 @@ def spec_of(model_type: str) -> ModelSpec:
     )
 
 
+def inputs_of(config: Any) -> InputSpec:
+    """What sequences of the model with this configuration of transformers may hold besides ids, and
+    whether its layers keep states."""
+    family = getattr(config, VISION_FIELD, None)
+    inputs = TEXT_ONLY if family is None else VISION[family].inputs
+    return replace(inputs, has_states=True) if spec_of(config.model_type).is_hybrid else inputs
+
+
 def public_configs() -> dict[str, Json]:
     """`config.json` of public models by name in lower case, such as `qwen3-8b`."""
     families = (*SPECS.values(), *VISION.values())
@@ -97,13 +110,14 @@ def unserved(config: Json) -> list[str]:
     config = decoder_config(config)
     family = str(config.get("model_type"))
     found = {name: config[name] for name in spec_of(family).unserved_fields if config.get(name)}
+    served_types = (*_LAYER_TYPES, *([_RECURRENT_TYPE] if spec_of(family).is_hybrid else []))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     groups = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
     rope_types = [x.get("rope_type") or x.get("type") or "default" for x in groups]
     found |= {
         name: sorted(others)
         for name, values, served in (
-            ("layer_types", config.get("layer_types") or (), _LAYER_TYPES),
+            ("layer_types", config.get("layer_types") or (), served_types),
             ("rope_type", rope_types, _ROPE_TYPES),
         )
         if (others := set(values) - set(served))

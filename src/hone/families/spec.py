@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 __all__ = [
     "DENSE_TENSOR_PLAN",
@@ -18,6 +18,7 @@ __all__ = [
     "GENERIC_FIELDS",
     "HEAD_NORMS_TENSOR_PLAN",
     "PROJECTIONS",
+    "RECURRENT_PROJECTIONS",
     "ROW_TAIL_BYTES",
     "UNSERVED_FIELDS",
     "UNSERVED_GENERIC_FIELDS",
@@ -25,6 +26,7 @@ __all__ = [
     "ExpertLayout",
     "Json",
     "ModelSpec",
+    "RecurrentLayers",
     "Split",
     "listed_or",
     "sizes",
@@ -46,6 +48,9 @@ ROW_TAIL_BYTES = 16
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a dense layer."""
+
+RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+"""The matrices of a layer of gated linear attention (`RecurrentLayers`)."""
 
 DENSE_TENSOR_PLAN: Mapping[str, Split] = {
     "input_layernorm": "shared",
@@ -199,6 +204,57 @@ class ExpertLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentLayers:
+    """The layers of a model with gated linear attention, and the sizes of their states.
+
+    In transformers such a layer has `linear_attn` in place of `self_attn`. Its heads keep a state
+    [key_dim, value_dim] each; its convolution has the channels of all queries, keys and values.
+    """
+
+    indices: tuple[int, ...]
+    """Which layers they are."""
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads, each of which serves as many value heads."""
+    key_dim: int
+    value_dim: int
+    kernel_size: int
+    """Tokens that the convolution reads, the newest included."""
+
+    @classmethod
+    def of(cls, config: Json) -> Self:
+        """Those of a `config.json`. Raises KeyError where a size is missing."""
+        number = config["num_hidden_layers"]
+        every = config.get("full_attention_interval") or 4
+        types = config.get("layer_types") or [
+            "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(number)
+        ]
+        return cls(
+            indices=tuple(i for i, name in enumerate(types) if name == "linear_attention"),
+            num_key_heads=config["linear_num_key_heads"],
+            num_value_heads=config["linear_num_value_heads"],
+            key_dim=config["linear_key_head_dim"],
+            value_dim=config["linear_value_head_dim"],
+            kernel_size=config["linear_conv_kernel_dim"],
+        )
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state_values(self) -> int:
+        """Values of the state of one sequence in one layer, in float32."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def tail_values(self) -> int:
+        """Inputs of the convolution that one sequence keeps in one layer, in the model's dtype."""
+        return self.num_channels * (self.kernel_size - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One family of decoders."""
 
@@ -225,6 +281,11 @@ class ModelSpec:
     the family ever is."""
     experts: ExpertLayout | None = None
     """None: every layer has an MLP."""
+    is_hybrid: bool = False
+    """Whether some layers have gated linear attention (`recurrent_layers`)."""
+    gated_attention: bool = False
+    """Whether `q_proj` also has a gate for each output of the attention, behind each head's
+    query."""
     decode: DecodeLayout | None = None
     """None: generation runs transformers' modules. Exact mode needs it, and no experts."""
     tensor_plan: Mapping[str, Split] | None = None
@@ -254,6 +315,11 @@ class ModelSpec:
         if self.slides is None or not window or config.get("use_sliding_window") is False:
             return tuple(None for _ in indices)
         return tuple(window if self.slides(config, i) else None for i in indices)
+
+    def recurrent_layers(self, config: Json) -> RecurrentLayers | None:
+        """The layers with gated linear attention; None for a family without. Raises KeyError where
+        the config lacks a size of theirs."""
+        return RecurrentLayers.of(config) if self.is_hybrid else None
 
     def expert_layers(self, config: Json) -> dict[int, int]:
         """Position among the layers with experts, by layer index."""

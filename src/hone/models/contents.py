@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hone.families.vision.registry import inputs_of
+from hone.families.registry import inputs_of
 
 if TYPE_CHECKING:
     from hone.models.features import FeatureSource
@@ -29,7 +29,7 @@ __all__ = [
     "attach_whole",
     "embed_contents",
     "features_of",
-    "follow_contents",
+    "follow_inputs",
     "require_features",
     "require_whole",
     "whole_of",
@@ -77,11 +77,17 @@ def require_whole(model: PreTrainedModel) -> WholeModel:
     return whole
 
 
-def follow_contents(model: PreTrainedModel) -> None:
-    """Make the forward of `model` read features of contents from its context, in place, if its
-    family takes contents. Idempotent."""
+def follow_inputs(model: PreTrainedModel) -> None:
+    """Make the forward of `model` read from its context what its family needs besides ids, in
+    place: features of contents, segments and states of recurrent layers. Call before its layers
+    are compiled. Idempotent."""
     base: Any = model.base_model
-    if inputs_of(model.config).kinds and _embed not in base._forward_pre_hooks.values():
+    inputs = inputs_of(model.config)
+    if inputs.has_states:
+        from hone.attention.recurrent.layer import follow_segments
+
+        follow_segments(model)
+    if inputs.kinds and _embed not in base._forward_pre_hooks.values():
         base.register_forward_pre_hook(_embed, with_kwargs=True)
         if hasattr(base, "_deepstack_process"):
             # transformers' own looks for the tokens by a mask, which waits for the device.

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext, PagedContext
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
-from hone.families.vision.registry import inputs_of
+from hone.families.registry import inputs_of
 from hone.models.exact import exact_supported, linear
 from hone.models.fused_layers import FusedDecoder, is_fusible
 from hone.models.layer_ops import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.attention import PagedContext
-from hone.models.contents import follow_contents
+from hone.models.contents import follow_inputs
 from hone.models.decoder import (
     alias_module,
     head_product,
@@ -120,7 +120,7 @@ def generation_model(
         backbone = FusedDecoder(model, ops)
     else:
         alias = alias_module(model)
-        follow_contents(alias)
+        follow_inputs(alias)
         if records_routes:
             from hone.models.routes import follow_routes
 

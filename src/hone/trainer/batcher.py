@@ -16,7 +16,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from hone.distributed.mesh import Mesh
-from hone.families.vision.registry import inputs_of
+from hone.families.registry import inputs_of
 from hone.model_input import TEXT_ONLY, InputSpec
 from hone.models.support import head_dim_of
 from hone.trainer.collating import collate, empty_batch

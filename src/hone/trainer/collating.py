@@ -13,6 +13,7 @@ from torch import Tensor
 from hone.attention.context import make_spans
 from hone.model_input import TEXT_ONLY, InputSpec, content_pieces, content_spans
 from hone.positions import packed_positions
+from hone.segments import Segment, plan_segments
 from hone.trainer.packing import units_of
 from hone.trainer.prefixes import left_out, sharers_of
 from hone.types import Extent, LossExtent, MicroBatch, PackedKeys, Row, Spans
@@ -117,9 +118,11 @@ def collate(
     packed, places = _packed(rows, prefixes, absent, borders)
     own_lengths = [length - less for length, less in zip(lengths, absent, strict=True)]
     own_borders = np.concatenate([[0], np.cumsum(own_lengths)])
-    keys = spans = None
+    keys = spans = segments = None
     if any(absent):
         keys = _keys(places, lengths, len(packed), send)
+        if inputs.has_states:
+            segments = plan_segments(_segments(rows, prefixes, absent), send)
     if inputs.attends_within:
         spans = _spans(rows, absent, places, borders, send)
     return MicroBatch(
@@ -130,6 +133,7 @@ def collate(
         contents=tuple(content_pieces([row.model_input for row in rows], absent, own_lengths)),
         keys=keys,
         spans=spans,
+        segments=segments,
         predict_index=send(places[trained - 1]),
         labels=send(token_ids[trained]),
         sequence_index=send(np.repeat(np.arange(len(rows)), num_trained)),
@@ -178,6 +182,24 @@ def _keys(
         uses=send(np.argsort(places, kind="stable").astype(np.int32)),
         uses_starts=send(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
     )
+
+
+def _segments(rows: Sequence[Row], prefixes: Sequence[int], absent: Sequence[int]) -> list[Segment]:
+    """The packed tokens as segments: shared prefixes, each followed by what their rows have behind
+    them, and rows that share none."""
+    found: list[Segment] = []
+    prefix_of: dict[str, int] = {}
+    start = 0
+    for row, prefix, less in zip(rows, prefixes, absent, strict=True):
+        group = sharers_of(row)
+        size = row.num_tokens - less
+        if prefix and not less:
+            prefix_of[group] = len(found)
+            found.append(Segment(start, prefix))
+            start, size = start + prefix, size - prefix
+        found.append(Segment(start, size, parent=prefix_of[group] if prefix else None))
+        start += size
+    return found
 
 
 def _spans(

@@ -23,7 +23,7 @@ from hone.algorithms.algorithm import Objective, Outputs
 from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.model_input import ContentPiece
-from hone.models.contents import follow_contents, require_features
+from hone.models.contents import follow_inputs, require_features
 from hone.models.cpu_products import multiply_by_onednn
 from hone.models.decoder import (
     decoder_layers,
@@ -82,7 +82,7 @@ class ParallelModel:
         self._cfg = cfg
         self._is_exact = exact
         self._replays_routes = replays_routes
-        follow_contents(module)
+        follow_inputs(module)
         if replays_routes:
             from hone.models.routes import follow_routes
 

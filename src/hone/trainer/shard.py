@@ -45,6 +45,7 @@ def whole_shard(
             lengths=batch.lengths,
             keys=batch.keys,
             spans=batch.spans,
+            segments=batch.segments,
             routes=None if routes is None else to_device(routes, device),
         ),
         predict_index=to_device(batch.predict_index, device),

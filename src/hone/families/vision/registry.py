@@ -6,10 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hone.families.spec import Json
-from hone.model_input import TEXT_ONLY, InputSpec
 
 if TYPE_CHECKING:
     from hone.families.vision.spec import VisionSpec
@@ -19,7 +18,6 @@ __all__ = [
     "VISION_FIELD",
     "complete_config",
     "decoder_config",
-    "inputs_of",
     "unserved_family",
 ]
 
@@ -86,12 +84,6 @@ _UNSERVED = {
 VISION_FIELD = "vision_family"
 """Field of a decoder's configuration with the `model_type` of the whole model that it is a part of.
 """
-
-
-def inputs_of(config: Any) -> InputSpec:
-    """What sequences of the model with this configuration of transformers may hold besides ids."""
-    family = getattr(config, VISION_FIELD, None)
-    return TEXT_ONLY if family is None else VISION[family].inputs
 
 
 def complete_config(config: Json) -> Json:

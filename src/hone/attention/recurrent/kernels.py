@@ -1,0 +1,53 @@
+"""Choice of the implementation: the Triton kernels of `fla-core` on CUDA, else plain torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from hone.attention.recurrent import convolution, delta_rule
+from hone.attention.recurrent.delta_rule import Tokens
+from hone.segments import SegmentLevel
+
+__all__ = ["convolve", "gated_delta_rule", "has_fla"]
+
+
+@lru_cache
+def has_fla() -> bool:
+    """Whether the package of the kernels is installed (`hone[hybrid]`)."""
+    return find_spec("fla") is not None and find_spec("triton") is not None
+
+
+def _uses_fla(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_fla()
+
+
+def gated_delta_rule(
+    tokens: Tokens, level: SegmentLevel, initial: Tensor | None, *, gives_final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule over the segments of a level, as `delta_rule.chunked`; final states may
+    be None unless `gives_final`."""
+    if not _uses_fla(tokens.v):
+        return delta_rule.chunked(tokens, level.lengths, initial)
+    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]  an extra
+        chunk_gated_delta_rule,
+    )
+
+    output, final = chunk_gated_delta_rule(
+        *(x[None] for x in tokens),
+        initial_state=initial,
+        output_final_state=gives_final,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=level.cu_seqlens,
+    )
+    return output[0], final
+
+
+def convolve(
+    x: Tensor, weight: Tensor, level: SegmentLevel, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The causal convolution over the segments of a level, as `convolution.convolve`."""
+    return convolution.convolve(x, weight, level.lengths, initial)

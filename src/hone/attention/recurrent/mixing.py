@@ -1,0 +1,159 @@
+"""Convolution and recurrence of one layer over a pass, as its context says.
+
+    training     segments of packed rows, from zero or from the state at the end of a shared prompt
+    prefill      the same over chunks of prompts; states are read from and stored in rows
+    decode       one token of each sequence, whose states are updated in their rows
+
+Letters: T tokens, C channels of the convolution, H value heads, K and V sizes of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.compiler import disable
+
+from hone.attention.context import AttentionContext, PackedContext, PagedContext
+from hone.attention.recurrent import convolution, delta_rule, kernels
+from hone.attention.recurrent.delta_rule import Tokens
+from hone.segments import SegmentLevel, SegmentPlan
+
+__all__ = ["DeltaHeads", "Mixed", "mix"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaHeads:
+    """The heads of a layer on this rank. Channels of the convolution are all queries, all keys,
+    all values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [T, Hk, K] and values [T, H, V] of channels [T, C]."""
+        keys = self.num_key_heads * self.key_dim
+        q, k, v = x.split((keys, keys, self.num_value_heads * self.value_dim), -1)
+        return (
+            q.unflatten(-1, (self.num_key_heads, self.key_dim)),
+            k.unflatten(-1, (self.num_key_heads, self.key_dim)),
+            v.unflatten(-1, (self.num_value_heads, self.value_dim)),
+        )
+
+
+class Mixed(NamedTuple):
+    """The inputs of the recurrence."""
+
+    channels: Tensor  # [T, C], before the convolution
+    g: Tensor  # [T, H], log of the decay, float32 or wider
+    beta: Tensor  # [T, H]
+
+
+def _mix(
+    inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer_index: int, context: AttentionContext
+) -> Tensor:
+    """Outputs [T, H, V] of a layer whose convolution has `weight` [C, W]. Stores states where the
+    context has them. Differentiable in training."""
+    if isinstance(context, PackedContext):
+        return _over_segments(inputs, weight, heads, _plan_of(context), None)
+    states = context.states[layer_index]
+    assert states is not None, f"layer {layer_index} has no states"
+    if context.is_decode:
+        return _decode(inputs, weight, heads, states, context)
+    assert context.segments is not None, "prefill needs the segments of its chunks"
+    return _over_segments(inputs, weight, heads, context.segments, states)
+
+
+mix = cast("Callable[[Mixed, Tensor, DeltaHeads, int, AttentionContext], Tensor]", disable(_mix))
+"""`_mix`, for which a compiled layer leaves the compiler, as it does for attention."""
+
+
+def _plan_of(context: PackedContext) -> SegmentPlan:
+    """Segments of a training pass; whole sequences where none begins with tokens of another."""
+    if context.segments is not None:
+        return context.segments
+    assert context.keys is None, "rows that share a prompt need segments"
+    assert context.parallel is None, "recurrent layers do not split a row over processes"
+    level = SegmentLevel(
+        index=None, cu_seqlens=context.cu_seqlens.long(), lengths=context.lengths, parents=None
+    )
+    return SegmentPlan(levels=(level,))
+
+
+def _over_segments(
+    inputs: Mixed,
+    weight: Tensor,
+    heads: DeltaHeads,
+    plan: SegmentPlan,
+    states: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    output: Tensor | None = None
+    ended: list[tuple[Tensor, Tensor | None]] = []
+    for number, level in enumerate(plan.levels):
+        tails, initial = _initial(level, plan, ended, states)
+        some = inputs if level.index is None else Mixed(*(x[level.index] for x in inputs))
+        mixed, last = kernels.convolve(some.channels, weight, level, tails)
+        needs_final = number + 1 < len(plan.levels) or plan.writes is not None
+        tokens = Tokens(*heads.split(mixed), some.g, some.beta)
+        found, final = kernels.gated_delta_rule(tokens, level, initial, gives_final=needs_final)
+        ended.append((last, final))
+        if level.index is None:
+            output = found
+        else:
+            if output is None:
+                output = found.new_zeros(len(inputs.g), *found.shape[1:])
+            output = output.index_copy(0, level.index, found)
+    if plan.writes is not None and states is not None:
+        numbers, rows = plan.writes
+        for stored, finals in zip(states, _all(ended), strict=True):
+            stored.index_copy_(0, rows, finals[numbers].to(stored.dtype))
+    assert output is not None
+    return output
+
+
+def _initial(
+    level: SegmentLevel,
+    plan: SegmentPlan,
+    ended: list[tuple[Tensor, Tensor | None]],
+    states: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Inputs before, and state at the beginning of each segment of a level; None: zeros."""
+    if level.parents is not None:
+        tails, finals = _all(ended)
+        return tails[level.parents], finals[level.parents]
+    if plan.reads is None or states is None:
+        return None, None
+    segments, rows = plan.reads
+    tails, finals = (
+        x.new_zeros(len(level.lengths), *x.shape[1:]).index_copy_(0, segments, x[rows])
+        for x in states
+    )
+    return tails, finals
+
+
+def _all(ended: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
+    finals = [final for _, final in ended if final is not None]
+    assert len(finals) == len(ended)
+    return torch.cat([last for last, _ in ended]), torch.cat(finals)
+
+
+def _decode(
+    inputs: Mixed,
+    weight: Tensor,
+    heads: DeltaHeads,
+    states: tuple[Tensor, Tensor],
+    context: PagedContext,
+) -> Tensor:
+    rows, (tails, recurrent) = context.state_rows, states
+    assert rows is not None, "decode needs the rows of its sequences' states"
+    mixed, last = convolution.convolve_step(inputs.channels, weight, tails[rows])
+    tokens = Tokens(*heads.split(mixed), inputs.g, inputs.beta)
+    output, state = delta_rule.step(tokens, recurrent[rows])
+    tails.index_copy_(0, rows, last.to(tails.dtype))
+    recurrent.index_copy_(0, rows, state)
+    return output

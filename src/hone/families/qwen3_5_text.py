@@ -1,0 +1,13 @@
+"""The decoder of Qwen3.5: three of four layers have gated linear attention, the fourth has gated
+attention with head norms and rotates a quarter of each head."""
+
+from hone.families.spec import PROJECTIONS, RECURRENT_PROJECTIONS, ModelSpec
+
+SPEC = ModelSpec(
+    model_type="qwen3_5_text",
+    head_norms=True,
+    head_dim=256,
+    is_hybrid=True,
+    gated_attention=True,
+    lora_targets=(*PROJECTIONS, *RECURRENT_PROJECTIONS),
+)
