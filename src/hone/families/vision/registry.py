@@ -25,7 +25,7 @@ __all__ = [
 class _Families(Mapping[str, "VisionSpec"]):
     """The specs by the names of their files."""
 
-    _names = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+    _names = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm")
 
     def __getitem__(self, name: str) -> VisionSpec:
         if name not in self._names:
@@ -56,7 +56,6 @@ _OUTSIDE = ("model_type", "text_config", "vision_config")
 _UNSERVED = {
     r"qwen3-vl-.*-a\d": "qwen3_vl_moe",
     r"qwen2-vl": "qwen2_vl",
-    r"qwen3\.[5-9]": "qwen3_5",
     r"qwen.*-omni": "qwen_omni",
     r"llava-onevision": "llava_onevision",
     r"llava-v?1\.6|llava-next|granite-vision": "llava_next",
