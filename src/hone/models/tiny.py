@@ -5,6 +5,7 @@ The quick start, the tests and the benchmarks run on these: no download, any siz
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,19 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hone.families.registry import SPECS, spec_of
 
 __all__ = [
     "SHAPES",
+    "lengthen_memory",
     "make_bpe_tokenizer",
     "make_char_tokenizer",
     "make_model_folder",
@@ -140,6 +147,7 @@ def make_tiny_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        lengthen_memory(model)
         model.save_pretrained(folder)
     else:
         config.save_pretrained(folder)
@@ -162,6 +170,16 @@ def small_recurrent_fields(
         "linear_key_head_dim": head_dim,
         "linear_value_head_dim": head_dim,
     }
+
+
+@torch.no_grad()
+def lengthen_memory(model: PreTrainedModel) -> None:
+    """Let recurrent layers with drawn weights remember tokens, in place: for ten tokens or more.
+    transformers draws decays with which most heads forget a token at the next one, where a trained
+    model has a memory, and a state that is lost would not be seen."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.sub_(math.log(200))
 
 
 def make_model_folder(

@@ -11,7 +11,12 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from hone.families.registry import spec_of
-from hone.models.tiny import PRINTABLE, make_char_tokenizer, small_recurrent_fields
+from hone.models.tiny import (
+    PRINTABLE,
+    lengthen_memory,
+    make_char_tokenizer,
+    small_recurrent_fields,
+)
 from hone.models.vision import whole_class
 
 __all__ = ["IMAGE_WORDS", "make_tiny_vision_model", "make_vision_tokenizer"]
@@ -117,6 +122,7 @@ def make_tiny_vision_model(
                 torch.nn.init.normal_(
                     model.model.multi_modal_projector.mm_input_projection_weight, std=0.2
                 )
+        lengthen_memory(model)
         model.save_pretrained(folder)
     else:
         config.save_pretrained(folder)
