@@ -59,7 +59,7 @@ class _DeltaNet:
             beta=module.in_proj_b(x).sigmoid(),
         )
         weight = module.conv1d.weight.squeeze(1)
-        output = mix(inputs, weight, heads, module.layer_idx, attention_context)
+        output = mix(inputs, weight, heads, module, attention_context)
         gate = module.in_proj_z(x).unflatten(-1, output.shape[1:])
         normed = gated_rms_norm(output, gate, module.norm.weight, module.layer_norm_epsilon)
         return module.out_proj(normed.flatten(1)).unsqueeze(0)

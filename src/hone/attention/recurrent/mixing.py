@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -55,21 +55,30 @@ class Mixed(NamedTuple):
 
 
 def _mix(
-    inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer_index: int, context: AttentionContext
+    inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer: Any, context: AttentionContext
 ) -> Tensor:
-    """Outputs [T, H, V] of a layer whose convolution has `weight` [C, W]. Stores states where the
-    context has them. Differentiable in training."""
+    """Outputs [T, H, V] of a `layer` whose convolution has `weight` [C, W]. Stores states where the
+    context has them. Differentiable in training. Raises ValueError without a context.
+
+    It gets the module and not its number, by which a compiler would tell layers apart.
+    """
     if isinstance(context, PackedContext):
         return _over_segments(inputs, weight, heads, _plan_of(context), None)
-    states = context.states[layer_index]
-    assert states is not None, f"layer {layer_index} has no states"
+    if not isinstance(context, PagedContext):
+        raise ValueError(
+            "gated linear attention needs attention_context=PackedContext(...) or "
+            f"PagedContext(...) among the forward's arguments, got {type(context).__name__}; use "
+            "hone.models.decoder.hidden_states"
+        )
+    states = context.states[layer.layer_idx]
+    assert states is not None, f"layer {layer.layer_idx} has no states"
     if context.is_decode:
         return _decode(inputs, weight, heads, states, context)
     assert context.segments is not None, "prefill needs the segments of its chunks"
     return _over_segments(inputs, weight, heads, context.segments, states)
 
 
-mix = cast("Callable[[Mixed, Tensor, DeltaHeads, int, AttentionContext], Tensor]", disable(_mix))
+mix = cast("Callable[[Mixed, Tensor, DeltaHeads, Any, AttentionContext], Tensor]", disable(_mix))
 """`_mix`, for which a compiled layer leaves the compiler, as it does for attention."""
 
 
