@@ -15,6 +15,13 @@ FAMILY_FIELDS = {
     "llama": {},
     "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 16, "num_layers": 3},
     "mistral": {"sliding_window": 7},
+    "qwen3_5_text": {
+        "num_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
 }
 
 

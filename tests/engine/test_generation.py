@@ -85,7 +85,7 @@ def test_R4_generation_equals_full_recomputation(make_models, family):
         {"enable_prefix_caching": False, "max_num_batched_tokens": 7, "max_num_seqs": 3},
     ],
 )
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_5_text"])
 def test_samples_do_not_depend_on_the_engine_settings(make_models, family, fields):
     models = make_models(family)
     requests = make_requests()

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.engine.block_manager import BlockManager
+from hone.engine.model_runner import segments_of
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
+from hone.engine.snapshots import Snapshots
 from hone.model_input import TEXT, Content, ModelInput
 from hone.types import Request, SamplingParams, StopReason
 from tests.tables import table
@@ -39,10 +41,19 @@ class Simulation:
         caching=True,
         depth=0,
         whole=False,
+        num_snapshots=None,
     ):
         self.random = random.Random(seed)
+        snapshots = None
+        if num_snapshots is not None:
+            snapshots = Snapshots(range(max_num_seqs + 1, max_num_seqs + 1 + num_snapshots))
+        self.states = {}  # row -> (oldest epoch, prefix)
+        self.num_reused = 0
         self.blocks = BlockManager(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=caching
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=caching,
+            snapshots=snapshots,
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -130,14 +141,16 @@ class Simulation:
             self.tokens[sequence] = list(sequence.token_ids)
         self.check_plan(plan, decoding_before)
         sampled = []
+        if self.blocks.snapshots is not None:
+            self.run_states(plan)
         for sequence in plan.decodes:
             self.write(sequence, sequence.num_computed - 1, 1)
         for sequence in plan.decodes:
             self.read(sequence, sequence.num_computed)
             sampled.append((sequence, self.draw(sequence)))
-        for sequence, start, size, _ in plan.chunks:
+        for sequence, start, size, *_ in plan.chunks:
             self.write(sequence, start, size)
-        for sequence, start, size, samples in plan.chunks:
+        for sequence, start, size, samples, *_ in plan.chunks:
             self.read(sequence, start + size)
             if samples:
                 sampled.append((sequence, self.draw(sequence)))
@@ -169,6 +182,47 @@ class Simulation:
             slot = sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
             self.memory[slot] = self.epoch, self.prefix(sequence, position)
 
+    def run_states(self, plan):
+        """Recurrent layers: a decode moves the state in its row by a token; segments of a prefill
+        begin with zeros, a row or a parent's state. All rows are read before any is written."""
+        for sequence in plan.decodes:
+            self.advance(sequence.slot, sequence, sequence.num_computed - 1, 1)
+        segments = segments_of(plan.chunks)
+        cuts = [
+            (chunk.sequence, end)
+            for chunk in plan.chunks
+            for end in sorted({*(at for at, _ in chunk.snapshots), chunk.start + chunk.size})
+        ]
+        begins = {segment.read: self.states.get(segment.read) for segment in segments}
+        ends, written, place = [], [], 0
+        for segment, (sequence, end) in zip(segments, cuts, strict=True):
+            assert segment.start == place
+            place += segment.size
+            start = end - segment.size
+            assert segment.parent is None or segment.read is None
+            begin = begins[segment.read] if segment.parent is None else ends[segment.parent]
+            if segment.parent is None and segment.read is None:
+                assert start == 0, "a state is lost"
+                begin = (self.epoch, ((), ()))
+            self.num_reused += begin is not None and segment.read not in (None, sequence.slot)
+            self.check_state(begin, sequence, start)
+            ends.append((min(begin[0], self.epoch), self.prefix(sequence, end - 1)))
+            written += [(row, ends[-1]) for row in segment.writes]
+        rows = [row for row, _ in written]
+        assert len(rows) == len(set(rows)), "a row is written twice"
+        self.states |= dict(written)
+
+    def advance(self, row, sequence, start, size):
+        self.check_state(self.states[row], sequence, start)
+        oldest = min(self.states[row][0], self.epoch)
+        self.states[row] = oldest, self.prefix(sequence, start + size - 1)
+
+    def check_state(self, state, sequence, num_tokens):
+        epoch, prefix = state
+        expected = self.prefix(sequence, num_tokens - 1) if num_tokens else ((), ())
+        assert prefix == expected, f"{num_tokens=}"
+        assert epoch >= self.alive[sequence], f"state of other weights: {epoch=}"
+
     def prefix(self, sequence, position):
         contents = sequence.request.model_input.contents
         seen = tuple((x.start, x.hash) for x in contents if x.start <= position)
@@ -185,7 +239,7 @@ class Simulation:
         assert len(plan.decodes) + sum(chunk.size for chunk in plan.chunks) <= self.budget
         planned = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
         assert len(set(planned)) == len(planned)
-        for sequence, start, size, samples in plan.chunks:
+        for sequence, start, size, samples, *_ in plan.chunks:
             assert size >= 1
             if self.whole:
                 contents = sequence.request.model_input.contents
@@ -242,6 +296,7 @@ class Simulation:
             "caching": st.booleans(),
             "depth": st.integers(0, 1),
             "whole": st.booleans(),
+            "num_snapshots": st.sampled_from([None, 1, 2, 20]),
         }
     ),
 )
@@ -280,13 +335,58 @@ def _key_by_ids(correct):
     return key
 
 
-def simulate_many():
+def simulate_many(num_snapshots=None):
+    """Returns how often a state of another sequence was reused."""
+    num_reused = 0
     for seed in range(40):
-        Simulation(seed, budget=6, depth=seed % 2).run(80)
+        simulation = Simulation(seed, budget=6, depth=seed % 2, num_snapshots=num_snapshots)
+        simulation.run(80)
+        num_reused += simulation.num_reused
+    return num_reused
 
 
 def test_correct_simulation_passes():
     simulate_many()
+
+
+def test_states_are_reused_where_a_prefix_has_one():
+    assert simulate_many(num_snapshots=6) > 20
+
+
+PLANTED_IN_STATES = {
+    "R9: states without the weight version": (
+        BlockManager,
+        "invalidate_prefixes",
+        lambda correct: lambda self: None,
+    ),
+    "a prefix without a state is reused": (
+        Snapshots,
+        "__contains__",
+        lambda correct: lambda self, chain: True,
+    ),
+    "a row is taken twice in a step": (
+        Snapshots,
+        "take",
+        lambda correct: lambda self, chain: (self._taken.clear(), correct(self, chain))[1],
+    ),
+    "a state is kept a token late": (
+        Scheduler,
+        "_snapshots",
+        lambda correct: (
+            lambda self, sequence, stop, snapshots: (
+                (min(border + 1, stop), row)
+                for border, row in correct(self, sequence, stop, snapshots)
+            )
+        ),
+    ),
+}
+
+
+@table("owner, method, mutate", PLANTED_IN_STATES.values())
+def test_planted_bugs_in_states_are_caught(monkeypatch, owner, method, mutate):
+    monkeypatch.setattr(owner, method, mutate(getattr(owner, method)))
+    with pytest.raises((AssertionError, KeyError, TypeError)):
+        simulate_many(num_snapshots=1)
 
 
 PLANTED = {

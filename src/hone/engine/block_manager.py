@@ -13,6 +13,7 @@ from collections import OrderedDict
 from itertools import count
 
 from hone.engine.sequence import Sequence
+from hone.engine.snapshots import Snapshots
 from hone.model_input import ContentKey
 
 __all__ = ["BlockManager"]
@@ -29,8 +30,18 @@ class BlockManager:
     but still holding a published prefix, evicted least recently used first; or free.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        """With `snapshots`, of a model with recurrent layers, a prefix is reused only up to a block
+        whose end has one."""
         self.num_blocks = num_blocks
+        self.snapshots = snapshots
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._chain_ids = count()
@@ -44,6 +55,8 @@ class BlockManager:
         self._keys: list[Key | None] = [None] * self.num_blocks
         self._published: dict[Key, tuple[int, int]] = {}  # -> block, its chain id
         self._root = next(self._chain_ids)
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     @property
     def num_available(self) -> int:
@@ -63,6 +76,8 @@ class BlockManager:
         and can never match.
         """
         self._root = next(self._chain_ids)
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def allocate(self, sequence: Sequence, *, reserve: int) -> bool:
         """Give a waiting sequence blocks for all its tokens, reusing cached ones.
@@ -71,7 +86,7 @@ class BlockManager:
         `reserve` blocks would remain.
         """
         assert not sequence.block_table, f"{sequence.block_table=}"
-        blocks, chain = self._match(sequence)
+        blocks, chain, num_matched = self._match(sequence)
         num_new = -(-len(sequence.token_ids) // self.block_size) - len(blocks)
         num_idle = sum(self._refs[block] == 0 for block in blocks)
         if self.num_available - num_idle - num_new < reserve:
@@ -81,6 +96,7 @@ class BlockManager:
             self._idle.pop(block, None)
         sequence.num_computed = len(blocks) * self.block_size
         sequence.num_published = len(blocks)
+        sequence.num_matched = num_matched * self.block_size
         sequence.chain = chain
         sequence.block_table = blocks + [self._take() for _ in range(num_new)]
         return True
@@ -133,19 +149,24 @@ class BlockManager:
             return (chain, ids, contents) if contents else (chain, ids)
         return chain, ids
 
-    def _match(self, sequence: Sequence) -> tuple[list[int], int]:
-        """The longest published prefix that leaves at least one token to compute: its blocks and
-        chain id."""
+    def _match(self, sequence: Sequence) -> tuple[list[int], int, int]:
+        """The longest published prefix that leaves at least one token to compute and can be reused:
+        its blocks and chain id; and the number of blocks of the longest one that is published."""
         blocks: list[int] = []
-        chain = self._root
+        chains = [self._root]
         if self.enable_prefix_caching:
             for start in range(0, len(sequence.token_ids) - self.block_size, self.block_size):
-                found = self._published.get(self._key(sequence, chain, start))
+                found = self._published.get(self._key(sequence, chains[-1], start))
                 if found is None:
                     break
                 blocks.append(found[0])
-                chain = found[1]
-        return blocks, chain
+                chains.append(found[1])
+        num_matched = len(blocks)
+        if self.snapshots is not None:
+            while blocks and chains[-1] not in self.snapshots:
+                blocks.pop()
+                chains.pop()
+        return blocks, chains[-1], num_matched
 
     def _take(self) -> int:
         """Allocate a block with one reference; evicts the least recently used idle block if none is

@@ -158,6 +158,8 @@ class DecodeStep:
             max_context_len=max_context_len,
             shared=self._shared_of(num_rows) if shared else None,
             routes=self.cache.routes,
+            states=self.cache.states,
+            state_rows=rows_B,
         )
 
     def _shared_of(self, num_rows: int) -> SharedPrefix:

@@ -33,7 +33,8 @@ from hone.engine.kv_cache import (
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
-from hone.engine.settings import BLOCK_SIZE, EngineConfig
+from hone.engine.settings import BLOCK_SIZE, EngineConfig, num_snapshots, num_state_rows
+from hone.engine.snapshots import Snapshots
 from hone.errors import UserError
 from hone.families.registry import inputs_of
 from hone.models.contents import features_of
@@ -153,7 +154,9 @@ class EmbeddedEngine(EngineBase):
             cfg,
             max_model_len=self.max_model_len,
             reserved_bytes=activations + features_bytes,
-            resident_bytes=self._weight_bytes + self._runner.state_bytes,
+            resident_bytes=(
+                self._weight_bytes + self._runner.state_bytes + self._cache.state_bytes
+            ),
         )
         num_blocks = tp.smallest(num_blocks)  # ranks may have different amounts of free memory
         self._cache.allocate(num_blocks)
@@ -161,6 +164,7 @@ class EmbeddedEngine(EngineBase):
             num_blocks=num_blocks,
             block_size=block_size,
             enable_prefix_caching=cfg.enable_prefix_caching,
+            snapshots=self._snapshots(cfg),
         )
         self._scheduler = Scheduler(
             self._blocks,
@@ -329,6 +333,13 @@ class EmbeddedEngine(EngineBase):
             num_first_tokens=self._num_first_tokens,
         )
 
+    def _snapshots(self, cfg: EngineConfig) -> Snapshots | None:
+        """Snapshots of a model with recurrent layers, in the rows behind those of the slots."""
+        if not self._inputs.has_states:
+            return None
+        first = self._runner.max_num_seqs + 1
+        return Snapshots(range(first, first + num_snapshots(cfg.max_num_seqs)))
+
     def _advance(self) -> None:
         """Launch a step and process the tokens of an earlier one."""
         started_s = perf_counter()
@@ -470,13 +481,17 @@ def make_cache(
         dtype=cache_dtype(cfg, dtype),
         device=device,
         records_routes=records_routes,
+        num_state_rows=num_state_rows(cfg.max_num_seqs),
     )
+    rows_per_sequence = num_state_rows(cfg.max_num_seqs) / cfg.max_num_seqs
     check_max_num_seqs(
         cache,
         cfg,
         max_model_len=max_model_len,
-        # float32 logits and a block table
-        bytes_per_sequence=4 * int(config.vocab_size) + 4 * (max_model_len // block_size + 1),
+        # float32 logits, a block table, and states with those of prompts
+        bytes_per_sequence=4 * int(config.vocab_size)
+        + 4 * (max_model_len // block_size + 1)
+        + int(rows_per_sequence * cache.state_row_bytes),
         resident_bytes=resident_bytes,
     )
     # Raises here the errors of `choose_num_blocks` that are already certain.

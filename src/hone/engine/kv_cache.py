@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from hone.attention.context import FP8_DTYPE
 from hone.engine.settings import CPU_CACHE_GIB, EngineConfig
 from hone.errors import UserError
+from hone.families.registry import spec_of
 from hone.hardware import GIB
 from hone.models.support import head_dim_of
 
@@ -37,7 +38,7 @@ _MARGIN_BYTES = GIB // 2
 """Margin of device memory for everything that the profiling run does not measure: CUDA graphs,
 kernels that are loaded later, fragmentation of torch's allocator."""
 _ALIGNMENT = 512
-"""Every layer begins at a multiple of this many bytes, as torch's own tensors do."""
+"""Every tensor begins at a multiple of this many bytes, as torch's own tensors do."""
 
 
 class KVCache:
@@ -56,6 +57,9 @@ class KVCache:
     With `records_routes` (`hone.models.routes`) the experts that each token passes lie in `routes`,
     [slots + 1, L, K], at the token's slot: blocks that sequences share bring theirs along. The last
     row takes those of padding.
+
+    Recurrent layers have an empty tensor in `layers`, and `num_state_rows` rows of states in
+    `states`, as `PagedContext` describes them.
     """
 
     def __init__(
@@ -66,15 +70,23 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         records_routes: bool = False,
+        num_state_rows: int = 0,
     ) -> None:
         num_heads = config.num_attention_heads
-        self.num_layers: int = config.num_hidden_layers
+        self._total_layers: int = config.num_hidden_layers
+        self._recurrent = spec_of(config.model_type).recurrent_layers(config.to_dict())
+        recurrent = () if self._recurrent is None else self._recurrent.indices
+        self._with_keys = [i for i in range(self._total_layers) if i not in recurrent]
+        self._num_state_rows = num_state_rows
+        self.num_layers = len(self._with_keys)
+        """Layers with keys and values."""
         self.block_size = block_size
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
         self.head_dim = head_dim_of(config)
         self.dtype = dtype
         self.device = device
         self.layers: list[Tensor] = []
+        self.states: list[tuple[Tensor, Tensor] | None] = []
         self.scales: Tensor | None = None
         if dtype == FP8_DTYPE:
             self.scales = torch.ones(self.num_layers, 2, self.num_kv_heads, device=device)
@@ -90,8 +102,7 @@ class KVCache:
         self.is_asleep = False
         self._num_blocks = 0
         self._arena: Arena | None = None
-        self._arena_layers: list[Tensor] = []
-        self._arena_routes: Tensor | None = None
+        self._arena_tensors: list[Tensor] = []
 
     @property
     def block_bytes(self) -> int:
@@ -117,7 +128,7 @@ class KVCache:
         self._num_blocks = num_blocks
         self._require_memory()
         if self.device.type == "cpu":
-            self._take_host()
+            self._use([_host_zeros(*each) for each in self._tensors()])
             return
         from hone.engine.arena import Arena
 
@@ -126,22 +137,19 @@ class KVCache:
         except torch.OutOfMemoryError as error:
             raise self._lack_of_memory() from error
         self._arena = arena
-        self._arena_layers = [
-            arena.tensor(self._shape, self.dtype, offset=layer * self._layer_stride)
-            for layer in range(self.num_layers)
-        ]
-        if self._has_routes:
-            end = self.num_layers * self._layer_stride
-            self._arena_routes = arena.tensor(self._routes_shape, self._route_dtype, offset=end)
-        self.layers, self.routes = self._arena_layers, self._arena_routes
+        offset = 0
+        for shape, dtype in self._tensors():
+            self._arena_tensors.append(arena.tensor(shape, dtype, offset=offset))
+            offset += _aligned_bytes(shape, dtype)
+        self._use(self._arena_tensors)
 
     def free(self) -> None:
         """Free tensors and addresses, in any state; the cache can be allocated again.
 
         CUDA graphs and other references to them must not be used again.
         """
-        self.layers, self._arena_layers, self.is_asleep = [], [], False
-        self.routes = self._arena_routes = None
+        self._use([])
+        self._arena_tensors, self.is_asleep = [], False
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -152,7 +160,7 @@ class KVCache:
         Waits for the device.
         """
         assert self.layers
-        self.layers, self.routes = [], None
+        self._use([])
         self.is_asleep = True
         if self._arena is not None:
             self._arena.unmap()
@@ -168,20 +176,33 @@ class KVCache:
         assert self.is_asleep
         self._require_memory()
         if self._arena is None:
-            self._take_host()
+            self._use([_host_zeros(*each) for each in self._tensors()])
         else:
             try:
                 self._arena.map()
             except torch.OutOfMemoryError as error:
                 raise self._lack_of_memory() from error
-            self.layers, self.routes = self._arena_layers, self._arena_routes
+            self._use(self._arena_tensors)
         self.is_asleep = False
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks, awake or asleep."""
-        routes = math.prod(self._routes_shape) * self._route_dtype.itemsize
-        return self.num_layers * self._layer_stride + routes
+        """Bytes of all blocks and states, awake or asleep."""
+        return sum(_aligned_bytes(*each) for each in self._tensors())
+
+    @property
+    def state_row_bytes(self) -> int:
+        """Bytes of the states of one sequence in all recurrent layers."""
+        layers = self._recurrent
+        if layers is None:
+            return 0
+        tails = layers.tail_values * self.dtype.itemsize
+        return len(layers.indices) * (4 * layers.state_values + tails)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all rows of states."""
+        return self._num_state_rows * self.state_row_bytes
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -191,15 +212,32 @@ class KVCache:
     def _has_routes(self) -> bool:
         return math.prod(self._route_size) > 0
 
-    @property
-    def _routes_shape(self) -> tuple[int, ...]:
-        return (self._num_blocks * self.block_size + 1, *self._route_size)
+    def _tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of all tensors: keys and values by layer, states by layer, routes."""
+        found = [(self._shape, self.dtype)] * self.num_layers
+        if (layers := self._recurrent) is not None:
+            rows = self._num_state_rows
+            heads = (layers.num_value_heads, layers.key_dim, layers.value_dim)
+            tails = ((rows, layers.kernel_size - 1, layers.num_channels), self.dtype)
+            found += [tails, ((rows, *heads), torch.float32)] * len(layers.indices)
+        if self._has_routes:
+            slots = self._num_blocks * self.block_size
+            found.append(((slots + 1, *self._route_size), self._route_dtype))
+        return found
 
-    @property
-    def _layer_stride(self) -> int:
-        """Bytes from one layer to the next in the arena."""
-        num_bytes = math.prod(self._shape) * self.dtype.itemsize
-        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    def _use(self, tensors: list[Tensor]) -> None:
+        """Take `tensors`, in the order of `_tensors`, into use; none: have none."""
+        self.layers, self.states, self.routes = [], [], None
+        if not tensors:
+            return
+        given = iter(tensors)
+        keys = {layer: next(given) for layer in self._with_keys}
+        empty = tensors[0][:, :0]
+        self.layers = [keys.get(layer, empty) for layer in range(self._total_layers)]
+        if self._recurrent is not None:
+            states = {layer: (next(given), next(given)) for layer in self._recurrent.indices}
+            self.states = [states.get(layer) for layer in range(self._total_layers)]
+        self.routes = next(given, None)
 
     def _require_memory(self) -> None:
         needed = self.num_bytes
@@ -220,10 +258,10 @@ class KVCache:
             "engine.gpu_memory_utilization, or free memory first"
         )
 
-    def _take_host(self) -> None:
-        self.layers = [_host_zeros(self._shape, self.dtype) for _ in range(self.num_layers)]
-        if self._has_routes:
-            self.routes = _host_zeros(self._routes_shape, self._route_dtype)
+
+def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes from one tensor to the next in the arena."""
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

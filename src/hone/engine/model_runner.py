@@ -28,13 +28,14 @@ from hone.engine.slots import Slots, upload
 from hone.model_input import TEXT, TEXT_ONLY, InputSpec, ModelInput, content_pieces, content_spans
 from hone.models.generation import GenerationModel
 from hone.positions import packed_positions
+from hone.segments import Segment, plan_segments
 from hone.types import IndexedKeys, Spans
 
 if TYPE_CHECKING:
     from hone.engine.decode_graphs import DecodeGraphs
     from hone.models.features import FeatureSource
 
-__all__ = ["LaunchedStep", "ModelRunner", "Sampled"]
+__all__ = ["LaunchedStep", "ModelRunner", "Sampled", "segments_of"]
 
 
 Part = tuple[list[Sequence], Tensor]
@@ -101,6 +102,7 @@ class ModelRunner:
         )
         self._rule = inputs.positions
         self._attends_within = inputs.attends_within
+        self._has_states = inputs.has_states
         self._features = features
         self._sampling = SamplingTable(self.max_num_seqs, vocab_size=vocab_size, device=self.device)
         use_graphs = cuda_graphs and self.device.type == "cuda"
@@ -186,6 +188,7 @@ class ModelRunner:
             sizes,
             [TEXT] * count,
             calibrate=False,
+            segments=[Segment(place * size, size) for place in range(count)],
         )
         positions = torch.zeros(count, dtype=torch.int64, device=self.device)
         batch = self._sampling.rows(upload(slots, self.device), filtered=False)
@@ -196,11 +199,17 @@ class ModelRunner:
         slots = np.array([chunk.sequence.slot for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         sizes = np.array([chunk.size for chunk in chunks])
-        pending = (seq.token_ids[start : start + size] for seq, start, size, _ in chunks)
+        pending = (x.sequence.token_ids[x.start : x.start + x.size] for x in chunks)
         input_ids = np.fromiter(chain.from_iterable(pending), np.int64, sizes.sum())
         inputs = [chunk.sequence.request.model_input for chunk in chunks]
         hidden = self._forward(
-            input_ids, slots, starts, sizes, inputs, calibrate=self._calibrates_next
+            input_ids,
+            slots,
+            starts,
+            sizes,
+            inputs,
+            calibrate=self._calibrates_next,
+            segments=segments_of(chunks) if self._has_states else None,
         )
         self._calibrates_next = False
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
@@ -229,8 +238,9 @@ class ModelRunner:
         inputs_B: list[ModelInput],
         *,
         calibrate: bool,
+        segments: list[Segment] | None = None,
     ) -> Tensor:
-        """Hidden states [T, D] of chunks laid end to end."""
+        """Hidden states [T, D] of chunks laid end to end; `segments` are for recurrent layers."""
         block_size = self.cache.block_size
         ends = starts_B + sizes_B
         borders = np.zeros(len(sizes_B) + 1, np.int32)
@@ -258,6 +268,8 @@ class ModelRunner:
             routes=self.cache.routes,
             contents=self._contents(inputs_B, starts_B, sizes_B),
             spans=self._spans(inputs_B, slots_B, starts_B, sizes_B),
+            states=self.cache.states,
+            segments=None if segments is None else plan_segments(segments, self._upload),
         )
         return self.model.hidden_states(
             ids, numbers[2] if self._rule is None else numbers[2:], context
@@ -303,3 +315,26 @@ class ModelRunner:
 
     def _upload(self, values: NDArray[np.generic]) -> Tensor:
         return upload(values, self.device)
+
+
+def segments_of(chunks: list[Chunk]) -> list[Segment]:
+    """The segments of chunks laid end to end. A chunk is cut where its state is kept; one that
+    begins with a state of the same pass is a child of the segment that ends with it."""
+    found: list[Segment] = []
+    made: dict[int, int] = {}  # row -> the segment that writes it
+    place = 0
+    for chunk in chunks:
+        own = chunk.sequence.slot
+        begin, stop = chunk.start, chunk.start + chunk.size
+        parent = None if chunk.source is None else made.get(chunk.source)
+        read = chunk.source if chunk.source is not None else own if begin else None
+        ends: dict[int, tuple[int, ...]] = {border: (row,) for border, row in chunk.snapshots}
+        ends[stop] = (*ends.get(stop, ()), own)
+        for end, rows in ends.items():
+            found.append(
+                Segment(place, end - begin, parent, read if parent is None else None, rows)
+            )
+            made |= dict.fromkeys(rows, len(found) - 1)
+            parent, read = len(found) - 1, None
+            place, begin = place + end - begin, end
+    return found

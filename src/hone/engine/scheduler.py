@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hone.engine.block_manager import BlockManager
 from hone.engine.sequence import Sequence
+from hone.engine.snapshots import Snapshots
 from hone.engine.step_limit import StepLimit
 from hone.model_input import inside_of
 
@@ -27,6 +28,11 @@ class Chunk(NamedTuple):
     size: int
     samples: bool
     """Whether it ends with the sequence's last token, so that the next one is sampled."""
+    source: int | None = None
+    """Of a model with recurrent layers: row of the state where it begins, if another sequence's
+    prefill left it; None: its own, or zero at token 0."""
+    snapshots: tuple[tuple[int, int], ...] = ()
+    """Tokens behind which its state is kept, in ascending order, each with the row for it."""
 
 
 @dataclass(slots=True)
@@ -121,6 +127,8 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan one step; empty where no sequence has a token left to launch."""
         plan = Plan()
+        if self.blocks.snapshots is not None:
+            self.blocks.snapshots.next_step()
         num_preemptions = self.num_preemptions
         self._grow_running()
         budget = self._schedule_running(plan)
@@ -205,15 +213,40 @@ class Scheduler:
                 return max(content.start - start, 0)
         return size
 
-    def _schedule_prefill(self, plan: Plan, sequence: Sequence, size: int) -> None:
+    def _schedule_prefill(
+        self, plan: Plan, sequence: Sequence, size: int, *, is_new: bool = False
+    ) -> None:
         """Add the next chunk of a prefill."""
         start = sequence.num_computed
         samples = start + size == len(sequence.token_ids)
-        plan.chunks.append(Chunk(sequence, start, size, samples))
+        source, snapshots = None, ()
+        if self.blocks.snapshots is not None:
+            if is_new and start:
+                source = self.blocks.snapshots.use(sequence.chain)
+            snapshots = tuple(self._snapshots(sequence, start + size, self.blocks.snapshots))
+        plan.chunks.append(Chunk(sequence, start, size, samples, source, snapshots))
         sequence.num_computed += size
         sequence.num_in_flight += samples
         sequence.is_decoding = samples
         self.blocks.publish(sequence, sequence.num_computed)
+
+    def _snapshots(
+        self, sequence: Sequence, stop: int, snapshots: Snapshots
+    ) -> Iterator[tuple[int, int]]:
+        """Tokens up to `stop` behind which the state of a prefill is kept, each with its row: where
+        a published prefix without a snapshot ended, since others may have it too, and the last
+        block border that leaves a token to compute. Publishes the blocks in front of them."""
+        size = self.blocks.block_size
+        last = (len(sequence.token_ids) - 1) // size * size
+        for border in sorted({sequence.num_matched, last}):
+            if not self.blocks.enable_prefix_caching or not sequence.num_computed < border <= stop:
+                continue
+            self.blocks.publish(sequence, border)
+            if sequence.chain in snapshots:
+                continue
+            row = snapshots.take(sequence.chain)
+            if row is not None:
+                yield border, row
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting sequences while slots, blocks and budget last.
@@ -241,7 +274,7 @@ class Scheduler:
                 sequence.num_cached_tokens = min(sequence.num_computed, num_prompt)
                 self.num_prompt_tokens += num_prompt
                 self.num_cached_tokens += sequence.num_cached_tokens
-            self._schedule_prefill(plan, sequence, size)
+            self._schedule_prefill(plan, sequence, size, is_new=True)
             budget -= size
 
     def _is_time_to_admit(self, plan: Plan) -> bool:

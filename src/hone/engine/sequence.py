@@ -45,6 +45,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list[int])
     num_published: int = 0
     """Leading blocks that have been offered to the prefix cache."""
+    num_matched: int = 0
+    """Tokens of the longest published prefix at its admission, of which some were perhaps not
+    reused."""
     chain: int = -1
     """Chain id of the last published block, see `BlockManager`."""
     slot: int = -1

@@ -15,6 +15,8 @@ __all__ = [
     "SHARED_PREFIX_MEMBERS",
     "BackendName",
     "EngineConfig",
+    "num_snapshots",
+    "num_state_rows",
 ]
 
 BackendName = Literal["embedded", "vllm", "sglang"]
@@ -35,6 +37,21 @@ about as much as this."""
 
 CPU_CACHE_GIB = 1
 """Default size of the KV cache on a CPU, where `kv_cache_gib` is unset."""
+
+
+_MIN_SNAPSHOTS = 8
+_SEQUENCES_PER_SNAPSHOT = 4
+
+
+def num_snapshots(max_num_seqs: int) -> int:
+    """Number of states of prompts that an engine of a model with recurrent layers keeps, in
+    addition to those of its sequences: enough where four sequences share a prompt."""
+    return max(_MIN_SNAPSHOTS, max_num_seqs // _SEQUENCES_PER_SNAPSHOT)
+
+
+def num_state_rows(max_num_seqs: int) -> int:
+    """Rows of the stored states of such an engine: sequences, one row for padding, snapshots."""
+    return max_num_seqs + 1 + num_snapshots(max_num_seqs)
 
 
 class EngineConfig(Section):
