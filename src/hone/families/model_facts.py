@@ -94,7 +94,9 @@ class ModelFacts:
             vision_family=config.get(VISION_FIELD),
             context_length=text.get("max_position_embeddings"),
             vocab_size=text.get("vocab_size"),
-            kv_values_per_token=_kv_values_per_token(text),
+            kv_values_per_token=(
+                _kv_values_per_token(text) if shape is None else shape.kv_bytes_per_token(1)
+            ),
             divided={key: text[key] for key in DIVIDED_FIELDS if text.get(key)},
             hidden_act=text.get("hidden_act"),
             unserved=tuple(unserved(config)),
@@ -179,6 +181,7 @@ class ModelFacts:
 
 
 def _kv_values_per_token(config: dict[str, Any]) -> int | None:
+    """Of a file that lacks other sizes."""
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     hidden = config.get("hidden_size")
     if not layers or not heads or not hidden:

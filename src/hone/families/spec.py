@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 __all__ = [
+    "CHUNK",
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
     "EXPERTS_TENSOR_PLAN",
@@ -48,6 +49,10 @@ ROW_TAIL_BYTES = 16
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a dense layer."""
+
+CHUNK = 64
+"""Tokens of a chunk of gated linear attention, which matrix products compute; the same as in
+`hone.attention.recurrent.delta_rule`."""
 
 RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """The matrices of a layer of gated linear attention (`RecurrentLayers`)."""
@@ -252,6 +257,20 @@ class RecurrentLayers:
     def tail_values(self) -> int:
         """Inputs of the convolution that one sequence keeps in one layer, in the model's dtype."""
         return self.num_channels * (self.kernel_size - 1)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the recurrence for one token over all its layers, in chunks of C tokens.
+
+        A head of a chunk multiplies the state [K, V] three times (6 C K V: what the state knows of
+        the keys, what it gives to the queries, and its update) and takes the pairs of its tokens:
+        products of keys with keys and of queries with keys (C^2 K each), the triangular system for
+        keys and values (C^2 (K + V)), and the weighted changes (C^2 V). As in causal attention only
+        pairs of a token with earlier ones count.
+        """
+        k, v = self.key_dim, self.value_dim
+        of_head = 6 * k * v + CHUNK * (3 * k + 2 * v)
+        return len(self.indices) * self.num_value_heads * of_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
