@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def follow(plan: SegmentPlan, num_tokens: int, stored: dict[int, Any]):
     for number, level in enumerate(plan.levels):
         index = range(num_tokens) if level.index is None else level.index.tolist()
         borders = level.cu_seqlens.tolist()
-        assert [b - a for a, b in zip(borders, borders[1:], strict=False)] == [*level.lengths]
+        assert [b - a for a, b in pairwise(borders)] == [*level.lengths]
         before: list[Any] = [()] * len(level.lengths)
         if number == 0:
             assert level.parents is None
@@ -74,7 +75,9 @@ def follow(plan: SegmentPlan, num_tokens: int, stored: dict[int, Any]):
         ends += finals
     after = {}
     if plan.writes is not None:
-        after = {row: ends[place] for place, row in zip(*(x.tolist() for x in plan.writes))}
+        after = {
+            row: ends[place] for place, row in zip(*(x.tolist() for x in plan.writes), strict=True)
+        }
     return seen, after
 
 
