@@ -17,7 +17,7 @@ from hone.models.tiny_vision import make_tiny_vision_model, make_vision_tokenize
 
 __all__ = ["FAMILIES", "Family"]
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm")
 
 
 class Family:

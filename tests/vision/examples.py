@@ -34,10 +34,11 @@ from hone.models.settings import ModelConfig
 from hone.models.tiny_vision import make_tiny_vision_model
 from hone.types import Row
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm")
 PROCESSORS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2VLImageProcessorPil,
     "qwen3_vl": Qwen2VLImageProcessorPil,
+    "qwen3_5": Qwen2VLImageProcessorPil,
     "gemma3": Gemma3ImageProcessorPil,
     "smolvlm": SmolVLMImageProcessorPil,
 }

@@ -23,6 +23,7 @@ from transformers import (
 from hone.checkpoint.atomic import read_manifest
 from hone.checkpoint.export import export_adapter, export_hf, rehearse_export
 from hone.distributed.mesh import Mesh
+from hone.families.registry import spec_of
 from hone.models.adapters import adapt
 from hone.models.contents import require_features
 from hone.models.load import load_model, load_value_model
@@ -155,9 +156,8 @@ def test_adapters_are_of_the_decoder_alone_and_merge(twin: Twin, tmp_path: Path)
     changed = {name for name, x in whole.items() if not torch.equal(x, before[name])}
     assert changed
     assert all(name.startswith(twin.spec.decoder_prefix) for name in changed)
-    assert {name.split(".")[-2] for name in changed} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    }
+    targets = spec_of(model.config.model_type).lora_targets
+    assert {name.split(".")[-2] for name in changed} == {*targets}
     export_adapter(model, lora, tmp_path / "adapter", adapters.items(), mesh=ALONE, step=1)
     peft = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     prefix = f"base_model.model.{twin.spec.decoder_prefix}"

@@ -10,15 +10,21 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from hone.models.tiny import PRINTABLE, make_char_tokenizer
+from hone.families.registry import spec_of
+from hone.models.tiny import (
+    PRINTABLE,
+    lengthen_memory,
+    make_char_tokenizer,
+    small_recurrent_fields,
+)
 from hone.models.vision import whole_class
 
 __all__ = ["IMAGE_WORDS", "make_tiny_vision_model", "make_vision_tokenizer"]
 
-_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+_QWEN_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 IMAGE_WORDS = {
-    "qwen2_5_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    **dict.fromkeys(_QWEN, _QWEN_WORDS),
     "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n\n"),
     "smolvlm": (
         "<fake_token_around_image>",
@@ -29,8 +35,7 @@ IMAGE_WORDS = {
 }
 """Special tokens that stand around and for images, by family."""
 _MARKS = {
-    "qwen2_5_vl": _QWEN_IMAGE,
-    "qwen3_vl": _QWEN_IMAGE,
+    **dict.fromkeys(_QWEN, "".join(_QWEN_WORDS)),
     "gemma3": "<start_of_image>",
     "smolvlm": "<image>",
 }
@@ -117,6 +122,7 @@ def make_tiny_vision_model(
                 torch.nn.init.normal_(
                     model.model.multi_modal_projector.mm_input_projection_weight, std=0.2
                 )
+        lengthen_memory(model)
         model.save_pretrained(folder)
     else:
         config.save_pretrained(folder)
@@ -133,7 +139,11 @@ def _fields(
     if family == "qwen2_5_vl":  # whose configuration has no head_dim
         text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     half = text["head_dim"] // 2
-    if family in ("qwen2_5_vl", "qwen3_vl"):
+    if family in _QWEN:
+        is_hybrid = spec_of(f"{family}_text").is_hybrid
+        if is_hybrid:  # which rotate a part of each head
+            half //= 2
+            text |= _recurrent_fields(text)
         third = half // 4
         section = [half - 2 * third, third, third]
         text["rope_parameters"] = {
@@ -141,6 +151,8 @@ def _fields(
             "rope_theta": 10_000.0,
             "mrope_section": section,
         }
+        if is_hybrid:
+            text["rope_parameters"]["partial_rotary_factor"] = 0.5
         vision: dict[str, Any] = {
             "initializer_range": text["initializer_range"],
             "depth": tower_layers,
@@ -149,10 +161,12 @@ def _fields(
             "num_heads": 2,
             "out_hidden_size": text["hidden_size"],
         }
-        if family == "qwen3_vl":
+        if family != "qwen2_5_vl":
             text["rope_parameters"]["mrope_interleaved"] = True
-            vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-        else:
+            vision["num_position_embeddings"] = 64
+        if family == "qwen3_vl":
+            vision["deepstack_visual_indexes"] = [0, 1]
+        elif family == "qwen2_5_vl":
             vision |= {"fullatt_block_indexes": [tower_layers - 1], "window_size": 56}
         fields = {
             "vision_config": vision,
@@ -161,7 +175,7 @@ def _fields(
             "vision_start_token_id": ids["<|vision_start|>"],
             "vision_end_token_id": ids["<|vision_end|>"],
         }
-        patch = 16 if family == "qwen3_vl" else 14
+        patch = 14 if family == "qwen2_5_vl" else 16
         processor = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": patch,
@@ -172,7 +186,7 @@ def _fields(
                 "longest_edge": 64 * (2 * patch) ** 2,
             },
         }
-        if family == "qwen3_vl":
+        if family != "qwen2_5_vl":
             processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         return fields, processor
     vision = {
@@ -217,3 +231,12 @@ def _fields(
         "size": {"longest_edge": 64},
         "max_image_size": {"longest_edge": 32},
     }
+
+
+def _recurrent_fields(text: dict[str, Any]) -> dict[str, Any]:
+    return small_recurrent_fields(
+        text["num_hidden_layers"],
+        text["num_attention_heads"],
+        text["num_key_value_heads"],
+        text["head_dim"],
+    )
