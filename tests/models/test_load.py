@@ -102,7 +102,7 @@ def test_random_models_differ_from_pretrained_ones_in_weights_alone(family):
             assert weight.std().item() == pytest.approx(std, rel=0.2), name
         elif "norm" in name:
             assert set(weight.unique().tolist()) <= {0.0, 1.0}, name
-        elif name.endswith("bias"):
+        elif name.endswith(".bias"):
             assert not weight.any(), name
     tied = drawn.get_input_embeddings().weight is drawn.get_output_embeddings().weight
     assert tied == bool(drawn.config.tie_word_embeddings)

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hone.families.spec import PROJECTIONS, RECURRENT_PROJECTIONS, Json, ModelSpec, sizes
+from hone.families.spec import (
+    DENSE_TENSOR_PLAN,
+    HEAD_NORMS_TENSOR_PLAN,
+    PROJECTIONS,
+    RECURRENT_PROJECTIONS,
+    RECURRENT_TENSOR_PLAN,
+    Json,
+    ModelSpec,
+    sizes,
+)
 
 __all__ = ["MIXTURES", "SPEC", "decoder_sizes"]
 
@@ -81,6 +90,7 @@ SPEC = ModelSpec(
     head_dim=256,
     is_hybrid=True,
     gated_attention=True,
+    tensor_plan={**DENSE_TENSOR_PLAN, **HEAD_NORMS_TENSOR_PLAN, **RECURRENT_TENSOR_PLAN},
     lora_targets=(*PROJECTIONS, *RECURRENT_PROJECTIONS),
     public={
         **{

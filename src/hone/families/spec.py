@@ -19,7 +19,9 @@ __all__ = [
     "GENERIC_FIELDS",
     "HEAD_NORMS_TENSOR_PLAN",
     "PROJECTIONS",
+    "RECURRENT_DIVIDED_FIELDS",
     "RECURRENT_PROJECTIONS",
+    "RECURRENT_TENSOR_PLAN",
     "ROW_TAIL_BYTES",
     "UNSERVED_FIELDS",
     "UNSERVED_GENERIC_FIELDS",
@@ -36,12 +38,14 @@ __all__ = [
 Json = Mapping[str, Any]
 """A parsed `config.json`."""
 
-Split = Literal["rows", "columns", "experts", "shared"]
+Split = Literal["rows", "columns", "qkv_rows", "experts", "shared"]
 """How ranks share a module's parameters. Weights are [out, in], as in torch.
 
 `rows`: each rank has some outputs, also of the bias. `columns`: each has some inputs and computes a
-partial sum; its bias is whole. `experts`: each has some whole experts of a layer and computes a
-partial sum. `shared`: whole on every rank, each of which has a part of its gradient.
+partial sum; its bias is whole. `qkv_rows`: rows of all queries, all keys and all values of gated
+linear attention lie behind each other, and each rank has some of each of the three. `experts`: each
+has some whole experts of a layer and computes a partial sum. `shared`: whole on every rank, each of
+which has a part of its gradient.
 """
 
 ROW_TAIL_BYTES = 16
@@ -75,12 +79,28 @@ HEAD_NORMS_TENSOR_PLAN: Mapping[str, Split] = {
     "self_attn.k_norm": "shared",
 }
 
+RECURRENT_TENSOR_PLAN: Mapping[str, Split] = {
+    "linear_attn": "rows",  # decay and time step of each head
+    "linear_attn.in_proj_qkv": "qkv_rows",
+    "linear_attn.conv1d": "qkv_rows",
+    "linear_attn.in_proj_z": "rows",
+    "linear_attn.in_proj_b": "rows",
+    "linear_attn.in_proj_a": "rows",
+    "linear_attn.norm": "shared",
+    "linear_attn.out_proj": "columns",
+}
+"""Split of the modules that replace attention in layers with gated linear attention: heads are
+divided."""
+
 EXPERTS_TENSOR_PLAN: Mapping[str, Split] = {"mlp.gate": "shared", "mlp.experts": "experts"}
 """Split of the modules that replace the MLP in layers with experts. All ranks choose the same
 experts, with the whole router."""
 
 DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes in `config.json` that are divided by the number of ranks."""
+
+RECURRENT_DIVIDED_FIELDS = ("linear_num_key_heads", "linear_num_value_heads")
+"""Further ones of a hybrid family."""
 
 UNSERVED_FIELDS = (
     "quantization_config",
@@ -244,9 +264,15 @@ class RecurrentLayers:
         )
 
     @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Channels of all queries, all keys and all values."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
     def num_channels(self) -> int:
         """Channels of the convolution."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return sum(self.qkv_rows)
 
     @property
     def state_values(self) -> int:
@@ -320,6 +346,11 @@ class ModelSpec:
     """Fields of `config.json` that must be unset."""
     public: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """`config.json` of public models, with the fields that matter here, by name in lower case."""
+
+    @property
+    def divided_fields(self) -> tuple[str, ...]:
+        """Sizes in `config.json` that ranks of tensor parallelism divide."""
+        return (*DIVIDED_FIELDS, *(RECURRENT_DIVIDED_FIELDS if self.is_hybrid else ()))
 
     def has_head_norms(self, config: Json) -> bool:
         """Whether a model of the family with this config has head norms."""

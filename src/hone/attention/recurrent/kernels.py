@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from hone.attention.recurrent import convolution, delta_rule
 from hone.attention.recurrent.delta_rule import Tokens
+from hone.extras import is_installed
 from hone.segments import SegmentLevel
 
 __all__ = ["convolve", "gated_delta_rule", "has_fla"]
@@ -18,7 +18,7 @@ __all__ = ["convolve", "gated_delta_rule", "has_fla"]
 @lru_cache
 def has_fla() -> bool:
     """Whether the package of the kernels is installed (`hone[hybrid]`)."""
-    return find_spec("fla") is not None and find_spec("triton") is not None
+    return is_installed("fla") and is_installed("triton")
 
 
 def _uses_fla(x: Tensor) -> bool:
