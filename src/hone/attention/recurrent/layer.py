@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hone.attention.recurrent.delta_rule import log_decay
 from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
 
 __all__ = ["follow_segments", "gated_rms_norm"]
@@ -49,13 +50,9 @@ class _DeltaNet:
             key_dim=module.head_k_dim,
             value_dim=module.head_v_dim,
         )
-        rate = module.A_log.float().exp()
-        if module.A_log.dtype == torch.float64:
-            rate = module.A_log.exp()
-        steps = module.in_proj_a(x).to(rate.dtype) + module.dt_bias
         inputs = Mixed(
             channels=module.in_proj_qkv(x),
-            g=-rate * F.softplus(steps),
+            g=log_decay(module.in_proj_a(x), module.A_log, module.dt_bias),
             beta=module.in_proj_b(x).sigmoid(),
         )
         weight = module.conv1d.weight.squeeze(1)
