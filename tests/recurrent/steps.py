@@ -30,7 +30,7 @@ def draw_net(
         return torch.randn(*shape, device=device, generator=draw)
 
     return DeltaNet(
-        layer_index=0,
+        layer_idx=0,
         heads=heads,
         conv=(normal(num_channels, 1, taps) / 2).to(dtype),
         log_rate=normal(num_heads).to(dtype),
@@ -93,7 +93,7 @@ class Step:
         net = self.net
         return Step(
             net=DeltaNet(
-                layer_index=0,
+                layer_idx=0,
                 heads=net.heads,
                 conv=own(net.conv),
                 log_rate=own(net.log_rate),

@@ -84,9 +84,9 @@ def mix_heads(
 
     The launch depends on shapes only and may be recorded in a CUDA graph.
     """
-    rows, states = context.state_rows, context.states[net.layer_index]
+    rows, states = context.state_rows, context.states[net.layer_idx]
     assert rows is not None, "decode needs the rows of its sequences' states"
-    assert states is not None, f"layer {net.layer_index} has no states"
+    assert states is not None, f"layer {net.layer_idx} has no states"
     for tensor in (projected, *states):
         assert tensor.is_contiguous(), f"{tensor.shape=} {tensor.stride()=}"
     heads, batch = net.heads, len(projected)
