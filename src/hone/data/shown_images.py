@@ -49,7 +49,7 @@ def open_shown(said: Said, reader: ImageReader | None) -> tuple[Said, tuple[RowI
                 "data URI, with which nothing is read from files"
             )
     try:
-        images = reader.read(values, None)
+        images = reader.read(values, None, is_shown=True)
     except ImageError as error:
         raise RenderError(f"of what the environment shows, {error}") from error
     hashes = iter(reader.hash_of(image) for image in images)
