@@ -89,9 +89,16 @@ class TurnRenderer:
         self._kept: defaultdict[str, set[int]] = defaultdict(set)
         self._template_check = TemplateCheck(RenderError)
 
-    def __call__(self, sample: Sample, observation: Observation) -> Appended:
-        """What follows the last turn. Raises RenderError."""
-        observation, images = self._read(observation)
+    def __call__(
+        self,
+        sample: Sample,
+        observation: Observation,
+        images: Sequence[RowImage] | None = None,
+    ) -> Appended:
+        """What follows the last turn. `images` are those of the observation where they are open
+        already, so that its parts have their hashes. Raises RenderError."""
+        if images is None:
+            observation, images = self._read(observation)
         what = f"what the environment answers to turn {len(sample.turns)}"
         made = self._appended(sample, observation, images, f"row {sample.prompt.id}: {what}")
         said = f", {shorten(repr(made.text))}," if made.text else ""
@@ -115,9 +122,7 @@ class TurnRenderer:
             text = self._render(prompt, list(messages))
             self._require_written(prompt, history, new)
             known = () if self.images is None else self.images.images_of(prompt.model_input)
-            token_ids, model_input = self._encode_said(
-                text, (*known, *images), where, num_of_data=len(known)
-            )
+            token_ids, model_input = self._encode_said(text, (*known, *images), where)
         elif is_one:
             added = bare_text(said, self.images)
             text = prompt.text + added
@@ -355,15 +360,14 @@ class TurnRenderer:
         return {*self.ends.values(), *([self._decode(last)] if is_ended and last else [])}
 
     def _encode_said(
-        self, text: str, images: Sequence[RowImage], where: str, *, num_of_data: int = 0
+        self, text: str, images: Sequence[RowImage], where: str
     ) -> tuple[tuple[int, ...], ModelInput]:
-        """Ids and images of a rendered text, the first `num_of_data` of which are those of the
-        data."""
+        """Ids and images of a rendered text."""
         if self.images is None:
             return self._encode(text), TEXT
         try:
             token_ids = self._encode(self.images.expand(text, images, where))
-            found = self.images.contents(token_ids, images, where, num_of_data=num_of_data)
+            found = self.images.contents(token_ids, images, where)
         except UserError as error:
             raise RenderError(str(error)) from error
         return token_ids, found

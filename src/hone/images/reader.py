@@ -34,6 +34,8 @@ class RowImage:
 
     file: ImageFile
     layout: ImageLayout
+    is_shown: bool = False
+    """Whether an environment or a request has shown it, so that nobody can read it again."""
 
 
 class ImageReader:
@@ -61,9 +63,11 @@ class ImageReader:
         settings = spec.settings(config, processor, max_tokens=max_tokens, tokens=tokens)
         return cls(settings, may_fetch=may_fetch)
 
-    def read(self, values: Sequence[Any], folder: Path | None) -> tuple[RowImage, ...]:
+    def read(
+        self, values: Sequence[Any], folder: Path | None, *, are_shown: bool = False
+    ) -> tuple[RowImage, ...]:
         """The images of a row, from its values in the order of their marks. Relative paths are
-        relative to `folder`.
+        relative to `folder`. `are_shown` is `RowImage.is_shown` of them.
 
         Raises ImageError, with the image's number from 1: "image 2 is a truncated JPEG".
         """
@@ -71,7 +75,7 @@ class ImageReader:
         for number, value in enumerate(values, start=1):
             try:
                 file = open_image(value, folder=folder, may_fetch=self._may_fetch)
-                images.append(RowImage(file, self._layout(file)))
+                images.append(RowImage(file, self._layout(file), are_shown))
             except ValueError as error:
                 raise ImageError(f"image {number} {error}") from error
         return tuple(images)
@@ -109,26 +113,22 @@ class ImageReader:
         token_ids: Sequence[int],
         images: Sequence[RowImage],
         location: str,
-        *,
-        num_of_data: int | None = None,
     ) -> ModelInput:
         """The images among the ids of an expanded text. From now on this process can make their
-        pixels (`STORE`): those of the data, which are the first `num_of_data` (by default all), for
-        ever, and those that an environment shows as long as the contents live.
+        pixels (`STORE`): those of the data for ever, and those that were shown as long as the
+        contents live.
 
         Raises UserError unless the runs of placeholders are the tiles of the images, in order.
         """
         if not images:
             return TEXT
         runs = [*_runs(token_ids, self.settings.placeholder_id)]
-        is_of_data = [num_of_data is None or place < num_of_data for place in range(len(images))]
-        places = [f"{location}: image {number}" for number in range(1, len(images) + 1)]
         tiles = [
-            (image, n, known, place)
-            for image, known, place in zip(images, is_of_data, places, strict=True)
+            (image, n, f"{location}: image {number}")
+            for number, image in enumerate(images, start=1)
             for n in range(len(image.layout.tiles))
         ]
-        sizes = [image.layout.tiles[n].num_tokens for image, n, _, _ in tiles]
+        sizes = [image.layout.tiles[n].num_tokens for image, n, _ in tiles]
         if [size for _, size in runs] != sizes:
             raise UserError(
                 f"{location}: the tokenizer makes runs of {[size for _, size in runs]} tokens "
@@ -138,10 +138,10 @@ class ImageReader:
             )
         contents: list[Content] = []
         sources: dict[str, TileSource] = {}
-        for (image, n, known, place), (start, size) in zip(tiles, runs, strict=True):
+        for (image, n, place), (start, size) in zip(tiles, runs, strict=True):
             name = self.hash_of(image, n)
             source = TileSource(image.file, self.settings, n, place)
-            if known:
+            if not image.is_shown:
                 sources[name] = source
             contents.append(
                 Content(
@@ -150,7 +150,7 @@ class ImageReader:
                     start=start,
                     num_tokens=size,
                     shape=image.layout.tiles[n].shape,
-                    shown=None if known else STORE.show(source),
+                    shown=STORE.show(source) if image.is_shown else None,
                 )
             )
         STORE.register(sources)
@@ -163,7 +163,8 @@ class ImageReader:
         while rest:
             source = STORE.source(rest[0].hash)
             assert source is not None, rest[0].hash
-            images.append(RowImage(source.file, self._layout(source.file)))
+            is_shown = rest[0].shown is not None
+            images.append(RowImage(source.file, self._layout(source.file), is_shown))
             del rest[: len(images[-1].layout.tiles)]
         return tuple(images)
 

@@ -16,7 +16,7 @@ from hone.config.plan import RunPlan
 from hone.config.roles import Role
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
-from hone.data.settings import DataConfig
+from hone.data.settings import DataConfig, ServedDataConfig
 from hone.data.sources import shorten
 from hone.data.template_check import RenderError
 from hone.data.tool_schemas import ToolSchemas
@@ -125,7 +125,7 @@ def prompts_of(
 
 
 def image_reader(
-    model: ModelConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    model: ModelConfig, data: DataConfig | ServedDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ImageReader | None:
     """The reader of images of a vision-language model; None for a text model. Raises UserError
     where the model's files or `data.max_image_tokens` leave no way to make tokens of images."""
@@ -145,7 +145,7 @@ def image_reader(
             processor,
             tokenizer.get_vocab(),
             max_tokens=data.max_image_tokens,
-            may_fetch=data.image_urls,
+            may_fetch=isinstance(data, DataConfig) and data.image_urls,
         )
     except ValueError as error:
         raise UserError(
