@@ -332,10 +332,6 @@ def in_mode(mode: str) -> bytes:
     return stream.getvalue()
 
 
-def svg() -> str:
-    return "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg'/%3E"
-
-
 BAD: dict[str, tuple[Any, str]] = {
     "nothing": ({"type": "image_url"}, "without an image"),
     "null": ({"type": "image_url", "image_url": {"url": None}}, "without an image"),
@@ -348,11 +344,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "a file": (part("file:///etc/passwd"), "is the text .*nothing is fetched or opened"),
     "a path": (part("/etc/passwd"), "is the text .*nothing is fetched or opened"),
     "base64 alone": (part(base64.b64encode(PNG).decode()), "as a data URI"),
-    "no comma": (part("data:image/png;base64"), "without a comma"),
+    "no comma": (part("data:image/png;base64"), "is a data URI that is not base64"),
+    "percents": (part("data:image/png,%89PNG"), "is a data URI that is not base64"),
     "no base64": (part("data:image/png;base64,*#"), "base64 cannot be decoded"),
     "no bytes": (part("data:image/png;base64,"), "has 0 bytes"),
     "no image": (part(uri(b"GET / HTTP/1.1")), "is no image that can be read"),
-    "SVG": (part(svg()), "is no image that can be read"),
+    "SVG": (part(uri(b"<svg xmlns='http://www.w3.org/2000/svg'/>")), "is no image that can be"),
     "PDF": (part(uri(b"%PDF-1.7 ...")), "is no image that can be read"),
     "too many pixels": (part(uri(bomb(30_000, 30_000))), "is 30,000 x 30,000 pixels|too large"),
     "a bomb": (part(uri(bomb(2**30, 2**30))), "too large|pixels"),
@@ -636,7 +633,10 @@ def test_images_are_given_back_with_their_session(qwen: Family) -> None:
         until(lambda: alive(served) == NOTHING)
         # Requests of no session, those that are refused, and those whose clients leave.
         assert served.send(CHAT, chat_body(user([part(png(1))]))).status == 200
-        assert served.send(CHAT, chat_body(user([part(png(1)), part("data:,a")]))).status == 400
+        assert (
+            served.send(CHAT, chat_body(user([part(png(1)), part("data:;base64,YQ==")]))).status
+            == 400
+        )
         served.engine.gate.clear()
         connection = served.connect()
         connection.request(

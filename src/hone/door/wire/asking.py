@@ -61,6 +61,8 @@ MAX_NAME = 1024
 """Most characters of names and ids, which templates may leave out of a prompt but sessions keep."""
 _MAX_ARGUMENTS = 2**16
 """Most characters of `chat_template_kwargs` as JSON, for the same reason."""
+_LONGEST_HEAD = 256
+"""Most characters of a data URI before its bytes."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -163,8 +165,8 @@ def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def given_image(part: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """An image part of any API with a `GivenImage` in `image`. Raises Refusal unless its image is a
-    data URI or, as Anthropic's API has it, base64."""
+    """An image part of any API with a `GivenImage` in `image`. Raises Refusal unless its image is
+    base64: in a data URI or, as Anthropic's API has it, with the source."""
     source = part.get("source")
     value = _from_source(source, path) if isinstance(source, dict) else image_in(part)
     if not isinstance(value, str) or not value:
@@ -176,6 +178,9 @@ def given_image(part: Mapping[str, Any], path: str) -> dict[str, Any]:
             f"is {kind} {value!r:.100}, and nothing is fetched or opened here; send the bytes of "
             "the image as a data URI: data:image/png;base64,...",
         )
+    head, comma, _ = value[:_LONGEST_HEAD].partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise wrong(path, "is a data URI that is not base64; write data:image/png;base64,...")
     return {"type": "image", "image": GivenImage(value, path)}
 
 
