@@ -90,9 +90,16 @@ class TurnRenderer:
         self._kept: defaultdict[str, set[int]] = defaultdict(set)
         self._template_check = TemplateCheck(RenderError)
 
-    def __call__(self, sample: Sample, observation: Observation) -> Appended:
-        """What follows the last turn. Raises RenderError."""
-        observation, images = self._read(observation)
+    def __call__(
+        self,
+        sample: Sample,
+        observation: Observation,
+        images: Sequence[RowImage] | None = None,
+    ) -> Appended:
+        """What follows the last turn. `images` are those of the observation where they are open
+        already, so that its parts have their hashes. Raises RenderError."""
+        if images is None:
+            observation, images = self._read(observation)
         what = f"what the environment answers to turn {len(sample.turns)}"
         made = self._appended(sample, observation, images, f"row {sample.prompt.id}: {what}")
         said = f", {shorten(repr(made.text))}," if made.text else ""

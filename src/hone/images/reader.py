@@ -35,7 +35,7 @@ class RowImage:
     file: ImageFile
     layout: ImageLayout
     is_shown: bool = False
-    """An environment has shown it, so that nobody can read it again."""
+    """Whether an environment or a request has shown it, so that nobody can read it again."""
 
 
 class ImageReader:
@@ -64,10 +64,10 @@ class ImageReader:
         return cls(settings, may_fetch=may_fetch)
 
     def read(
-        self, values: Sequence[Any], folder: Path | None, *, is_shown: bool = False
+        self, values: Sequence[Any], folder: Path | None, *, are_shown: bool = False
     ) -> tuple[RowImage, ...]:
         """The images of a row, from its values in the order of their marks. Relative paths are
-        relative to `folder`. `is_shown` is that of `RowImage`.
+        relative to `folder`. `are_shown` is `RowImage.is_shown` of them.
 
         Raises ImageError, with the image's number from 1: "image 2 is a truncated JPEG".
         """
@@ -75,7 +75,7 @@ class ImageReader:
         for number, value in enumerate(values, start=1):
             try:
                 file = open_image(value, folder=folder, may_fetch=self._may_fetch)
-                images.append(RowImage(file, layout_of(file, self.settings), is_shown))
+                images.append(RowImage(file, layout_of(file, self.settings), are_shown))
             except ValueError as error:
                 raise ImageError(f"image {number} {error}") from error
         return tuple(images)
@@ -109,11 +109,14 @@ class ImageReader:
         )
 
     def contents(
-        self, token_ids: Sequence[int], images: Sequence[RowImage], location: str
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[RowImage],
+        location: str,
     ) -> ModelInput:
         """The images among the ids of an expanded text. From now on this process can make their
-        pixels (`STORE`): those of the data for ever, and those that an environment has shown as
-        long as the contents live.
+        pixels (`STORE`): those of the data for ever, and those that were shown as long as the
+        contents live.
 
         Raises UserError unless the runs of placeholders are the tiles of the images, in order.
         """

@@ -27,8 +27,8 @@ __all__ = ["STORE", "PixelStore", "ShownTile"]
 
 
 class ShownTile:
-    """A tile of an image that an environment has shown. The store has it as long as it lives, and
-    a single one for each hash (`PixelStore.show`)."""
+    """A tile of an image that an environment or a request has shown. The store has it as long as it
+    lives, and a single one for each hash (`PixelStore.show`)."""
 
     __slots__ = ("__weakref__", "hash", "source")
 

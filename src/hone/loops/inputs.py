@@ -16,7 +16,7 @@ from hone.config.plan import RunPlan
 from hone.config.roles import Role
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
-from hone.data.settings import DataConfig
+from hone.data.settings import DataConfig, ServedDataConfig
 from hone.data.sources import shorten
 from hone.data.template_check import RenderError
 from hone.data.tool_schemas import ToolSchemas
@@ -126,7 +126,7 @@ def prompts_of(
 
 def image_reader(
     model: ModelConfig,
-    data: DataConfig,
+    data: DataConfig | ServedDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     path_key: str = "model.path",
@@ -150,7 +150,7 @@ def image_reader(
             processor,
             tokenizer.get_vocab(),
             max_tokens=data.max_image_tokens,
-            may_fetch=data.image_urls,
+            may_fetch=isinstance(data, DataConfig) and data.image_urls,
         )
     except ValueError as error:
         raise UserError(
