@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from hone.families.vision.registry import VISION
 from hone.models.tiny import PRINTABLE, make_char_tokenizer
 from hone.models.vision import whole_class
 
@@ -17,9 +18,14 @@ __all__ = ["IMAGE_WORDS", "make_tiny_vision_model", "make_vision_tokenizer"]
 
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 IMAGE_WORDS = {
-    "qwen2_5_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "qwen2_5_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
     "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n\n"),
+    "gemma3": (
+        "<start_of_image>",
+        "<image_soft_token>",
+        "<end_of_image>",
+        *("\n" * number for number in range(2, 5)),
+    ),
     "smolvlm": (
         "<fake_token_around_image>",
         "<image>",
@@ -27,7 +33,23 @@ IMAGE_WORDS = {
         *(f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)),
     ),
 }
-"""Special tokens that stand around and for images, by family."""
+"""Special tokens that stand around and for images, and others that transformers' processor or vLLM
+looks up, by family."""
+_NAMED_WORDS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+}
+"""Some of them, by the name under which the family's processor asks a tokenizer for them."""
+_TILE_TOKENS = 16
+"""Tokens of a tile of 32 x 32 pixels."""
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    "gemma3": {"processor_class": "Gemma3Processor", "image_seq_length": _TILE_TOKENS},
+    "smolvlm": {"processor_class": "SmolVLMProcessor", "image_seq_len": _TILE_TOKENS},
+}
+"""`processor_config.json` of families whose processor has settings of its own."""
 _MARKS = {
     "qwen2_5_vl": _QWEN_IMAGE,
     "qwen3_vl": _QWEN_IMAGE,
@@ -52,6 +74,8 @@ def make_vision_tokenizer(
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", *IMAGE_WORDS[family]]}
     )
+    # The only way to name tokens of a tokenizer that is there.
+    tokenizer._set_model_specific_special_tokens(_NAMED_WORDS.get(family, {}))  # pyright: ignore[reportPrivateUsage]
     tokenizer.chat_template = _TEMPLATE % _MARKS[family]
     return tokenizer
 
@@ -75,9 +99,9 @@ def make_tiny_vision_model(
     weights: bool = True,
 ) -> Path:
     """Write a Hugging Face folder of a vision-language family: config, float32 weights drawn from
-    `seed`, tokenizer, image processor's settings. Images have at least 4 tokens: Qwen's patches
-    have 14 and 16 pixels, tiles of Gemma 3 and SmolVLM 32 x 32 pixels and 16 tokens. Returns the
-    folder.
+    `seed`, tokenizer, settings of its processor and image processor. Images have at least 4 tokens:
+    Qwen's patches have 14 and 16 pixels, tiles of Gemma 3 and SmolVLM 32 x 32 pixels and 16 tokens.
+    Returns the folder.
     """
     folder = Path(folder)
     tokenizer = tokenizer or make_vision_tokenizer(family)
@@ -122,6 +146,8 @@ def make_tiny_vision_model(
         config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+    if family in _PROCESSORS:
+        (folder / "processor_config.json").write_text(json.dumps(_PROCESSORS[family], indent=2))
     return folder
 
 
@@ -157,11 +183,12 @@ def _fields(
         fields = {
             "vision_config": vision,
             "image_token_id": ids["<|image_pad|>"],
-            "video_token_id": len(ids) + 1,
+            "video_token_id": ids.get("<|video_pad|>", len(ids) + 1),
             "vision_start_token_id": ids["<|vision_start|>"],
             "vision_end_token_id": ids["<|vision_end|>"],
         }
-        patch = 16 if family == "qwen3_vl" else 14
+        spec: Any = VISION[family]
+        patch = spec.patch_size
         processor = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": patch,
@@ -171,9 +198,9 @@ def _fields(
                 "shortest_edge": 4 * (2 * patch) ** 2,
                 "longest_edge": 64 * (2 * patch) ** 2,
             },
+            "image_mean": [*spec.mean],  # vLLM does not normalise where they are left out
+            "image_std": [*spec.std],
         }
-        if family == "qwen3_vl":
-            processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         return fields, processor
     vision = {
         "initializer_range": text["initializer_range"],
@@ -199,7 +226,7 @@ def _fields(
             "image_token_index": ids["<image_soft_token>"],
             "boi_token_index": ids["<start_of_image>"],
             "eoi_token_index": ids["<end_of_image>"],
-            "mm_tokens_per_image": 16,
+            "mm_tokens_per_image": _TILE_TOKENS,
         }
         return fields, {
             "image_processor_type": "Gemma3ImageProcessor",
