@@ -59,6 +59,12 @@ class ImageReader:
         """The reader of a model with this `config.json`, image processor's settings and
         vocabulary, with at most `max_tokens` tokens an image. Raises ValueError, as a predicate for
         a message on the model."""
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            if processor.get(name) is False:
+                raise ValueError(
+                    f"has {name}: false in its image processor's settings, and images are resized, "
+                    "scaled and normalised here"
+                )
         spec = VISION[config["model_type"]]
         settings = spec.settings(config, processor, max_tokens=max_tokens, tokens=tokens)
         return cls(settings, may_fetch=may_fetch)
