@@ -110,7 +110,7 @@ def test_a_prompt_of_each_family_has_a_mark_for_each_image(name: str, tmp_path: 
         row["num_tokens"] for row in rows
     )
     sizes = {file.stem: Image.open(file).size for file in files(tmp_path).values()}
-    assert [sizes[row["hash"]] for row in rows] == [(90, 70), (160, 107)]
+    assert [sizes[row["hash"]] for row in rows] == [(90, 70), (256, 171)]
 
 
 def test_an_image_behind_a_turn_is_of_that_turn(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Thumbnails"]
 
 MAX_PICTURES = 512
-"""Most pictures of a folder, some kilobytes each. Those that were named longest ago go first."""
-EDGE = 160
+"""Most pictures of a folder, of up to 20 kilobytes each. Those named longest ago go first."""
+EDGE = 256
 """Longest edge of a picture, in pixels."""
 _QUALITY = 80
 
