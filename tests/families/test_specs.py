@@ -13,6 +13,7 @@ from hone.families.registry import (
     unserved,
 )
 from hone.families.shape import ModelShape, public_shape
+from hone.families.spec import RECURRENT_TENSOR_PLAN
 from hone.models.fused_layers import is_fusible
 from hone.models.vision_decoders import own_class
 from tests.models.families import FAMILY_FIELDS, family_model
@@ -28,12 +29,14 @@ TINY = {
     "vocab_size": 97,
     "pad_token_id": None,
 }
+OWN_FIELDS = {"qwen3_5_text": {"full_attention_interval": 3}}
+"""Fields with which a model of three layers has layers of each kind."""
 STYLES = {"rows": "colwise", "columns": "rowwise", "shared": "replicated_with_grad_allreduce"}
 """What transformers' plans call the ways to split."""
 
 
 def make_model(model_type, **fields):
-    config = AutoConfig.for_model(model_type, **TINY | fields)
+    config = AutoConfig.for_model(model_type, **TINY | OWN_FIELDS.get(model_type, {}) | fields)
     kind = own_class(AutoModelForCausalLM, config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
@@ -59,8 +62,10 @@ def test_families_are_divided_as_transformers_divides_them(name):
     assert plan.keys() == {
         n for layer in layers for n, m in layer.named_modules() if [*m.parameters(recurse=False)]
     }
-    # It divides the inside of each expert.
-    theirs = {k: v for k, v in theirs.items() if not k.startswith("mlp.experts")}
+    # It divides the inside of each expert, and no heads of gated linear attention.
+    otherwise = ("mlp.experts", "linear_attn")
+    theirs = {k: v for k, v in theirs.items() if not k.startswith(otherwise)}
+    plan = {k: v for k, v in plan.items() if k not in RECURRENT_TENSOR_PLAN}
     assert {k: STYLES[plan[k]] for k in theirs} == theirs
     rest = {k: "experts" if k == "mlp.experts" else "shared" for k in plan.keys() - theirs}
     assert {k: plan[k] for k in rest} == rest
@@ -109,7 +114,10 @@ def test_windows_are_those_of_transformers_layers(name):
     """Where `config.json` lists the layers that have one, and where it does not."""
     fields = {"num_hidden_layers": 9, "sliding_window": 5, "use_sliding_window": True}
     model = make_model(name, **fields)
-    owners = [model.config if name == "mistral" else x.self_attn for x in model.base_model.layers]
+    owners = [
+        model.config if name == "mistral" else getattr(layer, "self_attn", None)
+        for layer in model.base_model.layers
+    ]
     expected = tuple(
         getattr(owner, "sliding_window", None) if getattr(owner, "is_sliding", True) else None
         for owner in owners

@@ -241,6 +241,7 @@ NAMES = {
     "llava-hf/llava-v1.6-mistral-7b-hf": ("llava_next", None),
     "Qwen/Qwen2-VL-7B-Instruct": ("qwen2_vl", None),
     "Qwen/Qwen3-VL-30B-A3B-Instruct": ("qwen3_vl_moe", None),
+    "Qwen/Qwen3.8-Flash-Next": ("qwen4_exp", None),
     "Qwen/Qwen3.5-9B": ("qwen3_5_text", "qwen3_5"),
     "OpenGVLab/InternVL3-8B-hf": ("internvl", None),
     "mistral-community/pixtral-12b": ("pixtral", None),

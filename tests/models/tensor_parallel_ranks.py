@@ -97,10 +97,10 @@ def forward(name, tp):
 
 
 def swapped(*modules):
-    def other_ranks_part(name, tensor, model_type, tp):
+    def other_ranks_part(name, tensor, config, tp):
         if any(module in name for module in modules):
             tp = TensorParallel(rank=tp.size - 1 - tp.rank, size=tp.size, device=CPU)
-        return shard_of(name, tensor, model_type, tp)
+        return shard_of(name, tensor, config, tp)
 
     return patch.object(tensor_parallel, "shard_of", other_ranks_part)
 
@@ -267,8 +267,7 @@ def weight_sync(name, tp):
         return 0
 
     other = TensorParallel(rank=tp.size - 1 - tp.rank, size=tp.size, device=CPU)
-    family = new.config.model_type
-    others = {n: shard_of(n, tensor, family, other) for n, tensor in trainer.named_weights()}
+    others = {n: shard_of(n, tensor, new.config, other) for n, tensor in trainer.named_weights()}
 
     def send_other_parts(pairs):
         deliver([(target, others[n]) for n, target in group.named_weights()])

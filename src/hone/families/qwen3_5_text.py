@@ -1,7 +1,88 @@
 """The decoder of Qwen3.5: three of four layers have gated linear attention, the fourth has gated
-attention with head norms and rotates a quarter of each head."""
+attention with head norms and rotates a quarter of each head. Qwen3.6 27B and Qwen3.8 27B are models
+of the family too, with the sizes of Qwen3.5 27B.
+"""
 
-from hone.families.spec import PROJECTIONS, RECURRENT_PROJECTIONS, ModelSpec
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.families.spec import (
+    DENSE_TENSOR_PLAN,
+    HEAD_NORMS_TENSOR_PLAN,
+    PROJECTIONS,
+    RECURRENT_PROJECTIONS,
+    RECURRENT_TENSOR_PLAN,
+    Json,
+    ModelSpec,
+    sizes,
+)
+
+__all__ = ["MIXTURES", "SPEC", "decoder_sizes"]
+
+_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10_000_000,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
+
+
+def decoder_sizes(
+    model_type: str,
+    numbers: tuple[int, int, int, int, int],
+    *,
+    value_heads: int,
+    tied: bool,
+    **fields: Any,
+) -> Json:
+    """The decoder's `config.json` of a public model with this `model_type`. `numbers` are those of
+    `sizes`; `value_heads` are those of the recurrent layers."""
+    return {
+        **sizes(model_type, numbers, 248_320, context=262_144, tied=tied, head_dim=256),
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": _ROPE,
+        **fields,
+    }
+
+
+def _mixture(
+    numbers: tuple[int, int, int, int], *, value_heads: int, experts: tuple[int, int, int]
+) -> Json:
+    """`numbers` lack the size of an MLP, which no layer has; `experts` are their number, those of a
+    token, and the size of each and of the shared one."""
+    number, per_token, size = experts
+    dense = decoder_sizes(
+        "qwen3_5_moe_text",
+        (*numbers, 0),
+        value_heads=value_heads,
+        tied=False,
+        num_experts=number,
+        num_experts_per_tok=per_token,
+        moe_intermediate_size=size,
+        shared_expert_intermediate_size=size,
+    )
+    return {name: value for name, value in dense.items() if name != "intermediate_size"}
+
+
+_35B = _mixture((40, 2048, 16, 2), value_heads=32, experts=(256, 8, 512))
+
+MIXTURES: Mapping[str, Json] = {
+    "qwen3.5-35b-a3b": _35B,
+    "qwen3.6-35b-a3b": _35B,
+    "qwen3.5-122b-a10b": _mixture((48, 3072, 32, 2), value_heads=64, experts=(256, 8, 1024)),
+    "qwen3.5-397b-a17b": _mixture((60, 4096, 32, 2), value_heads=64, experts=(512, 10, 1024)),
+}
+"""Decoders of public models with experts, by the model's name in lower case."""
+
+_27B = decoder_sizes("qwen3_5_text", (64, 5120, 24, 4, 17_408), value_heads=48, tied=False)
 
 SPEC = ModelSpec(
     model_type="qwen3_5_text",
@@ -9,5 +90,18 @@ SPEC = ModelSpec(
     head_dim=256,
     is_hybrid=True,
     gated_attention=True,
+    tensor_plan={**DENSE_TENSOR_PLAN, **HEAD_NORMS_TENSOR_PLAN, **RECURRENT_TENSOR_PLAN},
     lora_targets=(*PROJECTIONS, *RECURRENT_PROJECTIONS),
+    public={
+        **{
+            f"qwen3.5-{name}": decoder_sizes("qwen3_5_text", numbers, value_heads=heads, tied=tied)
+            for name, tied, numbers, heads in (
+                ("0.8b", True, (24, 1024, 8, 2, 3584), 16),
+                ("2b", True, (24, 2048, 8, 2, 6144), 16),
+                ("4b", True, (32, 2560, 16, 4, 9216), 32),
+                ("9b", False, (32, 4096, 16, 4, 12_288), 32),
+            )
+        },
+        **dict.fromkeys(("qwen3.5-27b", "qwen3.6-27b", "qwen3.8-27b"), _27B),
+    },
 )

@@ -3,16 +3,17 @@
     shape = ModelShape.from_config("Qwen3-8B/config.json")
     shape.num_params, shape.kv_bytes_per_token(2), shape.forward_flops([512, 2048])
 
-A matrix product counts 2 FLOPs per weight and token; attention 4 FLOPs per query head, head
-dimension and visible key (scores and weighted values). Norms, activations and the softmax are left
-out, as everywhere in the field.
+A matrix product and the convolution of a recurrent layer count 2 FLOPs per weight and token;
+attention 4 FLOPs per query head, head dimension and visible key (scores and weighted values); a
+recurrence what it takes in chunks (`RecurrentLayers.flops_per_token`). Norms, activations and the
+softmax are left out, as everywhere in the field.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hone.families.registry import public_configs, spec_of
-from hone.families.spec import ROW_TAIL_BYTES, ModelSpec
+from hone.families.spec import ROW_TAIL_BYTES, ModelSpec, RecurrentLayers
 from hone.families.vision.registry import (
     VISION,
     VISION_FIELD,
@@ -37,8 +38,8 @@ __all__ = ["Floats", "ModelShape", "TensorShape", "public_shape"]
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 128
 """Tile of int8 codes that kernels multiply (`hone.models.int8_kernels`)."""
-_ROUTER = "mlp.gate"
-_SPLIT_DIMS = {"rows": 0, "columns": 1, "experts": 0, "shared": None}
+_ROUTER, _CONVOLUTION = "mlp.gate", "conv1d"
+_SPLIT_DIMS = {"rows": 0, "columns": 1, "qkv_rows": 0, "experts": 0, "shared": None}
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -74,7 +75,8 @@ class TensorShape:
     @property
     def is_layer_matrix(self) -> bool:
         """Whether an engine may store it as int8 codes."""
-        return self.in_layer and len(self.size) > 1 and self.name != _ROUTER
+        is_matrix = len(self.size) > 1 and self.name not in (_ROUTER, _CONVOLUTION)
+        return self.in_layer and is_matrix
 
     def num_bytes(self, tensor: int, bytes_per_param: int, *, packs_rows: bool) -> int:
         """Bytes of one parameter on one of `tensor` ranks of an engine."""
@@ -113,6 +115,8 @@ class ModelShape:
     """Intermediate size of one expert."""
     shared_expert_size: int = 0
     """Intermediate size of all shared experts together, which every token passes."""
+    recurrent: RecurrentLayers | None = None
+    """The layers that have gated linear attention in place of attention, and their sizes."""
     head_norms_off: bool = False
     """Whether the config switches off the head norms that the family has."""
     vision_family: str | None = None
@@ -149,6 +153,7 @@ class ModelShape:
                 mlp_bias=bool(config.get("mlp_bias", False)),
                 sliding_window=config["sliding_window"] if sliding else None,
                 num_sliding_layers=sliding,
+                recurrent=spec.recurrent_layers(config),
                 head_norms_off=spec.head_norms and not spec.has_head_norms(config),
                 vision_family=None if vision is None else vision.model_type,
                 # A decoder's own configuration does not describe the tower.
@@ -189,6 +194,30 @@ class ModelShape:
         return 3 * self.hidden_size * self.expert_size * self.num_expert_layers
 
     @property
+    def recurrent_indices(self) -> tuple[int, ...]:
+        """The layers without attention."""
+        return () if self.recurrent is None else self.recurrent.indices
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - len(self.recurrent_indices)
+
+    def part(self, layers: Sequence[int]) -> Self:
+        """The shape of a model that has these layers alone, numbered from 0. The number of windowed
+        layers stays that of the whole model, since a shape does not say which they are."""
+        places = range(len(layers))
+        recurrent = self.recurrent
+        if recurrent is not None:
+            own = tuple(i for i in places if layers[i] in recurrent.indices)
+            recurrent = replace(recurrent, indices=own)
+        return replace(
+            self,
+            num_layers=len(layers),
+            expert_layers=tuple(i for i in places if layers[i] in self.expert_layers),
+            recurrent=recurrent,
+        )
+
+    @property
     def has_head_norms(self) -> bool:
         return spec_of(self.family).head_norms and not self.head_norms_off
 
@@ -214,11 +243,12 @@ class ModelShape:
         o_bias = self.attention_bias and spec.o_bias and not spec.qkv_bias
         qkv_bias = self.attention_bias or spec.qkv_bias
         num_sparse, num_dense = self.num_expert_layers, self.num_layers - self.num_expert_layers
+        attending, gated_q = self.num_attention_layers, (2 if spec.gated_attention else 1) * q
         for name, rows, columns, has_bias, count in (
-            ("self_attn.q_proj", q, hidden, qkv_bias, self.num_layers),
-            ("self_attn.k_proj", kv, hidden, qkv_bias, self.num_layers),
-            ("self_attn.v_proj", kv, hidden, qkv_bias, self.num_layers),
-            ("self_attn.o_proj", hidden, q, o_bias, self.num_layers),
+            ("self_attn.q_proj", gated_q, hidden, qkv_bias, attending),
+            ("self_attn.k_proj", kv, hidden, qkv_bias, attending),
+            ("self_attn.v_proj", kv, hidden, qkv_bias, attending),
+            ("self_attn.o_proj", hidden, q, o_bias, attending),
             ("mlp.gate_proj", inter, hidden, self.mlp_bias, num_dense),
             ("mlp.up_proj", inter, hidden, self.mlp_bias, num_dense),
             ("mlp.down_proj", hidden, inter, self.mlp_bias, num_dense),
@@ -231,6 +261,8 @@ class ModelShape:
             if has_bias:
                 bias_split = 0 if split == 0 else None
                 yield TensorShape(f"{name}.bias", (rows,), bias_split, count)
+        if self.recurrent_indices:
+            yield from self._recurrent_tensors(spec)
         if num_sparse:
             is_divided = spec.tensor_plan is not None
             number, size = self.num_experts, self.expert_size
@@ -249,10 +281,31 @@ class ModelShape:
                 yield TensorShape("up_proj", (shared, hidden), own, num_sparse)
                 yield TensorShape("down_proj", (hidden, shared), inputs, num_sparse)
         yield TensorShape("layer norms", (hidden,), None, self.num_layers * spec.norms_per_layer)
-        if self.has_head_norms:
+        if self.has_head_norms and attending:
             for name, width in (("q_norm", q), ("k_norm", kv)):
                 size = width if spec.joint_head_norms else self.head_dim
-                yield TensorShape(name, (size,), None, self.num_layers)
+                yield TensorShape(name, (size,), None, attending)
+
+    def _recurrent_tensors(self, spec: ModelSpec) -> Iterator[TensorShape]:
+        """Those of `linear_attn`."""
+        own, hidden = self.recurrent, self.hidden_size
+        assert own is not None
+        heads, values = own.num_value_heads, own.num_value_heads * own.value_dim
+        for name, size in (
+            ("in_proj_qkv", (own.num_channels, hidden)),
+            ("in_proj_z", (values, hidden)),
+            ("in_proj_b", (heads, hidden)),
+            ("in_proj_a", (heads, hidden)),
+            (_CONVOLUTION, (own.num_channels, 1, own.kernel_size)),
+            ("A_log", (heads,)),
+            ("dt_bias", (heads,)),
+            ("linear_attn.norm", (own.value_dim,)),
+            ("out_proj", (hidden, values)),
+        ):
+            is_own = name in ("A_log", "dt_bias")
+            module = "linear_attn" if is_own else f"linear_attn.{name.rpartition('.')[2]}"
+            split = _SPLIT_DIMS[(spec.tensor_plan or {}).get(module, "shared")]
+            yield TensorShape(name, size, split, len(own.indices))
 
     @property
     def num_params(self) -> int:
@@ -292,16 +345,29 @@ class ModelShape:
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes of the keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+
+    def state_bytes(self, bytes_per_value: int = 2) -> int:
+        """Bytes of the states of one sequence over all recurrent layers: float32 states, and the
+        last inputs of the convolution with `bytes_per_value` each."""
+        if self.recurrent is None:
+            return 0
+        of_layer = 4 * self.recurrent.state_values + bytes_per_value * self.recurrent.tail_values
+        return len(self.recurrent.indices) * of_layer
 
     @property
     def attention_flops_per_key(self) -> int:
         """FLOPs of one query token against one key, over all layers."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        return 4 * self.num_attention_layers * self.num_heads * self.head_dim
+
+    @property
+    def recurrence_flops_per_token(self) -> int:
+        """FLOPs of the recurrence for one token, over all recurrent layers."""
+        return 0 if self.recurrent is None else self.recurrent.flops_per_token
 
     def visible_keys(self, lengths: ArrayLike) -> float:
-        """Query-key pairs of causal attention in sequences of these lengths, averaged over layers.
-        Half the square, without the diagonal's extra half key."""
+        """Query-key pairs of causal attention in sequences of these lengths, averaged over the
+        layers with attention. Half the square, without the diagonal's extra half key."""
         n = np.asarray(lengths, dtype=np.float64)
         pairs = float((n * n).sum() / 2)
         if self.sliding_window is None:
@@ -311,8 +377,14 @@ class ModelShape:
 
     @property
     def sliding_share(self) -> float:
-        """Share of the layers whose attention is windowed."""
-        return self.num_sliding_layers / self.num_layers
+        """Share of the layers with attention in which it is windowed."""
+        return self.num_sliding_layers / max(self.num_attention_layers, 1)
+
+    def mixing_flops(self, lengths: ArrayLike) -> float:
+        """FLOPs of attention and recurrence, which multiply no weights, in one forward pass."""
+        num_tokens = float(np.asarray(lengths, dtype=np.float64).sum())
+        recurrence = self.recurrence_flops_per_token * num_tokens
+        return self.attention_flops_per_key * self.visible_keys(lengths) + recurrence
 
     def forward_flops(self, lengths: ArrayLike, *, num_head_tokens: int | None = None) -> float:
         """FLOPs of one forward pass over packed sequences of these lengths.
@@ -322,7 +394,7 @@ class ModelShape:
         num_tokens = float(np.asarray(lengths, dtype=np.float64).sum())
         head_tokens = num_tokens if num_head_tokens is None else num_head_tokens
         linear = 2.0 * (self.active_body_params * num_tokens + self.head_params * head_tokens)
-        return linear + self.attention_flops_per_key * self.visible_keys(lengths)
+        return linear + self.mixing_flops(lengths)
 
 
 @lru_cache

@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 __all__ = [
+    "CHUNK",
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
     "EXPERTS_TENSOR_PLAN",
     "GENERIC_FIELDS",
     "HEAD_NORMS_TENSOR_PLAN",
     "PROJECTIONS",
+    "RECURRENT_DIVIDED_FIELDS",
     "RECURRENT_PROJECTIONS",
+    "RECURRENT_TENSOR_PLAN",
     "ROW_TAIL_BYTES",
     "UNSERVED_FIELDS",
     "UNSERVED_GENERIC_FIELDS",
@@ -35,12 +38,14 @@ __all__ = [
 Json = Mapping[str, Any]
 """A parsed `config.json`."""
 
-Split = Literal["rows", "columns", "experts", "shared"]
+Split = Literal["rows", "columns", "qkv_rows", "experts", "shared"]
 """How ranks share a module's parameters. Weights are [out, in], as in torch.
 
 `rows`: each rank has some outputs, also of the bias. `columns`: each has some inputs and computes a
-partial sum; its bias is whole. `experts`: each has some whole experts of a layer and computes a
-partial sum. `shared`: whole on every rank, each of which has a part of its gradient.
+partial sum; its bias is whole. `qkv_rows`: rows of all queries, all keys and all values of gated
+linear attention lie behind each other, and each rank has some of each of the three. `experts`: each
+has some whole experts of a layer and computes a partial sum. `shared`: whole on every rank, each of
+which has a part of its gradient.
 """
 
 ROW_TAIL_BYTES = 16
@@ -48,6 +53,10 @@ ROW_TAIL_BYTES = 16
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a dense layer."""
+
+CHUNK = 64
+"""Tokens of a chunk of gated linear attention, which matrix products compute; the same as in
+`hone.attention.recurrent.delta_rule`."""
 
 RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """The matrices of a layer of gated linear attention (`RecurrentLayers`)."""
@@ -70,12 +79,28 @@ HEAD_NORMS_TENSOR_PLAN: Mapping[str, Split] = {
     "self_attn.k_norm": "shared",
 }
 
+RECURRENT_TENSOR_PLAN: Mapping[str, Split] = {
+    "linear_attn": "rows",  # decay and time step of each head
+    "linear_attn.in_proj_qkv": "qkv_rows",
+    "linear_attn.conv1d": "qkv_rows",
+    "linear_attn.in_proj_z": "rows",
+    "linear_attn.in_proj_b": "rows",
+    "linear_attn.in_proj_a": "rows",
+    "linear_attn.norm": "shared",
+    "linear_attn.out_proj": "columns",
+}
+"""Split of the modules that replace attention in layers with gated linear attention: heads are
+divided."""
+
 EXPERTS_TENSOR_PLAN: Mapping[str, Split] = {"mlp.gate": "shared", "mlp.experts": "experts"}
 """Split of the modules that replace the MLP in layers with experts. All ranks choose the same
 experts, with the whole router."""
 
 DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes in `config.json` that are divided by the number of ranks."""
+
+RECURRENT_DIVIDED_FIELDS = ("linear_num_key_heads", "linear_num_value_heads")
+"""Further ones of a hybrid family."""
 
 UNSERVED_FIELDS = (
     "quantization_config",
@@ -239,9 +264,15 @@ class RecurrentLayers:
         )
 
     @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Channels of all queries, all keys and all values."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
     def num_channels(self) -> int:
         """Channels of the convolution."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return sum(self.qkv_rows)
 
     @property
     def state_values(self) -> int:
@@ -252,6 +283,20 @@ class RecurrentLayers:
     def tail_values(self) -> int:
         """Inputs of the convolution that one sequence keeps in one layer, in the model's dtype."""
         return self.num_channels * (self.kernel_size - 1)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the recurrence for one token over all its layers, in chunks of C tokens.
+
+        A head of a chunk multiplies the state [K, V] three times (6 C K V: what the state knows of
+        the keys, what it gives to the queries, and its update) and takes the pairs of its tokens:
+        products of keys with keys and of queries with keys (C^2 K each), the triangular system for
+        keys and values (C^2 (K + V)), and the weighted changes (C^2 V). As in causal attention only
+        pairs of a token with earlier ones count.
+        """
+        k, v = self.key_dim, self.value_dim
+        of_head = 6 * k * v + CHUNK * (3 * k + 2 * v)
+        return len(self.indices) * self.num_value_heads * of_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +346,11 @@ class ModelSpec:
     """Fields of `config.json` that must be unset."""
     public: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """`config.json` of public models, with the fields that matter here, by name in lower case."""
+
+    @property
+    def divided_fields(self) -> tuple[str, ...]:
+        """Sizes in `config.json` that ranks of tensor parallelism divide."""
+        return (*DIVIDED_FIELDS, *(RECURRENT_DIVIDED_FIELDS if self.is_hybrid else ()))
 
     def has_head_norms(self, config: Json) -> bool:
         """Whether a model of the family with this config has head norms."""

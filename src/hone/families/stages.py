@@ -7,14 +7,13 @@ The slowest stage sets the pace of all, and the last one computes the head as we
 cost, in an order that `shape` alone decides: all processes and the plan find the same, on whatever
 device. Costs are FLOPs a token of a forward pass, of which backward takes twice as many everywhere;
 the embedding looks up rows and counts nothing. What takes longer than its FLOPs say counts so many
-more (`hone.tools.plan.compute_time`): attention, and products of experts. All tokens count as if
-they went through the head. Those of prompts do not, but the others' logits are computed again in
-backward, but for a chunk of them (`trainer.logits_chunk_tokens`).
+more (`hone.tools.plan.compute_time`): attention, recurrence, and products of experts. All tokens
+count as if they went through the head. Those of prompts do not, but the others' logits are computed
+again in backward, but for a chunk of them (`trainer.logits_chunk_tokens`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -35,6 +34,8 @@ _ROW = 2048
 _ATTENTION = 2.5
 """FLOPs of matrix products that take as long as one FLOP of attention in such rows: 2.1 for models
 as wide as 0.6B, 3.1 for those as wide as 8B."""
+_RECURRENCE = 5.0
+"""FLOPs of matrix products that take as long as one FLOP of the recurrence."""
 EXPERTS_RATE = 0.63
 """Rate of expert products, including the sorting of their tokens, relative to dense products."""
 
@@ -76,20 +77,17 @@ def layer_costs(shape: ModelShape) -> tuple[int, ...]:
     """Cost of each layer, as the module describes: equivalent FLOPs per token of dense matrix
     products."""
     keys = shape.visible_keys([_ROW]) / _ROW
-    attention = _ATTENTION * shape.attention_flops_per_key * keys / shape.num_layers
-    dense = round(2 * _params(shape, ()) + attention)
-    if not shape.expert_layers:
-        return (dense,) * shape.num_layers
-    sparse = round(2 * _params(shape, (0,)) / EXPERTS_RATE + attention)
-    return tuple(
-        sparse if index in shape.expert_layers else dense for index in range(shape.num_layers)
-    )
+    attention = _ATTENTION * shape.attention_flops_per_key * keys
+    attention /= max(shape.num_attention_layers, 1)
 
+    def cost(index: int) -> int:
+        one = shape.part((index,))
+        params = one.active_body_params - shape.hidden_size
+        products = 2 * params / (EXPERTS_RATE if one.expert_layers else 1)
+        recurrence = _RECURRENCE * one.recurrence_flops_per_token
+        return round(products + (recurrence if one.recurrent_indices else attention))
 
-def _params(shape: ModelShape, expert_layers: tuple[int, ...]) -> int:
-    """Parameters of one layer, dense or with experts, that a token uses."""
-    one = replace(shape, num_layers=1, expert_layers=expert_layers)
-    return one.active_body_params - shape.hidden_size
+    return tuple(map(cost, range(shape.num_layers)))
 
 
 def head_cost(shape: ModelShape) -> int:

@@ -138,7 +138,7 @@ def _loaded(
     def take(weight: Weight) -> None:
         whole = weight.whole()
         whole = whole.to(dtypes.get(weight.name, whole.dtype))
-        part = tp.shard_of(weight.name, whole, model.config.model_type)
+        part = tp.shard_of(weight.name, whole, model.config)
         # A copy: files are mapped into memory, and a part would keep the whole.
         own = packed_like(part.clone(), targets.get(weight.name))
         tensors[weight.name] = own.to(place)
@@ -264,7 +264,7 @@ def blank_model(
         pack_layers(model)
     targets, tensors = dict(model.named_parameters()), dict[str, Tensor]()
     for name, tensor in named.items():
-        part = tp.shard_of(name, tensor, model.config.model_type)
+        part = tp.shard_of(name, tensor, model.config)
         part = packed_like(part, targets.get(name))
         tensors[name] = torch.zeros(part.shape, dtype=part.dtype, device=device)
     for name, buffer in _computed_buffers(model).items():

@@ -16,7 +16,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from hone.distributed.mesh import Mesh
-from hone.families.registry import inputs_of
+from hone.families.registry import inputs_of, spec_of
 from hone.model_input import TEXT_ONLY, InputSpec
 from hone.models.support import head_dim_of
 from hone.trainer.collating import collate, empty_batch
@@ -229,8 +229,10 @@ def _attention_cost(model: PreTrainedModel) -> AttentionCost:
     config = model.config
     heads: int = config.num_attention_heads
     head_dim = head_dim_of(config)
+    recurrent = spec_of(config.model_type).recurrent_layers(config.to_dict())
     return AttentionCost.of(
         num_parameters=sum(p.numel() for p in model.parameters()),
-        num_layers=config.num_hidden_layers,
+        num_layers=config.num_hidden_layers - len(recurrent.indices if recurrent else ()),
         attention_width=heads * head_dim,
+        recurrence=recurrent.flops_per_token if recurrent else 0,
     )

@@ -49,10 +49,13 @@ class AttentionCost:
     per_token_squared: float
 
     @classmethod
-    def of(cls, *, num_parameters: int, num_layers: int, attention_width: int) -> AttentionCost:
-        """`attention_width` is query heads times head size. Scores and values cost
-        `4 * width * n^2 / 2` FLOPs a layer, matrices 2 FLOPs a parameter and token."""
-        return cls(2.0 * num_parameters, 2.0 * num_layers * attention_width)
+    def of(
+        cls, *, num_parameters: int, num_layers: int, attention_width: int, recurrence: int = 0
+    ) -> AttentionCost:
+        """`attention_width` is query heads times head size, `num_layers` the number of layers with
+        attention. Scores and values cost `4 * width * n^2 / 2` FLOPs a layer, matrices 2 FLOPs a
+        parameter and token, recurrent layers `recurrence` FLOPs a token in addition."""
+        return cls(2.0 * num_parameters + recurrence, 2.0 * num_layers * attention_width)
 
     def __call__(self, num_tokens: int) -> float:
         return self.per_token * num_tokens + self.per_token_squared * num_tokens**2

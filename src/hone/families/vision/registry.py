@@ -56,6 +56,7 @@ _OUTSIDE = ("model_type", "text_config", "vision_config")
 _UNSERVED = {
     r"qwen3-vl-.*-a\d": "qwen3_vl_moe",
     r"qwen2-vl": "qwen2_vl",
+    r"qwen3\.8-.*next": "qwen4_exp",
     r"qwen.*-omni": "qwen_omni",
     r"llava-onevision": "llava_onevision",
     r"llava-v?1\.6|llava-next|granite-vision": "llava_next",
