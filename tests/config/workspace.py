@@ -68,6 +68,11 @@ OTHERS: dict[str, dict[str, object]] = {
 VISION: dict[str, Any] = {
     "qwen3_vl": qwen3_vl.SPEC.public["qwen3-vl-2b"],
     "gemma3": gemma3.SPEC.public["gemma-3-4b"],
+    "seeing_judge": {
+        **gemma3.SPEC.public["gemma-3-4b"],
+        "architectures": ["Gemma3ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+    },
     "llava": {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
 }
 """Vision-language models, of which one is not served."""

@@ -65,6 +65,9 @@ def test_every_form_of_a_value_is_the_same_image(tmp_path: Path) -> None:
         {"type": "image", "image": PNG},
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}},
         {"url": path.as_uri()},
+        {"type": "image", "image": PNG, "path": "elsewhere.png"},
+        {"type": "image", "image": {"bytes": PNG, "path": "elsewhere.png"}},
+        {"type": "input_image", "image_url": path.as_uri(), "path": "elsewhere.png"},
     ]
     files = [open_image(value, folder=tmp_path) for value in values]
     assert {file.digest for file in files} == {files[0].digest}

@@ -30,7 +30,7 @@ from hone.engine.kv_cache import KVCache
 from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 from hone.models import tensor_parallel, tensor_parallel_kernels
-from hone.models.layer_ops import LayerOps, TorchKernels
+from hone.models.layer_ops import LayerOps, Norm, TorchKernels
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, TensorParallelOps, shard_model, shard_of
@@ -379,10 +379,11 @@ def kernel_sums(
                 sums._meetings += 1
             twin = residual.clone()
             total = parts.float().sum(0).to(dtype)
-            expected = TorchKernels().add_rms_norm(total, twin, weight, EPS)
+            norm = Norm(weight, EPS, zero_centred=rows == 6)
+            expected = TorchKernels().add_rms_norm(total, twin, *norm)
             if in_turn and tp.rank > 0:
                 dist.barrier()
-            actual = sums.add_rms_norm(parts[tp.rank].contiguous(), residual, weight, EPS)
+            actual = sums.add_rms_norm(parts[tp.rank].contiguous(), residual, *norm)
             if in_turn and tp.rank == 0:
                 dist.barrier()
             equal &= torch.equal(residual, twin)

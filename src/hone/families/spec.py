@@ -152,8 +152,8 @@ class DecodeLayout:
     """The transformers classes that the fused decode replaces.
 
     It computes pre-norm layers with SwiGLU, or a mixture of such experts, whose modules are named
-    as in Llama, Qwen3-MoE or GLM-4 MoE. Any other class, including a subclass, may compute
-    something else and runs unchanged.
+    as in Llama, Qwen3-MoE or GLM-4 MoE, and of hybrids as in Qwen3.5. Any other class, including a
+    subclass, may compute something else and runs unchanged.
     """
 
     module: str
@@ -168,25 +168,44 @@ class DecodeLayout:
     """Suffix of the class of the backbone."""
     mlp: str | None = None
     """Class of an MLP. None: `MLP` behind the prefix."""
+    rotary: str = "RotaryEmbedding"
+    """Suffix of the class of the rotary embedding."""
+    has_zero_centred_norms: bool = False
+    """Whether norms multiply by 1 + weight, in float32, and round once. Those of gated linear
+    attention never do."""
 
-    def classes(self, *, head_norms: bool) -> dict[str, str]:
+    def classes(
+        self, *, head_norms: bool, has_attention: bool = True, has_recurrence: bool = False
+    ) -> dict[str, str]:
         """Full class names by module of the backbone, with layer numbers as `*`, without
-        `mlp_classes`."""
+        `mlp_classes`. A hybrid may have layers of one kind only."""
         family = f"{self.module}.{self.prefix}"
         attention = ("q_proj", "k_proj", "v_proj", "o_proj")
         norms = ("q_norm", "k_norm") if head_norms else ()
+        kinds: dict[str, str] = {}
+        if has_attention:
+            kinds |= {
+                "layers.*.self_attn": f"{family}Attention",
+                **{f"layers.*.self_attn.{name}": _LINEAR for name in attention},
+                **{f"layers.*.self_attn.{name}": f"{family}RMSNorm" for name in norms},
+            }
+        if has_recurrence:
+            kinds |= {
+                "layers.*.linear_attn": f"{family}GatedDeltaNet",
+                "layers.*.linear_attn.conv1d": "torch.nn.modules.conv.Conv1d",
+                "layers.*.linear_attn.norm": f"{family}RMSNormGated",
+                **{f"layers.*.linear_attn.{name}": _LINEAR for name in RECURRENT_PROJECTIONS},
+            }
         return {
             "": f"{family}{self.backbone}",
             "embed_tokens": "torch.nn.modules.sparse.Embedding",
-            "rotary_emb": f"{family}RotaryEmbedding",
+            "rotary_emb": f"{family}{self.rotary}",
             "norm": f"{family}RMSNorm",
             "layers": "torch.nn.modules.container.ModuleList",
             "layers.*": f"{family}DecoderLayer",
             "layers.*.input_layernorm": f"{family}RMSNorm",
             "layers.*.post_attention_layernorm": f"{family}RMSNorm",
-            "layers.*.self_attn": f"{family}Attention",
-            **{f"layers.*.self_attn.{name}": _LINEAR for name in attention},
-            **{f"layers.*.self_attn.{name}": f"{family}RMSNorm" for name in norms},
+            **kinds,
         }
 
     def mlp_classes(self, experts: ExpertLayout | None) -> set[tuple[str, str]]:

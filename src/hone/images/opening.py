@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from hone.extras import import_extra
+from hone.images.parts import IMAGE_FIELDS, image_in
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -92,7 +93,12 @@ def open_image(value: object, *, folder: Path | None, may_fetch: bool = False) -
     `image`, `image_url` or `url`. Raises ImageError, and UserError where pillow is not installed.
     """
     if isinstance(value, Mapping):
-        return open_image(_member(value), folder=folder, may_fetch=may_fetch)
+        if (found := image_in(cast("Mapping[Any, Any]", value))) is None:
+            raise ImageError(
+                f"is a dict with {', '.join(map(repr, value)) or 'nothing in it'}; one of "
+                f"{', '.join(map(repr, IMAGE_FIELDS))} must hold the image"
+            )
+        return open_image(found, folder=folder, may_fetch=may_fetch)
     if isinstance(value, str):
         value = _from_text(value, may_fetch=may_fetch)
     if isinstance(value, Path):
@@ -143,17 +149,6 @@ def verify(file: ImageFile) -> None:
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
-
-
-def _member(value: Mapping[Any, Any]) -> object:
-    """The image within the hub's feature or a part of a message."""
-    for name in ("bytes", "path", "image", "image_url", "url"):
-        if value.get(name) is not None:
-            return value[name]
-    raise ImageError(
-        f"is a dict with {', '.join(map(repr, value)) or 'nothing in it'}; one of 'bytes', 'path', "
-        "'image', 'image_url' and 'url' must hold the image"
-    )
 
 
 def _from_text(text: str, *, may_fetch: bool) -> Path | bytes:

@@ -42,7 +42,7 @@ from hone.families.registry import SPECS
 from hone.families.spec import Split
 from hone.models.experts import Experts
 from hone.models.fused_layers import is_fusible
-from hone.models.layer_ops import LayerOps, Mlp, Projection, TorchKernels
+from hone.models.layer_ops import LayerOps, Mlp, Norm, Projection, TorchKernels
 from hone.models.ranks import ModelRanks
 from hone.models.support import head_dim_of
 
@@ -228,12 +228,10 @@ class TensorParallelOps(LayerOps):
         self._tp = tp
         self._sums = sums
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if self._sums is not None and len(x) <= self._sums.max_rows:
-            return self._sums.add_rms_norm(x, residual, weight, eps), residual
-        return super().add_rms_norm(self._tp.all_reduce(x), residual, weight, eps)
+            return self._sums.add_rms_norm(x, residual, *norm), residual
+        return super().add_rms_norm(self._tp.all_reduce(x), residual, norm)
 
     def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
         # Ranks add up whole products, not parts of them. The first rank adds the bias.

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from hone.families.registry import spec_of
+from hone.families.vision.registry import VISION
 from hone.models.tiny import (
     PRINTABLE,
     lengthen_memory,
@@ -25,7 +26,13 @@ _QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 _QWEN_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 IMAGE_WORDS = {
     **dict.fromkeys(_QWEN, _QWEN_WORDS),
-    "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n\n"),
+    "qwen2_5_vl": (*_QWEN_WORDS, "<|video_pad|>"),
+    "gemma3": (
+        "<start_of_image>",
+        "<image_soft_token>",
+        "<end_of_image>",
+        *("\n" * number for number in range(2, 5)),
+    ),
     "smolvlm": (
         "<fake_token_around_image>",
         "<image>",
@@ -33,7 +40,23 @@ IMAGE_WORDS = {
         *(f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)),
     ),
 }
-"""Special tokens that stand around and for images, by family."""
+"""Special tokens that stand around and for images, and others that transformers' processor or vLLM
+looks up, by family."""
+_NAMED_WORDS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+}
+"""Some of them, by the name under which the family's processor asks a tokenizer for them."""
+_TILE_TOKENS = 16
+"""Tokens of a tile of 32 x 32 pixels."""
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    "gemma3": {"processor_class": "Gemma3Processor", "image_seq_length": _TILE_TOKENS},
+    "smolvlm": {"processor_class": "SmolVLMProcessor", "image_seq_len": _TILE_TOKENS},
+}
+"""`processor_config.json` of families whose processor has settings of its own."""
 _MARKS = {
     **dict.fromkeys(_QWEN, "".join(_QWEN_WORDS)),
     "gemma3": "<start_of_image>",
@@ -57,6 +80,8 @@ def make_vision_tokenizer(
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", *IMAGE_WORDS[family]]}
     )
+    # The only way to name tokens of a tokenizer that is there.
+    tokenizer._set_model_specific_special_tokens(_NAMED_WORDS.get(family, {}))  # pyright: ignore[reportPrivateUsage]
     tokenizer.chat_template = _TEMPLATE % _MARKS[family]
     return tokenizer
 
@@ -80,9 +105,9 @@ def make_tiny_vision_model(
     weights: bool = True,
 ) -> Path:
     """Write a Hugging Face folder of a vision-language family: config, float32 weights drawn from
-    `seed`, tokenizer, image processor's settings. Images have at least 4 tokens: Qwen's patches
-    have 14 and 16 pixels, tiles of Gemma 3 and SmolVLM 32 x 32 pixels and 16 tokens. Returns the
-    folder.
+    `seed`, tokenizer, settings of its processor and image processor. Images have at least 4 tokens:
+    Qwen's patches have 14 and 16 pixels, tiles of Gemma 3 and SmolVLM 32 x 32 pixels and 16 tokens.
+    Returns the folder.
     """
     folder = Path(folder)
     tokenizer = tokenizer or make_vision_tokenizer(family)
@@ -128,6 +153,8 @@ def make_tiny_vision_model(
         config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+    if family in _PROCESSORS:
+        (folder / "processor_config.json").write_text(json.dumps(_PROCESSORS[family], indent=2))
     return folder
 
 
@@ -171,11 +198,12 @@ def _fields(
         fields = {
             "vision_config": vision,
             "image_token_id": ids["<|image_pad|>"],
-            "video_token_id": len(ids) + 1,
+            "video_token_id": ids.get("<|video_pad|>", len(ids) + 1),
             "vision_start_token_id": ids["<|vision_start|>"],
             "vision_end_token_id": ids["<|vision_end|>"],
         }
-        patch = 14 if family == "qwen2_5_vl" else 16
+        spec: Any = VISION[family]
+        patch = spec.patch_size
         processor = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": patch,
@@ -185,9 +213,9 @@ def _fields(
                 "shortest_edge": 4 * (2 * patch) ** 2,
                 "longest_edge": 64 * (2 * patch) ** 2,
             },
+            "image_mean": [*spec.mean],  # vLLM does not normalise where they are left out
+            "image_std": [*spec.std],
         }
-        if family != "qwen2_5_vl":
-            processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         return fields, processor
     vision = {
         "initializer_range": text["initializer_range"],
@@ -213,7 +241,7 @@ def _fields(
             "image_token_index": ids["<image_soft_token>"],
             "boi_token_index": ids["<start_of_image>"],
             "eoi_token_index": ids["<end_of_image>"],
-            "mm_tokens_per_image": 16,
+            "mm_tokens_per_image": _TILE_TOKENS,
         }
         return fields, {
             "image_processor_type": "Gemma3ImageProcessor",

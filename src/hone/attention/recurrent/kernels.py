@@ -32,22 +32,17 @@ def gated_delta_rule(
     be None unless `gives_final`."""
     if not _uses_fla(tokens.v):
         return delta_rule.chunked(tokens, level.lengths, initial)
-    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]  an extra
-        chunk_gated_delta_rule,
-    )
+    from hone.attention.recurrent import fla_rule  # needs fla and triton
 
-    output, final = chunk_gated_delta_rule(
-        *(x[None] for x in tokens),
-        initial_state=initial,
-        output_final_state=gives_final,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=level.cu_seqlens,
-    )
-    return output[0], final
+    return fla_rule.gated_delta_rule(tokens, level, initial, gives_final=gives_final)
 
 
 def convolve(
     x: Tensor, weight: Tensor, level: SegmentLevel, initial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The causal convolution over the segments of a level, as `convolution.convolve`."""
+    if _uses_fla(x):
+        from hone.attention.recurrent import fla_convolution  # needs fla and triton
+
+        return fla_convolution.convolve(x, weight, level, initial)
     return convolution.convolve(x, weight, level.lengths, initial)

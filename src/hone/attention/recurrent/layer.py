@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hone.attention.recurrent.delta_rule import log_decay
 from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
 
 __all__ = [
@@ -84,12 +85,9 @@ class DeltaNet:
             value_dim=module.head_v_dim,
         )
         weights = self.weights()
-        wide = torch.promote_types(weights.A_log.dtype, torch.float32)
-        rate = weights.A_log.to(wide).exp()
-        steps = module.in_proj_a(x).to(wide) + weights.dt_bias
         inputs = Mixed(
             channels=module.in_proj_qkv(x),
-            g=-rate * F.softplus(steps),
+            g=log_decay(module.in_proj_a(x), weights.A_log, weights.dt_bias),
             beta=module.in_proj_b(x).sigmoid(),
         )
         output = mix(inputs, weights.convolution, heads, module, attention_context)

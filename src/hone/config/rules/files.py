@@ -563,8 +563,9 @@ _DATA = (
               fix=f"lower data.max_image_tokens | raise {room}")
       for room, only in (("data.max_prompt_tokens", ("rl", "eval", "generate")),
                          ("data.max_tokens", SUPERVISED))),
-    unused("data.(max_image_tokens|image_errors|image_urls|image_workers)",
-           given=("not @sees_images", "not @unserved"), why="the model is one of text"),
+    *(unused(f"data.({names})", given=("not @sees_images", "not @unserved"),
+             why="the model is one of text")
+      for names in ("max_image_tokens|image_workers", "image_errors|image_urls")),
     unused("model.image_cache_gib", given=("not @sees_images", "not @unserved"),
            why="the model is one of text"),
     unused("data.shuffle", only=("eval", "generate"),
