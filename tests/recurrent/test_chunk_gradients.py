@@ -2,7 +2,14 @@
 
 import torch
 
-from hone.attention.recurrent.chunk_gradients import ChunkInputs, chunk_gradients, chunk_places
+from hone.attention.recurrent.chunk_gradients import (
+    ChunkInputs,
+    chunk_gradients,
+    chunk_places,
+    into_chunks,
+    out_of_chunks,
+)
+from hone.segments import Segment, plan_segments
 
 L, K, V = 8, 5, 6
 
@@ -42,10 +49,19 @@ def by_autograd(q, k, w, total, *, u, h, lasts, is_token, do, dh, scale):
     return [x.grad for x in (q, k, w, total)], values.grad, values.detach()
 
 
-def test_places_of_chunks():
-    assert chunk_places((3, 1, 5), 4).tolist() == [
-        [0, 1, 2, -1],
-        [3, -1, -1, -1],
-        [4, 5, 6, 7],
-        [8, -1, -1, -1],
-    ]
+def test_tokens_go_into_chunks_and_come_out():
+    segments = [Segment(0, 3), Segment(3, 1), Segment(4, 5)]
+    (level,) = plan_segments(segments, torch.as_tensor).levels
+    assert level.chunks.tolist() == [[0, 0], [1, 0], [2, 0]]
+    chunks = torch.tensor([[0, 0], [1, 0], [2, 0], [2, 1]])
+    places = chunk_places(level.cu_seqlens, chunks, 4)
+    assert places.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1], [4, 5, 6, 7], [8, -1, -1, -1]]
+    for shape in ((9, 2), (9, 2, 3)):
+        x = torch.randn(shape)
+        cut = into_chunks(x, places, 4)
+        for chunk, own in zip(cut, places.tolist(), strict=True):
+            for number, place in enumerate(own):
+                wanted = torch.zeros(shape[1:]) if place < 0 else x[place]
+                assert torch.equal(chunk[::2, number], wanted)
+                assert torch.equal(chunk[1::2, number], wanted)
+        assert torch.equal(out_of_chunks(cut[:, ::2], places, 9), x)

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from hone.attention.recurrent.delta_rule import CHUNK, Tokens, chunked, step
+from hone.attention.recurrent.delta_rule import Tokens, chunked, step
+from hone.segments import CHUNK
 from tests.recurrent import slow
 from tests.tables import table
 

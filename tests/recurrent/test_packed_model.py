@@ -35,7 +35,8 @@ def check(rows: list[Row], prefixes: list[int] | None, dtype: torch.dtype = torc
     batch = collate(
         rows, [1.0] * len(rows), "cpu", prefixes=prefixes, inputs=inputs_of(model.config)
     )
-    assert (batch.segments is not None) == bool(prefixes)
+    assert batch.segments is not None
+    assert len(batch.segments.levels) == (2 if prefixes else 1)
     is_exact = dtype == torch.float64
     with unrounded() if is_exact else nullcontext():
         wanted = torch.cat([logprobs_alone(twin, row) for row in rows])

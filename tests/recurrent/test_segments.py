@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hone.segments import Segment, SegmentPlan, plan_segments
+from hone.segments import CHUNK, Segment, SegmentPlan, plan_segments
 from tests.tables import table
 
 
 def drawn(num_segments: int) -> list[Segment]:
     """Segments in any order of places, with parents of any depth, and stored states of some."""
-    sizes = [random.randint(1, 5) for _ in range(num_segments)]
+    sizes = [random.choice([1, 2, 5, 64, 65, 200]) for _ in range(num_segments)]
     places = random.sample(range(num_segments), num_segments)
     starts = [sum(sizes[other] for other in places[: places.index(n)]) for n in range(num_segments)]
     rows = iter(random.sample(range(100), 100))
@@ -57,6 +57,9 @@ def follow(plan: SegmentPlan, num_tokens: int, stored: dict[int, Any]):
         index = range(num_tokens) if level.index is None else level.index.tolist()
         borders = level.cu_seqlens.tolist()
         assert [b - a for a, b in pairwise(borders)] == [*level.lengths]
+        counts = [-(-length // CHUNK) for length in level.lengths]
+        chunks = [[number, i] for number, count in enumerate(counts) for i in range(count)]
+        assert level.chunks.tolist() == chunks
         before: list[Any] = [()] * len(level.lengths)
         if number == 0:
             assert level.parents is None

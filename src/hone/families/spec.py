@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from hone.segments import CHUNK
+
 __all__ = [
-    "CHUNK",
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
     "EXPERTS_TENSOR_PLAN",
@@ -53,10 +54,6 @@ ROW_TAIL_BYTES = 16
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a dense layer."""
-
-CHUNK = 64
-"""Tokens of a chunk of gated linear attention, which matrix products compute; the same as in
-`hone.attention.recurrent.delta_rule`."""
 
 RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """The matrices of a layer of gated linear attention (`RecurrentLayers`)."""

@@ -347,9 +347,7 @@ def _is_untouched(model: PreTrainedModel) -> bool:
     if SPECS[model.config.model_type].decode is not None:
         return is_fusible(model)
     kinds = {type(module).__module__ for module in model.modules()}
-    # transformers itself takes norms of `fla` where that is installed.
-    own = ("transformers.", "torch.nn.modules.", "fla.modules.")
-    return all(kind.startswith(own) for kind in kinds)
+    return all(kind.startswith(("transformers.", "torch.nn.modules.")) for kind in kinds)
 
 
 def divide_layers(model: PreTrainedModel, tp: TensorParallel) -> None:

@@ -21,7 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkGradients", "ChunkInputs", "chunk_gradients", "chunk_places"]
+__all__ = [
+    "ChunkGradients",
+    "ChunkInputs",
+    "chunk_gradients",
+    "chunk_places",
+    "into_chunks",
+    "out_of_chunks",
+]
 
 
 class ChunkInputs(NamedTuple):
@@ -44,17 +51,30 @@ class ChunkGradients(NamedTuple):
     dg: Tensor  # [C, H, L] float32, of the cumulated decays
 
 
-def chunk_places(lengths: tuple[int, ...], size: int) -> Tensor:
-    """Numbers of the tokens of each chunk, [C, L] int64 on the host; -1 behind a segment's end."""
-    chunks: list[Tensor] = []
-    start = 0
-    for length in lengths:
-        count = -(-length // size)
-        places = torch.full((count * size,), -1)
-        places[:length] = torch.arange(start, start + length)
-        chunks.append(places.view(count, size))
-        start += length
-    return torch.cat(chunks)
+def chunk_places(cu_seqlens: Tensor, chunks: Tensor, size: int) -> Tensor:
+    """Numbers of the tokens of each chunk, [C, L] int64; -1 behind a segment's end. `cu_seqlens`
+    and `chunks` are those of a `SegmentLevel`."""
+    segments, which = chunks.unbind(1)
+    places = (cu_seqlens[segments] + size * which)[:, None] + torch.arange(
+        size, device=chunks.device
+    )
+    return places.where(places < cu_seqlens[segments + 1][:, None], -1)
+
+
+def into_chunks(x: Tensor, places: Tensor, num_heads: int) -> Tensor:
+    """Values [T, h, ...] of tokens in chunks [C, H, L, ...], with zeros behind a segment's end and
+    each head as often as `num_heads` H needs it."""
+    is_token = places >= 0
+    parts = x[places.clamp(min=0)] * is_token.view(*places.shape, *[1] * (x.ndim - 1))
+    return parts.transpose(1, 2).repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def out_of_chunks(x: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+    """Values [T, H, ...] of tokens, from chunks [C, H, L, ...]. The host waits for nothing."""
+    rows = x.transpose(1, 2).flatten(0, 1)
+    own = rows.new_empty(num_tokens + 1, *rows.shape[1:])  # the last row takes what is no token
+    own[places.where(places >= 0, num_tokens).flatten()] = rows
+    return own[:num_tokens]
 
 
 def chunk_gradients(

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["CHUNK", "Tokens", "chunked", "log_decay", "step", "unit"]
+from hone.segments import CHUNK
 
-CHUNK = 64
-"""Tokens of a chunk."""
+__all__ = ["Tokens", "chunked", "log_decay", "step", "unit"]
+
 _EPS = 1e-6
 
 

@@ -22,16 +22,17 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 from fla.ops.utils import chunk_local_cumsum
-from fla.ops.utils.index import prepare_chunk_indices
 from torch import Tensor
 
 from hone.attention.recurrent.chunk_gradients import (
     ChunkInputs,
     chunk_gradients,
     chunk_places,
+    into_chunks,
+    out_of_chunks,
 )
-from hone.attention.recurrent.delta_rule import CHUNK, Tokens
-from hone.segments import SegmentLevel
+from hone.attention.recurrent.delta_rule import Tokens
+from hone.segments import CHUNK, SegmentLevel
 
 __all__ = ["gated_delta_rule", "has_own_backward"]
 
@@ -53,7 +54,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [T, H, V] and final states [S, H, K, V] in float32, None unless `gives_final`."""
     if torch.is_grad_enabled() and not has_own_backward(tokens.v.device):
-        options = (level.cu_seqlens, level.lengths, gives_final)
+        options = (level.cu_seqlens, level.chunks, gives_final)
         apply: Any = _Rule.apply
         return apply(*(x.contiguous() for x in tokens), initial, *options)
     output, final = chunk_gated_delta_rule(
@@ -62,20 +63,15 @@ def gated_delta_rule(
         output_final_state=gives_final,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=level.cu_seqlens,
-        cu_seqlens_cpu=_on_host(level.lengths),
+        chunk_indices=level.chunks,  # which it would otherwise compute and send, waiting for it
     )
     return output[0], final
-
-
-def _on_host(lengths: tuple[int, ...]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 class _Rule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
-        q, k, v, g, beta, initial, cu_seqlens, lengths, gives_final = args
-        indices = prepare_chunk_indices(cu_seqlens, CHUNK, cu_seqlens_cpu=_on_host(lengths))
+        q, k, v, g, beta, initial, cu_seqlens, chunks, gives_final = args
         q, q_scale = l2norm_fwd(q[None])
         k, k_scale = l2norm_fwd(k[None])
         scale = k.shape[-1] ** -0.5
@@ -89,22 +85,22 @@ class _Rule(torch.autograd.Function):
             initial_state=initial,
             output_final_state=gives_final,
             cu_seqlens=cu_seqlens,
-            chunk_indices=indices,
+            chunk_indices=chunks,
         )
         ctx.save_for_backward(
-            q, q_scale, k, k_scale, v, log2_decays, beta, solved, initial, cu_seqlens, indices
+            q, q_scale, k, k_scale, v, log2_decays, beta, solved, initial, cu_seqlens, chunks
         )
-        ctx.lengths, ctx.scale, ctx.g_dtype = lengths, scale, g.dtype
+        ctx.scale, ctx.g_dtype = scale, g.dtype
         return output[0].to(v.dtype), final
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         do, d_final = grads
-        q, q_scale, k, k_scale, v, log2_decays, beta, solved, initial, cu_seqlens, indices = (
+        q, q_scale, k, k_scale, v, log2_decays, beta, solved, initial, cu_seqlens, chunks = (
             ctx.saved_tensors
         )
         do, v, beta = do.contiguous()[None], v[None], beta[None]
-        packed = {"cu_seqlens": cu_seqlens, "chunk_indices": indices}
+        packed = {"cu_seqlens": cu_seqlens, "chunk_indices": chunks}
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=log2_decays, **packed)
         h, new_values, _ = chunk_gated_delta_rule_fwd_h(
             k=k,
@@ -128,7 +124,9 @@ class _Rule(torch.autograd.Function):
             scale=ctx.scale,
             **packed,
         )
-        dq, dk, dw, dg = _inside_chunks(ctx, (q, k, new_values, do, dv), log2_decays, h, dh)
+        places = chunk_places(cu_seqlens, chunks, CHUNK)
+        tokens = (q, k, new_values, do, dv)
+        dq, dk, dw, dg = _inside_chunks(ctx.scale, places, tokens, log2_decays, h, dh)
         dk_more, dv, dbeta, dg_more = prepare_wy_repr_bwd(
             k=k, v=v, beta=beta, g=log2_decays, A=solved, dw=dw, du=dv, **packed
         )
@@ -149,31 +147,26 @@ class _Rule(torch.autograd.Function):
 
 
 def _inside_chunks(
-    ctx: Any, tokens: tuple[Tensor, ...], log2_decays: Tensor, h: Tensor, dh: Tensor
+    scale: float,
+    places: Tensor,
+    tokens: tuple[Tensor, ...],
+    log2_decays: Tensor,
+    h: Tensor,
+    dh: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries and keys [1, T, Hk, K], of w [1, T, H, K] and of the cumulated decays
     [1, T, H], by `chunk_gradients`."""
     q, k, new_values, do, dv = tokens
-    host = chunk_places(ctx.lengths, CHUNK)
-    places = host.to(q.device)
-    lasts = (host >= 0).sum(1).sub(1).to(q.device)
-    is_token = places >= 0
-    index = places.clamp(min=0)
     num_heads, repeats = do.shape[2], do.shape[2] // q.shape[2]
-
-    def cut(x: Tensor) -> Tensor:
-        """[1, T, H, ...] in chunks [C, H, L, ...]."""
-        parts = x[0][index] * is_token.view(*is_token.shape, *[1] * (x.ndim - 2))
-        return parts.transpose(1, 2).repeat_interleave(num_heads // x.shape[2], 1)
-
+    values = (q, k, new_values, do, dv, log2_decays * _LN2)
     found = chunk_gradients(
-        ChunkInputs(*(cut(x) for x in (q, k, new_values, do, dv, log2_decays * _LN2))),
-        lasts,
+        ChunkInputs(*(into_chunks(x[0], places, num_heads) for x in values)),
+        (places >= 0).sum(1).sub(1),
         h[0],
         dh[0],
-        ctx.scale,
+        scale,
     )
-    dq, dk, dw, dg = (x.transpose(1, 2)[is_token][None] for x in found)
+    dq, dk, dw, dg = (out_of_chunks(x, places, q.shape[1])[None] for x in found)
     if repeats > 1:
         dq, dk = (x.unflatten(2, (-1, repeats)).sum(3) for x in (dq, dk))
     return dq.contiguous(), dk.contiguous(), dw.contiguous(), dg.contiguous()

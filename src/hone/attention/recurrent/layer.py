@@ -68,8 +68,7 @@ class DeltaNet:
         self.module = module
 
     def weights(self) -> DeltaWeights:
-        """The module's own parameters. Its norm is never called: where the package `fla` is
-        installed, some versions of transformers take another class for it."""
+        """The module's own parameters. Its convolution and its norm are never called."""
         module: Any = self.module
         convolution = module.conv1d.weight.squeeze(1)
         return DeltaWeights(convolution, module.A_log, module.dt_bias, module.norm.weight)

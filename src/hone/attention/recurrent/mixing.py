@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,7 +28,7 @@ from hone.attention.context_parallel import heads_to_tokens, tokens_to_heads
 from hone.attention.recurrent import convolution, delta_rule, kernels
 from hone.attention.recurrent.delta_rule import Tokens
 from hone.distributed.mesh import Axis
-from hone.segments import SegmentLevel, SegmentPlan
+from hone.segments import Segment, SegmentLevel, SegmentPlan, plan_segments
 
 __all__ = ["DeltaHeads", "Mixed", "mix"]
 
@@ -96,14 +97,14 @@ mix = cast("Callable[[Mixed, Tensor, DeltaHeads, Any, AttentionContext], Tensor]
 
 
 def _plan_of(context: PackedContext) -> SegmentPlan:
-    """Segments of a training pass; whole sequences where none begins with tokens of another."""
-    if context.segments is not None:
-        return context.segments
-    assert context.keys is None, "rows that share a prompt need segments"
-    level = SegmentLevel(
-        index=None, cu_seqlens=context.cu_seqlens.long(), lengths=context.lengths, parents=None
-    )
-    return SegmentPlan(levels=(level,))
+    """Segments of a training pass. Without any it is one of whole sequences."""
+    if context.segments is None:
+        assert context.keys is None, "rows that share a prompt need segments"
+        starts = accumulate(context.lengths, initial=0)
+        rows = [Segment(*x) for x in zip(starts, context.lengths, strict=False)]
+        device = context.cu_seqlens.device
+        context.segments = plan_segments(rows, lambda array: torch.as_tensor(array).to(device))
+    return context.segments
 
 
 def _over_processes(
