@@ -734,6 +734,22 @@ def test_R4_rotary_table_is_the_models_at_every_position(name, dtype):
     assert torch.equal(torch.cat((rows[:, 8:],) * 2, -1), sin[0])
 
 
+def test_R4_rotary_table_follows_positions_of_three_axes():
+    """Axes take turns in the quarter of a head that is rotated."""
+    axes = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [3, 3, 2]}
+    axes |= {"partial_rotary_factor": 0.25}
+    model = make_model("qwen3_5_text", head_dim=64, rope_parameters=axes)
+    module = model.base_model.rotary_emb
+    table = RotaryTable(module, dtype=torch.float32, device=model.device)
+    positions = torch.tensor([[3, 4, 4, 900], [3, 4, 5, 2], [3, 4, 6, 17]])
+    rows, numbers = table.of_tokens(positions, 901)
+    cos, sin = module(torch.empty(0), positions[:, None])
+    assert rows.shape == (4, 16)
+    assert torch.equal(rows[numbers], torch.cat((cos[0, :, :8], sin[0, :, :8]), -1))
+    alone, _ = table.of_tokens(positions[:1].expand(3, -1), 901)
+    assert not torch.equal(alone, rows)
+
+
 def test_rotary_table_grows_and_keeps_what_graphs_hold():
     table = RotaryTable(make_model().base_model.rotary_emb, dtype=torch.float32, device="cpu")
     first = table.rows(3)

@@ -348,7 +348,8 @@ class ModelSpec:
     """Whether `q_proj` also has a gate for each output of the attention, behind each head's
     query."""
     decode: DecodeLayout | None = None
-    """None: generation runs transformers' modules. Exact mode needs it, and no experts."""
+    """None: generation runs transformers' modules. Exact mode needs it, and neither experts nor
+    gated linear attention."""
     tensor_plan: Mapping[str, Split] | None = None
     """Split of a layer's modules, by name in the layer. None: cannot be divided among devices.
     Embedding, head and final norm are treated alike in all families. Engines divide every family
