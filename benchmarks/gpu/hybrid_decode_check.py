@@ -180,7 +180,7 @@ def draw_step(heads: DeltaHeads, batch: int, seed: int = 0) -> Step:
 def kernel(run: Run) -> None:
     """Two tokens; the distance of outputs and states is that of the last."""
     run.row("kernel against float32", "outputs", "torch's", "states", "torch's", "tails", "")
-    for (name, heads), batch in itertools.product(HEADS.items(), (1, 7)):
+    for (name, heads), batch in itertools.product(HEADS.items(), (1, 7, 64, 256)):
         step = draw_step(heads, batch)
         exact, plain = step.copy(torch.float32), step.copy()
         for number in range(2):
@@ -191,7 +191,7 @@ def kernel(run: Run) -> None:
         ours = distance(found, right), distance(step.states, exact.states)
         torchs = distance(theirs, right), distance(plain.states, exact.states)
         tails = torch.equal(step.tails, plain.tails)
-        good = tails and all(a < 1.1 * b + 1e-4 for a, b in zip(ours, torchs, strict=True))
+        good = tails and all(a < 1.3 * b + 1e-4 for a, b in zip(ours, torchs, strict=True))
         cells = (f"{x:.2e}" for x in (ours[0], torchs[0], ours[1], torchs[1]))
         run.check(f"{name}, {batch} sequences", good, *cells, tails)
     check_recorded(run)
@@ -200,7 +200,7 @@ def kernel(run: Run) -> None:
 def check_recorded(run: Run) -> None:
     """Replays of a graph, and other launch parameters, have the bits of eager calls."""
     for name, heads in HEADS.items():
-        step = draw_step(heads, 4)
+        step = draw_step(heads, 64)
         twin, before = step.copy(), step.copy()
         eager = [mixed(twin).clone() for _ in range(3)]
         output: list[Tensor] = []
@@ -256,7 +256,7 @@ def tune(run: Run) -> None:
         for batch in batches:
             one = draw_step(heads, batch)
             # More than the L2 holds, as in a whole step.
-            count = min(4, min(2, (512 << 20) // step_bytes(one)))
+            count = max(4, min(96, (512 << 20) // step_bytes(one)))
             steps = [one, *(one.copy() for _ in range(count - 1))]
             for tuning in TUNINGS:
                 us = graph_us(partial(all_mixed, steps, tuning), 5) / count
