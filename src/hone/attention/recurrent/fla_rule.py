@@ -126,7 +126,7 @@ class _Rule(torch.autograd.Function):
         )
         places = chunk_places(cu_seqlens, chunks, CHUNK)
         tokens = (q, k, new_values, do, dv)
-        dq, dk, dw, dg = _inside_chunks(ctx.scale, places, tokens, log2_decays, h, dh)
+        dq, dk, dw, dg = _inside_chunks(tokens, log2_decays, h, dh, places=places, scale=ctx.scale)
         dk_more, dv, dbeta, dg_more = prepare_wy_repr_bwd(
             k=k, v=v, beta=beta, g=log2_decays, A=solved, dw=dw, du=dv, **packed
         )
@@ -147,12 +147,13 @@ class _Rule(torch.autograd.Function):
 
 
 def _inside_chunks(
-    scale: float,
-    places: Tensor,
     tokens: tuple[Tensor, ...],
     log2_decays: Tensor,
     h: Tensor,
     dh: Tensor,
+    *,
+    places: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries and keys [1, T, Hk, K], of w [1, T, H, K] and of the cumulated decays
     [1, T, H], by `chunk_gradients`."""
