@@ -26,6 +26,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote_to_bytes, urlsplit
+from weakref import WeakValueDictionary
 
 from hone.extras import import_extra
 
@@ -70,7 +71,7 @@ class ImageError(ValueError):
     """An image that cannot be used. The message is a predicate: `<location>: image 2 <message>`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ImageFile:
     """One image of a row. Its header has been read; it is not decoded."""
 
@@ -81,6 +82,10 @@ class ImageFile:
     height: int
     width: int
     """Pixels, as the image is shown."""
+
+
+_files_in_memory = WeakValueDictionary[str, ImageFile]()
+"""Files whose source is their bytes, by digest: rows and episodes with the same image share one."""
 
 
 def open_image(value: object, *, folder: Path | None, may_fetch: bool = False) -> ImageFile:
@@ -258,11 +263,15 @@ def _bytes_of(file: ImageFile) -> bytes:
 
 
 def _described(data: bytes, *, source: Path | bytes) -> ImageFile:
+    digest = _digest(data)
+    if isinstance(source, bytes) and (known := _files_in_memory.get(digest)) is not None:
+        return known
     image = _header(data)
     height, width = image.height, image.width
     if _orientation(image) >= 5:
         height, width = width, height
-    return ImageFile(digest=_digest(data), source=source, height=height, width=width)
+    file = ImageFile(digest=digest, source=source, height=height, width=width)
+    return _files_in_memory.setdefault(digest, file) if isinstance(source, bytes) else file
 
 
 def _header(data: bytes) -> Image:

@@ -147,8 +147,9 @@ class SmolVision:
         pixels = pixels_of(once, second, settings.resample)
         if not layout.rows:
             return [pixels]
+        # Copies, since a view of one tile would keep the pixels of all in memory.
         parts = [
-            pixels[r * edge : (r + 1) * edge, c * edge : (c + 1) * edge]
+            pixels[r * edge : (r + 1) * edge, c * edge : (c + 1) * edge].copy()
             for r in range(layout.rows)
             for c in range(layout.columns)
         ]
