@@ -108,7 +108,7 @@ class ImageLayout:
     """An image as tokens."""
 
     tiles: tuple[Tile, ...]
-    """In the order of their tokens."""
+    """In the order of their tokens. The last one shows all of the image."""
     text: str
     """Text that takes the place of `ImageSettings.mark`, with one placeholder for each token of
     each tile; placeholders of a tile are not interrupted, those of two tiles never adjoin."""
