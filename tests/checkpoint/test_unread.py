@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.families import family_folder
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -31,7 +32,6 @@ from hone.models.settings import ModelConfig
 from hone.models.tiny import make_tiny_model
 from hone.models.tiny_vision import make_tiny_vision_model
 from hone.models.weight_files import unread_of
-from tests.models.families import family_folder
 
 ALONE = Mesh.alone("cpu")
 WEIGHTS = "model.safetensors"
