@@ -130,52 +130,9 @@ def _fields(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of the whole model's config besides its text, and settings of its image processor.
     Adds what the family's text config needs to `text`."""
-    if family == "qwen2_5_vl":  # whose configuration has no head_dim
-        text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
-    half = text["head_dim"] // 2
     if family in ("qwen2_5_vl", "qwen3_vl"):
-        third = half // 4
-        section = [half - 2 * third, third, third]
-        text["rope_parameters"] = {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": section,
-        }
-        vision: dict[str, Any] = {
-            "initializer_range": text["initializer_range"],
-            "depth": tower_layers,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "out_hidden_size": text["hidden_size"],
-        }
-        if family == "qwen3_vl":
-            text["rope_parameters"]["mrope_interleaved"] = True
-            vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-        else:
-            vision |= {"fullatt_block_indexes": [tower_layers - 1], "window_size": 56}
-        fields = {
-            "vision_config": vision,
-            "image_token_id": ids["<|image_pad|>"],
-            "video_token_id": len(ids) + 1,
-            "vision_start_token_id": ids["<|vision_start|>"],
-            "vision_end_token_id": ids["<|vision_end|>"],
-        }
-        patch = 16 if family == "qwen3_vl" else 14
-        processor = {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": patch,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "size": {
-                "shortest_edge": 4 * (2 * patch) ** 2,
-                "longest_edge": 64 * (2 * patch) ** 2,
-            },
-        }
-        if family == "qwen3_vl":
-            processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-        return fields, processor
-    vision = {
+        return _qwen_fields(family, text, ids, tower_layers)
+    vision: dict[str, Any] = {
         "initializer_range": text["initializer_range"],
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -184,34 +141,79 @@ def _fields(
         "image_size": 32,
         "patch_size": 4,
     }
-    if family == "gemma3":
-        text |= {"sliding_window": 24, "query_pre_attn_scalar": text["head_dim"]}
-        text["layer_types"] = [
-            "full_attention" if layer % 2 else "sliding_attention"
-            for layer in range(text["num_hidden_layers"])
-        ]
-        fields = {
-            "vision_config": {
-                **vision,
-                "model_type": "siglip_vision_model",
-                "vision_use_head": False,
-            },
-            "image_token_index": ids["<image_soft_token>"],
-            "boi_token_index": ids["<start_of_image>"],
-            "eoi_token_index": ids["<end_of_image>"],
-            "mm_tokens_per_image": 16,
-        }
-        return fields, {
-            "image_processor_type": "Gemma3ImageProcessor",
-            "size": {"height": 32, "width": 32},
-        }
-    assert family == "smolvlm", family
-    text["model_type"] = "llama"
+    return (_gemma_fields if family == "gemma3" else _smol_fields)(text, ids, vision)
+
+
+def _qwen_fields(
+    family: str, text: dict[str, Any], ids: dict[str, int], tower_layers: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    is_new = family == "qwen3_vl"
+    if not is_new:  # its configuration has no head_dim
+        text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+    half = text["head_dim"] // 2
+    third = half // 4
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [half - 2 * third, third, third],
+    }
+    vision: dict[str, Any] = {
+        "initializer_range": text["initializer_range"],
+        "depth": tower_layers,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+    }
+    patch = 16 if is_new else 14
+    token_pixels = (2 * patch) ** 2
+    processor: dict[str, Any] = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": patch,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 4 * token_pixels, "longest_edge": 64 * token_pixels},
+    }
+    if is_new:
+        text["rope_parameters"]["mrope_interleaved"] = True
+        vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+        processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    else:
+        vision |= {"fullatt_block_indexes": [tower_layers - 1], "window_size": 56}
     fields = {
         "vision_config": vision,
-        "image_token_id": ids["<image>"],
-        "scale_factor": 2,
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": len(ids) + 1,
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
     }
+    return fields, processor
+
+
+def _gemma_fields(
+    text: dict[str, Any], ids: dict[str, int], vision: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    text |= {"sliding_window": 24, "query_pre_attn_scalar": text["head_dim"]}
+    text["layer_types"] = [
+        "full_attention" if layer % 2 else "sliding_attention"
+        for layer in range(text["num_hidden_layers"])
+    ]
+    fields = {
+        "vision_config": {**vision, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": ids["<image_soft_token>"],
+        "boi_token_index": ids["<start_of_image>"],
+        "eoi_token_index": ids["<end_of_image>"],
+        "mm_tokens_per_image": 16,
+    }
+    size = {"height": 32, "width": 32}
+    return fields, {"image_processor_type": "Gemma3ImageProcessor", "size": size}
+
+
+def _smol_fields(
+    text: dict[str, Any], ids: dict[str, int], vision: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    text["model_type"] = "llama"
+    fields = {"vision_config": vision, "image_token_id": ids["<image>"], "scale_factor": 2}
     return fields, {
         "image_processor_type": "SmolVLMImageProcessor",
         "size": {"longest_edge": 64},
