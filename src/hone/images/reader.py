@@ -1,4 +1,4 @@
-"""The images of data rows as a model takes them: text in place of marks, contents among ids.
+"""Turns the images of data rows into text in place of marks, and into contents among ids.
 
     images = reader.read(values, folder)              # headers alone, nothing is decoded
     text = reader.expand(rendered, images, location)  # marks of the chat template become tokens
@@ -157,7 +157,7 @@ class ImageReader:
         return ModelInput(tuple(contents))
 
     def images_of(self, model_input: ModelInput) -> tuple[RowImage, ...]:
-        """The images of an input that some reader's `contents` has made in this process."""
+        """The images of an input that `contents` of a reader of this process has made."""
         images: list[RowImage] = []
         rest = [*model_input.contents]
         while rest:

@@ -1,4 +1,4 @@
-"""What Qwen2.5-VL and Qwen3-VL have in common: images keep their shape, in patches of one size."""
+"""The base of Qwen2.5-VL and Qwen3-VL, which keep the shape of an image, in patches of one size."""
 
 from __future__ import annotations
 

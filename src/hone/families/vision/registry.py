@@ -89,14 +89,15 @@ VISION_FIELD = "vision_family"
 
 
 def inputs_of(config: Any) -> InputSpec:
-    """What sequences of the model with this configuration of transformers may hold besides ids."""
+    """The kinds of contents that sequences may hold besides ids, and their positions, for the model
+    with this configuration of transformers."""
     family = getattr(config, VISION_FIELD, None)
     return TEXT_ONLY if family is None else VISION[family].inputs
 
 
 def complete_config(config: Json) -> Json:
-    """A `config.json` of one of the families with what older and shorter files leave out; any other
-    as it is."""
+    """A `config.json` of one of the families, with the fields that older and shorter files leave
+    out. Any other is returned unchanged."""
     spec = VISION.get(str(config.get("model_type")))
     if spec is None:
         return config
@@ -109,8 +110,8 @@ def complete_config(config: Json) -> Json:
 
 
 def decoder_config(config: Json) -> Json:
-    """The decoder's part of a whole model's `config.json`, with the fields that are outside of it;
-    any other `config.json` as it is."""
+    """The decoder's part of a whole model's `config.json`, with the fields that are outside of it.
+    Any other `config.json` is returned unchanged."""
     whole = complete_config(config)
     if whole is config:
         return config
