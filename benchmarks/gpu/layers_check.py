@@ -346,7 +346,7 @@ def time_layers(shape: str, num_layers: int, *, compiled_at: tuple[int, ...]) ->
         def before(ids=ids, positions=positions):
             x = F.embedding(ids, decoder._embedding)
             decoder._rotary.rows(64)
-            decoder._ops.rms_norm(x, decoder._first_norm, 1e-6)
+            decoder._ops.rms_norm(x, decoder._first_norm)
 
         fused = graph_us(lambda c=context, i=ids, p=positions: decoder(i, p, c)) / num_layers
         limit = max(2 * layer_params / BANDWIDTH, 2 * layer_params * batch / MATRIX_RATE)
@@ -390,7 +390,7 @@ def time_parts(decoder: FusedDecoder, config, layer_params: int) -> None:
             )
 
         def norm(x=x, r=residual):
-            kernels.add_rms_norm(x, r, layer.mlp_norm, 1e-6)
+            kernels.add_rms_norm(x, r, layer.mlp_norm.weight, 1e-6)
 
         norm_us, rotate_us = repeated_us(norm), repeated_us(rotate)
         silu_us = repeated_us(lambda g=gate_up: kernels.silu_mul(g))

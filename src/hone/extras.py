@@ -21,6 +21,7 @@ INSTALL = {
     "cuda.bindings": "cuda-bindings",
     "PIL": "pillow>=11.3",
     "datasets": "datasets>=4.7,<6",
+    "fla": "fla-core>=0.6",
     "gymnasium": "gymnasium>=1.2",
     "math_verify": "math-verify>=0.8,<0.10",
     "memray": "memray>=1.15",

@@ -61,8 +61,8 @@ class Content:
     shape: tuple[int, ...] = ()
     """Sizes for a `PositionRule`, such as frames, rows and columns of an image, in tokens."""
     shown: Any = field(default=None, compare=False, repr=False)
-    """The image where an environment has shown it (`hone.images.shown`): processes know it as long
-    as a sequence has it. None for an image of the data, which can be read again."""
+    """The image where an environment or a request has shown it (`hone.images.shown`): processes
+    know it as long as a sequence has it. None for an image of the data, which can be read again."""
 
     @property
     def key(self) -> ContentKey:
@@ -116,6 +116,16 @@ class ModelInput:
             return self
         later = (replace(each, start=each.start + num_tokens) for each in other.contents)
         return ModelInput((*self.contents, *later))
+
+    def split(self, index: int) -> tuple[ModelInput, ModelInput]:
+        """The inputs of the tokens before `index` and of those from there on, inside of no
+        content."""
+        assert inside_of(self, index) is None, f"{index=} {self.key=}"
+        earlier = tuple(each for each in self.contents if each.start < index)
+        later = tuple(
+            replace(each, start=each.start - index) for each in self.contents if each.start >= index
+        )
+        return ModelInput(earlier) if earlier else TEXT, ModelInput(later) if later else TEXT
 
     def key_of(self, start: int, stop: int) -> tuple[ContentKey, ...]:
         """The part of `key` that belongs to contents with a token in `start .. stop`."""

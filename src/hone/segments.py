@@ -23,7 +23,10 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Segment", "SegmentLevel", "SegmentPlan", "plan_segments"]
+__all__ = ["CHUNK", "Segment", "SegmentLevel", "SegmentPlan", "plan_segments"]
+
+CHUNK = 64
+"""Tokens of a segment that are computed together, by matrix products."""
 
 Send = Callable[[NDArray[Any]], "Tensor"]
 """Copies an array to the device, without waiting for it."""
@@ -50,6 +53,7 @@ class SegmentLevel:
     index: Tensor | None  # [t] int64, their tokens in the pass, end to end; None: all, in order
     cu_seqlens: Tensor  # [s + 1] int64, borders of the segments among these tokens
     lengths: tuple[int, ...]  # [s], host copy of the differences of cu_seqlens
+    chunks: Tensor  # [c, 2] int64, of each chunk of `CHUNK` tokens its segment, and which one it is
     parents: Tensor | None  # [s] int64 into the final states of all earlier levels; None: level 0
 
 
@@ -99,8 +103,11 @@ def _level(
     if members[0].parent is not None:
         numbers = [places[x.parent] for x in members if x.parent is not None]
         parents = send(np.array(numbers, np.int64))
+    counts = -(-np.array(lengths, np.int64) // CHUNK)
+    which = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return SegmentLevel(
         index=index,
+        chunks=send(np.stack([np.repeat(np.arange(len(counts)), counts), which], 1)),
         cu_seqlens=send(np.array([0, *np.cumsum(lengths)], np.int64)),
         lengths=lengths,
         parents=parents,

@@ -639,7 +639,7 @@ class MicroBatch:
     keys: PackedKeys | None = None
     spans: Spans | None = None
     segments: SegmentPlan | None = None
-    """For models with recurrent layers, where `keys` are set."""
+    """For models with recurrent layers."""
     predict_index: Tensor  # [N] int64 into [T]
     labels: Tensor  # [N] int64
     sequence_index: Tensor  # [N] int64 into [S]

@@ -160,6 +160,7 @@ def _found_elsewhere() -> set[Rule]:
         patch.setattr(extras, "is_installed", lambda name: False)
         for command, flags, *_ in NEEDS:
             findings(command, flags)
+        findings("sft", "--here=1 model.path=hybrid")
         patch.setattr("hone.engine.vllm.rules.installed_version", lambda name: "0.99.1")
         patch.setattr("hone.engine.vllm.facts.cpu_head_dims", lambda: [8])
         findings("rl", "engine.backend=vllm run.device=cpu")
@@ -468,6 +469,25 @@ def test_R25_a_missing_package_is_told_before_the_run(
     assert told in found.message
     with pytest.raises(UserError, match=f"^{re.escape(f'this {told}')}$"):
         extras.import_extra(package, needed_by="this", on_cpu="run.device=cpu" in flags)
+
+
+def test_kernels_of_gated_linear_attention_are_a_warning(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain torch computes the same."""
+    flags = "--here=1 model.path=hybrid"
+    for command in ("rl", "sft", "generate"):
+        monkeypatch.setattr(extras, "is_installed", lambda name: True)
+        before = findings(command, flags)
+        monkeypatch.setattr(extras, "is_installed", lambda name: name != "fla")
+        (found,) = [x for x in findings(command, flags) if x not in before]
+        assert found.level == "warning"
+        assert "`fla` library, which is not installed: pip install 'fla-core>=0.6'" in found.message
+        others = (
+            findings(command, "--here=1"),
+            findings(command, "run.device=cpu model.path=hybrid"),
+        )
+        assert not any("fla-core" in x.message for seen in others for x in seen)
 
 
 @table(

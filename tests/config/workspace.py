@@ -41,6 +41,14 @@ OTHERS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "hybrid": {
+        "model_type": "qwen3_5_text",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+    },
     "glm4": {"model_type": "glm4"},
     "gpt2": {"model_type": "gpt2", "hidden_size": None},
     "quantised": {"quantization_config": {"quant_method": "awq"}},
@@ -60,6 +68,11 @@ OTHERS: dict[str, dict[str, object]] = {
 VISION: dict[str, Any] = {
     "qwen3_vl": qwen3_vl.SPEC.public["qwen3-vl-2b"],
     "gemma3": gemma3.SPEC.public["gemma-3-4b"],
+    "seeing_judge": {
+        **gemma3.SPEC.public["gemma-3-4b"],
+        "architectures": ["Gemma3ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+    },
     "llava": {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}},
 }
 """Vision-language models, of which one is not served."""

@@ -416,7 +416,7 @@ def test_every_kind_of_row_shows_its_tools(tmp_path):
     transcripts = Transcripts(
         tokenizer, DataConfig(train=()), max_tokens=2000, path="judge", vocab_size=1 << 17
     )
-    ids = transcripts.of(prompt, "30", is_truncated=False)
+    ids = transcripts.of(prompt, "30", is_truncated=False).token_ids
     assert tokenizer.decode(ids) == f"{asked}30<|im_end|>\n"
     sample = Sample(
         id="0/0",

@@ -260,7 +260,8 @@ def test_a_reward_model_is_trained_with_what_it_scores(tmp_path: Path, end: str)
     transcripts = Transcripts(tokenizer, cfg, max_tokens=64, vocab_size=99, path="model")
     prompt = Prompt(id="1", text="2+2=", token_ids=(1,), unrendered="2+2=")
     for row, said in zip(pair.rows, ("4", "5"), strict=True):
-        assert row.token_ids == transcripts.of(prompt, said, is_truncated=False)
+        found = transcripts.of(prompt, said, is_truncated=False)
+        assert row.token_ids == list(found.token_ids)
         messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": said}]
         assert row.token_ids == tokenizer.apply_chat_template(messages, return_dict=False)
 

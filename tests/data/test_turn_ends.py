@@ -240,7 +240,9 @@ def test_a_truncated_completion_is_read_as_an_unfinished_one(name: str) -> None:
     )
     prompt = Prompt(id="1", token_ids=(1,), text="1+1", unrendered="1+1")
     whole, cut = (
-        str(tokenizer.decode(transcripts.of(prompt, "It is 2", is_truncated=is_truncated)))
+        str(
+            tokenizer.decode(transcripts.of(prompt, "It is 2", is_truncated=is_truncated).token_ids)
+        )
         for is_truncated in (False, True)
     )
     assert cut.endswith("It is 2")
@@ -255,7 +257,7 @@ def test_it_reads_the_thoughts_whose_tag_the_policys_prompt_has_opened() -> None
     )
     prompt = Prompt(id="1", token_ids=(1,), text="assistant\n<think>\n", unrendered="1+1")
     for said in ("so\n</think>2", "<think>\nso\n</think>2"):
-        found = tokenizer.decode(transcripts.of(prompt, said, is_truncated=False))
+        found = tokenizer.decode(transcripts.of(prompt, said, is_truncated=False).token_ids)
         assert str(found).endswith("assistant\n<think>\nso\n</think>2<|im_end|>\n")
 
 

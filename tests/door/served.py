@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from hone.config.tree import EvaluateDataConfig
 from hone.door.calls import CalledTool, ReadAnswer
 from hone.door.door import Door, ServedModel
-from hone.door.handover import Handover
+from hone.door.handover import Handover, TokensSince
+from hone.door.images import RequestImages
 from hone.door.prompts import Prompts
 from hone.door.security import Keys
 from hone.door.server import DoorServer
@@ -31,6 +32,7 @@ from hone.models.tokenizer import decoder
 from hone.rollout.episodes import Episodes
 from hone.rollout.runner import Runner
 from hone.types import Completion, EngineStats, Request, SamplingParams, StopReason
+from tests.images.family import Family
 from tests.rollout.fakes import draw
 
 TEMPLATE = (
@@ -279,36 +281,59 @@ def serving(
     max_model_len: int = 4096,
     shows_tokens: bool = True,
     key: str | None = None,
+    sees: Family | None = None,
     **settings: Any,
 ) -> Generator[Served]:
-    """A door whose engine writes what `script` says."""
-    tokenizer = tokenizer_of(template)
-    cfg = DoorConfig(**settings)
+    """A door whose engine writes what `script` says. `sees` is the family of a model that sees
+    images; None: it reads text alone."""
+    tokenizer = tokenizer_of(template) if sees is None else sees.tokenizer
+    reader = None if sees is None else sees.reader()
     engine = ScriptedEngine(script, tokenizer)
-    decode = decoder(tokenizer, [tokenizer.eos_token_id])
     prompts = Prompts(
         tokenizer,
         EvaluateDataConfig(),
         vocab_size=len(tokenizer),
         max_model_len=max_model_len,
         end_ids=[tokenizer.eos_token_id],
+        images=reader,
     )
+    images = None
+    if reader is not None:
+        images = RequestImages(reader, max_model_len=max_model_len, num_threads=2)
     model = ServedModel(
         name="scripted",
-        decode=decode,
+        decode=decoder(tokenizer, [tokenizer.eos_token_id]),
         token_text=lambda token: tokenizer.decode([token]),
         defaults=SamplingParams(max_tokens=256),
         read_calls=read_calls,
+        images=images,
     )
+    since = engine.tokens_since if shows_tokens else None
+    with running(engine, model, prompts, since=since, key=key, **settings) as served:
+        yield served
+
+
+@contextmanager
+def running(
+    engine: Any,
+    model: ServedModel,
+    prompts: Prompts,
+    *,
+    since: TokensSince | None = None,
+    key: str | None = None,
+    **settings: Any,
+) -> Generator[Served]:
+    """A server with an engine, which a thread of its own drives."""
+    cfg = DoorConfig(**settings)
     handover = Handover(max_requests=cfg.max_requests)
     finished: list[FinishedSession] = []
     errors: list[BaseException] = []
     door = Door(model, prompts, handover, cfg, keys=Keys(key), on_finished=finished.append)
-    runner = Runner(engine, None, Episodes(decode=decode, purpose="serve"))
+    runner = Runner(engine, None, Episodes(decode=model.decode, purpose="serve"))
 
     def drive() -> None:
         try:
-            handover.serve(runner, engine.tokens_since if shows_tokens else None)
+            handover.serve(runner, since)
         except RuntimeError as error:
             errors.append(error)
 
@@ -320,7 +345,8 @@ def serving(
                 server.url, door.keys.key, door, engine, handover, server, finished, errors
             )
         finally:
-            engine.gate.set()
+            if isinstance(engine, ScriptedEngine):
+                engine.gate.set()
             handover.close()
             thread.join(PATIENCE_S)
     assert not thread.is_alive()

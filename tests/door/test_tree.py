@@ -3,14 +3,18 @@ start each time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.door.harness import assemble
 from hone.door.sessions import Session
-from hone.door.tree import Node, Place, Sampled, path_of
-from hone.types import NOT_SAMPLED, StopReason
+from hone.door.tree import Node, Place, Sampled, input_of, path_of
+from hone.model_input import Content, ModelInput
+from hone.rollout.episodes import Episodes
+from hone.types import NOT_SAMPLED, Prompt, StopReason
 
 CHOICES = st.integers(0, 10_000)
 
@@ -60,6 +64,15 @@ class Log:
         return rows
 
 
+def images_among(ids: Sequence[int], owners: Sequence[int]) -> tuple[Content, ...]:
+    """Every third id that no turn has sampled is an image of one token."""
+    return tuple(
+        Content(kind="image", hash=f"{token}", start=place, num_tokens=1)
+        for place, (token, owner) in enumerate(zip(ids, owners, strict=True))
+        if owner < 0 and token % 3 == 0
+    )
+
+
 def play(steps: list[tuple[int, int, int]]) -> tuple[Session, Log]:
     """A session of requests: each takes some earlier conversation, cuts it, and adds messages. A
     message has ids of its own whenever it is rendered, so that sharing shows."""
@@ -75,7 +88,11 @@ def play(steps: list[tuple[int, int, int]]) -> tuple[Session, Log]:
             node = place.given
         else:
             ids = tuple(next(fresh) for _ in asked[place.num_known :])
-            node = Node(part=tuple(asked[place.num_known :]), token_ids=ids)
+            node = Node(
+                part=tuple(asked[place.num_known :]),
+                token_ids=ids,
+                model_input=ModelInput(images_among(ids, [-1] * len(ids))),
+            )
         # The reference decides by itself whose ids the request goes on with.
         number = len(log.turns)
         same = [t for t in log.turns if t.messages[:-1] == asked and t.before is before]
@@ -87,6 +104,7 @@ def play(steps: list[tuple[int, int, int]]) -> tuple[Session, Log]:
             mask = [*(before.mask if before else []), *[-1] * len(node.token_ids)]
         path = [] if place.turn is None else path_of(place.turn)
         assert [i for n in (*path, node) for i in n.token_ids] == ids
+        assert input_of((*path, node)).contents == images_among(ids, mask)
         text = f"sampled {new % 2}"
         sampled = tuple(next(fresh) for _ in range(1 + new % 3))
         turn = Node(
@@ -128,6 +146,10 @@ def test_rows_are_those_of_a_log_that_shares_nothing(steps: list[tuple[int, int,
         assert list(sample.weight_versions) == versions
         logprobs = [0.0 if n < 0 else -float(i) for i, n in zip(ids, owners, strict=True)]
         assert list(sample.logprobs) == logprobs[num_prompt:]
+        asked = sample.prompt.model_input
+        images = asked.followed_by(sample.model_input, num_prompt).contents
+        assert images == images_among(ids, owners)
+        assert all(image.stop <= num_prompt for image in asked.contents)
     trained_ids = [
         token
         for sample in finished.paths
@@ -137,6 +159,24 @@ def test_rows_are_those_of_a_log_that_shares_nothing(steps: list[tuple[int, int,
     sampled = [token for node in session.tree.turns for token in node.token_ids]
     assert sorted(trained_ids) == sorted(sampled), "each sampled token is trained exactly once"
     assert finished.num_turns == len(steps)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(CHOICES, CHOICES, CHOICES), min_size=1, max_size=12))
+def test_the_paths_of_a_sample_are_the_rows_with_their_images(
+    steps: list[tuple[int, int, int]],
+) -> None:
+    session, log = play(steps)
+    prompt = Prompt(
+        id="p", token_ids=(3,), text="", model_input=ModelInput(images_among([3], [-1]))
+    )
+    sample = Episodes(decode=str).begin(prompt, "g/0", number=0)
+    assemble(sample, session.finish("completed"), str)
+    paths = sample.paths.values()
+    for path, (ids, trained, owners) in zip(paths, log.rows(), strict=True):
+        assert [*path.prompt_ids, *path.token_ids] == ids
+        assert [False] * len(path.prompt_ids) + [*map(bool, path.loss_mask)] == trained
+        assert path.model_input.contents == images_among(ids, owners)
 
 
 def test_a_text_and_ids_are_compared_by_their_beginnings() -> None:

@@ -16,6 +16,7 @@ FAMILY_FIELDS = {
     "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 16, "num_layers": 3},
     "mistral": {"sliding_window": 7},
     "qwen3_5_text": {
+        "initializer_range": 0.1,
         "num_layers": 4,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,

@@ -81,9 +81,7 @@ def rounded(model: PreTrainedModel, size: int = 1) -> PreTrainedModel:
         if not is_matrix:
             continue
         parts = [
-            shard_of(
-                name, weight, model.config.model_type, TensorParallel(rank=r, size=size, device=CPU)
-            )
+            shard_of(name, weight, model.config, TensorParallel(rank=r, size=size, device=CPU))
             for r in range(size)
         ]
         dim = next((d for d in range(weight.ndim) if parts[0].shape[d] < weight.shape[d]), None)

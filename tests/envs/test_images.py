@@ -17,10 +17,11 @@ from hone.config.tree import RLConfig
 from hone.errors import UserError
 from hone.loops import reinforce
 from hone.model_input import Content, ModelInput
+from hone.rollout.transcripts import Transcript, Transcripts
 from hone.trainer.trainer import Trainer
-from hone.types import NOT_SAMPLED, Row
-from tests.tiny_runs import lines, tiny_config, write_inputs
-from tests.vision.examples import Example, Twin, picture
+from hone.types import NOT_SAMPLED, Row, Sample, StopReason
+from tests.tiny_runs import lines, make_classifier, tiny_config, write_inputs
+from tests.vision.examples import Example, Judge, Twin, picture
 
 ENVS = '''
 import base64
@@ -96,6 +97,12 @@ class Live:
 FAMILIES = ("qwen3_vl", "gemma3")
 ONE_FAMILY = pytest.mark.parametrize("twin", FAMILIES[:1], indirect=True, scope="module")
 LONGEST = 400
+CARRIED_OVER: dict[str, Any] = {
+    "rollout": {"oversample_prompts": 2},
+    "engine": {"max_num_seqs": 5},
+    "checkpoint": {"every_n_steps": 1},
+}
+"""A run whose steps leave episodes to the next one."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -206,22 +213,105 @@ def test_engine_and_trainer_see_the_images_that_an_environment_shows(
     assert len(written) < 6 * 8000
 
 
+class Judged:
+    """The samples that a reward model scores, as they are when the run has ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.samples: list[Sample] = []
+        read = Transcripts.of_sample
+
+        def noted(transcripts: Transcripts, sample: Sample) -> Transcript:
+            self.samples.append(sample)
+            return read(transcripts, sample)
+
+        monkeypatch.setattr(Transcripts, "of_sample", noted)
+
+
+def dialogue(sample: Sample) -> list[str | Image]:
+    """The texts and images of an episode in the template of tiny models, written by hand. Images of
+    the environment are drawn again from the numbers that it says."""
+    number = int(re.findall(r"(\d)\?", str(sample.prompt.unrendered))[0])
+
+    def asked(said: str) -> list[str | Image]:
+        (n,) = map(int, re.findall(r"n(\d+):", said))
+        return [f"n{n}:", picture(n, 40 + n % 50, 30 + n % 40), "which?"]
+
+    opening = [part["text"] for part in sample.prompt.messages[0]["content"] if "text" in part]
+    found: list[str | Image] = ["<|im_start|>", *[picture(1)] * (number % 2), f"{number}?"]
+    found += asked(opening[1]) if "n" in "".join(opening) else []
+    found.append("<|im_end|><|im_start|>")
+    *earlier, last = sample.turns
+    for turn in earlier:
+        if turn.messages:
+            first, *later = (message["content"] for message in turn.messages)
+            found += [turn.text, "<|im_end|><|im_start|>", *asked(first[0]["text"])]
+            found += [f"<|im_end|><|im_start|>{text}" for text in later]
+            found.append("<|im_end|><|im_start|>")
+        else:
+            found += [turn.text, *asked(turn.observed)]
+    return [*found, last.text, "" if last.stop_reason is StopReason.LENGTH else "<|im_end|>"]
+
+
+def assert_scored(samples: Sequence[Sample], judge: Judge, *, at_least: int) -> None:
+    """Each sample has its score with that of the environment, but for those that spell an image."""
+    num_checked = 0
+    for sample in samples:
+        if sample.failure is not None:
+            assert "which stands for an image" in sample.failure_detail
+            continue
+        assert sample.reward is not None
+        parts = dialogue(sample)
+        assert len([part for part in parts if not isinstance(part, str)]) >= 2
+        assert sample.reward.parts["reward_model"] == pytest.approx(judge.score(*parts), abs=1e-5)
+        assert sample.reward.total == sum(sample.reward.parts.values())
+        num_checked += 1
+    assert num_checked >= at_least
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> Judged:
+    return Judged(monkeypatch)
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("name", ["Stateless", "Live"])
+def test_a_reward_model_sees_the_images_that_an_environment_shows(
+    name: str, inputs: Path, twin: Twin, tmp_path: Path, judged: Judged
+) -> None:
+    """One of the other family."""
+    judge = Judge(tmp_path / "judge", "gemma3")
+    reward = {"model": {"path": str(judge.judge)}}
+    reinforce.run(configured(inputs, twin, tmp_path / "run", name, reward=reward))
+    assert len(judged.samples) == 6
+    assert_scored(judged.samples, judge, at_least=4)
+
+
+@ONE_FAMILY
+def test_a_reward_model_sees_what_was_shown_before_a_run_was_resumed(
+    inputs: Path, twin: Twin, tmp_path: Path, judged: Judged
+) -> None:
+    judge = Judge(tmp_path / "judge", "gemma3")
+    sections = CARRIED_OVER | {"reward": {"model": {"path": str(judge.judge)}}}
+    for last in (1, 2):
+        run = {"dir": tmp_path / "run", "steps": last}
+        judged.samples.clear()
+        reinforce.run(configured(inputs, twin, tmp_path, "Stateless", run=run, **sections))
+    versions = [{*sample.weight_versions} - {NOT_SAMPLED} for sample in judged.samples]
+    assert any(len(each) > 1 for each in versions)
+    assert_scored(judged.samples, judge, at_least=4)
+
+
 @ONE_FAMILY
 def test_a_resumed_run_goes_on_with_images_that_were_shown(
     inputs: Path, twin: Twin, tmp_path: Path
 ) -> None:
     """Episodes that wait in a checkpoint have the images of their turns with them."""
-    sections: dict[str, Any] = {
-        "rollout": {"oversample_prompts": 2},
-        "engine": {"max_num_seqs": 5},
-        "checkpoint": {"every_n_steps": 1},
-    }
     held: list[list[dict[str, Any]]] = []
     for name, ends in {"straight": (3,), "resumed": (1, 3)}.items():
         for last in ends:
             run = {"dir": tmp_path / name, "steps": last}
             reinforce.run(
-                configured(inputs, twin, tmp_path / name, "Stateless", run=run, **sections)
+                configured(inputs, twin, tmp_path / name, "Stateless", run=run, **CARRIED_OVER)
             )
         held.append(lines(tmp_path / name / "samples.jsonl"))
     assert held[0] == held[1]
@@ -262,4 +352,23 @@ def test_a_text_model_is_told_before_the_run(inputs: Path, twin: Twin, tmp_path:
         rollout={"max_completion_tokens": 32},
     )
     with pytest.raises(UserError, match="shows an image, and the model reads text alone"):
+        reinforce.run(cfg)
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("name", ["Stateless", "Live"])
+def test_a_reward_model_of_text_is_refused_before_the_run(
+    name: str, inputs: Path, twin: Twin, tmp_path: Path
+) -> None:
+    """By the first row, which has no image of its own."""
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "1"}\n')
+    cfg = configured(
+        inputs,
+        twin,
+        tmp_path / "run",
+        name,
+        data={"train": [{"path": str(tmp_path / "texts.jsonl")}]},
+        reward={"model": {"path": str(make_classifier(tmp_path / "judge"))}},
+    )
+    with pytest.raises(UserError, match=r"row texts:1 has an image, and the reward model reads te"):
         reinforce.run(cfg)

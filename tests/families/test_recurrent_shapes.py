@@ -10,14 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hone.attention.recurrent import delta_rule
 from hone.attention.recurrent.convolution import convolve
 from hone.attention.recurrent.delta_rule import Tokens, chunked
 from hone.families.model_facts import ModelFacts
 from hone.families.qwen3_5_text import MIXTURES, SPEC
 from hone.families.shape import ModelShape, public_shape
-from hone.families.spec import CHUNK
 from hone.families.stages import RECURRENCE, layer_costs, stage_layers
+from hone.segments import CHUNK
 from hone.trainer.batcher import Batcher
 from hone.trainer.settings import TrainerConfig
 from tests.tables import table
@@ -158,7 +157,6 @@ def test_states_are_the_tensors_that_layers_leave() -> None:
 def test_flops_of_the_recurrence_are_those_of_its_chunks() -> None:
     """torch counts the products of `chunked` whole and its triangular system not at all: half of
     the pairs of a chunk count, and the system's C^2 (K + V)."""
-    assert CHUNK == delta_rule.CHUNK
     heads, key_dim, value_dim, num_chunks = 4, 8, 12, 3
     num_tokens = num_chunks * CHUNK
     draw = torch.Generator().manual_seed(0)

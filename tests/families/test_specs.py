@@ -13,6 +13,7 @@ from hone.families.registry import (
     unserved,
 )
 from hone.families.shape import ModelShape, public_shape
+from hone.families.spec import RECURRENT_TENSOR_PLAN
 from hone.models.fused_layers import is_fusible
 from hone.models.vision_decoders import own_class
 from tests.models.families import FAMILY_FIELDS, family_model
@@ -61,8 +62,10 @@ def test_families_are_divided_as_transformers_divides_them(name):
     assert plan.keys() == {
         n for layer in layers for n, m in layer.named_modules() if [*m.parameters(recurse=False)]
     }
-    # It divides the inside of each expert.
-    theirs = {k: v for k, v in theirs.items() if not k.startswith("mlp.experts")}
+    # It divides the inside of each expert, and no heads of gated linear attention.
+    otherwise = ("mlp.experts", "linear_attn")
+    theirs = {k: v for k, v in theirs.items() if not k.startswith(otherwise)}
+    plan = {k: v for k, v in plan.items() if k not in RECURRENT_TENSOR_PLAN}
     assert {k: STYLES[plan[k]] for k in theirs} == theirs
     rest = {k: "experts" if k == "mlp.experts" else "shared" for k in plan.keys() - theirs}
     assert {k: plan[k] for k in rest} == rest

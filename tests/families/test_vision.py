@@ -122,6 +122,60 @@ PUBLISHED: dict[str, Any] = {
             "vision_use_head": False,
         },
     },
+    "qwen3_5": {  # with the name of the whole in the tower's part, and a head for further tokens
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": "qwen3_5",
+        "text_config": {
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_5_text",
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 4,
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000,
+                "rope_type": "default",
+            },
+            "tie_word_embeddings": False,
+            "vocab_size": 248320,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "deepstack_visual_indexes": [],
+            "depth": 27,
+            "hidden_size": 1152,
+            "in_channels": 3,
+            "intermediate_size": 4304,
+            "model_type": "qwen3_5",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 5120,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    },
     "smolvlm": {
         "architectures": ["SmolVLMForConditionalGeneration"],
         "image_token_id": 49190,
@@ -158,7 +212,12 @@ def test_published_files_are_read_whole(family: str) -> None:
     assert facts.unserved == ()
     assert facts.lacks is None
     assert_sizes(config, facts.shape)
-    same = {"qwen2_5_vl": "qwen2.5-vl-3b", "gemma3": "gemma-3-4b", "smolvlm": "smolvlm2-256m-video"}
+    same = {
+        "qwen2_5_vl": "qwen2.5-vl-3b",
+        "qwen3_5": "qwen3.5-27b",
+        "gemma3": "gemma-3-4b",
+        "smolvlm": "smolvlm2-256m-video",
+    }
     assert facts.shape == public_shape(same[family])
     assert facts.context_length == parsed(config).get_text_config().max_position_embeddings
 
@@ -183,6 +242,7 @@ NAMES = {
     "Qwen/Qwen2-VL-7B-Instruct": ("qwen2_vl", None),
     "Qwen/Qwen3-VL-30B-A3B-Instruct": ("qwen3_vl_moe", None),
     "Qwen/Qwen3.8-Flash-Next": ("qwen4_exp", None),
+    "Qwen/Qwen3.5-9B": ("qwen3_5_text", "qwen3_5"),
     "OpenGVLab/InternVL3-8B-hf": ("internvl", None),
     "mistral-community/pixtral-12b": ("pixtral", None),
     "meta-llama/Llama-3.2-11B-Vision-Instruct": ("mllama", None),

@@ -17,7 +17,7 @@ from hone.models.tiny_vision import make_tiny_vision_model, make_vision_tokenize
 
 __all__ = ["FAMILIES", "Family"]
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm")
 
 
 class Family:
@@ -44,11 +44,6 @@ class Family:
         """The ids of a text with the marks of a chat template, as transformers makes them."""
         sizes = {key: value for key, value in self.processor.items() if "type" not in key}
         if self.name == "gemma3":
-            words = ("boi_token", "eoi_token", "image_token")
-            marks = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
-            for word, mark in zip(words, marks, strict=True):
-                setattr(self.tokenizer, word, mark)
-                setattr(self.tokenizer, f"{word}_id", self.tokenizer.convert_tokens_to_ids(mark))
             made: Any = Gemma3Processor(
                 image_processor=Gemma3ImageProcessorPil(**sizes),
                 tokenizer=self.tokenizer,

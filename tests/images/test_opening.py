@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import struct
 import threading
@@ -65,12 +66,27 @@ def test_every_form_of_a_value_is_the_same_image(tmp_path: Path) -> None:
         {"type": "image", "image": PNG},
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}},
         {"url": path.as_uri()},
+        {"type": "image", "image": PNG, "path": "elsewhere.png"},
+        {"type": "image", "image": {"bytes": PNG, "path": "elsewhere.png"}},
+        {"type": "input_image", "image_url": path.as_uri(), "path": "elsewhere.png"},
     ]
     files = [open_image(value, folder=tmp_path) for value in values]
     assert {file.digest for file in files} == {files[0].digest}
     assert {(file.height, file.width) for file in files} == {(60, 80)}
     for file in files:
         np.testing.assert_array_equal(array(load_rgb(file)), array(PICTURE))
+
+
+def test_files_with_the_same_bytes_are_one_as_long_as_somebody_has_it(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    on_disk = open_image("a.png", folder=tmp_path)
+    first, second, other = (open_image(bytearray(data), folder=None) for data in (PNG, PNG, JPEG))
+    assert first is second
+    assert first.digest == on_disk.digest != other.digest
+    assert isinstance(on_disk.source, Path), "bytes in memory stand for no file on disk"
+    del first, second
+    gc.collect()
+    assert on_disk.digest not in opening._files_in_memory
 
 
 def test_an_image_of_pillow_keeps_its_pixels_and_has_one_digest() -> None:

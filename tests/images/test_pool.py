@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,6 +19,7 @@ import pytest
 from PIL import Image
 
 from hone.images import pool as module
+from hone.images import worker
 from hone.images.opening import ImageError, ImageFile, open_image
 from hone.images.pixels import TileSource, content_hash, make_tiles
 from hone.images.pool import PixelPool
@@ -167,20 +169,38 @@ def test_an_image_that_takes_too_long_is_tried_twice_and_the_next_one_is_made() 
         pool.close()
 
 
-def test_a_limit_is_that_of_one_image() -> None:
-    """A process that waits for the next image has none."""
-    pool = PixelPool(1, limit_s=2.0)
-    try:
-        (file,) = files(1)
-        pool.submit(file, SETTINGS).result(WAIT_S)
-        (process,) = workers()
-        time.sleep(2.2)
-        assert process.is_running()
-        assert process.status() != psutil.STATUS_ZOMBIE
-        assert len(pool.submit(file, SETTINGS).result(WAIT_S)) == 1
-        assert pool.num_restarts == 0
-    finally:
-        pool.close()
+def test_a_limit_is_that_of_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a process waits for an image, or for the pool to take an answer, no timer runs."""
+    (file,) = files(1)
+    jobs = [(file, SETTINGS, 3.0), (file, None, 5.0)]
+    happened: list[Any] = []
+
+    class Pipe:
+        def __init__(self, descriptor: int) -> None:
+            assert descriptor == 7
+
+        def recv(self) -> Any:
+            happened.append("waits")
+            if not jobs:
+                raise EOFError
+            return jobs.pop(0)
+
+        def send_bytes(self, data: bytes) -> None:
+            happened.append("answers")
+
+    def decode(*job: Any) -> list[list[int]]:
+        happened.append("decodes")
+        return []
+
+    monkeypatch.setattr(sys, "argv", ["worker", "7", "8"])
+    monkeypatch.setattr(worker, "Connection", Pipe)
+    monkeypatch.setattr(worker, "_answer", decode)
+    monkeypatch.setattr(worker.signal, "setitimer", lambda *timer: happened.append(timer))
+    worker.main()
+    timers = [[(signal.ITIMER_REAL, limit_s), "decodes"] for limit_s in (3.0, 5.0)]
+    off = [(signal.ITIMER_REAL, 0.0), "answers"]
+    expected = [each for timer in timers for each in ["waits", *timer, *off]]
+    assert happened == [*expected, "waits"]
 
 
 def run(code: str) -> subprocess.Popen[bytes]:

@@ -172,6 +172,9 @@ def test_what_a_model_cannot_do_is_a_predicate() -> None:
     }
     with pytest.raises(ValueError, match=r"^has a tokenizer without the token 1000000 of image_"):
         ImageReader.of(config, {}, tokens, max_tokens=100)
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        with pytest.raises(ValueError, match=rf"^has {name}: false in its image processor"):
+            ImageReader.of(config, {name: False}, tokens, max_tokens=100)
 
 
 def test_an_image_that_is_gone_is_named_by_its_number(family: Family, tmp_path: Path) -> None:

@@ -162,6 +162,16 @@ def test_a_bound_of_nothing_still_gives_pixels() -> None:
     assert (store.num_decoded, store.num_bytes) == (2, 0)
 
 
+def test_a_kept_tile_holds_its_own_memory_alone() -> None:
+    """Else one tile of an image that is kept would hold the pixels of all, beyond the bound."""
+    tiles = sources(1, TILED, num_tiles=5)
+    for pixels in filled(tiles).pixels(list(tiles)):
+        owner = pixels.values
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        assert owner.nbytes == pixels.values.nbytes
+
+
 def test_unknown_hashes_and_bad_images_are_errors_and_nobody_waits_for_them() -> None:
     data = encoded(drawn(0))
     file = open_image(data[: len(data) // 2], folder=None)

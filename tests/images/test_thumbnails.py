@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from hone.data.prompts import load_prompts
 from hone.data.settings import DataConfig, SourceConfig
 from hone.images import thumbnails as thumbnails_module
 from hone.images.opening import ImageFile, load_rgb
-from hone.images.store import STORE, TilePixels
+from hone.images.pixels import TilePixels, TileSource, layout_of
+from hone.images.store import STORE
 from hone.images.thumbnails import EDGE, Thumbnails
 from hone.model_input import Content, ModelInput
 from hone.observe.loggers import RunLog
@@ -106,7 +110,7 @@ def test_a_prompt_of_each_family_has_a_mark_for_each_image(name: str, tmp_path: 
         row["num_tokens"] for row in rows
     )
     sizes = {file.stem: Image.open(file).size for file in files(tmp_path).values()}
-    assert [sizes[row["hash"]] for row in rows] == [(90, 70), (160, 107)]
+    assert [sizes[row["hash"]] for row in rows] == [(90, 70), (256, 171)]
 
 
 def test_an_image_behind_a_turn_is_of_that_turn(tmp_path: Path) -> None:
@@ -143,6 +147,18 @@ def test_the_picture_is_the_image_made_small(tmp_path: Path) -> None:
     assert {file.suffix for file in files(tmp_path).values()} == {".png", ".jpg"}, "the smaller"
 
 
+def test_the_picture_of_several_tiles_shows_all_of_the_image(tmp_path: Path) -> None:
+    """In its proportions, though the tile that shows all of it is a square."""
+    file = drawing(tmp_path, 3, (300, 200))
+    settings = replace(SETTINGS, family="smolvlm", edge=160, longest_edge=320, words=("<a>", "<b>"))
+    assert len(layout_of(file, settings).tiles) > 2
+    small = thumbnails_module._picture("", TileSource(file, settings, 0))
+    assert small.size == (160, 107)
+    expected = load_rgb(file).resize((12, 8))
+    found = np.asarray(small.resize((12, 8)), np.float64)
+    assert np.abs(found - np.asarray(expected, np.float64)).mean() < 6
+
+
 def test_a_small_image_stays_as_it_is(tmp_path: Path) -> None:
     file = saved(tmp_path, Image.new("RGB", (30, 20), (200, 30, 40)), "small.png")
     (row,) = named(tmp_path, one(file))
@@ -151,17 +167,42 @@ def test_a_small_image_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_a_picture_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of a group name it again, and so does a run that is resumed."""
-    made: list[ImageFile] = []
+    made: list[str] = []
+    pixels = STORE.pixels
 
-    def load(file: ImageFile) -> Image.Image:
-        made.append(file)
-        return load_rgb(file)
+    def counted(hashes: Sequence[str]) -> list[TilePixels]:
+        made.extend(hashes)
+        return pixels(hashes)
 
-    monkeypatch.setattr(thumbnails_module, "load_rgb", load)
+    monkeypatch.setattr(STORE, "pixels", counted)
     samples = [one(drawing(tmp_path, 1)) for _ in range(8)]
     for _ in range(2):
         assert len(named(tmp_path, *samples)) == 8
     assert len(made) == len(files(tmp_path)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say their peak")
+def test_an_image_of_a_stranger_takes_no_memory_of_the_trainer(tmp_path: Path) -> None:
+    """A file of 5 KB becomes 103 MiB, in a process of the pool."""
+    bomb = saved(tmp_path, Image.new("1", (6000, 6000)), "bomb.png")
+    STORE.use_workers(1)
+    try:
+        named(tmp_path, one(drawing(tmp_path, 1)))  # what starts with the first picture is there
+        Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+        start, _ = memory_mib()
+        (row,) = named(tmp_path, one(bomb))
+        _, peak = memory_mib()
+    finally:
+        STORE.use_workers(0)
+    assert picture(tmp_path, row["hash"]).size == (160, 160)
+    assert peak - start < 32
+
+
+def memory_mib() -> tuple[float, float]:
+    """Resident memory of this process, and its peak."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    now, peak = (int(lines[name].split()[0]) / 1024 for name in ("VmRSS", "VmHWM"))
+    return now, peak
 
 
 def test_the_pictures_named_last_stay(tmp_path: Path) -> None:
@@ -175,7 +216,7 @@ def test_the_pictures_named_last_stay(tmp_path: Path) -> None:
 def test_an_image_that_cannot_be_read_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gone, whole = drawing(tmp_path, 1), drawing(tmp_path, 2)
+    gone, whole = drawing(tmp_path, 31), drawing(tmp_path, 2)  # the first has no pixels yet
     assert isinstance(gone.source, Path)
     gone.source.unlink()
     with caplog.at_level(logging.WARNING):

@@ -193,9 +193,9 @@ def engines(tp: TensorParallel) -> dict[str, Any]:
 # ---------------------------------------------------------------- planted bugs
 
 
-def _own_router(name: str, tensor: Tensor, family: str, tp: TensorParallel) -> Tensor:
+def _own_router(name: str, tensor: Tensor, config: Any, tp: TensorParallel) -> Tensor:
     """The mistake: what a rank does not have it does not choose either."""
-    part = shard_of(name, tensor, family, tp)
+    part = shard_of(name, tensor, config, tp)
     if not name.endswith("mlp.gate.weight"):
         return part
     hidden = torch.full_like(tensor, 0.0)
@@ -204,15 +204,15 @@ def _own_router(name: str, tensor: Tensor, family: str, tp: TensorParallel) -> T
     return hidden
 
 
-def _first_experts(name: str, tensor: Tensor, family: str, tp: TensorParallel) -> Tensor:
+def _first_experts(name: str, tensor: Tensor, config: Any, tp: TensorParallel) -> Tensor:
     if ".experts." in name:
         tp = TensorParallel(rank=0, size=tp.size, device=CPU)
-    return shard_of(name, tensor, family, tp)
+    return shard_of(name, tensor, config, tp)
 
 
-def _whole_shared_experts(name: str, tensor: Tensor, family: str, tp: TensorParallel) -> Tensor:
+def _whole_shared_experts(name: str, tensor: Tensor, config: Any, tp: TensorParallel) -> Tensor:
     """The mistake: every rank adds the output of shared experts."""
-    return tensor if ".shared_experts." in name else shard_of(name, tensor, family, tp)
+    return tensor if ".shared_experts." in name else shard_of(name, tensor, config, tp)
 
 
 def _from_zero(*inputs: Tensor, first: int) -> Tensor:
@@ -288,7 +288,7 @@ def weights(tp: TensorParallel) -> dict[str, Any]:
         group.wake()
         other = TensorParallel(rank=(tp.rank + 1) % tp.size, size=tp.size, device=CPU)
         theirs = {
-            name: shard_of(name, whole, family, other)
+            name: shard_of(name, whole, new.config, other)
             for name, whole in export_weights(new)
             if ".experts." in name
         }

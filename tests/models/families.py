@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.attention import PackedContext
+from hone.models.contents import follow_inputs
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.settings import ModelConfig
@@ -59,6 +60,13 @@ FAMILY_FIELDS = {
         "use_qk_norm": True,
         "routed_scaling_factor": 1.5,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
     "qwen2_5_vl_text": {"rope_parameters": AXES},
     "qwen3_vl_text": {"rope_parameters": AXES},
 }
@@ -101,6 +109,7 @@ def family_model(family: str, dtype: torch.dtype = torch.float32):
         parameter.data = parameter.data.to(dtype)
     if dtype == torch.float64:  # which torch's grouped product does not compute
         model.set_experts_implementation("eager")
+    follow_inputs(model)
     return model
 
 

@@ -20,6 +20,7 @@ from tests import triton_interpreter  # noqa: F401  # isort: skip
 import torch
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from hone.attention.context import FP8_DTYPE
 from hone.models import expert_kernels, layer_kernels
@@ -41,6 +42,7 @@ NORM_CASES = {
     "norm of a narrow row": ((5, 40), {}),
 }
 NORM_CASES["norm of a sum of 3 parts"] = ((5, 96), {"parts": 3})
+NORM_CASES["zero-centred norm"] = ((5, 96), {"zero_centred": True})
 ROTATE_CASES = {
     "heads": (([7, -1, 0, 5, 2], 8, 4, 64), {"norms": True}),
     "heads without norm": (([7, 3, -1], 4, 4, 16), {"norms": False}),
@@ -53,6 +55,10 @@ ROTATE_CASES |= {
     "half of a head": (([7, -1, 0, 5, 2], 8, 4, 64), {"norms": True, "rotary": 32}),
     "a quarter of a head": (([7, 3, -1], 4, 2, 32), {"norms": False, "rotary": 8}),
 }
+ROTATE_CASES["gated heads"] = (
+    ([7, -1, 0, 5, 2], 10, 2, 32),
+    {"norms": True, "rotary": 8, "zero_centred": True, "gated": True},
+)
 ROTATE_CASES["FP8 cache"] = (([3, -1, 0, 9], 6, 3, 64), {"norms": True, "fp8": True})
 PRODUCT_CASES = {
     "few rows": ((3, 128, 256, (16, 32, 64, 1, 4, 2)), {}),
@@ -70,6 +76,10 @@ PRODUCT_CASES["packed, gated, unpacked first"] = (
     (3, 64, 96, None),
     {"packed": True, "gated": True},
 )
+GATE_CASES = {
+    "gates of heads": ((3, 6, 2, 64), {}),
+    "gates of wide heads": ((2, 9, 1, 256), {}),
+}
 SILU_CASES = {
     "silu": ((3, 1500), {}),
     "silu of a narrow row": ((2, 24), {}),
@@ -122,26 +132,29 @@ def worst(*outcomes):
     return [max(values) for values in zip(*outcomes, strict=True)]
 
 
-def norm_module(weight, width):
-    module = Qwen3RMSNorm(width, eps=EPS)
+def norm_module(weight, width, zero_centred=False):
+    module = (Qwen3_5RMSNorm if zero_centred else Qwen3RMSNorm)(width, eps=EPS)
     module.weight = nn.Parameter(weight)
     return module
 
 
 @torch.no_grad()
-def norm(dtype, rows, width, parts=None, *, bug=None):
+def norm(dtype, rows, width, parts=None, *, zero_centred=False, bug=None):
     x, residual, weight = (
         normal(*shape, dtype=dtype, seed=i)
         for i, shape in enumerate([(rows, width), (rows, width), (width,)])
     )
     total = residual + x
-    twin = norm_module(torch.ones_like(weight) if bug == "weight ignored" else weight, width)
-    alone = layer_kernels.rms_norm(residual, weight, EPS)
+    twin = norm_module(
+        torch.ones_like(weight) if bug == "weight ignored" else weight, width, zero_centred
+    )
+    zero_centred &= bug != "one not added"
+    alone = layer_kernels.rms_norm(residual, weight, EPS, zero_centred)
     expected_alone = twin(residual)
     if parts:  # their sum is rounded, and only then added
         x = normal(parts, rows, width, dtype=torch.float32, seed=3)
         total = residual + (x[:-1] if bug == "a part left out" else x).sum(0).to(dtype)
-    normed = layer_kernels.add_rms_norm(x, residual, weight, EPS)
+    normed = layer_kernels.add_rms_norm(x, residual, weight, EPS, zero_centred)
     expected = twin(total)
     if bug == "sum not rounded":
         expected = weight * norm_module(torch.ones(width), width)(residual.float() + x).to(dtype)
@@ -150,10 +163,10 @@ def norm(dtype, rows, width, parts=None, *, bug=None):
     )
 
 
-def rotated(x, norm_weight, cos, sin, *, bug=None):
+def rotated(x, norm_weight, cos, sin, *, zero_centred=False, bug=None):
     """Heads [T, H, D] as a layer of transformers treats them."""
     if norm_weight is not None:
-        x = norm_module(norm_weight, x.shape[-1])(x)
+        x = norm_module(norm_weight, x.shape[-1], zero_centred)(x)
     if (rotary := cos.shape[-1]) < x.shape[-1]:
         return torch.cat((rotated(x[..., :rotary], None, cos, sin), x[..., rotary:]), -1)
     if bug == "product not rounded":
@@ -176,10 +189,13 @@ def rotate(
     cached=True,
     fp8=False,
     rotary=None,
+    zero_centred=False,
+    gated=False,
     bug=None,
 ):
     tokens, rotary = len(slots), rotary or head_dim
-    qkv = normal(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=0)
+    num_rows = (1 + gated) * num_heads
+    qkv = normal(tokens, num_rows + 2 * num_kv_heads, head_dim, dtype=dtype, seed=0)
     weights = [normal(head_dim, dtype=dtype, seed=i) if norms else None for i in (1, 2)]
     angles = 10 * normal(20, rotary // 2, dtype=torch.float32, seed=3)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
@@ -193,11 +209,16 @@ def rotate(
         scales = normal(2, num_kv_heads, dtype=torch.float32, seed=5).exp2() / 100
     before = qkv.clone()
     twin_weights = weights[::-1] if bug == "norms swapped" else weights
-    q, k, v = before.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    q, k, v = before.split((num_rows, num_kv_heads, num_kv_heads), 1)
+    if gated:
+        q = q[:, :num_heads] if bug == "gates behind all queries" else q[:, ::2]
     if bug == "values before keys":
         k, v = v, k
     expected = [
-        *(rotated(x, w, cos, sin, bug=bug) for x, w in zip((q, k), twin_weights, strict=True)),
+        *(
+            rotated(x, w, cos, sin, zero_centred=zero_centred, bug=bug)
+            for x, w in zip((q, k), twin_weights, strict=True)
+        ),
         v,
     ]
     expected_cache = None if cache is None else cache.clone()
@@ -223,6 +244,8 @@ def rotate(
         kv_cache=cache,
         slot_mapping=torch.tensor(slots),
         kv_scales=scales,
+        zero_centred=zero_centred and bug != "one not added to head norms",
+        gated=gated,
     )
     assert actual[0].is_contiguous()
     found = [outcome(a, e) for a, e in zip(actual, expected, strict=True)]
@@ -232,6 +255,16 @@ def rotate(
     elif cache is not None:
         found.append(outcome(cache, expected_cache))
     return worst(*found)
+
+
+def gate_heads(dtype, tokens, num_heads, num_kv_heads, head_dim, *, bug=None):
+    x = normal(tokens, num_heads, head_dim, dtype=dtype, seed=0)
+    qkv = 3 * normal(tokens, 2 * (num_heads + num_kv_heads), head_dim, dtype=dtype, seed=1)
+    first = 0 if bug == "queries for gates" else 1
+    gates = qkv[:, first : 2 * num_heads : 2].sigmoid()
+    if bug == "share not rounded":
+        gates = qkv[:, 1 : 2 * num_heads : 2].double().sigmoid()
+    return outcome(layer_kernels.gate_heads(x, qkv), (x * gates).to(dtype))
 
 
 def silu(dtype, rows, width, *, bug=None):
@@ -395,12 +428,16 @@ BUGS = {
         "sines first",
         "position one late",
     ),
+    gate_heads: ("queries for gates", "share not rounded"),
     silu: ("gate and up swapped", "gate not rounded"),
 }
 
 
 OTHER_BUGS = {
     "a part left out": (norm, NORM_CASES, "norm of a sum of 3 parts"),
+    "one not added": (norm, NORM_CASES, "zero-centred norm"),
+    "one not added to head norms": (rotate, ROTATE_CASES, "gated heads"),
+    "gates behind all queries": (rotate, ROTATE_CASES, "gated heads"),
     "scale of keys for values": (rotate, ROTATE_CASES, "FP8 cache"),
     "bias ignored": (product, PRODUCT_CASES, "bias"),
     "one part": (product, PRODUCT_CASES, "split in 3"),
@@ -428,6 +465,7 @@ def main() -> None:
     for compute, cases in (
         (norm, NORM_CASES),
         (rotate, ROTATE_CASES),
+        (gate_heads, GATE_CASES),
         (silu, SILU_CASES),
         (product, PRODUCT_CASES),
         (split, SPLIT_CASES),
@@ -442,7 +480,12 @@ def main() -> None:
                 results["wrong"][f"{name} {case}"] = outcome
     bugs = {
         bug: (compute, *next(iter(cases.values())))
-        for compute, cases in ((norm, NORM_CASES), (rotate, ROTATE_CASES), (silu, SILU_CASES))
+        for compute, cases in (
+            (norm, NORM_CASES),
+            (rotate, ROTATE_CASES),
+            (gate_heads, GATE_CASES),
+            (silu, SILU_CASES),
+        )
         for bug in BUGS[compute]
     }
     bugs |= {bug: (compute, *cases[case]) for bug, (compute, cases, case) in OTHER_BUGS.items()}

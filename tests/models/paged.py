@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from hone.attention import PagedContext
+from hone.families.registry import spec_of
 from hone.models.decoder import hidden_states
+from hone.segments import Segment, plan_segments
 
 
 class PagedRun:
@@ -41,6 +43,8 @@ class PagedRun:
         self.kv_caches = [
             torch.full(shape, 50.0, dtype=dtype) for _ in range(config.num_hidden_layers)
         ]
+        self.state_rows = random.Random(seed).sample(range(len(sequences) + 2), len(sequences))
+        self.states = states_of(config, len(sequences) + 2, dtype)
 
     @torch.inference_mode()
     def step(self, chunks: dict[int, int]) -> PagedRun:
@@ -64,6 +68,9 @@ class PagedRun:
             max_context_len=max(lengths),
             query_lens=() if is_decode else sizes,
             key_lens=() if is_decode else lengths,
+            states=self.states,
+            state_rows=torch.tensor([self.state_rows[i] for i in chunks]) if is_decode else None,
+            segments=None if is_decode else plan_segments(self._segments(chunks), torch.from_numpy),
         )
         ids = torch.cat([self.sequences[i][p] for i, p in zip(chunks, positions, strict=True)])
         hidden = self.forward(*self.mutate(ids, torch.cat(positions), context))
@@ -72,7 +79,32 @@ class PagedRun:
             self.done[i] += len(rows)
         return self
 
+    def _segments(self, chunks: dict[int, int]) -> list[Segment]:
+        """A chunk goes on with its sequence's states, and replaces them."""
+        found, start = [], 0
+        for i, size in chunks.items():
+            row = self.state_rows[i]
+            read = row if self.done[i] else None
+            found.append(Segment(start, size, read=read, writes=(row,)))
+            start += size
+        return found
+
     def results(self) -> list[Tensor]:
         """Hidden states [T_i, D] of each sequence."""
         assert self.done == [len(s) for s in self.sequences], "some tokens were never fed"
         return [torch.cat(rows) for rows in self.hidden]
+
+
+def states_of(config, num_rows: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor] | None]:
+    """Rows of states of each recurrent layer, with values that no sequence has; none elsewhere."""
+    layers = spec_of(config.model_type).recurrent_layers(config.to_dict())
+    if layers is None:
+        return []
+    tails = (num_rows, layers.kernel_size - 1, layers.num_channels)
+    heads = (num_rows, layers.num_value_heads, layers.key_dim, layers.value_dim)
+    return [
+        (torch.full(tails, 50.0, dtype=dtype), torch.full(heads, 50.0))
+        if index in layers.indices
+        else None
+        for index in range(config.num_hidden_layers)
+    ]

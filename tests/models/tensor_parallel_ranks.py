@@ -30,7 +30,7 @@ from hone.engine.kv_cache import KVCache
 from hone.engine.settings import EngineConfig
 from hone.errors import UserError
 from hone.models import tensor_parallel, tensor_parallel_kernels
-from hone.models.layer_ops import LayerOps, TorchKernels
+from hone.models.layer_ops import LayerOps, Norm, TorchKernels
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, TensorParallelOps, shard_model, shard_of
@@ -97,10 +97,10 @@ def forward(name, tp):
 
 
 def swapped(*modules):
-    def other_ranks_part(name, tensor, model_type, tp):
+    def other_ranks_part(name, tensor, config, tp):
         if any(module in name for module in modules):
             tp = TensorParallel(rank=tp.size - 1 - tp.rank, size=tp.size, device=CPU)
-        return shard_of(name, tensor, model_type, tp)
+        return shard_of(name, tensor, config, tp)
 
     return patch.object(tensor_parallel, "shard_of", other_ranks_part)
 
@@ -267,8 +267,7 @@ def weight_sync(name, tp):
         return 0
 
     other = TensorParallel(rank=tp.size - 1 - tp.rank, size=tp.size, device=CPU)
-    family = new.config.model_type
-    others = {n: shard_of(n, tensor, family, other) for n, tensor in trainer.named_weights()}
+    others = {n: shard_of(n, tensor, new.config, other) for n, tensor in trainer.named_weights()}
 
     def send_other_parts(pairs):
         deliver([(target, others[n]) for n, target in group.named_weights()])
@@ -380,10 +379,11 @@ def kernel_sums(
                 sums._meetings += 1
             twin = residual.clone()
             total = parts.float().sum(0).to(dtype)
-            expected = TorchKernels().add_rms_norm(total, twin, weight, EPS)
+            norm = Norm(weight, EPS, zero_centred=rows == 6)
+            expected = TorchKernels().add_rms_norm(total, twin, *norm)
             if in_turn and tp.rank > 0:
                 dist.barrier()
-            actual = sums.add_rms_norm(parts[tp.rank].contiguous(), residual, weight, EPS)
+            actual = sums.add_rms_norm(parts[tp.rank].contiguous(), residual, *norm)
             if in_turn and tp.rank == 0:
                 dist.barrier()
             equal &= torch.equal(residual, twin)

@@ -189,7 +189,7 @@ def test_chosen_targets_alone_are_adapted(folder):
 
 @table("family", SPECS)
 def test_R22_what_is_checked_before_a_run_is_what_every_family_has(family):
-    config = AutoConfig.for_model(family, num_hidden_layers=2, hidden_size=64, head_dim=16)
+    config = AutoConfig.for_model(family, num_hidden_layers=4, hidden_size=64, head_dim=16)
     kind = own_class(AutoModelForCausalLM, config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)

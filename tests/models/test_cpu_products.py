@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,3 +92,23 @@ def test_layers_of_a_module_and_of_its_copies_use_their_own_weights() -> None:
     assert not twin(x).any()
     torch.testing.assert_close(module(x), before)
     assert type(module[0]) is nn.Linear
+
+
+def test_products_of_many_shapes_take_little_memory() -> None:
+    """In a process of its own, since others have made products. Without a bound it is 200 MiB."""
+    program = """
+from hone.models.cpu_products import linear
+from hone.observe.host_memory import host_memory
+import torch
+
+x_TK, weight_NK = torch.ones(800, 64), torch.ones(192, 64)
+used = []
+for num_rows in range(400, 800):
+    linear(x_TK[:num_rows], weight_NK)
+    used.append(1024 * host_memory()["mem/rss_without_caches_gib"])
+print(used[-1] - used[0])
+"""
+    others = {n: x for n, x in os.environ.items() if not n.endswith("CACHE_CAPACITY")}
+    child = [sys.executable, "-c", program]
+    grown = subprocess.run(child, env=others, check=True, capture_output=True, text=True).stdout
+    assert float(grown) < 110

@@ -97,3 +97,19 @@ def test_matrices_of_layers_are_packed_and_nothing_else(family):
     assert shapes == {name: (t.shape, is_packed(t)) for name, t in export_weights(room)}
     held = sum(parameter.nbytes for parameter in model.parameters())
     assert held == ModelShape.from_config(config.to_dict()).rank_bytes(1, 2, packs_rows=True)
+
+
+def test_convolutions_of_a_hybrid_are_not_packed():
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 16}
+    fields |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "vocab_size": 50}
+    fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **fields))
+    pack_layers(model)
+    is_matrix = {
+        name: ".layers." in name and parameter.ndim == 2
+        for name, parameter in model.named_parameters()
+    }
+    assert is_matrix == {name: is_packed(p) for name, p in model.named_parameters()}
+    assert any("conv1d" in name for name in is_matrix)

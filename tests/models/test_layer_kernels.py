@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot b
 
 def test_R4_kernels_round_as_transformers():
     results = run_interpreted("tests.models.interpreted_layer_kernels")
-    assert results["cases"] == 90
+    assert results["cases"] == 98
     assert not results["wrong"]
     assert not results["missed"], "planted bugs"
 
@@ -44,6 +44,8 @@ def compile_for(capability, kernel, pointers, constants, **options):
 
 HALF = "*bf16"
 HEADS = {
+    "ZERO_CENTRED": False,
+    "QUERY_ROWS": 1,
     "NUM_HEADS": 16,
     "NUM_KV_HEADS": 8,
     "HEAD_DIM": 128,
@@ -66,7 +68,7 @@ def kernels(tmp_path, monkeypatch):
 
 def test_kernels_compile_for_hopper(kernels):
     norm = {"output_ptr": HALF, "residual_ptr": HALF, "weight_ptr": HALF, "eps": "fp32"}
-    norm_sizes = {"WIDTH": 1024, "BLOCK": 1024}
+    norm_sizes = {"ZERO_CENTRED": False, "WIDTH": 1024, "BLOCK": 1024}
     for added, parts in (({"x_ptr": HALF}, 1), ({"x_ptr": "*fp32"}, 4), ({}, 1)):
         constants = {**norm_sizes, "PARTS": parts} | ({} if added else {"x_ptr": None})
         check_waits(compile_for_hopper(kernels._norm_kernel, norm | added, constants, num_warps=2))
@@ -77,6 +79,16 @@ def test_kernels_compile_for_hopper(kernels):
         check_waits(ptx)
     half_rotated = HEADS | {"ROTARY": 64} | dict.fromkeys((*cache, "scales_ptr"))
     check_waits(compile_for_hopper(kernels._rotate_kernel, ROTATE, half_rotated))
+    gated = HEADS | {"ZERO_CENTRED": True, "QUERY_ROWS": 2, "scales_ptr": None}
+    check_waits(compile_for_hopper(kernels._rotate_kernel, ROTATE | cache, gated))
+    zero_centred = norm | {"x_ptr": HALF}, norm_sizes | {"ZERO_CENTRED": True, "PARTS": 1}
+    check_waits(compile_for_hopper(kernels._norm_kernel, *zero_centred, num_warps=2))
+    ptx = compile_for_hopper(
+        kernels._gate_kernel,
+        {"output_ptr": HALF, "x_ptr": HALF, "qkv_ptr": HALF},
+        {"WIDTH": 4096, "QKV_WIDTH": 10240, "HEAD_DIM": 256, "BLOCK": 1024},
+    )
+    check_waits(ptx)
     ptx = compile_for_hopper(
         kernels._silu_mul_kernel,
         {"output_ptr": HALF, "gate_up_ptr": HALF},

@@ -102,7 +102,7 @@ def test_random_models_differ_from_pretrained_ones_in_weights_alone(family):
             assert weight.std().item() == pytest.approx(std, rel=0.2), name
         elif "norm" in name:
             assert set(weight.unique().tolist()) <= {0.0, 1.0}, name
-        elif name.endswith("bias"):
+        elif name.endswith(".bias"):
             assert not weight.any(), name
     tied = drawn.get_input_embeddings().weight is drawn.get_output_embeddings().weight
     assert tied == bool(drawn.config.tie_word_embeddings)
@@ -451,7 +451,7 @@ def test_weights_that_transformers_declares_as_not_loaded_are_named_in_one_line(
             reader(folder)
         (line,) = (x.message for x in caplog.records if "not read" in x.message)
         assert "holds 1 tensors that are not read, among them model.layers.92.shared" in line
-        assert line.endswith("Glm4MoeForCausalLM does not have these parts")
+        assert line.endswith("Glm4MoeForCausalLM does not have these parts, and exports keep them")
 
 
 def test_what_scores_is_loaded_as_such_and_its_values_are_looked_at(tmp_path):

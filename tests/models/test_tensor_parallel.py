@@ -67,7 +67,7 @@ def test_R3_shards_cover_every_weight_exactly(name):
     assert list(shards[0]) == list(shards[1]) == list(full)
     divided = set()
     for key, tensor in full.items():
-        views = [shard_of(key, tensor, model.config.model_type, tp) for tp in group(2)]
+        views = [shard_of(key, tensor, model.config, tp) for tp in group(2)]
         assert torch.equal(whole(key, views, tensor), tensor)
         for shard, view in zip(shards, views, strict=True):
             assert torch.equal(shard[key], view)
@@ -115,7 +115,7 @@ def test_a_group_of_one_keeps_the_model():
     model, (tp,) = make_model(), group(1)
     assert shard_model(model, tp) is model
     for key, tensor in export_weights(model):
-        assert shard_of(key, tensor, model.config.model_type, tp) is tensor
+        assert shard_of(key, tensor, model.config, tp) is tensor
 
 
 # ---------------------------------------------------------------- loading parts
@@ -141,7 +141,7 @@ def test_R3_ranks_load_the_parts_of_one_model(init, name, tmp_path):
         parts = dict(export_weights(shard))
         assert list(parts) == list(weights)
         for key, tensor in weights.items():
-            expected = shard_of(key, tensor, full.config.model_type, tp)
+            expected = shard_of(key, tensor, full.config, tp)
             assert torch.equal(parts[key], expected), key
         assert shard.config.num_attention_heads == full.config.num_attention_heads // 2
         assert (shard.lm_head.out_features, shard.training) == (len(shard.lm_head.weight), False)

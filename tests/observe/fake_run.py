@@ -68,7 +68,8 @@ def healthy_step(step: int, rng: np.random.Generator) -> Scalars:
         "perf/R_gen": 0.68 * noise(0.02),
         "perf/R_train": 0.43 * noise(0.02),
         "perf/R_step": 0.55 * noise(0.02),
-        "mem/rss_gib": 5.2 + 0.3 * min(step / 5, 1.0) + 0.01 * noise(),
+        "mem/rss_gib": 5.7 + 0.3 * min(step / 5, 1.0) + 0.01 * step + 0.01 * noise(),
+        "mem/rss_without_caches_gib": 5.2 + 0.3 * min(step / 5, 1.0) + 0.01 * noise(),
         "mem/gpu_peak_gib": 61.0,
         "mem/gpu_free_gib": 22.0 + 0.1 * noise(),
     }
@@ -88,6 +89,7 @@ def supervised_step(step: int, rng: np.random.Generator) -> Scalars:
         "time/step_s": train_s + 0.01,
         "perf/tokens_per_s": 60_000 / (train_s + 0.01),
         "mem/rss_gib": 3.0,
+        "mem/rss_without_caches_gib": 2.8,
         **({"eval/loss": loss + 0.05} if step % 25 == 0 else {}),
     }
 

@@ -7,6 +7,7 @@ from hone.observe.alarms import QUIET_STEPS, Alarm, Alarms
 from tests.observe.fake_run import Scalars, Symptom, healthy_step, supervised_step
 
 ONSET = 30
+LEAKED = "mem/rss_without_caches_gib"
 
 
 def run(symptom: Symptom | None, *, seed: int, num_steps: int) -> list[Alarm]:
@@ -72,8 +73,8 @@ SYMPTOMS: dict[str, tuple[str, Symptom]] = {
     "reward is infinite": ("reward/mean", set_to(reward__mean=float("inf"))),
     "steps are skipped": ("train/num_skipped_steps", set_to(train__num_skipped_steps=1.0)),
     "host memory leaks": (
-        "mem/rss_gib",
-        lambda scalars, age: scalars.update({"mem/rss_gib": scalars["mem/rss_gib"] + 0.4 * age}),
+        LEAKED,
+        lambda scalars, age: scalars.update({LEAKED: scalars[LEAKED] + 0.4 * age}),
     ),
     "time is lost between phases": ("time/unattributed_s", add_delay("unattributed", 2.0)),
     "sync hangs": ("time/sync_s", add_delay("sync", 20.0)),
@@ -175,10 +176,10 @@ def test_a_slow_leak_is_found() -> None:
     """A quarter of a percent of the memory each step, hidden from the rule for fast leaks."""
 
     def symptom(scalars: Scalars, age: int) -> None:
-        scalars["mem/rss_gib"] += 0.012 * age
+        scalars[LEAKED] += 0.012 * age
 
     raised = run(symptom, seed=0, num_steps=ONSET + 110)
-    assert [alarm.metric for alarm in raised] == ["mem/rss_gib"]
+    assert [alarm.metric for alarm in raised] == [LEAKED]
 
 
 def test_a_lasting_symptom_speaks_once_and_a_returning_one_again() -> None:

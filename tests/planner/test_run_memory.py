@@ -257,8 +257,7 @@ def of_a_rank(name: str, size: int) -> int:
     tp = TensorParallel(rank=0, size=size, device=torch.device("meta"))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    family: str = config.model_type
-    parts = (shard_of(key, value, family, tp) for key, value in model.named_parameters())
+    parts = (shard_of(key, value, config, tp) for key, value in model.named_parameters())
     return 2 * sum(part.numel() for part in parts)
 
 

@@ -57,6 +57,23 @@ def test_each_model_on_a_device_has_a_tower() -> None:
     assert both == {size + 2 * tower.num_params for size in one}
 
 
+def test_a_reward_model_has_a_tower_where_it_lies() -> None:
+    """Beside the policy, or on a device of its own; also where the policy reads text alone."""
+    judge, flag = public_shape("gemma-3-4b"), "--reward.model.path=google/gemma-3-4b-it"
+    assert judge is not None
+    assert judge.tower is not None
+    cache, size = "--model.image_cache_gib=0.5", 2 * judge.tower.num_params + GIB // 2
+    work = judge.tower.pass_bytes(1 << 30, 2)
+    alone, beside = towers(cache), towers(cache, flag)
+    assert all(size <= beside[name] - alone[name] <= size + work for name in alone)
+    apart = towers(cache, flag, "--cluster.num_reward_models=1")
+    assert apart == {**alone, "reward model score": size + work}
+    # Its passes are longer than the steps of this engine.
+    text = plan_of("qwen3-4b", flag, cache, "--engine.max_num_batched_tokens=1024")
+    found = [phase.parts["vision tower"] for phase in RunMemory(text).phases()]
+    assert found == [size + work] * len(found)
+
+
 def test_what_is_exported_has_the_tower() -> None:
     plan = plan_of("gemma-3-4b")
     shape = plan.shape

@@ -18,6 +18,7 @@ from hone.data.arithmetic import ALPHABET
 from hone.data.settings import DataConfig, SourceConfig
 from hone.distributed.pool import WorkersLostError
 from hone.errors import UserError
+from hone.model_input import Content, ModelInput
 from hone.models.load import load_value_model
 from hone.models.settings import ModelConfig
 from hone.models.tiny import make_char_tokenizer
@@ -30,7 +31,7 @@ from hone.rewards.settings import (
 )
 from hone.rollout.judge import RewardModel, RewardModelScorer
 from hone.rollout.settings import EnvConfig
-from hone.rollout.transcripts import Transcripts
+from hone.rollout.transcripts import Transcript, Transcripts
 from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
 from tests.tables import table
 from tests.tiny_runs import make_classifier
@@ -57,7 +58,8 @@ def test_scores_are_those_of_transformers_on_each_sequence_alone(
         torch.randint(4, len(ALPHABET), (length,), generator=generator).tolist() + [end] * ends
         for length, ends in ((5, 1), (30, 0), (1, 0), (17, 2), (64, 0))
     ]
-    found = reward_model(folder).begin(sequences).result()
+    asked = [Transcript(tuple(ids)) for ids in sequences]
+    found = reward_model(folder).begin(asked).result()
     twin = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = [float(twin(torch.tensor([ids])).logits[0, 0]) for ids in sequences]
@@ -113,7 +115,7 @@ def test_it_reads_text_in_its_own_tokens_and_template(
     found = Transcripts(tokenizer, data(**keys), max_tokens=64, vocab_size=99, path="judge").of(
         prompt(asked, metadata={"kind": "7"}), "3", is_truncated=is_truncated
     )
-    assert spelt(tokenizer, found) == expected.format(end=tokenizer.eos_token)
+    assert spelt(tokenizer, found.token_ids) == expected.format(end=tokenizer.eos_token)
 
 
 def turn(text: str, observed: str = "", messages: Sequence[Any] = (), **fields: Any) -> Turn:
@@ -166,7 +168,7 @@ def test_it_reads_an_episode_as_a_dialogue(
     episode.prompt, episode.turns = replace(prompt(), **fields), turns
     episode.stop_reason = StopReason.MAX_TURNS
     found = transcripts.of_sample(episode)
-    assert spelt(tokenizer, found) == expected.format(end=tokenizer.eos_token)
+    assert spelt(tokenizer, found.token_ids) == expected.format(end=tokenizer.eos_token)
 
 
 def test_what_an_episode_says_in_ids_is_not_left_out_of_a_dialogue() -> None:
@@ -215,11 +217,12 @@ class Fake:
         self.passes: list[list[int]] = []
         self.by_length = scores or {}
 
-    def begin(self, sequences: Sequence[Sequence[int]]) -> Future[list[float]]:
-        self.passes.append([len(ids) for ids in sequences])
+    def begin(self, sequences: Sequence[Transcript]) -> Future[list[float]]:
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        self.passes.append(lengths)
         noise = len(self.passes) * 1e-3
         done: Future[list[float]] = Future()
-        done.set_result([self.by_length.get(len(ids), len(ids) + noise) for ids in sequences])
+        done.set_result([self.by_length.get(length, length + noise) for length in lengths])
         return done
 
 
@@ -395,6 +398,24 @@ def test_a_pass_is_made_when_it_is_full_or_after_some_polls() -> None:
     assert own.stats().model_s > 0
 
 
+class OfImages:
+    """Transcripts that have the same ids, and the image that a sample names."""
+
+    max_tokens = 64
+
+    def of_sample(self, sample: Sample) -> Transcript:
+        content = Content(kind="image", hash=sample.text, start=1, num_tokens=2)
+        return Transcript((1, 2, 2, 3), ModelInput((content,)))
+
+
+def test_equal_ids_with_other_images_are_other_sequences() -> None:
+    fake = Fake()
+    own = judge(fake)
+    own._transcripts = OfImages()  # pyright: ignore[reportAttributeAccessIssue]
+    scored(own, [sample(0, "a"), sample(1, "b"), sample(2, "a")])
+    assert fake.passes == [[4, 4]]
+
+
 def test_what_is_cancelled_never_comes_back() -> None:
     fake = Fake()
     own = judge(fake, functions=["exact_match"])
@@ -412,7 +433,7 @@ class Slow(Fake):
         super().__init__()
         self.open: list[tuple[Future[list[float]], list[float]]] = []
 
-    def begin(self, sequences: Sequence[Sequence[int]]) -> Future[list[float]]:
+    def begin(self, sequences: Sequence[Transcript]) -> Future[list[float]]:
         scoring: Future[list[float]] = Future()
         self.open.append((scoring, super().begin(sequences).result()))
         return scoring

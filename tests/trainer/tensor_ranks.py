@@ -22,6 +22,7 @@ from hone.attention import PackedContext
 from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.processes import processes
 from hone.families.registry import TENSOR_FAMILIES
+from hone.models.contents import follow_inputs
 from hone.models.decoder import hidden_states
 from hone.trainer import logprobs, tensor
 from hone.trainer.logprobs import token_scores
@@ -107,6 +108,7 @@ def make(case: str, **fields: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=draw)
+    follow_inputs(model)
     return model
 
 
@@ -171,8 +173,12 @@ def recompute(model: PreTrainedModel) -> None:
 
 def compiled() -> Found:
     """Layers traced by the compiler, once for all numbers of tokens."""
+    return {family: trace(family) for family in ("qwen3", "qwen3_5_text")}
+
+
+def trace(family: str) -> Found:
     mesh = tensor_mesh()
-    whole = make("qwen3", num_hidden_layers=1)
+    whole = make(family, num_hidden_layers=1, layer_types=None)
     split = copy.deepcopy(whole)
     parallelize(split, mesh)
     for layer in split.base_model.layers:
@@ -201,6 +207,7 @@ STEPS: dict[str, tuple[str, tuple[int, ...], Any]] = {
     **{case: (case, LENGTHS["odd"], None) for case in CASES},
     **{f"tokens {name}": ("qwen3", LENGTHS[name], None) for name in LENGTHS},
     "recomputed": ("qwen2", LENGTHS["odd"], recompute),
+    "recurrent, recomputed": ("qwen3_5_text", LENGTHS["odd"], recompute),
 }
 
 
@@ -241,6 +248,12 @@ BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "embeddings of the wrong rank": lambda: patch.object(
         tensor, "first_row", lambda rows, rank, size: first_row(rows, size - 1 - rank, size)
     ),
+    "recurrent rows taken as they lie": lambda: patch.object(
+        tensor, "own_rows", lambda parameter, blocks: tensor.own_part(parameter)
+    ),
+    "recurrent norm gradients not added up": lambda: patch.object(
+        tensor, "_sum", lambda x, mesh: x
+    ),
 }
 
 
@@ -248,7 +261,8 @@ def planted() -> Found:
     mesh, found = tensor_mesh(), {}
     for name, plant in BUGS.items():
         with plant():
-            result = step("qwen3", LENGTHS["odd"], mesh)
+            case = "qwen3_5_text" if name.startswith("recurrent") else "qwen3"
+            result = step(case, LENGTHS["odd"], mesh)
         found[name] = {key: result[key] for key in ("values", "gradients")}
     return found
 

@@ -8,4 +8,4 @@ from tests.trainer.test_tensor import GRADIENTS, RANKS
 
 def test_R8_compiled_layers_take_any_number_of_tokens() -> None:
     for rank in parts_of(run_ranks(RANKS, 2, "compiled")):
-        assert rank["compiled"]["gradients"] < GRADIENTS
+        assert max(found["gradients"] for found in rank["compiled"].values()) < GRADIENTS

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Gemma3ForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -23,21 +24,26 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from hone.checkpoint.export import export_hf
+from hone.distributed.mesh import Mesh
 from hone.families.vision.registry import VISION
 from hone.families.vision.spec import ImageSettings
 from hone.images.opening import open_image
 from hone.images.pixels import TileSource, content_hash, layout_of
 from hone.images.store import STORE
 from hone.model_input import TEXT, Content, ModelInput
-from hone.models.load import load_model
+from hone.models.heads import value_head
+from hone.models.load import load_model, load_value_model
+from hone.models.manifest import export_weights
 from hone.models.settings import ModelConfig
 from hone.models.tiny_vision import make_tiny_vision_model
 from hone.types import Row
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm")
 PROCESSORS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2VLImageProcessorPil,
     "qwen3_vl": Qwen2VLImageProcessorPil,
+    "qwen3_5": Qwen2VLImageProcessorPil,
     "gemma3": Gemma3ImageProcessorPil,
     "smolvlm": SmolVLMImageProcessorPil,
 }
@@ -163,15 +169,19 @@ class Twin:
             kinds[0, content.start : content.stop] = 1
         return kinds
 
-    def logits(self, sequence: Example) -> Tensor:
-        """Logits [T, V] of transformers' whole model, from pixels, for one sequence alone."""
+    def arguments(self, sequence: Example) -> dict[str, Tensor]:
+        """Arguments of transformers' whole model for one sequence alone, with its pixels."""
         options: dict[str, Tensor] = self.processed(sequence.images)
         if self.family.startswith("qwen"):
             options["mm_token_type_ids"] = self.kinds(sequence)
         elif self.family == "gemma3":  # without them transformers' attention is causal
             options["token_type_ids"] = self.kinds(sequence)
+        return {"input_ids": torch.tensor([sequence.ids]), **options}
+
+    def logits(self, sequence: Example) -> Tensor:
+        """Logits [T, V] of transformers' whole model."""
         self.whole.model.rope_deltas = None
-        return self.whole(input_ids=torch.tensor([sequence.ids]), **options).logits[0]
+        return self.whole(**self.arguments(sequence)).logits[0]
 
     def logprobs(self, sequence: Example, completion: int) -> Tensor:
         """Log-probabilities of the last `completion` tokens. The last one may be a placeholder, of
@@ -180,3 +190,49 @@ class Twin:
         predicted = self.logits(before).log_softmax(-1)[-completion:]
         labels = torch.tensor(sequence.ids[-completion:])
         return predicted.gather(1, labels[:, None])[:, 0]
+
+
+class Judge(Twin):
+    """A tiny reward model with a random head, in the folder `judge`, and transformers' whole model
+    with that head."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        super().__init__(folder / "language", family, seed=5)
+        model = load_value_model(self.cfg, device="cpu", seed=0)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            value_head(model).weight.normal_(std=0.1, generator=generator)
+        model.config.pad_token_id = self.tokenizer.pad_token_id
+        self.head = value_head(model).weight.detach()[0].clone()
+        named = export_weights(model)
+        self.judge = export_hf(
+            model,
+            self.tokenizer,
+            folder / "judge",
+            torch.float32,
+            named,
+            mesh=Mesh.alone("cpu"),
+            step=1,
+        )
+
+    def load_judge(self) -> PreTrainedModel:
+        """hone's reward model with its features."""
+        return load_value_model(ModelConfig(path=str(self.judge)), device="cpu", seed=0)
+
+    @cached_property
+    def classifier(self) -> Any:
+        """transformers' class for what is in the folder, which it has for Gemma 3 alone."""
+        kind = Gemma3ForSequenceClassification
+        return kind.from_pretrained(self.judge, attn_implementation="sdpa").eval()
+
+    @torch.no_grad()
+    def score(self, *parts: str | Image) -> float:
+        """The score of texts and images by transformers, from pixels: the value at the last token,
+        which is none that pads."""
+        sequence = self.sequence(*parts)
+        assert sequence.ids[-1] != self.tokenizer.pad_token_id
+        if self.family == "gemma3":
+            return float(self.classifier(**self.arguments(sequence)).logits[0, 0])
+        self.whole.model.rope_deltas = None
+        hidden_TD = self.whole.model(**self.arguments(sequence)).last_hidden_state[0]
+        return float(hidden_TD[-1] @ self.head)

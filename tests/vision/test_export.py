@@ -23,6 +23,7 @@ from transformers import (
 from hone.checkpoint.atomic import read_manifest
 from hone.checkpoint.export import export_adapter, export_hf, rehearse_export
 from hone.distributed.mesh import Mesh
+from hone.families.registry import spec_of
 from hone.models.adapters import adapt
 from hone.models.contents import require_features
 from hone.models.load import load_model, load_value_model
@@ -155,9 +156,8 @@ def test_adapters_are_of_the_decoder_alone_and_merge(twin: Twin, tmp_path: Path)
     changed = {name for name, x in whole.items() if not torch.equal(x, before[name])}
     assert changed
     assert all(name.startswith(twin.spec.decoder_prefix) for name in changed)
-    assert {name.split(".")[-2] for name in changed} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    }
+    targets = spec_of(model.config.model_type).lora_targets
+    assert {name.split(".")[-2] for name in changed} == {*targets}
     export_adapter(model, lora, tmp_path / "adapter", adapters.items(), mesh=ALONE, step=1)
     peft = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     prefix = f"base_model.model.{twin.spec.decoder_prefix}"
@@ -200,12 +200,9 @@ def test_image_processors_load(twin: Twin, tmp_path: Path) -> None:
 
 def test_a_whole_processor_loads(tmp_path: Path) -> None:
     twin = Twin(tmp_path / "source", "gemma3")
-    names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    names |= {"image_token": "<image_soft_token>"}
-    tokenizer = AutoTokenizer.from_pretrained(twin.folder, extra_special_tokens=names)
+    tokenizer = twin.tokenizer
     image_processor = PROCESSORS["gemma3"].from_pretrained(twin.folder)
     Gemma3Processor(image_processor, tokenizer, image_seq_length=16).save_pretrained(twin.folder)
-    twin = twin_at(twin.folder, twin)  # with the tokenizer that was saved
     folder = save(trained(twin), twin, tmp_path / "saved")
     image, text = picture(1), "what is <start_of_image>?"
     found, source = (

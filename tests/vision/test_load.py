@@ -26,6 +26,7 @@ from tests.vision.examples import FAMILIES, Twin
 PUBLISHED = {
     "qwen2_5_vl": ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
     "qwen3_vl": (),
+    "qwen3_5": (),
     "gemma3": (
         (r"^model\.vision_tower\.", "vision_tower.vision_model."),
         (r"^model\.multi_modal_projector\.", "multi_modal_projector."),
@@ -37,6 +38,7 @@ PUBLISHED = {
 TOWER_MATRIX = {
     "qwen2_5_vl": "model.visual.merger.mlp.0.weight",
     "qwen3_vl": "model.visual.deepstack_merger_list.1.linear_fc2.weight",
+    "qwen3_5": "model.visual.merger.linear_fc2.weight",
     "gemma3": "model.multi_modal_projector.mm_input_projection_weight",
     "smolvlm": "model.connector.modality_projection.proj.weight",
 }

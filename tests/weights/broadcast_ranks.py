@@ -53,6 +53,7 @@ from hone.weights.buckets import WeightBucket
 from hone.weights.link import Link
 from hone.weights.protocol import ReceiveSpec
 from hone.weights.receiver import WeightReceiver
+from tests.recurrent.models import HYBRID
 from tests.trainer.examples import tiny_model
 
 CPU = torch.device("cpu")
@@ -60,10 +61,11 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3, tied": {"family": "qwen3"},
     "llama, untied": {"family": "llama", "tie_word_embeddings": False},
     "qwen3, tied, odd vocabulary": {"family": "qwen3", "vocab_size": 51},
+    "hybrid": HYBRID,
 }
-FAMILY = "qwen3"
-"""Families of all cases are split alike."""
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float32)
+"""What the engines of each case compute in."""
 ENGINES = {"one": 1, "two": 2}
 """Ranks of each."""
 KILLED = 9
@@ -76,6 +78,7 @@ class PartEngine:
 
     def __init__(self, model: Any, rank: int, dtype: torch.dtype) -> None:
         self._tp = TensorParallel(rank=rank, size=ENGINES["two"], device=CPU)
+        self._config = model.config
         self._weights: dict[str, Tensor] = {}
         self.weight_version = 0
         made: dict[object, Tensor] = {}
@@ -91,7 +94,7 @@ class PartEngine:
         return iter(self._weights.items())
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
-        return shard_of(name, tensor, FAMILY, self._tp)
+        return shard_of(name, tensor, self._config, self._tp)
 
     def write(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> int:
         return base.deliver(list(parts.values()))
@@ -320,6 +323,7 @@ class Engines:
         self.version = version
 
     def make(self, case: str, dtype: torch.dtype) -> None:
+        self.config = tiny_model(**CASES[case]).config
         for name in ENGINES:
             self.call(name, "make", case, dtype)
 
@@ -331,7 +335,9 @@ class Engines:
                 tp = TensorParallel(rank=rank, size=num_ranks, device=CPU)
                 assert held.keys() == whole.keys()
                 for name, tensor in whole.items():
-                    if not torch.equal(held[name], shard_of(name, tensor, FAMILY, tp).to(dtype)):
+                    if not torch.equal(
+                        held[name], shard_of(name, tensor, self.config, tp).to(dtype)
+                    ):
                         found.append(f"{engine} {rank} {name}")
         return found
 
@@ -367,7 +373,7 @@ def arrivals(meshes: Mapping[str, Mesh], engines: Engines | None) -> dict[str, A
     """Bit for bit, from any mesh, in buckets of any size, twice over one link."""
     found: dict[str, Any] = {}
     for kind, mesh in meshes.items():
-        for case, dtype in zip(CASES, (torch.float32, torch.bfloat16, torch.float32), strict=True):
+        for case, dtype in zip(CASES, DTYPES, strict=True):
             policy = make_policy(case, mesh)
             if engines:
                 engines.make(case, dtype)

@@ -2,7 +2,8 @@
 
 *Ulysses* (Jacobs et al. 2023, arXiv:2309.14509): every rank has a contiguous part of the row. One
 all-to-all turns all heads of a part of the tokens into a part of the heads of all tokens, attention
-is that of one process, and a second all-to-all turns its output back.
+is that of one process, and a second all-to-all turns its output back. Gated linear attention does
+the same (`hone.attention.recurrent.mixing`).
 
 *Ring* (Liu et al. 2023, arXiv:2310.01889): keys and values travel from rank to rank while each
 computes with those it has, and the partial outputs are merged by their log-sum-exps. The row is cut
@@ -21,7 +22,7 @@ Letters: T tokens of the row, t of a rank, C of a chunk, H heads, D head size.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
@@ -37,7 +38,7 @@ from hone.attention.context import PackedContext
 from hone.attention.token_shares import chunk_numbers
 from hone.distributed.mesh import Axis
 
-__all__ = ["packed_attention"]
+__all__ = ["heads_to_tokens", "packed_attention", "tokens_to_heads"]
 
 
 # ---------------------------------------------------------------- who has which tokens
@@ -74,7 +75,7 @@ def packed_attention(
         output = backends.packed_attention(
             q, k, v, context, scale=scale, window=window, softcap=softcap
         )
-    return _HeadsToTokens.apply(output, ulysses) if ulysses.size > 1 else output
+    return heads_to_tokens(output, ulysses) if ulysses.size > 1 else output
 
 
 # ---------------------------------------------------------------- Ulysses
@@ -112,9 +113,41 @@ class _TokensToHeads(torch.autograd.Function):
         return q, k, v, None
 
 
-class _HeadsToTokens(torch.autograd.Function):
-    """Exchange from a part of the heads of all tokens [U t, Hq / U, D] to [t, Hq, D]."""
+def tokens_to_heads(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """From all heads of a part of the tokens to a part of the heads of all tokens, for several
+    kinds of values [t, H, D] of one dtype, whose numbers of heads U divides: [U t, H / U, D] each.
+    Differentiable."""
+    return list(_ValuesToHeads.apply(axis, *values))
 
+
+class _ValuesToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        ctx.shapes = [(x.shape[1] // axis.size, x.shape[2]) for x in values]
+        ctx.sizes = [heads * size for heads, size in ctx.shapes]
+        parts = [x.unflatten(1, (axis.size, -1)).flatten(2).transpose(0, 1) for x in values]
+        received = _all_to_all(torch.cat(parts, dim=2), axis).flatten(0, 1)
+        pieces = received.split(ctx.sizes, dim=1)
+        return tuple(x.unflatten(1, own) for x, own in zip(pieces, ctx.shapes, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        axis: Axis = ctx.axis
+        sent = torch.cat([grad.flatten(1) for grad in grads], dim=1).unflatten(0, (axis.size, -1))
+        received = _all_to_all(sent, axis).transpose(0, 1)  # [t, U, h D]
+        pieces = received.split(ctx.sizes, dim=2)
+        found = (x.unflatten(2, own) for x, own in zip(pieces, ctx.shapes, strict=True))
+        return (None, *(x.flatten(1, 2) for x in found))
+
+
+def heads_to_tokens(output: Tensor, axis: Axis) -> Tensor:
+    """From a part of the heads of all tokens [U t, H / U, D] to all heads of a part of the tokens
+    [t, H, D]. Differentiable."""
+    return _HeadsToTokens.apply(output, axis)
+
+
+class _HeadsToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis

@@ -36,6 +36,7 @@ def launch(
     *,
     num_warps: int,
     num_stages: int = 3,
+    max_registers: int | None = None,
 ) -> None:
     """`kernel[grid](*tensors, *numbers, *constants, OVERLAP)` on the device of the first tensor.
 
@@ -43,7 +44,7 @@ def launch(
     32 bits; `constants` and OVERLAP are its constexpr parameters. What was compiled for arguments
     of the same kind is then launched directly. OVERLAP says that the kernel may be started before
     the one ahead of it has ended: it has to call `gdc_wait` before it reads what others write and
-    before it writes anything (`hone.attention.launch_overlap`).
+    before it writes anything (`hone.attention.launch_overlap`). `max_registers` are a thread's.
 
     Products and sums are never contracted into one rounding (`enable_fp_fusion`), as torch does
     not do so either.
@@ -57,12 +58,23 @@ def launch(
     for address in addresses:
         if address is not None and address % ALIGNMENT:
             is_aligned = False
-    key = (id(kernel), device, is_aligned, constants, num_warps, num_stages, *dtypes)
+    key = (
+        id(kernel),
+        device,
+        is_aligned,
+        constants,
+        num_warps,
+        num_stages,
+        max_registers,
+        *dtypes,
+    )
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[grid](*addresses, *numbers, *constants, overlaps(device))
         return
-    options = {"launch_pdl": True} if overlaps(device) else {}
+    options: dict[str, int] = {"launch_pdl": True} if overlaps(device) else {}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
     compiled = kernel[grid](
         *tensors,
         *numbers,

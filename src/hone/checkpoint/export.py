@@ -6,7 +6,8 @@ n-th file, in the background while the next tensors are gathered. No process hol
 
 A decoder of a vision-language model is written as the whole model that it was loaded from: with its
 tower, which every process has, under the names of that checkpoint's tensors, and with the files of
-the image processor.
+the image processor. Tensors of the checkpoint that no model here has, such as a head which predicts
+further tokens, are copied from its files.
 
 `rehearse_export` does everything except the weights, before training starts. Adapters are small:
 rank 0 holds and writes them.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
@@ -46,6 +48,7 @@ from hone.models.adapted import merged_weights
 from hone.models.contents import features_of, whole_of
 from hone.models.manifest import checksum_of
 from hone.models.settings import LoraConfig
+from hone.models.weight_files import UnreadTensors, unread_of
 from hone.observe.disk import writing
 
 __all__ = ["export_adapter", "export_hf", "rehearse_export"]
@@ -100,6 +103,7 @@ def export_hf(
         for name, tensor in chain(weights, tower.items()):
             if name not in copies:
                 files.add(name, tensor)
+        together(mesh, lambda: files.copy(unread_of(model)))
         if publication is not None:
             publication.num_bytes = files.num_bytes
         together(mesh, files.finish)
@@ -173,6 +177,8 @@ def rehearse_export(
             tensors = dict(_without_values(model)) | _tower_weights(model)
             num_bytes = _bytes_of(tensors, dtype, {*_buffers(model)})
             _as_in_files(model, tensors)
+        if mesh.pipeline.rank == 0:
+            num_bytes += sum(tensor.nbytes for _, tensor in unread_of(model).read())
         if mesh.is_first:
             require_replaceable(folder)
             if adapter is not None:
@@ -259,12 +265,32 @@ class _Files:
         self._number = self._size = 0
         """Number of the last file, and its size in bytes."""
         self._held: dict[str, Tensor] = {}
+        """Tensors of the last file, by name in the model."""
+        self._copied: dict[str, Tensor] = {}
+        """Further ones, by name in files."""
         self._writing: Future[_WrittenFile] | None = None
         self._problem: CheckpointError | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Put a tensor into the last file, or into a new one where that is full."""
-        dtype = _dtype_in_file(name, tensor, self._dtype, self._buffers)
+        self._place(name, tensor, _dtype_in_file(name, tensor, self._dtype, self._buffers))
+
+    def copy(self, unread: UnreadTensors) -> None:
+        """Put tensors of other files into these, as they are. Raises CheckpointError where a file
+        cannot be read."""
+        try:
+            for name, tensor in unread.read():
+                self._place(name, tensor, tensor.dtype, is_as_in_files=True)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the model was loaded from files of which one cannot be read any more ({error}), "
+                "and the exported one has parts that are only there. Put the file back and run the "
+                "command again"
+            ) from error
+
+    def _place(
+        self, name: str, tensor: Tensor, dtype: torch.dtype, *, is_as_in_files: bool = False
+    ) -> None:
         num_bytes = tensor.numel() * dtype.itemsize
         if self._size and self._size + num_bytes > self._file_bytes:
             self._write_held()
@@ -273,8 +299,9 @@ class _Files:
         self._size += num_bytes
         self.num_bytes += num_bytes
         if self._is_own and self._problem is None:
+            held = self._copied if is_as_in_files else self._held
             # Rounded on its device first: a cast during the copy would round on the host.
-            self._held[name] = tensor.detach().to(dtype).to("cpu", copy=True)
+            held[name] = tensor.detach().to(dtype).to("cpu", copy=True)
 
     def finish(self) -> None:
         """Wait until this process's files are on disk. Raises CheckpointError where one could not
@@ -293,11 +320,14 @@ class _Files:
         if self._is_own:
             self._wait()
         if self._is_own and self._problem is None:
-            held, self._held = self._held, {}
-            self._writing = self.writer.submit(self._write, self._number, held)
+            held, copied = self._held, self._copied
+            self._held, self._copied = {}, {}
+            self._writing = self.writer.submit(self._write, self._number, held, copied)
 
-    def _write(self, number: int, tensors: dict[str, Tensor]) -> _WrittenFile:
-        tensors = _as_in_files(self._model, tensors)
+    def _write(
+        self, number: int, tensors: dict[str, Tensor], copied: dict[str, Tensor]
+    ) -> _WrittenFile:
+        tensors = _as_in_files(self._model, tensors) | copied
         record = write_tensors(self._folder / _part_name(number), tensors, {"format": "pt"})
         return _WrittenFile(number, record, [*tensors])
 

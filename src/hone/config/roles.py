@@ -211,10 +211,14 @@ def teacher_model(cfg: RLConfig) -> ModelConfig | None:
 
 
 def reward_model(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> ModelConfig | None:
-    """The reward model, loaded in the format of the policy; None without one."""
+    """The reward model, loaded in the format of the policy, with as much room for features of
+    images; None without one."""
     if cfg.reward.model.path is None:
         return None
     policy = cfg.model
     return ModelConfig(
-        path=cfg.reward.model.path, dtype=policy.dtype, trust_remote_code=policy.trust_remote_code
+        path=cfg.reward.model.path,
+        dtype=policy.dtype,
+        image_cache_gib=policy.image_cache_gib,
+        trust_remote_code=policy.trust_remote_code,
     )

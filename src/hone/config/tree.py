@@ -37,7 +37,13 @@ from hone.config.run import (
     SFTRunConfig,
     StandaloneEvaluationConfig,
 )
-from hone.data.settings import DataConfig, PairSourceBase, PairSourceConfig, SourceConfig
+from hone.data.settings import (
+    DataConfig,
+    PairSourceBase,
+    PairSourceConfig,
+    ServedDataConfig,
+    SourceConfig,
+)
 from hone.distributed.settings import ClusterConfig
 from hone.door.settings import DoorConfig
 from hone.engine.settings import EngineConfig
@@ -259,6 +265,7 @@ class ServeConfig(Section):
 
     run: GenerateRunConfig = GenerateRunConfig()
     model: ModelConfig
+    data: ServedDataConfig = ServedDataConfig()
     engine: EngineConfig = EngineConfig()
     generation: GenerationConfig = GenerationConfig()
     """How answers are drawn where a request does not say otherwise."""

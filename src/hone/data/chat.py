@@ -30,7 +30,7 @@ from hone.types import Message, opened_tag
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hone.images.reader import ImageReader
+    from hone.images.reader import ImageReader, RowImage
 
 __all__ = ["Demonstration", "Rendered", "Renderer", "template_arguments", "uses_chat"]
 
@@ -104,12 +104,15 @@ class Renderer:
         end_ids: Collection[int] = (),
         tools: ToolSchemas = (),
         images: ImageReader | None = None,
+        spells_images: bool = False,
     ) -> None:
         """`keeps_messages` is for environments, which may append messages. `end_ids`, for
         demonstrations, end a turn of the model (`hone.models.load.load_end_ids`); the tokenizer's
         end token is always among them. `tools` are those of the environment, which every prompt
         shows; raises UserError where the chat template does not write them. `images` is the reader
-        of the model's images; None: it reads text alone."""
+        of the model's images; None: it reads text alone. With `spells_images` texts of the
+        assistant have `ImageSettings.bare` in place of an image that an environment has shown in
+        them."""
         self.tokenizer = tokenizer
         self.template = cfg.prompt_template
         self.system_prompt = cfg.system_prompt
@@ -118,6 +121,7 @@ class Renderer:
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
         self.tools = tools
         self.images = images
+        self.spells_images = spells_images
         if tools:
             require_written(tokenizer, tools, uses_chat=self.uses_chat)
         self._has_logged = False
@@ -140,12 +144,15 @@ class Renderer:
         self._log_arguments(examples)
         texts = [self._prompt_text(example) for example in examples]
         prompts: list[Rendered] = []
-        encoded = self._encode(self._expanded(texts, examples), examples, max_tokens)
-        for example, text, (ids, is_cut) in zip(examples, texts, encoded, strict=True):
+        asked = [self._asked_images(example) for example in examples]
+        encoded = self._encode(self._expanded(texts, examples, asked), examples, max_tokens)
+        for example, text, images, (ids, is_cut) in zip(
+            examples, texts, asked, encoded, strict=True
+        ):
             if not (token_ids := self._started(ids)):
                 raise UserError(f"{example.location}: the prompt renders to no tokens at all")
             messages = tuple(self._messages(example)) if self.keeps_messages else ()
-            contents = TEXT if is_cut else self._contents(token_ids, example)
+            contents = TEXT if is_cut else self._contents(token_ids, example, images)
             prompts.append(Rendered(text, token_ids, is_cut, messages, contents))
         return prompts
 
@@ -172,7 +179,8 @@ class Renderer:
             "" if prompt.is_cut else self._whole_text(example, prompt)
             for example, prompt in zip(examples, prompts, strict=True)
         ]
-        encoded = self._encode(self._expanded(texts, examples), examples, max_tokens)
+        images = [example.images for example in examples]
+        encoded = self._encode(self._expanded(texts, examples, images), examples, max_tokens)
         demonstrations: list[Demonstration] = []
         for example, prompt, text, (ids, is_cut) in zip(
             examples, prompts, texts, encoded, strict=True
@@ -187,14 +195,6 @@ class Renderer:
             demonstrations.append(replace(row, model_input=prompt.model_input))
         return demonstrations
 
-    def transcript(self, example: Example) -> tuple[int, ...]:
-        """The ids of a prompt with its completion for a reward model. With a chat template they are
-        all that it writes, including text after the end token, since reward models are trained and
-        used on that text. Without one they end with the end token. A truncated completion has no
-        end token."""
-        (demonstration,) = self.demonstrations([example])
-        return self._transcript(example, demonstration)
-
     def transcripts(
         self,
         examples: Sequence[Example],
@@ -202,7 +202,10 @@ class Renderer:
         max_prompt_tokens: int | None = None,
         max_tokens: int | None = None,
     ) -> list[Demonstration]:
-        """Training rows of a reward model: `demonstrations` with the ids of `transcript`."""
+        """What a reward model reads of each example, to be trained or to score: `demonstrations`
+        with other ids. With a chat template they are all that it writes, including text after the
+        end token, since reward models are trained and used on that text. Without one they end with
+        the end token. A truncated completion has no end token."""
         rows = self.demonstrations(
             examples, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
         )
@@ -214,7 +217,7 @@ class Renderer:
     def _as_transcript(self, example: Example, row: Demonstration) -> Demonstration:
         token_ids = self._transcript(example, row)
         # The template may write the prompt differently, so that images begin elsewhere.
-        contents = self._contents(token_ids, example)
+        contents = self._contents(token_ids, example, example.images)
         return replace(row, token_ids=token_ids, asked_ids=row.prompt_ids, model_input=contents)
 
     def _transcript(self, example: Example, demonstration: Demonstration) -> tuple[int, ...]:
@@ -223,7 +226,8 @@ class Renderer:
         assert example.completion is not None
         messages = [*self._messages(example), example.completion]
         text = self._apply_template(messages, example, add_generation_prompt=False)
-        return self._encode_whole(self._expanded([text], [example]), [example])[0]
+        (text,) = self._expanded([text], [example], [example.images])
+        return self._encode_whole([text], [example])[0]
 
     def _demonstration(
         self, example: Example, prompt: Rendered, text: str, whole: tuple[int, ...]
@@ -251,6 +255,8 @@ class Renderer:
         without_tag = _without_opened(answer, prompt.text)
         if keeps_prompt and without_tag == answer:
             return whole[num_prompt:]
+        spelt = example.images[len(self._asked_images(example)) :]
+        (without_tag,) = self._expanded([without_tag], [example], [spelt])
         return self._encode([without_tag], [example])[0][0]
 
     def _ended(self, example: Example, completion: tuple[int, ...]) -> tuple[int, ...]:
@@ -301,7 +307,7 @@ class Renderer:
     def _messages(self, example: Example) -> list[Message]:
         if isinstance(example.prompt, str):
             text = self._fill_template(example)
-            num_images = len(example.images)
+            num_images = len(self._asked_images(example))
             said = parts_of(text, num_images, example.location) if num_images else text
             messages: list[Message] = [{"role": "user", "content": said}]
         elif self.uses_chat:
@@ -334,6 +340,8 @@ class Renderer:
         """Raise UserError where a message spells out a token that stands for images."""
         assert self.images is not None
         for message in messages:
+            if self.spells_images and message["role"] == "assistant":
+                continue
             content = message["content"]
             for part in content if has_images(content) else [{"text": content}]:
                 mark = self.images.own_mark(part.get("text", ""))
@@ -344,19 +352,34 @@ class Renderer:
                         f"model; {_REMEDY}"
                     )
 
-    def _expanded(self, texts: Sequence[str], examples: Sequence[Example]) -> Sequence[str]:
+    def _asked_images(self, example: Example) -> tuple[RowImage, ...]:
+        """The images of an example's prompt. Those that its completion spells are behind them."""
+        if self.images is None or not self.spells_images:
+            return example.images
+        assert example.completion is not None
+        num_spelt = example.completion["content"].count(self.images.settings.mark)
+        return example.images[: len(example.images) - num_spelt]
+
+    def _expanded(
+        self,
+        texts: Sequence[str],
+        examples: Sequence[Example],
+        images: Sequence[Sequence[RowImage]],
+    ) -> Sequence[str]:
         """The texts with all tokens of their images. Empty texts stand for no text and stay."""
         if self.images is None:
             return texts
         return [
-            self.images.expand(text, example.images, example.location) if text else text
-            for text, example in zip(texts, examples, strict=True)
+            self.images.expand(text, own, example.location) if text else text
+            for text, example, own in zip(texts, examples, images, strict=True)
         ]
 
-    def _contents(self, token_ids: Sequence[int], example: Example) -> ModelInput:
+    def _contents(
+        self, token_ids: Sequence[int], example: Example, images: Sequence[RowImage]
+    ) -> ModelInput:
         if self.images is None:
             return TEXT
-        return self.images.contents(token_ids, example.images, example.location)
+        return self.images.contents(token_ids, images, example.location)
 
     def _fill_template(self, example: Example) -> str:
         values = {**example.columns, "prompt": example.prompt}

@@ -173,7 +173,8 @@ def content_of(content: Any, row: SourceRow) -> str | list[dict[str, Any]]:
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else None
         if isinstance(part, dict) and is_image_part(part):
-            made.append({"type": "image"} | image_in(part))
+            value = image_in(part)
+            made.append({"type": "image"} | ({} if value is None else {"image": value}))
         elif isinstance(text, str):
             made.append({"type": "text", "text": text})
         else:

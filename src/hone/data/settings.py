@@ -16,12 +16,14 @@ __all__ = [
     "PairColumnsConfig",
     "PairSourceBase",
     "PairSourceConfig",
+    "ServedDataConfig",
     "SourceBase",
     "SourceConfig",
     "fill_template",
     "template_fields",
 ]
 
+_MAX_IMAGE_TOKENS, _IMAGE_WORKERS = 768, 2
 _TEMPLATE_FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 
 
@@ -155,7 +157,7 @@ class DataConfig(Section):
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What happens to longer prompts: dropped and counted, or an error naming the row."""
 
-    max_image_tokens: int = Field(default=768, ge=1)
+    max_image_tokens: int = Field(default=_MAX_IMAGE_TOKENS, ge=1)
     """Most tokens of one image; a larger one is made smaller. Only for models that see images."""
 
     image_errors: Literal["error", "drop"] = "error"
@@ -165,7 +167,18 @@ class DataConfig(Section):
     image_urls: bool = False
     """Fetch images that are given as URLs. Off: such a row has an image that cannot be read."""
 
-    image_workers: int = Field(default=2, ge=0)
+    image_workers: int = Field(default=_IMAGE_WORKERS, ge=0)
     """Processes of each trainer process that decode and resize images, as Relax's
     `--mm-processor-pool-size`; they start with the first image. 0: the trainer process does it
     itself, while everything else in it waits."""
+
+
+class ServedDataConfig(Section):
+    """The images of requests, which are read as those of a run are."""
+
+    max_image_tokens: int = Field(default=_MAX_IMAGE_TOKENS, ge=1)
+    """Most tokens of one image; a larger one is made smaller. Only for models that see images."""
+
+    image_workers: int = Field(default=_IMAGE_WORKERS, ge=0)
+    """Processes that decode and resize the images of requests; they start with the first image. 0:
+    the process of the server does it itself, in a thread."""

@@ -15,7 +15,7 @@ from hone.images.parts import is_parts, parts_in
 from hone.images.reader import ImageReader, RowImage
 from hone.types import Message
 
-__all__ = ["bare_text", "open_shown"]
+__all__ = ["bare_text", "open_shown", "with_hashes"]
 
 Said = str | Sequence[Message]
 """A text, messages, or the parts of one."""
@@ -49,11 +49,13 @@ def open_shown(said: Said, reader: ImageReader | None) -> tuple[Said, tuple[RowI
                 "data URI, with which nothing is read from files"
             )
     try:
-        images = reader.read(values, None)
+        images = reader.read(values, None, are_shown=True)
     except ImageError as error:
         raise RenderError(f"of what the environment shows, {error}") from error
     hashes = iter(reader.hash_of(image) for image in images)
-    return _with_hashes(said, hashes), images
+    if is_parts(said):
+        return _content(said, hashes), images
+    return with_hashes(cast("Sequence[Message]", said), hashes), images
 
 
 def bare_text(said: Said, reader: ImageReader | None) -> str:
@@ -66,19 +68,21 @@ def bare_text(said: Said, reader: ImageReader | None) -> str:
     )
 
 
-def _with_hashes(said: Said, hashes: Iterator[str]) -> Said:
-    def renewed(content: Any) -> Any:
-        if isinstance(content, str):
-            return content
-        return [
-            {"type": "image", "hash": next(hashes)} if "image" in part else part for part in content
-        ]
-
-    if is_parts(cast("Sequence[Message]", said)):
-        return cast("list[Message]", renewed(said))
+def with_hashes(messages: Sequence[Message], hashes: Iterator[str]) -> list[Message]:
+    """The messages with the next of `hashes` in the place of each image."""
     return [
-        {**message, "content": renewed(message["content"])} if "content" in message else message
-        for message in cast("Sequence[Message]", said)
+        {**message, "content": _content(message["content"], hashes)}
+        if "content" in message
+        else message
+        for message in messages
+    ]
+
+
+def _content(content: Any, hashes: Iterator[str]) -> Any:
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "image", "hash": next(hashes)} if "image" in part else part for part in content
     ]
 
 

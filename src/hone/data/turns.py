@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from jinja2 import TemplateError
 
 from hone.data.chat import ARGUMENTS, template_arguments, uses_chat
+from hone.data.images import MARK
 from hone.data.observation_limit import cut_observation
 from hone.data.settings import DataConfig
 from hone.data.shown_images import bare_text, open_shown
@@ -28,7 +29,7 @@ from hone.data.turns_as_texts import after_texts
 from hone.envs.tools.formats.registry import FORMATS
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers, unknown_token
-from hone.images.parts import has_images, is_parts
+from hone.images.parts import has_images, is_image_part, is_parts, parts_in
 from hone.images.reader import ImageReader, RowImage
 from hone.model_input import TEXT, ModelInput
 from hone.types import Message, Observation, Prompt, Sample, StopReason, Turn
@@ -89,9 +90,16 @@ class TurnRenderer:
         self._kept: defaultdict[str, set[int]] = defaultdict(set)
         self._template_check = TemplateCheck(RenderError)
 
-    def __call__(self, sample: Sample, observation: Observation) -> Appended:
-        """What follows the last turn. Raises RenderError."""
-        observation, images = self._read(observation)
+    def __call__(
+        self,
+        sample: Sample,
+        observation: Observation,
+        images: Sequence[RowImage] | None = None,
+    ) -> Appended:
+        """What follows the last turn. `images` are those of the observation where they are open
+        already, so that its parts have their hashes. Raises RenderError."""
+        if images is None:
+            observation, images = self._read(observation)
         what = f"what the environment answers to turn {len(sample.turns)}"
         made = self._appended(sample, observation, images, f"row {sample.prompt.id}: {what}")
         said = f", {shorten(repr(made.text))}," if made.text else ""
@@ -115,9 +123,7 @@ class TurnRenderer:
             text = self._render(prompt, list(messages))
             self._require_written(prompt, history, new)
             known = () if self.images is None else self.images.images_of(prompt.model_input)
-            token_ids, model_input = self._encode_said(
-                text, (*known, *images), where, num_of_data=len(known)
-            )
+            token_ids, model_input = self._encode_said(text, (*known, *images), where)
         elif is_one:
             added = bare_text(said, self.images)
             text = prompt.text + added
@@ -139,8 +145,8 @@ class TurnRenderer:
                 "length; start with less, or lower the longest completion"
             )
         unrendered = prompt.unrendered
-        if is_one and isinstance(unrendered, str) and not images:
-            unrendered = f"{unrendered}{said}"
+        if is_one and isinstance(unrendered, str) and not (images and messages):
+            unrendered = self._marked(prompt, said)
         elif messages:
             unrendered = [*messages]
         return replace(
@@ -220,6 +226,14 @@ class TurnRenderer:
                 "last message, and that has no text; start with messages"
             )
         return earlier, ({**last, "content": content + said},)
+
+    def _marked(self, prompt: Prompt, said: str | Sequence[Message]) -> str:
+        """A prompt that is a text with what a session says behind it, and a mark for each image,
+        as in rows."""
+        asked, parts = str(prompt.unrendered), [*parts_in(said)]
+        if self.images is not None and any(map(is_image_part, parts)) and MARK not in asked:
+            asked = MARK * len(self.images.images_of(prompt.model_input)) + asked
+        return asked + "".join(MARK if is_image_part(part) else part["text"] for part in parts)
 
     def _require_known(self, token_ids: Sequence[int], prompt: Prompt, what: str) -> None:
         unknown = unknown_token(token_ids, self.vocab_size, self.tokenizer.convert_ids_to_tokens)
@@ -355,15 +369,14 @@ class TurnRenderer:
         return {*self.ends.values(), *([self._decode(last)] if is_ended and last else [])}
 
     def _encode_said(
-        self, text: str, images: Sequence[RowImage], where: str, *, num_of_data: int = 0
+        self, text: str, images: Sequence[RowImage], where: str
     ) -> tuple[tuple[int, ...], ModelInput]:
-        """Ids and images of a rendered text, the first `num_of_data` of which are those of the
-        data."""
+        """Ids and images of a rendered text."""
         if self.images is None:
             return self._encode(text), TEXT
         try:
             token_ids = self._encode(self.images.expand(text, images, where))
-            found = self.images.contents(token_ids, images, where, num_of_data=num_of_data)
+            found = self.images.contents(token_ids, images, where)
         except UserError as error:
             raise RenderError(str(error)) from error
         return token_ids, found

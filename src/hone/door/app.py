@@ -168,13 +168,13 @@ class _Routes:
 
     async def generate(self, request: Request) -> Response:
         body, model = await self._body(request), self._door.model.name
-        turn = self._ask(body, read_generate)
+        turn = await self._ask(body, read_generate)
         return await _answered(request, turn, lambda answer: written_generate(turn, answer, model))
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
         options = ChatOptions(body.fields, self._door.model.name)
-        turn = self._ask(body, read_chat)
+        turn = await self._ask(body, read_chat)
         if body.streams:
             return self._streamed(turn, ChatWriter(options, self._texts))
         return await _answered(
@@ -184,7 +184,7 @@ class _Routes:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request)
         options = CompletionOptions(body.fields, self._door.model.name)
-        turn = self._ask(body, read_completion)
+        turn = await self._ask(body, read_completion)
         if body.streams:
             return self._streamed(turn, CompletionWriter(options, self._texts))
         return await _answered(
@@ -196,7 +196,7 @@ class _Routes:
     async def responses(self, request: Request) -> Response:
         body = await self._body(request)
         options = ResponseOptions(body.fields, self._door.model.name)
-        turn = self._ask(body, read_response)
+        turn = await self._ask(body, read_response)
         if body.streams:
             return self._streamed(turn, ResponsesWriter(options))
         return await _answered(
@@ -205,7 +205,7 @@ class _Routes:
 
     async def messages(self, request: Request) -> Response:
         body, model = await self._body(request), self._door.model.name
-        turn = self._ask(body, read_messages)
+        turn = await self._ask(body, read_messages)
         if body.streams:
             return self._streamed(turn, MessagesWriter(model), anthropic_error)
         return await _answered(request, turn, lambda answer: written_messages(turn, answer, model))
@@ -220,10 +220,12 @@ class _Routes:
         fields = read_json(content)
         return _Body(fields, fields.flag("stream"), sent, session)
 
-    def _ask(self, body: _Body, read: Callable[[Fields, SamplingParams], Asked]) -> AskedTurn:
+    async def _ask(self, body: _Body, read: Callable[[Fields, SamplingParams], Asked]) -> AskedTurn:
         asked = read(body.fields, self._door.defaults(body.session))
+        asked = await self._door.opened(asked)
         if body.session is not None:
-            self._door.session(body.session.id)  # it may have ended while the body came
+            # It may have ended while the body came, or while images were decoded.
+            self._door.session(body.session.id)
         return self._door.ask(asked, body.sent, body.session, streams=body.streams)
 
     def _streamed(

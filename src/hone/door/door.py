@@ -1,6 +1,7 @@
 """What the server does: answers requests, and keeps the sessions that they belong to.
 
-request ──► place in the session's tree ──► ids (one thread renders) ──► `Handover.sample`
+request ──► images (threads wait for their decoding)
+        ──► place in the session's tree ──► ids (one thread renders) ──► `Handover.sample`
 answer  ◄── tool calls are read ◄── a node is added to the tree ◄──────────────┘
 """
 
@@ -16,6 +17,7 @@ from itertools import count
 from hone.data.template_check import RenderError
 from hone.door.calls import ReadAnswer, ReadCalls
 from hone.door.handover import Handover
+from hone.door.images import RequestImages, bytes_of, given_in
 from hone.door.loop_calls import LoopCalls
 from hone.door.prompts import ChatPrompt, Prompts, TextPrompt, message_key
 from hone.door.refusal import Refusal
@@ -31,8 +33,9 @@ from hone.door.sessions import (
     Terms,
 )
 from hone.door.settings import DoorConfig
-from hone.door.tree import Node, Place, Sampled, path_of
+from hone.door.tree import Node, Place, Sampled, input_of, path_of
 from hone.door.turns import Answer, Asked, AskedTurn
+from hone.model_input import ModelInput
 from hone.types import Message, Prompt, SamplingParams, StopReason, opened_tag
 
 __all__ = ["Door", "OnFinished", "ServedModel"]
@@ -58,6 +61,8 @@ class ServedModel:
     read_calls: ReadCalls | None = None
     unread_calls: str = ""
     """Why tool calls are not read."""
+    images: RequestImages | None = None
+    """Opens the images of requests; None: the model reads text alone."""
 
 
 class Door:
@@ -87,6 +92,8 @@ class Door:
 
     def close(self) -> None:
         self._renderer.shutdown(wait=False, cancel_futures=True)
+        if self.model.images is not None:
+            self.model.images.close()
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -134,11 +141,27 @@ class Door:
 
     # -- requests --------------------------------------------------------------------------------
 
+    async def opened(self, asked: Asked) -> Asked:
+        """What a request asks for, with its images opened. Raises Refusal."""
+        prompt = asked.prompt
+        if not isinstance(prompt, ChatPrompt) or not (given := given_in(prompt.messages)):
+            return asked
+        if self.model.images is None:
+            raise Refusal(
+                400,
+                f"{given[0].field} is an image, and {self.model.name} reads text alone; send text, "
+                "or serve a vision-language model",
+                field=given[0].field,
+            )
+        messages, images = await self.model.images.opened(prompt.messages)
+        return replace(asked, prompt=replace(prompt, messages=messages, images=images))
+
     def ask(
         self, asked: Asked, sent: Sent, session: Session | None, *, streams: bool = False
     ) -> AskedTurn:
-        """The turn that answers a request: a new one, or that of the request that it repeats. With
-        `streams` a new one shows its tokens while they are sampled. Raises Refusal."""
+        """The turn that answers a request, which `opened` has returned: a new one, or that of the
+        request that it repeats. With `streams` a new one shows its tokens while they are sampled.
+        Raises Refusal."""
         if (first := self.repeats.first(sent)) is not None:
             if session is not None:
                 session.counts["repeated"] += 1
@@ -168,12 +191,14 @@ class Door:
         """Sample a turn. It is recorded once it is whole, and only then."""
         place, given = await self._rendered(asked, session, place)
         before = [] if place.turn is None else path_of(place.turn)
-        ids = tuple(token for node in (*before, given) for token in node.token_ids)
+        nodes = (*before, given)
+        ids = tuple(token for node in nodes for token in node.token_ids)
         sampling = self._sampling(asked, session, num_tokens=len(ids), before=before)
         if session is not None and given is not place.given:
             session.require_tokens(len(given.token_ids), MAX_CONTEXTS * self.prompts.max_model_len)
+            session.require_images(bytes_of(given.model_input))
         turn.prompt_ids = ids
-        prompt, number = self._seeded(asked, session, ids)
+        prompt, number = self._seeded(asked, session, ids, input_of(nodes))
         sampled = await self._handover.sample(
             prompt,
             sampling,
@@ -241,7 +266,11 @@ class Door:
         return place, given
 
     def _seeded(
-        self, asked: Asked, session: Session | None, ids: tuple[int, ...]
+        self,
+        asked: Asked,
+        session: Session | None,
+        ids: tuple[int, ...],
+        model_input: ModelInput,
     ) -> tuple[Prompt, int]:
         """The prompt and the number that make the seed of a turn: a client's seed, else the
         session's and the turn's place in it, else one that no other request has. In the episode of
@@ -254,7 +283,7 @@ class Door:
             name, number = "request", next(self._asked)
         if session is not None:
             session.num_started += 1
-        return Prompt(id=name, token_ids=ids, text=""), number
+        return Prompt(id=name, token_ids=ids, text="", model_input=model_input), number
 
     def _read(self, asked: Asked, ids: tuple[int, ...], given: Node, sampled: Sampled) -> Answer:
         text, stopped_by = sampled.text, None

@@ -29,7 +29,6 @@ from hone.door.handover import Handover, shown_tokens
 from hone.door.server import DoorServer
 from hone.door.sessions import FinishedSession, History, Session, Terms
 from hone.envs.session import ModelAccess
-from hone.model_input import TEXT
 from hone.rewards.environment import EnvFacts
 from hone.rewards.live_programs import LivePrograms
 from hone.rewards.program import HAS_ENDED, WAS_CUT
@@ -366,6 +365,7 @@ def assemble(
                 weight_versions=own.weight_versions,
                 loss_mask=own.loss_mask,
                 turns=own.turns,
+                model_input=prompt.model_input.followed_by(own.model_input, len(prompt.token_ids)),
             )
             sample.branches.append(branch)
             continue
@@ -374,9 +374,10 @@ def assemble(
             token_ids=prompt.token_ids,
             text=prompt.text,
             messages=prompt.messages,
-            model_input=TEXT,  # requests are of texts alone, whatever the row has
+            model_input=prompt.model_input,  # what was sent, whatever the row has
         )
         sample.token_ids, sample.logprobs = own.token_ids, own.logprobs
+        sample.model_input = own.model_input
         sample.weight_versions, sample.loss_mask = own.weight_versions, own.loss_mask
         sample.turns, sample.stop_reason = own.turns, own.stop_reason
         sample.text = decode(own.token_ids)
@@ -392,9 +393,12 @@ def _own_part(path: Sample) -> tuple[Prompt, Sample]:
         for turn in path.turns
         if turn.start >= start
     ]
+    before, after = path.model_input.split(start)
+    num_asked = len(path.prompt.token_ids)
     prompt = replace(
         path.prompt,
         token_ids=(*path.prompt.token_ids, *path.token_ids[:start]),
+        model_input=path.prompt.model_input.followed_by(before, num_asked),
         text=path.prompt.text + "".join(turn.text + turn.observed for turn in context),
     )
     own = replace(
@@ -404,6 +408,7 @@ def _own_part(path: Sample) -> tuple[Prompt, Sample]:
         weight_versions=path.weight_versions[start:],
         loss_mask=path.loss_mask[start:],
         turns=turns,
+        model_input=after,
     )
     assert all(
         mask or version == NOT_SAMPLED

@@ -22,10 +22,14 @@ from hone.data.settings import DataConfig
 from hone.data.template_check import RenderError
 from hone.data.turns import TurnRenderer
 from hone.door.calls import format_in, with_names
+from hone.door.images import OpenedImage
 from hone.door.refusal import Refusal
 from hone.door.tree import Node, Place, path_of, sample_of
 from hone.errors import UserError
 from hone.families.tokens import is_of_tokenizers, unknown_token
+from hone.images.parts import parts_in
+from hone.images.reader import ImageReader, RowImage
+from hone.model_input import TEXT, ModelInput
 from hone.types import Message, Observation
 
 __all__ = ["AskedPrompt", "ChatPrompt", "Prompts", "TextPrompt", "TokenPrompt", "message_key"]
@@ -56,6 +60,8 @@ class ChatPrompt:
     tools: tuple[Mapping[str, Any], ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further variables of the template (`chat_template_kwargs`)."""
+    images: tuple[OpenedImage, ...] = ()
+    """The images of the messages, in the order of their parts, once they are open."""
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -106,7 +112,8 @@ def message_key(message: Message) -> bytes:
     """What two messages must have in common to be the same one.
 
     Clients send back what they got with absent keys for nulls, arguments of calls written anew, and
-    other ids of calls; some strip blanks around an answer.
+    other ids of calls; some strip blanks around an answer. A part that is an image has the hash of
+    its bytes.
     """
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
@@ -139,18 +146,21 @@ class Prompts:
         vocab_size: int,
         max_model_len: int,
         end_ids: Collection[int],
+        images: ImageReader | None = None,
     ) -> None:
         """`vocab_size` is the model's; `max_model_len` the longest sequence, in tokens; `end_ids`
-        end one of its turns."""
+        end one of its turns. `images` is the reader of its images; None: it reads text alone."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self.max_model_len = max_model_len
-        self._first = Renderer(tokenizer, data, keeps_messages=True)
+        self._images = images
+        self._first = Renderer(tokenizer, data, keeps_messages=True, images=images)
         self._next = TurnRenderer(
             tokenizer,
             data,
             vocab_size=vocab_size,
             end_ids=end_ids,
             tool_format=format_in(str(tokenizer.chat_template or "")),
+            images=images,
         )
 
     def behind(self, place: Place, prompt: AskedPrompt) -> Node:
@@ -162,25 +172,40 @@ class Prompts:
             return self.first(prompt)
         rest = prompt.whole[place.num_known :]
         if isinstance(prompt, TokenPrompt):
-            return self._node(rest, token_ids=tuple(rest))
+            return self._of_client(tuple(rest))
         nodes = path_of(place.turn)
+        images = list[RowImage]()
         if isinstance(prompt, TextPrompt):
+            self._refuse_marks(rest, "prompt")
             sample, observation = sample_of(nodes), Observation(rest, role=None)
         else:
             assert isinstance(prompt, ChatPrompt)
             new = with_names(prompt.messages, place.num_known)
+            self._refuse_marks(new, "messages")
             sample, observation = sample_of(nodes), Observation(new)
             self._require_thoughts(nodes, new, prompt)
-        said = self._next(sample, observation)
-        return self._node(rest, token_ids=said.token_ids, text=said.text, messages=said.messages)
+            known = prompt.messages[: place.num_known]
+            num_known = sum(part["type"] == "image" for part in parts_in(known))
+            images += (image.row for image in prompt.images[num_known:])
+        said = self._next(sample, observation, images)
+        return self._node(
+            rest,
+            token_ids=said.token_ids,
+            text=said.text,
+            messages=said.messages,
+            model_input=said.model_input,
+        )
 
     def first(self, prompt: AskedPrompt) -> Node:
         """The node of a whole prompt, rendered from the start. Raises Refusal."""
         if isinstance(prompt, TokenPrompt):
-            return self._node(prompt.whole, token_ids=prompt.token_ids)
+            return self._of_client(prompt.token_ids)
         if isinstance(prompt, TextPrompt):
-            return self._rendered(prompt.whole, prompt.text, {}, "prompt")
+            self._refuse_marks(prompt.text, "prompt")
+            ids = self._encode(prompt.text)
+            return self._node(prompt.whole, token_ids=ids, text=prompt.text, field="prompt")
         assert isinstance(prompt, ChatPrompt)
+        self._refuse_marks(prompt.messages, "messages")
         if not self._first.uses_chat:
             raise Refusal(
                 400,
@@ -188,7 +213,7 @@ class Prompts:
                 "start the server with one in model.chat_template",
                 field="messages",
             )
-        return self._rendered(prompt.whole, [*prompt.messages], prompt.columns, "messages")
+        return self._rendered(prompt)
 
     def require_room(self, num_tokens: int, field: str) -> int:
         """Tokens that are left for an answer behind a prompt. Raises Refusal where none is."""
@@ -229,36 +254,63 @@ class Prompts:
         if cast(str, text).count(_MARK) < 2 * num_thoughts:
             raise RenderError("the chat template leaves out earlier thoughts once others follow")
 
-    def _rendered(
-        self, part: Sequence[Any], prompt: str | list[Message], columns: dict[str, Any], field: str
-    ) -> Node:
-        if isinstance(prompt, str):
-            return self._node(part, token_ids=self._encode(prompt), text=prompt, field=field)
+    def _rendered(self, prompt: ChatPrompt) -> Node:
         example = Example(
             id="",
-            location=field,
-            prompt=prompt,
+            location="messages",
+            prompt=[*prompt.messages],
             answer=None,
             completion=None,
             task="",
             metadata={},
-            columns=columns,
+            columns=prompt.columns,
             raw_answer=None,
+            images=tuple(image.row for image in prompt.images),
         )
         try:
             (found,) = self._first.prompts([example], max_tokens=self.max_model_len)
         except UserError as error:
-            raise Refusal(400, f"{error}", field=field) from error
+            raise Refusal(400, f"{error}", field="messages") from error
         if found.is_cut:
-            self.require_room(len(found.token_ids), field)
+            self.require_room(len(found.token_ids), "messages")
         return self._node(
-            part,
+            prompt.whole,
             token_ids=found.token_ids,
             text=found.text,
             messages=found.messages,
-            columns=columns,
-            field=field,
+            model_input=found.model_input,
+            columns=prompt.columns,
+            field="messages",
         )
+
+    def _refuse_marks(self, said: str | Sequence[Message], field: str) -> None:
+        """Raise Refusal where a text spells a token that stands for an image, which a model would
+        take for one."""
+        if self._images is None:
+            return
+        for part in parts_in(said):
+            if (mark := self._images.own_mark(part.get("text", ""))) is not None:
+                raise Refusal(
+                    400,
+                    f"a text has {mark!r}, which stands for an image with this model; leave it "
+                    "out, and send an image as a part of a message to /v1/chat/completions, "
+                    "/v1/responses or /v1/messages",
+                    field=field,
+                )
+
+    def _of_client(self, token_ids: tuple[int, ...]) -> Node:
+        """The node of ids that a client has made. Raises Refusal where one of them stands for a
+        part of an image: which one, ids do not say."""
+        settings = None if self._images is None else self._images.settings
+        if settings is not None and settings.placeholder_id in token_ids:
+            raise Refusal(
+                400,
+                f"the ids have {settings.placeholder!r} ({settings.placeholder_id}), which stands "
+                "for a part of an image, and this route takes no images; send messages with the "
+                "image to /v1/chat/completions, /v1/responses or /v1/messages",
+                field="token_ids",
+            )
+        return self._node(token_ids, token_ids=token_ids)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         """The ids of a text, after the begin-of-text token where the tokenizer adds one."""
@@ -279,6 +331,7 @@ class Prompts:
         token_ids: tuple[int, ...],
         text: str = "",
         messages: tuple[Message, ...] = (),
+        model_input: ModelInput = TEXT,
         columns: Mapping[str, Any] | None = None,
         field: str = "token_ids",
     ) -> Node:
@@ -295,5 +348,6 @@ class Prompts:
             token_ids=token_ids,
             text=text,
             messages=messages,
+            model_input=model_input,
             columns=columns or {},
         )

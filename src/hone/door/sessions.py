@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, Literal
 
+from hone.door.images import bytes_of
 from hone.door.refusal import Refusal
 from hone.door.security import new_id
 from hone.door.tree import Node, Place, Tree, sample_of
@@ -23,6 +24,7 @@ from hone.types import Reward, Sample, SamplingParams, StopReason
 __all__ = [
     "COUNTS",
     "MAX_CONTEXTS",
+    "MAX_IMAGE_BYTES",
     "MAX_TURNS",
     "FinishedSession",
     "History",
@@ -44,6 +46,8 @@ MAX_CONTEXTS = 32
 """Tokens that a session may have, as a multiple of the model's longest sequence: a linear session
 has at most one such sequence, one that rewrites its history may fill 32. A token takes about 100
 bytes of memory."""
+MAX_IMAGE_BYTES = 2**28
+"""Bytes that the images of a session may have, each image counted once."""
 _COUNTED = {"start": "starts", "bridged": "bridged", "fork": "forks", "branch": "branches"}
 
 
@@ -107,6 +111,8 @@ class Session:
     """Turns that are being sampled."""
     num_started: int = 0
     """Turns that were started; part of their seeds."""
+    image_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """Sizes of the images of its tree, by digest."""
     terms: Terms | None = None
     """None: requests say how they are sampled, and a client sets the reward."""
     limit: StopReason | None = None
@@ -161,6 +167,11 @@ class Session:
         if self.tree.num_tokens + num_new > most:
             raise self._full(f"{most:,} tokens", StopReason.LENGTH)
 
+    def require_images(self, new: Mapping[str, int]) -> None:
+        """Raise Refusal where images of these sizes, by digest, are too many for a session."""
+        if sum((self.image_bytes | dict(new)).values()) > MAX_IMAGE_BYTES:
+            raise self._full(f"{MAX_IMAGE_BYTES / 2**20:g} MiB of images", StopReason.LENGTH)
+
     def _full(self, limit: str, reason: StopReason) -> Refusal:
         self.limit = self.limit or reason
         return Refusal(
@@ -199,6 +210,7 @@ class Session:
             kind = "branch"
         self.counts[_COUNTED[kind]] += 1
         self.tree.add(opening, place.turn, given, sampled)
+        self.image_bytes |= bytes_of(given.model_input)
 
     def finish(self, status: Status, detail: str = "") -> FinishedSession:
         """The session as rows."""

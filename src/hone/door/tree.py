@@ -9,7 +9,8 @@ the same messages up to a turn goes on behind that turn's ids. A path from a roo
 row.
 
 The same tree holds prompts that are texts or token ids. `Node.part` is what requests are compared
-by: keys of messages, a text, or ids.
+by: keys of messages, a text, or ids. The key of a message has the hashes of its images: the ids of
+two requests may be equal where their images are not.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from hone.model_input import TEXT, ModelInput
 from hone.types import NOT_SAMPLED, Message, Prompt, Sample, StopReason, Turn
 
-__all__ = ["Node", "Place", "Sampled", "Tree", "path_of", "sample_of"]
+__all__ = ["Node", "Place", "Sampled", "Tree", "input_of", "path_of", "sample_of"]
 
 Kind = Literal["start", "bridged", "fork", "branch"]
 
@@ -45,6 +47,8 @@ class Node:
     """What a request must have at this place: keys of messages, a text, or token ids."""
     token_ids: tuple[int, ...]
     """The ids that this node adds to its path."""
+    model_input: ModelInput = TEXT
+    """The images among these ids."""
     text: str = ""
     """The text of these ids as it was rendered; of a turn, as it was decoded."""
     messages: tuple[Message, ...] = ()
@@ -153,6 +157,15 @@ def path_of(node: Node) -> list[Node]:
     return path[::-1]
 
 
+def input_of(nodes: Sequence[Node]) -> ModelInput:
+    """The images among the ids of nodes, one after the other."""
+    found, num_tokens = TEXT, 0
+    for node in nodes:
+        found = found.followed_by(node.model_input, num_tokens)
+        num_tokens += len(node.token_ids)
+    return found
+
+
 def sample_of(nodes: Sequence[Node], *, id: str = "", trained: Collection[Node] = ()) -> Sample:
     """A path as a sample: the first node is its prompt, and only tokens of `trained` turns are in
     its `loss_mask`."""
@@ -165,6 +178,7 @@ def sample_of(nodes: Sequence[Node], *, id: str = "", trained: Collection[Node] 
             text=root.text,
             messages=root.messages,
             metadata=root.columns,
+            model_input=root.model_input,
         ),
         index=0,
         token_ids=[],
@@ -172,6 +186,7 @@ def sample_of(nodes: Sequence[Node], *, id: str = "", trained: Collection[Node] 
         weight_versions=[],
         loss_mask=[],
         stop_reason=StopReason.ABORT,
+        model_input=input_of(nodes[1:]),
     )
     for node in nodes[1:]:
         start, num_new = len(sample.token_ids), len(node.token_ids)

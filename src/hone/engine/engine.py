@@ -286,7 +286,7 @@ class EmbeddedEngine(EngineBase):
     def shard(self, name: str, tensor: Tensor) -> Tensor:
         """This engine rank's part of a full weight: a view, or the tensor itself, or its int8 rows
         where the engine samples with these."""
-        part = self._tensor_parallel.shard_of(name, tensor, self.model.config.model_type)
+        part = self._tensor_parallel.shard_of(name, tensor, self.model.config)
         return pack_rows(part) if name in self._packed else part
 
     def finish_sync(self, manifest: WeightManifest) -> None:

@@ -86,12 +86,6 @@ class EngineFacts(Facts):
         return self.model.exact_misfits
 
     @cached_property
-    def uses_gpu_of_host(self) -> bool:
-        """Whether the run uses GPUs of this host, and is not planned for another host."""
-        there = self.plan.devices
-        return there.kind == "cuda" and there.per_node is not None
-
-    @cached_property
     def kv_cache_gib(self) -> Fact[float]:
         """GiB of the KV cache, where it does not depend on a GPU's memory."""
         key, on_cpu = "engine.kv_cache_gib", self["run.device"] == "cpu"
@@ -172,6 +166,10 @@ _ENGINE = (
     error("engine.kv_cache_dtype = fp8", "@lacks_fp8",
           says="engine.kv_cache_dtype is fp8, and the GPU of run.device is {gpu}",
           why="it has no eight-bit floats", fix="engine.kv_cache_dtype = auto"),
+    error("engine.kv_cache_dtype = fp8", "@is_hybrid", given=(f"{_BACKEND} = embedded",),
+          says="engine.kv_cache_dtype is fp8, and {the_model} has layers of gated linear attention",
+          why="their states would be rounded at each token, and few layers have keys and values",
+          fix="engine.kv_cache_dtype = auto"),
     error("engine.weight_dtype = int8", "not @has_fused_layers", given=(f"{_BACKEND} = embedded",),
           says="engine.weight_dtype is int8, and {the_model} is of the family {family}",
           why=f"only {_FUSED} have products of such weights", fix="engine.weight_dtype = auto"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hone.families.spec import DIVIDED_FIELDS
+from hone.families.spec import DIVIDED_FIELDS, RECURRENT_DIVIDED_FIELDS
 
 __all__ = ["impossible_values"]
 
@@ -20,7 +20,8 @@ def impossible_values(config: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(text, dict):
         yield f"holds text_config = {text!r}"
         return
-    for key in (*DIVIDED_FIELDS, "hidden_size", "num_hidden_layers", "vocab_size"):
+    others = ("hidden_size", "num_hidden_layers", "vocab_size")
+    for key in (*DIVIDED_FIELDS, *RECURRENT_DIVIDED_FIELDS, *others):
         size = text.get(key)
         if size is not None and (type(size) is not int or size < 1):
             yield f"holds {key} = {size!r}, where a whole number above 0 stands"

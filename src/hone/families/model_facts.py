@@ -13,10 +13,10 @@ from hone.families.registry import (
     DENSE_FUSED_FAMILIES,
     DIVIDED_FAMILIES,
     FUSED_FAMILIES,
+    spec_of,
     unserved,
 )
 from hone.families.shape import ModelShape, public_shape
-from hone.families.spec import DIVIDED_FIELDS
 from hone.families.vision.registry import VISION_FIELD, decoder_config, unserved_family
 from hone.hub import config_of
 from hone.paths import must_be_local
@@ -97,7 +97,11 @@ class ModelFacts:
             kv_values_per_token=(
                 _kv_values_per_token(text) if shape is None else shape.kv_bytes_per_token(1)
             ),
-            divided={key: text[key] for key in DIVIDED_FIELDS if text.get(key)},
+            divided={
+                key: text[key]
+                for key in spec_of(str(config.get("model_type"))).divided_fields
+                if text.get(key)
+            },
             hidden_act=text.get("hidden_act"),
             unserved=tuple(unserved(config)),
             classifies=any("SequenceClassification" in x for x in kinds) if kinds else None,
@@ -124,13 +128,15 @@ class ModelFacts:
     @classmethod
     def of_shape(cls, shape: ModelShape) -> Self:
         """Facts of a shape, without the context length."""
-        sizes = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
+        sizes = [shape.num_heads, shape.num_kv_heads, shape.intermediate_size]
+        if shape.recurrent is not None:
+            sizes += [shape.recurrent.num_key_heads, shape.recurrent.num_value_heads]
         return cls(
             family=shape.family,
             vision_family=shape.vision_family,
             vocab_size=shape.vocab_size,
             kv_values_per_token=shape.kv_bytes_per_token(1),
-            divided=dict(zip(DIVIDED_FIELDS, sizes, strict=True)),
+            divided=dict(zip(spec_of(shape.family).divided_fields, sizes, strict=True)),
             shape=shape,
         )
 

@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hone.families.spec import PROJECTIONS, RECURRENT_PROJECTIONS, Json, ModelSpec, sizes
+from hone.families.spec import (
+    DENSE_TENSOR_PLAN,
+    HEAD_NORMS_TENSOR_PLAN,
+    PROJECTIONS,
+    RECURRENT_PROJECTIONS,
+    RECURRENT_TENSOR_PLAN,
+    DecodeLayout,
+    Json,
+    ModelSpec,
+    sizes,
+)
 
 __all__ = ["MIXTURES", "SPEC", "decoder_sizes"]
 
@@ -81,6 +91,14 @@ SPEC = ModelSpec(
     head_dim=256,
     is_hybrid=True,
     gated_attention=True,
+    decode=DecodeLayout(
+        "transformers.models.qwen3_5.modeling_qwen3_5",
+        "Qwen3_5",
+        backbone="TextModel",
+        rotary="TextRotaryEmbedding",
+        has_zero_centred_norms=True,
+    ),
+    tensor_plan={**DENSE_TENSOR_PLAN, **HEAD_NORMS_TENSOR_PLAN, **RECURRENT_TENSOR_PLAN},
     lora_targets=(*PROJECTIONS, *RECURRENT_PROJECTIONS),
     public={
         **{

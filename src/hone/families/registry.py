@@ -52,7 +52,9 @@ SPECS: Mapping[str, ModelSpec] = _read_specs()
 FUSED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.decode is not None)
 """Families with a fused decode."""
 
-DENSE_FUSED_FAMILIES = tuple(name for name in FUSED_FAMILIES if SPECS[name].experts is None)
+DENSE_FUSED_FAMILIES = tuple(
+    name for name in FUSED_FAMILIES if SPECS[name].experts is None and not SPECS[name].is_hybrid
+)
 """Families that exact mode supports."""
 
 VALUE_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.gives_values)

@@ -39,7 +39,7 @@ __all__ = ["Floats", "ModelShape", "TensorShape", "public_shape"]
 TILE_OUTPUTS, TILE_INPUTS = 64, 128
 """Tile of int8 codes that kernels multiply (`hone.models.int8_kernels`)."""
 _ROUTER, _CONVOLUTION = "mlp.gate", "conv1d"
-_SPLIT_DIMS = {"rows": 0, "columns": 1, "experts": 0, "shared": None}
+_SPLIT_DIMS = {"rows": 0, "columns": 1, "qkv_rows": 0, "experts": 0, "shared": None}
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -302,7 +302,8 @@ class ModelShape:
             ("linear_attn.norm", (own.value_dim,)),
             ("out_proj", (hidden, values)),
         ):
-            module = f"linear_attn.{name.rpartition('.')[2]}"
+            is_own = name in ("A_log", "dt_bias")
+            module = "linear_attn" if is_own else f"linear_attn.{name.rpartition('.')[2]}"
             split = _SPLIT_DIMS[(spec.tensor_plan or {}).get(module, "shared")]
             yield TensorShape(name, size, split, len(own.indices))
 

@@ -11,15 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from hone.segments import CHUNK
+
 __all__ = [
-    "CHUNK",
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
     "EXPERTS_TENSOR_PLAN",
     "GENERIC_FIELDS",
     "HEAD_NORMS_TENSOR_PLAN",
     "PROJECTIONS",
+    "RECURRENT_DIVIDED_FIELDS",
     "RECURRENT_PROJECTIONS",
+    "RECURRENT_TENSOR_PLAN",
     "ROW_TAIL_BYTES",
     "UNSERVED_FIELDS",
     "UNSERVED_GENERIC_FIELDS",
@@ -36,12 +39,14 @@ __all__ = [
 Json = Mapping[str, Any]
 """A parsed `config.json`."""
 
-Split = Literal["rows", "columns", "experts", "shared"]
+Split = Literal["rows", "columns", "qkv_rows", "experts", "shared"]
 """How ranks share a module's parameters. Weights are [out, in], as in torch.
 
 `rows`: each rank has some outputs, also of the bias. `columns`: each has some inputs and computes a
-partial sum; its bias is whole. `experts`: each has some whole experts of a layer and computes a
-partial sum. `shared`: whole on every rank, each of which has a part of its gradient.
+partial sum; its bias is whole. `qkv_rows`: rows of all queries, all keys and all values of gated
+linear attention lie behind each other, and each rank has some of each of the three. `experts`: each
+has some whole experts of a layer and computes a partial sum. `shared`: whole on every rank, each of
+which has a part of its gradient.
 """
 
 ROW_TAIL_BYTES = 16
@@ -49,10 +54,6 @@ ROW_TAIL_BYTES = 16
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a dense layer."""
-
-CHUNK = 64
-"""Tokens of a chunk of gated linear attention, which matrix products compute; the same as in
-`hone.attention.recurrent.delta_rule`."""
 
 RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """The matrices of a layer of gated linear attention (`RecurrentLayers`)."""
@@ -75,12 +76,28 @@ HEAD_NORMS_TENSOR_PLAN: Mapping[str, Split] = {
     "self_attn.k_norm": "shared",
 }
 
+RECURRENT_TENSOR_PLAN: Mapping[str, Split] = {
+    "linear_attn": "rows",  # decay and time step of each head
+    "linear_attn.in_proj_qkv": "qkv_rows",
+    "linear_attn.conv1d": "qkv_rows",
+    "linear_attn.in_proj_z": "rows",
+    "linear_attn.in_proj_b": "rows",
+    "linear_attn.in_proj_a": "rows",
+    "linear_attn.norm": "shared",
+    "linear_attn.out_proj": "columns",
+}
+"""Split of the modules that replace attention in layers with gated linear attention: heads are
+divided."""
+
 EXPERTS_TENSOR_PLAN: Mapping[str, Split] = {"mlp.gate": "shared", "mlp.experts": "experts"}
 """Split of the modules that replace the MLP in layers with experts. All ranks choose the same
 experts, with the whole router."""
 
 DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes in `config.json` that are divided by the number of ranks."""
+
+RECURRENT_DIVIDED_FIELDS = ("linear_num_key_heads", "linear_num_value_heads")
+"""Further ones of a hybrid family."""
 
 UNSERVED_FIELDS = (
     "quantization_config",
@@ -132,8 +149,8 @@ class DecodeLayout:
     """The transformers classes that the fused decode replaces.
 
     It computes pre-norm layers with SwiGLU, or a mixture of such experts, whose modules are named
-    as in Llama, Qwen3-MoE or GLM-4 MoE. Any other class, including a subclass, may compute
-    something else and runs unchanged.
+    as in Llama, Qwen3-MoE or GLM-4 MoE, and of hybrids as in Qwen3.5. Any other class, including a
+    subclass, may compute something else and runs unchanged.
     """
 
     module: str
@@ -148,25 +165,44 @@ class DecodeLayout:
     """Suffix of the class of the backbone."""
     mlp: str | None = None
     """Class of an MLP. None: `MLP` behind the prefix."""
+    rotary: str = "RotaryEmbedding"
+    """Suffix of the class of the rotary embedding."""
+    has_zero_centred_norms: bool = False
+    """Whether norms multiply by 1 + weight, in float32, and round once. Those of gated linear
+    attention never do."""
 
-    def classes(self, *, head_norms: bool) -> dict[str, str]:
+    def classes(
+        self, *, head_norms: bool, has_attention: bool = True, has_recurrence: bool = False
+    ) -> dict[str, str]:
         """Full class names by module of the backbone, with layer numbers as `*`, without
-        `mlp_classes`."""
+        `mlp_classes`. A hybrid may have layers of one kind only."""
         family = f"{self.module}.{self.prefix}"
         attention = ("q_proj", "k_proj", "v_proj", "o_proj")
         norms = ("q_norm", "k_norm") if head_norms else ()
+        kinds: dict[str, str] = {}
+        if has_attention:
+            kinds |= {
+                "layers.*.self_attn": f"{family}Attention",
+                **{f"layers.*.self_attn.{name}": _LINEAR for name in attention},
+                **{f"layers.*.self_attn.{name}": f"{family}RMSNorm" for name in norms},
+            }
+        if has_recurrence:
+            kinds |= {
+                "layers.*.linear_attn": f"{family}GatedDeltaNet",
+                "layers.*.linear_attn.conv1d": "torch.nn.modules.conv.Conv1d",
+                "layers.*.linear_attn.norm": f"{family}RMSNormGated",
+                **{f"layers.*.linear_attn.{name}": _LINEAR for name in RECURRENT_PROJECTIONS},
+            }
         return {
             "": f"{family}{self.backbone}",
             "embed_tokens": "torch.nn.modules.sparse.Embedding",
-            "rotary_emb": f"{family}RotaryEmbedding",
+            "rotary_emb": f"{family}{self.rotary}",
             "norm": f"{family}RMSNorm",
             "layers": "torch.nn.modules.container.ModuleList",
             "layers.*": f"{family}DecoderLayer",
             "layers.*.input_layernorm": f"{family}RMSNorm",
             "layers.*.post_attention_layernorm": f"{family}RMSNorm",
-            "layers.*.self_attn": f"{family}Attention",
-            **{f"layers.*.self_attn.{name}": _LINEAR for name in attention},
-            **{f"layers.*.self_attn.{name}": f"{family}RMSNorm" for name in norms},
+            **kinds,
         }
 
     def mlp_classes(self, experts: ExpertLayout | None) -> set[tuple[str, str]]:
@@ -244,9 +280,15 @@ class RecurrentLayers:
         )
 
     @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Channels of all queries, all keys and all values."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.value_width
+
+    @property
     def num_channels(self) -> int:
         """Channels of the convolution."""
-        return 2 * self.num_key_heads * self.key_dim + self.value_width
+        return sum(self.qkv_rows)
 
     @property
     def value_width(self) -> int:
@@ -322,7 +364,8 @@ class ModelSpec:
     """Whether `q_proj` also has a gate for each output of the attention, behind each head's
     query."""
     decode: DecodeLayout | None = None
-    """None: generation runs transformers' modules. Exact mode needs it, and no experts."""
+    """None: generation runs transformers' modules. Exact mode needs it, and neither experts nor
+    gated linear attention."""
     tensor_plan: Mapping[str, Split] | None = None
     """Split of a layer's modules, by name in the layer. None: cannot be divided among devices.
     Embedding, head and final norm are treated alike in all families. Engines divide every family
@@ -336,6 +379,11 @@ class ModelSpec:
     """Fields of `config.json` that must be unset."""
     public: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """`config.json` of public models, with the fields that matter here, by name in lower case."""
+
+    @property
+    def divided_fields(self) -> tuple[str, ...]:
+        """Sizes in `config.json` that ranks of tensor parallelism divide."""
+        return (*DIVIDED_FIELDS, *(RECURRENT_DIVIDED_FIELDS if self.is_hybrid else ()))
 
     def has_head_norms(self, config: Json) -> bool:
         """Whether a model of the family with this config has head norms."""

@@ -26,8 +26,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote_to_bytes, urlsplit
+from weakref import WeakValueDictionary
 
 from hone.extras import import_extra
+from hone.images.parts import IMAGE_FIELDS, image_in
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,7 +72,7 @@ class ImageError(ValueError):
     """An image that cannot be used. The message is a predicate: `<location>: image 2 <message>`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ImageFile:
     """One image of a row. Its header has been read; it is not decoded."""
 
@@ -83,6 +85,10 @@ class ImageFile:
     """Pixels, as the image is shown."""
 
 
+_files_in_memory = WeakValueDictionary[str, ImageFile]()
+"""Files whose source is their bytes, by digest: rows and episodes with the same image share one."""
+
+
 def open_image(value: object, *, folder: Path | None, may_fetch: bool = False) -> ImageFile:
     """The image that a value of a row stands for.
 
@@ -92,7 +98,12 @@ def open_image(value: object, *, folder: Path | None, may_fetch: bool = False) -
     `image`, `image_url` or `url`. Raises ImageError, and UserError where pillow is not installed.
     """
     if isinstance(value, Mapping):
-        return open_image(_member(value), folder=folder, may_fetch=may_fetch)
+        if (found := image_in(cast("Mapping[Any, Any]", value))) is None:
+            raise ImageError(
+                f"is a dict with {', '.join(map(repr, value)) or 'nothing in it'}; one of "
+                f"{', '.join(map(repr, IMAGE_FIELDS))} must hold the image"
+            )
+        return open_image(found, folder=folder, may_fetch=may_fetch)
     if isinstance(value, str):
         value = _from_text(value, may_fetch=may_fetch)
     if isinstance(value, Path):
@@ -143,17 +154,6 @@ def verify(file: ImageFile) -> None:
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
-
-
-def _member(value: Mapping[Any, Any]) -> object:
-    """The image within the hub's feature or a part of a message."""
-    for name in ("bytes", "path", "image", "image_url", "url"):
-        if value.get(name) is not None:
-            return value[name]
-    raise ImageError(
-        f"is a dict with {', '.join(map(repr, value)) or 'nothing in it'}; one of 'bytes', 'path', "
-        "'image', 'image_url' and 'url' must hold the image"
-    )
 
 
 def _from_text(text: str, *, may_fetch: bool) -> Path | bytes:
@@ -258,11 +258,15 @@ def _bytes_of(file: ImageFile) -> bytes:
 
 
 def _described(data: bytes, *, source: Path | bytes) -> ImageFile:
+    digest = _digest(data)
+    if isinstance(source, bytes) and (known := _files_in_memory.get(digest)) is not None:
+        return known
     image = _header(data)
     height, width = image.height, image.width
     if _orientation(image) >= 5:
         height, width = width, height
-    return ImageFile(digest=_digest(data), source=source, height=height, width=width)
+    file = ImageFile(digest=digest, source=source, height=height, width=width)
+    return _files_in_memory.setdefault(digest, file) if isinstance(source, bytes) else file
 
 
 def _header(data: bytes) -> Image:

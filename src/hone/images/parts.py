@@ -8,34 +8,40 @@ from typing import Any, cast
 
 __all__ = [
     "IMAGE_COLUMNS",
+    "IMAGE_FIELDS",
     "data_uri",
     "has_images",
     "image_in",
     "is_image_part",
     "is_parts",
     "parts_in",
+    "says_image",
 ]
 
 IMAGE_COLUMNS = ("images", "image")
 """Columns of data in which images are looked for, in this order."""
 
+IMAGE_FIELDS = ("image", "image_url", "url", "bytes", "path")
+"""Fields of a part of a message, or of the hub's feature, that may hold the image. The first that
+is not null counts: `path` only names the file where `bytes` are there."""
 _IMAGE_TYPES = ("image", "image_url", "input_image")
+
+
+def says_image(part: Mapping[Any, Any]) -> bool:
+    """Whether the type of a part of a message is that of an image."""
+    return part.get("type") in _IMAGE_TYPES
 
 
 def is_image_part(part: Mapping[str, Any]) -> bool:
     """Whether a part of a message is an image."""
-    kind = part.get("type")
-    return kind in _IMAGE_TYPES or (kind is None and "text" not in part and "image" in part)
+    has_no_type = part.get("type") is None and "text" not in part
+    return says_image(part) or (has_no_type and "image" in part)
 
 
-def image_in(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The image of an image part as `{"image": value}`; empty where the part has none."""
-    for name in ("image", "image_url", "url"):
-        if (value := part.get(name)) is not None:
-            return {"image": value.get("url", value) if isinstance(value, dict) else value}
-    if part.get("bytes") is not None:
-        return {"image": {"bytes": part["bytes"], "path": part.get("path")}}
-    return {"image": part["path"]} if part.get("path") is not None else {}
+def image_in(value: Mapping[Any, Any]) -> Any:
+    """The image in an image part, or in the hub's feature; None where it has none."""
+    found = next((value[name] for name in IMAGE_FIELDS if value.get(name) is not None), None)
+    return found.get("url", found) if isinstance(found, dict) else found
 
 
 def is_parts(said: Sequence[Any]) -> bool:

@@ -34,6 +34,8 @@ class RowImage:
 
     file: ImageFile
     layout: ImageLayout
+    is_shown: bool = False
+    """Whether an environment or a request has shown it, so that nobody can read it again."""
 
 
 class ImageReader:
@@ -57,13 +59,21 @@ class ImageReader:
         """The reader of a model with this `config.json`, image processor's settings and
         vocabulary, with at most `max_tokens` tokens an image. Raises ValueError, as a predicate for
         a message on the model."""
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            if processor.get(name) is False:
+                raise ValueError(
+                    f"has {name}: false in its image processor's settings, and images are resized, "
+                    "scaled and normalised here"
+                )
         spec = VISION[config["model_type"]]
         settings = spec.settings(config, processor, max_tokens=max_tokens, tokens=tokens)
         return cls(settings, may_fetch=may_fetch)
 
-    def read(self, values: Sequence[Any], folder: Path | None) -> tuple[RowImage, ...]:
+    def read(
+        self, values: Sequence[Any], folder: Path | None, *, are_shown: bool = False
+    ) -> tuple[RowImage, ...]:
         """The images of a row, from its values in the order of their marks. Relative paths are
-        relative to `folder`.
+        relative to `folder`. `are_shown` is `RowImage.is_shown` of them.
 
         Raises ImageError, with the image's number from 1: "image 2 is a truncated JPEG".
         """
@@ -71,7 +81,7 @@ class ImageReader:
         for number, value in enumerate(values, start=1):
             try:
                 file = open_image(value, folder=folder, may_fetch=self._may_fetch)
-                images.append(RowImage(file, self._layout(file)))
+                images.append(RowImage(file, layout_of(file, self.settings), are_shown))
             except ValueError as error:
                 raise ImageError(f"image {number} {error}") from error
         return tuple(images)
@@ -109,26 +119,22 @@ class ImageReader:
         token_ids: Sequence[int],
         images: Sequence[RowImage],
         location: str,
-        *,
-        num_of_data: int | None = None,
     ) -> ModelInput:
         """The images among the ids of an expanded text. From now on this process can make their
-        pixels (`STORE`): those of the data, which are the first `num_of_data` (by default all), for
-        ever, and those that an environment shows as long as the contents live.
+        pixels (`STORE`): those of the data for ever, and those that were shown as long as the
+        contents live.
 
         Raises UserError unless the runs of placeholders are the tiles of the images, in order.
         """
         if not images:
             return TEXT
         runs = [*_runs(token_ids, self.settings.placeholder_id)]
-        is_of_data = [num_of_data is None or place < num_of_data for place in range(len(images))]
-        places = [f"{location}: image {number}" for number in range(1, len(images) + 1)]
         tiles = [
-            (image, n, known, place)
-            for image, known, place in zip(images, is_of_data, places, strict=True)
+            (image, n, f"{location}: image {number}")
+            for number, image in enumerate(images, start=1)
             for n in range(len(image.layout.tiles))
         ]
-        sizes = [image.layout.tiles[n].num_tokens for image, n, _, _ in tiles]
+        sizes = [image.layout.tiles[n].num_tokens for image, n, _ in tiles]
         if [size for _, size in runs] != sizes:
             raise UserError(
                 f"{location}: the tokenizer makes runs of {[size for _, size in runs]} tokens "
@@ -138,10 +144,10 @@ class ImageReader:
             )
         contents: list[Content] = []
         sources: dict[str, TileSource] = {}
-        for (image, n, known, place), (start, size) in zip(tiles, runs, strict=True):
+        for (image, n, place), (start, size) in zip(tiles, runs, strict=True):
             name = self.hash_of(image, n)
             source = TileSource(image.file, self.settings, n, place)
-            if known:
+            if not image.is_shown:
                 sources[name] = source
             contents.append(
                 Content(
@@ -150,29 +156,44 @@ class ImageReader:
                     start=start,
                     num_tokens=size,
                     shape=image.layout.tiles[n].shape,
-                    shown=None if known else STORE.show(source),
+                    shown=STORE.show(source) if image.is_shown else None,
                 )
             )
         STORE.register(sources)
         return ModelInput(tuple(contents))
 
     def images_of(self, model_input: ModelInput) -> tuple[RowImage, ...]:
-        """The images of an input that some reader's `contents` has made in this process."""
+        """The images of an input that some reader's `contents` has made in this process, which may
+        be that of another model. Raises ImageError as `read`."""
         images: list[RowImage] = []
-        rest = [*model_input.contents]
-        while rest:
-            source = STORE.source(rest[0].hash)
-            assert source is not None, rest[0].hash
-            images.append(RowImage(source.file, self._layout(source.file)))
-            del rest[: len(images[-1].layout.tiles)]
+        for content in model_input.contents:
+            source = _source_of(content)
+            if source.number:  # a further tile of the image before
+                continue
+            try:
+                layout = layout_of(source.file, self.settings)
+            except ValueError as error:
+                raise ImageError(f"image {len(images) + 1} {error}") from error
+            images.append(RowImage(source.file, layout, is_shown=content.shown is not None))
         return tuple(images)
+
+    def with_own_marks(self, text: str, model_input: ModelInput) -> str:
+        """A text in which the reader that has made `model_input` has written its marks for images,
+        with `bare` of this one in their place."""
+        for content in model_input.contents[:1]:
+            other = _source_of(content).settings
+            text = text.replace(other.bare, other.mark).replace(other.mark, self.settings.bare)
+        return text
 
     def hash_of(self, image: RowImage, number: int = 0) -> str:
         """The content hash of a tile of an image."""
         return content_hash(image.file.digest, self.settings, number)
 
-    def _layout(self, file: ImageFile) -> ImageLayout:
-        return layout_of(file, self.settings)
+
+def _source_of(content: Content) -> TileSource:
+    source = STORE.source(content.hash)
+    assert source is not None, content.hash
+    return source
 
 
 def _runs(token_ids: Sequence[int], placeholder: int) -> Iterator[tuple[int, int]]:

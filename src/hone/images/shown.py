@@ -1,5 +1,5 @@
-"""Images that an environment has shown. Nobody can read them again, so a process knows them as long
-as a sequence has them (`Content.shown`), and they travel with it.
+"""Images that an environment or a request has shown. Nobody can read them again, so a process knows
+them as long as a sequence has them (`Content.shown`), and they travel with it.
 
 To another process of the trainer a content brings its image by pickle. A checkpoint has each image
 once, next to the sequences (`saved` and `restored`). Engines and scorers get pixels instead

@@ -22,13 +22,14 @@ from hone.images.opening import ImageError, ImageFile
 from hone.images.pixels import TilePixels, TileSource, content_hash, layout_of, make_tiles
 from hone.images.pool import PixelPool, Tiles, check_images
 from hone.model_input import ModelInput
+from hone.observe.host_memory import count_as_cache
 
 __all__ = ["STORE", "PixelStore", "ShownTile"]
 
 
 class ShownTile:
-    """A tile of an image that an environment has shown. The store has it as long as it lives, and
-    a single one for each hash (`PixelStore.show`)."""
+    """A tile of an image that an environment or a request has shown. The store has it as long as it
+    lives, and a single one for each hash (`PixelStore.show`)."""
 
     __slots__ = ("__weakref__", "hash", "source")
 
@@ -67,6 +68,12 @@ class PixelStore:
         """Tiles that were there, or already being made, when they were asked for."""
         self.busy_s = 0.0
         """Seconds that callers of `pixels` spent there, making pixels or waiting for them."""
+        count_as_cache(self)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the pixels that are kept within the bound; see `HostCache`."""
+        return self.num_bytes
 
     def register(self, sources: Mapping[str, TileSource]) -> None:
         """Add tiles that this process can make pixels of."""

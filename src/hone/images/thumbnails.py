@@ -6,6 +6,9 @@
 A row has the place of each image among the tokens, and no pixels. The picture of a hash is the file
 `images/<hash>.png` or `.jpg`, made once, by a thread of its own. A picture that cannot be made
 is a warning, and never ends a run.
+
+A picture is made of the pixels that the model got, which the store has or makes where it makes all
+others (`data.image_workers`). So an image of a stranger is decoded in no other place for it.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hone.images.opening import load_rgb
-from hone.images.pixels import TileSource
+from hone.images.pixels import TileSource, layout_of
 from hone.images.store import STORE
 from hone.model_input import Content
 from hone.observe.run_folder import IMAGES, PICTURE_TYPES
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Thumbnails"]
 
 MAX_PICTURES = 512
-"""Most pictures of a folder, some kilobytes each. Those that were named longest ago go first."""
-EDGE = 160
+"""Most pictures of a folder, of up to 20 kilobytes each. Those named longest ago go first."""
+EDGE = 256
 """Longest edge of a picture, in pixels."""
 _QUALITY = 80
 
@@ -148,15 +151,20 @@ def _last_before(token: int, turns: Sequence[Turn]) -> int:
 
 
 def _picture(name: str, source: TileSource | None) -> Image:
-    """The image of a hash, or its tile where only that is known here, made small."""
-    if source is not None:
-        picture = load_rgb(source.file)
-    else:
-        from PIL.Image import fromarray
+    """The image of a hash, made small, in its own proportions; its tile where only that is known
+    here."""
+    from PIL.Image import fromarray
 
-        picture = fromarray(STORE.pixels([name])[0].values)
-    picture.thumbnail((EDGE, EDGE))
-    return picture
+    if source is None:
+        pixels = STORE.pixels([name])[0].values
+        height, width, _ = pixels.shape
+    else:
+        last = len(layout_of(source.file, source.settings).tiles) - 1  # which shows all of it
+        tile = STORE.show(replace(source, number=last))  # the store knows it as long as it is here
+        pixels = STORE.pixels([tile.hash])[0].values
+        height, width = source.file.height, source.file.width
+    scale = min(EDGE / max(height, width), 1.0)
+    return fromarray(pixels).resize((max(round(scale * width), 1), max(round(scale * height), 1)))
 
 
 def _encoded(picture: Image) -> tuple[str, bytes]:

@@ -16,7 +16,7 @@ from hone.config.plan import RunPlan
 from hone.config.roles import Role
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
-from hone.data.settings import DataConfig
+from hone.data.settings import DataConfig, ServedDataConfig
 from hone.data.sources import shorten
 from hone.data.template_check import RenderError
 from hone.data.tool_schemas import ToolSchemas
@@ -125,11 +125,16 @@ def prompts_of(
 
 
 def image_reader(
-    model: ModelConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    model: ModelConfig,
+    data: DataConfig | ServedDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    path_key: str = "model.path",
 ) -> ImageReader | None:
-    """The reader of images of a vision-language model; None for a text model. Raises UserError
-    where the model's files or `data.max_image_tokens` leave no way to make tokens of images."""
-    place = locate_model(model.path, "model.path")
+    """The reader of images of a vision-language model, which `path_key` names; None for a text
+    model. Raises UserError where the model's files or `data.max_image_tokens` leave no way to make
+    tokens of images."""
+    place = locate_model(model.path, path_key)
     config, _ = PreTrainedConfig.get_config_dict(place)
     if config.get("model_type") not in VISION:
         return None
@@ -145,11 +150,11 @@ def image_reader(
             processor,
             tokenizer.get_vocab(),
             max_tokens=data.max_image_tokens,
-            may_fetch=data.image_urls,
+            may_fetch=isinstance(data, DataConfig) and data.image_urls,
         )
     except ValueError as error:
         raise UserError(
-            f"model.path={model.path!r} {error} (data.max_image_tokens is {data.max_image_tokens})"
+            f"{path_key}={model.path!r} {error} (data.max_image_tokens is {data.max_image_tokens})"
         ) from error
 
 
@@ -219,6 +224,7 @@ def transcripts_of(plan: RunPlan, prompts: Sequence[Prompt]) -> Transcripts | No
         max_tokens=limit,
         vocab_size=config.vocab_size,
         path=model.path,
+        images=image_reader(model, data, tokenizer, path_key=role.path_key),
     )
     with_images = (prompt for prompt in prompts if prompt.model_input)
     for prompt in (*prompts[:1], *islice(with_images, 1)):
@@ -260,10 +266,11 @@ def try_out(
                 turn = sample.turns[-1]
                 said = render(sample, sample.observation)
                 turn.observed, turn.messages = said.text, said.messages
+                sample.model_input = said.model_input
             else:
                 sample.prompt = render.opening(sample.prompt, sample.observation)
             if transcripts is not None:
-                transcripts.check(sample.prompt, sample.turns)
+                transcripts.check(sample.prompt, sample.turns, sample.model_input)
         except RenderError as error:
             raise UserError(
                 f"the answer of the environment to row {sample.prompt.id}: {error}"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Self
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
-from hone.hardware import GIB, Peaks, installed_gpu, num_usable_cores
+from hone.hardware import Peaks, installed_gpu, num_usable_cores
 from hone.images.thumbnails import Thumbnails
 from hone.loops.launch import Launch
 from hone.observe.alarms import Alarms
@@ -29,6 +28,7 @@ from hone.observe.console import Console
 from hone.observe.device_memory import DeviceMemory
 from hone.observe.disk import DiskError
 from hone.observe.gpu_use import GPUUse
+from hone.observe.host_memory import host_memory
 from hone.observe.loggers import ENTROPY, POLICY_LOGPROBS, RunLog, groups_to_write
 from hone.observe.metrics import Max, Mean, Metrics, merge, to_scalars
 from hone.observe.metrics_server import MetricsServer
@@ -312,8 +312,8 @@ class Recorder:
         """Write the metrics row of `step`, the number of updates done. Collective. Times are those
         of the first process. `why_untrained` is the reason if no token of the step was trained."""
         seconds = self.spans.take()
-        rss = psutil.Process().memory_info().rss
-        own: Metrics = {"mem/rss_gib": Max(rss / GIB), **self.memory.take()}
+        own: Metrics = {name: Max(value) for name, value in host_memory().items()}
+        own |= self.memory.take()
         if self.gpu_use is not None:
             own["perf/gpu_utilization"] = Mean.of(self.gpu_use.take())
         own_lane = self.lane, self.spans.take_ended()

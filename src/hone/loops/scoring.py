@@ -60,12 +60,14 @@ def scoring(
         name=model.path,
         defaults=SamplingParams(max_tokens=limit),
         max_model_len=max_model_len,
+        data=cfg.data,
     )
     # Those of an evaluation come to those of training, which rest; each may ask several at once.
     num_sessions = 2 * cfg.env.concurrency
     settings = DoorConfig(
         max_sessions=num_sessions,
         max_requests=_REQUESTS_PER_SESSION * num_sessions,
+        **({} if served.images is None else {"max_body_mib": _BODY_WITH_IMAGES_MIB}),
     )
     handover = Handover(max_requests=settings.max_requests)
     door = Door(served, prompts, handover, settings)
@@ -89,3 +91,5 @@ def scoring(
 
 _REQUESTS_PER_SESSION = 16
 """Requests that one program may have at once, on average; further ones are asked to come again."""
+_BODY_WITH_IMAGES_MIB = 64.0
+"""Each request has all images of its episode so far, in base64."""

@@ -58,6 +58,7 @@ def run_serving(
             name=cfg.serve.model_name or served.path,
             defaults=sampling_params(cfg.generation, cfg.generation.stop),
             max_model_len=cfg.serve.max_model_len,
+            data=cfg.data,
         )
         engine: SamplingEngine
         if num_devices > 1:

@@ -27,6 +27,7 @@ from hone.models.fused_layers import FusedDecoder, is_fusible
 from hone.models.layer_ops import (
     Heads,
     LayerOps,
+    Norm,
     Projection,
     TorchKernels,
     choose_kernels,
@@ -78,17 +79,16 @@ class ExactTrainingOps(ExactOps):
     Gradients are those of ordinary products and torch operations and reach the model's parameters.
     """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        weight, *rest = norm
         return _Differentiable.apply(
-            lambda kernels, x, weight: kernels.rms_norm(x, weight, eps), self.kernels, x, weight
+            lambda kernels, x, weight: kernels.rms_norm(x, weight, *rest), self.kernels, x, weight
         )
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         # The engine adds and norms in one kernel, which rounds the sum as torch does.
         residual = residual + x
-        return self.rms_norm(residual, weight, eps), residual
+        return self.rms_norm(residual, norm), residual
 
     def linear(self, x: Tensor, projection: Projection) -> Tensor:
         weight, bias, parts = projection

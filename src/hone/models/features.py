@@ -22,6 +22,7 @@ from hone.attention.context import ContentFeatures
 from hone.images.pixels import TilePixels
 from hone.model_input import ContentPiece
 from hone.models.towers import Features, Tower
+from hone.observe.host_memory import count_as_cache
 
 __all__ = ["FeatureSource"]
 
@@ -49,6 +50,12 @@ class FeatureSource:
         """Patches of these tiles."""
         self.busy_s = 0.0
         """Seconds spent on pixels and on starting the tower's passes."""
+        count_as_cache(self)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the features that are kept in host memory, 0 on a GPU; see `HostCache`."""
+        return self._num_bytes if self.tower.device.type == "cpu" else 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureSource:
         return self  # aliases of a model share its features

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.attention.context import ContentFeatures
+from hone.attention.recurrent.delta_net import DeltaNet
 from hone.families.registry import spec_of
 from hone.models.contents import add_deepstack, embed_contents
 from hone.models.int8_rows import is_packed
-from hone.models.layer_ops import Heads, LayerOps, Mlp, Projection
+from hone.models.layer_ops import Heads, LayerOps, Mlp, Norm, Projection
 
 if TYPE_CHECKING:
     from hone.models.experts import Experts
@@ -33,7 +34,17 @@ __all__ = [
 MIN_POSITIONS = 1024
 """Smallest size of the table of rotary embeddings, in positions."""
 
-MERGED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+MERGED = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "gate_proj",
+    "up_proj",
+)
 
 
 def is_fusible(model: PreTrainedModel) -> bool:
@@ -46,8 +57,15 @@ def is_fusible(model: PreTrainedModel) -> bool:
     spec = spec_of(model.config.model_type)
     if spec.decode is None or model.config.hidden_act != "silu":
         return False
-    head_norms = spec.has_head_norms(model.config.to_dict())
-    always = set(spec.decode.classes(head_norms=head_norms).items())
+    config = model.config.to_dict()
+    layers = spec.recurrent_layers(config)
+    num_recurrent = 0 if layers is None else len(layers.indices)
+    classes = spec.decode.classes(
+        head_norms=spec.has_head_norms(config),
+        has_attention=num_recurrent < config["num_hidden_layers"],
+        has_recurrence=num_recurrent > 0,
+    )
+    always = set(classes.items())
     mlps = spec.decode.mlp_classes(spec.experts)
     found = {
         (".".join("*" if part.isdigit() else part for part in name.split(".")), _path(type(module)))
@@ -82,11 +100,19 @@ def merge_projections(model: PreTrainedModel) -> None:
     """Merge the parameters of an `is_fusible` model in place, as `FusedDecoder` does."""
     base: Any = model.base_model
     for layer in base.layers:
-        attention = layer.self_attn
-        Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        _projection_of(layer)
         mlp = _mlp_of(layer)
         if mlp is not None:
             Mlp.of(mlp)
+
+
+def _projection_of(layer: Any) -> Projection:
+    """The first projection of a decoder layer of transformers; merges its parameters."""
+    if hasattr(layer, "linear_attn"):
+        net = layer.linear_attn
+        return Projection.of(net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
+    attention = layer.self_attn
+    return Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
 
 
 def _mlp_of(layer: Any) -> nn.Module | None:
@@ -100,42 +126,36 @@ def _mlp_of(layer: Any) -> nn.Module | None:
 class FusedLayer:
     """One decoder layer over the parameters of a transformers module."""
 
-    heads: Heads
+    heads: Heads | DeltaNet
+    """Attention, or gated linear attention."""
     qkv: Projection
+    """All that the heads read."""
     o: Projection
-    mlp_norm: Tensor
+    mlp_norm: Norm
     mlp: Mlp | None
     """The MLP of all tokens; in layers with experts the shared experts."""
     experts: Experts | None
-    next_norm: Tensor
-    """Weight of the norm that follows: the next layer's first, or the decoder's last."""
-    eps: float
+    next_norm: Norm
+    """The norm that follows: the next layer's first, or the decoder's last."""
     ops: LayerOps
 
     @classmethod
     def of(
         cls,
         module: Any,
-        next_norm: Tensor,
+        next_norm: Norm,
         window: int | None,
         ops: LayerOps,
         expert_layer: int | None = None,
     ) -> Self:
         """The fused layer of decoder layer `module`; merges its parameters. `expert_layer` is its
         position among the layers with experts, None for a layer with an MLP."""
-        attention, mlp = module.self_attn, _mlp_of(module)
-        eps: float = attention.config.rms_norm_eps
-        heads = Heads(
-            layer_index=attention.layer_idx,
-            # If ranks share heads, this rank's number, not that of the config.
-            num_heads=attention.q_proj.out_features // attention.head_dim,
-            head_dim=attention.head_dim,
-            scale=attention.scaling,
-            window=window,
-            q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-            k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-            eps=eps,
-        )
+        mlp = _mlp_of(module)
+        if hasattr(module, "linear_attn"):
+            heads, o = DeltaNet.of(module.linear_attn), module.linear_attn.out_proj
+        else:
+            heads = _heads_of(module.self_attn, window, zero_centred=next_norm.zero_centred)
+            o = module.self_attn.o_proj
         experts = None
         if expert_layer is not None:
             from hone.models.experts import Experts
@@ -143,13 +163,12 @@ class FusedLayer:
             experts = Experts.of(module.mlp, expert_layer, ops.rank)
         return cls(
             heads=heads,
-            qkv=Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            o=Projection.of(attention.o_proj),
-            mlp_norm=module.post_attention_layernorm.weight,
+            qkv=_projection_of(module),
+            o=Projection.of(o),
+            mlp_norm=next_norm._replace(weight=module.post_attention_layernorm.weight),
             mlp=None if mlp is None else Mlp.of(mlp),
             experts=experts,
             next_norm=next_norm,
-            eps=eps,
             ops=ops,
         )
 
@@ -157,17 +176,39 @@ class FusedLayer:
         self, x: Tensor, residual: Tensor, positions: Tensor, rotary: Tensor, context: Any
     ) -> tuple[Tensor, Tensor]:
         """Map the normed residual x and the residual, both [T, D], to those of the next layer."""
-        ops = self.ops
-        qkv = ops.linear(x, self.qkv).view(len(x), -1, self.heads.head_dim)
-        attended = ops.attend(qkv, self.heads, positions, rotary, context).flatten(1)
-        x = ops.sum_linear(attended, self.o)
-        x, residual = ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        ops, heads = self.ops, self.heads
+        projected = ops.linear(x, self.qkv)
+        if isinstance(heads, DeltaNet):
+            mixed = ops.mix_heads(projected, heads, context)
+        else:
+            qkv = projected.view(len(x), -1, heads.head_dim)
+            mixed = ops.attend(qkv, heads, positions, rotary, context).flatten(1)
+        x = ops.sum_linear(mixed, self.o)
+        x, residual = ops.add_rms_norm(x, residual, self.mlp_norm)
         if self.experts is not None:
             x = ops.sum_experts(x, self.experts, self.mlp, context)
         else:
             assert self.mlp is not None, "a layer has experts, an MLP, or both"
             x = ops.sum_linear(ops.gated_linear(x, self.mlp.gate_up), self.mlp.down)
-        return ops.add_rms_norm(x, residual, self.next_norm, self.eps)
+        return ops.add_rms_norm(x, residual, self.next_norm)
+
+
+def _heads_of(attention: Any, window: int | None, *, zero_centred: bool) -> Heads:
+    """The heads of an attention of transformers. If ranks share them, this rank's number, not that
+    of the config."""
+    gated = spec_of(attention.config.model_type).gated_attention
+    return Heads(
+        layer_index=attention.layer_idx,
+        num_heads=attention.q_proj.out_features // attention.head_dim // (2 if gated else 1),
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+        window=window,
+        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+        eps=attention.config.rms_norm_eps,
+        zero_centred=zero_centred,
+        gated=gated,
+    )
 
 
 class FusedDecoder:
@@ -182,18 +223,17 @@ class FusedDecoder:
         self._embedding: Tensor = base.embed_tokens.weight
         self._padding_idx: int | None = base.embed_tokens.padding_idx
         self._rotary = RotaryTable(base.rotary_emb, dtype=model.dtype, device=model.device)
-        self._eps: float = model.config.rms_norm_eps
-        norms = [layer.input_layernorm.weight for layer in base.layers]
-        self._first_norm: Tensor
-        self._first_norm, *next_norms = (*norms, base.norm.weight)
-        self._next_norms: list[Tensor] = next_norms
         config: dict[str, Any] = model.config.to_dict()
         spec = spec_of(model.config.model_type)
+        assert spec.decode is not None, f"{spec.model_type} has no fused decode"
+        modules = (*(layer.input_layernorm for layer in base.layers), base.norm)
+        eps, zero_centred = model.config.rms_norm_eps, spec.decode.has_zero_centred_norms
+        self._first_norm, *self._next_norms = (Norm(m.weight, eps, zero_centred) for m in modules)
         windows, expert_layers = spec.layer_windows(config), spec.expert_layers(config)
         self.layers = [
             FusedLayer.of(module, next_norm, window, ops, expert_layers.get(index))
             for index, (module, next_norm, window) in enumerate(
-                zip(base.layers, next_norms, windows, strict=True)
+                zip(base.layers, self._next_norms, windows, strict=True)
             )
         ]
         # Parameters outside of the layers.
@@ -218,14 +258,14 @@ class FusedDecoder:
         rotary, rows = self._rotary.rows(count), position_ids
         if position_ids.ndim > 1:
             rotary, rows = self._rotary.of_tokens(position_ids, count)
-        x = self._ops.rms_norm(residual, self._first_norm, self._eps)
+        x = self._ops.rms_norm(residual, self._first_norm)
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, rows, rotary, context)
             if contents is None or contents.deepstack is None:
                 continue
             if number < len(contents.deepstack):
                 residual = add_deepstack(residual, contents.index, contents.deepstack[number])
-                x = self._ops.rms_norm(residual, self._next_norms[number], self._eps)
+                x = self._ops.rms_norm(residual, self._next_norms[number])
         return x
 
 

@@ -73,5 +73,5 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Param
     for module in decoder_layers(model).modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             is_linear = isinstance(module, nn.Linear) and parameter.ndim == 2
-            if is_linear or parameter.ndim == 3:
+            if is_linear or (parameter.ndim == 3 and not isinstance(module, nn.Conv1d)):
                 yield module, name, parameter

@@ -30,7 +30,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hone.attention.context import PagedContext
 from hone.attention.kernel_launch import launch, next_power_of_2
+from hone.attention.recurrent import decode_kernel, delta_net
+from hone.attention.recurrent.delta_net import DeltaNet
 from hone.models import expert_kernels, experts
 from hone.models.int8_kernels import int8_product, unpack_rows
 from hone.models.int8_rows import is_packed
@@ -38,8 +41,10 @@ from hone.models.product_kernels import gated_product, small_product
 
 __all__ = [
     "add_rms_norm",
+    "gate_heads",
     "gated_linear",
     "linear",
+    "mix_heads",
     "rms_norm",
     "rotate_heads",
     "silu_mul",
@@ -100,20 +105,26 @@ def sum_experts(
     return total if beside is None else total + beside
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rows of x [T, D], contiguous, over their root mean square, times weight [D]."""
-    return _norm(x, None, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
+    """Rows of x [T, D], contiguous, over their root mean square, times weight [D], or 1 + weight
+    where it is `zero_centred`."""
+    return _norm(x, None, weight, eps, zero_centred=zero_centred)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to residual in place, both [T, D] and contiguous; the sum, normed, as a new tensor.
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+) -> Tensor:
+    """Add x to residual in place, both [T, D] and contiguous; the sum, normed as by `rms_norm`, as
+    a new tensor.
 
     x may also be float32 [S, T, D], parts of a sum that are added in order and rounded first.
     """
-    return _norm(residual, x, weight, eps)
+    return _norm(residual, x, weight, eps, zero_centred=zero_centred)
 
 
-def _norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _norm(
+    residual: Tensor, x: Tensor | None, weight: Tensor, eps: float, *, zero_centred: bool
+) -> Tensor:
     num_rows, width = residual.shape
     block = next_power_of_2(width)
     output = torch.empty_like(residual)
@@ -123,7 +134,7 @@ def _norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Ten
         (num_rows, 1, 1),
         (output, residual, x, weight),
         (num_rows, eps),
-        (width, block, num_parts),
+        (zero_centred, width, block, num_parts),
         num_warps=min(max(block // NORM_ELEMENTS_PER_WARP, 1), 16),
     )
     return output
@@ -141,19 +152,23 @@ def rotate_heads(
     kv_cache: Tensor | None = None,
     slot_mapping: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    zero_centred: bool = False,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate queries and keys; store keys and values where a cache is given.
 
     qkv [T, Hq + 2 Hkv, D] holds queries, keys and values, contiguous, and is overwritten. Token t
     is at positions[t] (int64 [T]), a row of rotary [P, R] in the dtype of qkv: R / 2 cosines, then
     R / 2 sines, which rotate pairs (i, i + R / 2); what a head has behind R stays. q_norm and
-    k_norm [D], if any, are the weights of a norm over each head. kv_cache is [2, num_blocks,
+    k_norm [D], if any, are the weights of a norm over each head, as of `rms_norm`. `gated` heads
+    have qkv [T, 2 Hq + 2 Hkv, D], in which a gate follows each query. kv_cache is [2, num_blocks,
     block_size, Hkv, D] or None, slot_mapping [T] int64, slot -1 stores nothing. The cache has the
     dtype of qkv or, with kv_scales [2, Hkv] float32, is float8_e4m3fn: values are divided by their
     head's scale, and saturate. Returns queries [T, Hq, D], contiguous, keys and values [T, Hkv, D].
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
-    num_kv_heads = (num_all_heads - num_heads) // 2
+    num_rows = 2 * num_heads if gated else num_heads
+    num_kv_heads = (num_all_heads - num_rows) // 2
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     heads = HEADS_PER_PROGRAM
     launch(
@@ -162,6 +177,8 @@ def rotate_heads(
         (q, qkv, positions, rotary, q_norm, k_norm, kv_cache, slot_mapping, kv_scales),
         (0 if kv_cache is None else kv_cache.shape[1] * kv_cache.shape[2], eps),
         (
+            zero_centred,
+            num_rows // num_heads,
             num_heads,
             num_kv_heads,
             head_dim,
@@ -171,8 +188,31 @@ def rotate_heads(
         ),
         num_warps=ROTATE_WARPS,
     )
-    _, k, v = qkv.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+    _, k, v = qkv.split_with_sizes((num_rows, num_kv_heads, num_kv_heads), 1)
     return q, k, v
+
+
+def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
+    """x [T, Hq, D] times the sigmoid of the gates in qkv [T, 2 Hq + 2 Hkv, D], both contiguous, in
+    which a gate follows each query: [T, Hq, D]."""
+    num_tokens, num_heads, head_dim = x.shape
+    output = torch.empty_like(x)
+    launch(
+        _gate_kernel,
+        (num_tokens, -(-num_heads * head_dim // SILU_BLOCK), 1),
+        (output, x, qkv),
+        (),
+        (num_heads * head_dim, qkv.shape[1] * head_dim, head_dim, SILU_BLOCK),
+        num_warps=SILU_WARPS,
+    )
+    return output
+
+
+def mix_heads(projected: Tensor, net: DeltaNet, context: PagedContext) -> Tensor:
+    """`delta_net.mix_heads`, in one kernel where it decodes; projected is contiguous."""
+    if context.is_decode and decode_kernel.is_served(net):
+        return decode_kernel.mix_heads(projected, net, context)
+    return delta_net.mix_heads(projected, net, context)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -198,6 +238,7 @@ def _norm_kernel(
     weight_ptr: tl.tensor,
     num_rows: tl.tensor,
     eps: tl.tensor,
+    ZERO_CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -221,7 +262,7 @@ def _norm_kernel(
         tl.store(residual_ptr + at, total, mask=mask)
     exact = total.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(exact * exact, axis=0) / WIDTH + eps)
-    tl.store(output_ptr + at, _scale(exact, inverse, weight, dtype), mask=mask)
+    tl.store(output_ptr + at, _scale(exact, inverse, weight, ZERO_CENTRED, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_slots", "eps"])
@@ -237,6 +278,8 @@ def _rotate_kernel(
     scales_ptr: tl.tensor,
     num_slots: tl.tensor,
     eps: tl.tensor,
+    ZERO_CENTRED: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -246,12 +289,13 @@ def _rotate_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     # Values of a head come in pairs, the first of which is at `dim` and the second `apart` behind
-    # it. Pairs of what is not rotated are turned by no angle.
+    # it. Pairs of what is not rotated are turned by no angle. A query has QUERY_ROWS rows, of which
+    # it is the first.
     half: tl.constexpr = HEAD_DIM // 2
     turned: tl.constexpr = ROTARY // 2
     query_blocks: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    qkv_ptr += token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    qkv_ptr += token * ((QUERY_ROWS * NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     pair = tl.arange(0, BLOCK)
     in_head = pair < half
     dim = pair
@@ -269,8 +313,19 @@ def _rotate_kernel(
         head = block * HEADS + tl.arange(0, HEADS)
         mask = (head < NUM_HEADS)[:, None] & in_head[None, :]
         at = head[:, None] * HEAD_DIM + dim[None, :]
+        queries_ptr = qkv_ptr + head[:, None] * (QUERY_ROWS * HEAD_DIM) + dim[None, :]
         first, second = _norm_and_rotate(
-            qkv_ptr + at, mask, dim, apart, in_head, cos, sin, q_norm_ptr, eps, HEAD_DIM
+            queries_ptr,
+            mask,
+            dim,
+            apart,
+            in_head,
+            cos,
+            sin,
+            q_norm_ptr,
+            eps,
+            HEAD_DIM,
+            ZERO_CENTRED,
         )
         q_ptr += token * (NUM_HEADS * HEAD_DIM)
         tl.store(q_ptr + at, first, mask=mask)
@@ -279,9 +334,19 @@ def _rotate_kernel(
         head = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
         mask = (head < NUM_KV_HEADS)[:, None] & in_head[None, :]
         at = head[:, None] * HEAD_DIM + dim[None, :]
-        keys_ptr = qkv_ptr + NUM_HEADS * HEAD_DIM + at
+        keys_ptr = qkv_ptr + QUERY_ROWS * NUM_HEADS * HEAD_DIM + at
         first, second = _norm_and_rotate(
-            keys_ptr, mask, dim, apart, in_head, cos, sin, k_norm_ptr, eps, HEAD_DIM
+            keys_ptr,
+            mask,
+            dim,
+            apart,
+            in_head,
+            cos,
+            sin,
+            k_norm_ptr,
+            eps,
+            HEAD_DIM,
+            ZERO_CENTRED,
         )
         tl.store(keys_ptr, first, mask=mask)
         tl.store(keys_ptr + apart[None, :], second, mask=mask)
@@ -328,6 +393,7 @@ def _norm_and_rotate(
     norm_ptr: tl.tensor,
     eps: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     dtype: tl.constexpr = heads_ptr.dtype.element_ty
     first = tl.load(heads_ptr, mask=mask, other=0.0)
@@ -337,8 +403,8 @@ def _norm_and_rotate(
         inverse = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / HEAD_DIM + eps)
         first_weight = tl.load(norm_ptr + dim, mask=in_head, other=0.0)
         second_weight = tl.load(norm_ptr + apart + dim, mask=in_head, other=0.0)
-        first = _scale(x, inverse[:, None], first_weight[None, :], dtype)
-        second = _scale(y, inverse[:, None], second_weight[None, :], dtype)
+        first = _scale(x, inverse[:, None], first_weight[None, :], ZERO_CENTRED, dtype)
+        second = _scale(y, inverse[:, None], second_weight[None, :], ZERO_CENTRED, dtype)
     return (
         _add(_multiply(first, cos, dtype), -_multiply(second, sin, dtype), dtype),
         _add(_multiply(second, cos, dtype), _multiply(first, sin, dtype), dtype),
@@ -366,12 +432,49 @@ def _silu_mul_kernel(
     tl.store(output_ptr + row * WIDTH + column, gated_product(gate, up, dtype), mask=mask)
 
 
+@triton.jit
+def _gate_kernel(
+    output_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    qkv_ptr: tl.tensor,
+    WIDTH: tl.constexpr,
+    QKV_WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = output_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    head, dim = column // HEAD_DIM, column % HEAD_DIM
+    gate_ptr = qkv_ptr + row * QKV_WIDTH + (2 * head + 1) * HEAD_DIM + dim
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
+    share = (1.0 / (1.0 + tl.exp(-gate))).to(dtype)
+    tl.store(output_ptr + row * WIDTH + column, _multiply(x, share, dtype), mask=mask)
+
+
 # Arithmetic on values of `dtype` as torch does it: in float32, rounded after every operation.
 
 
 @triton.jit
-def _scale(x: tl.tensor, inverse: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    return _multiply((x * inverse).to(dtype), weight, dtype)
+def _scale(
+    x: tl.tensor,
+    inverse: tl.tensor,
+    weight: tl.tensor,
+    zero_centred: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """A norm's last steps. A zero-centred one, of Qwen3.5, rounds once."""
+    if zero_centred:
+        scaled = ((x * inverse) * (1.0 + weight.to(tl.float32))).to(dtype)
+    else:
+        scaled = _multiply((x * inverse).to(dtype), weight, dtype)
+    return scaled
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from hone.attention import PagedContext
 from hone.attention.backends import write_kv
 from hone.attention.interface import attend_paged
+from hone.attention.recurrent.delta_net import DeltaNet, mix_heads
 from hone.models.cpu_products import linear
 from hone.models.int8_rows import is_packed, unpack_rows
 
@@ -38,6 +39,7 @@ __all__ = [
     "Heads",
     "LayerOps",
     "Mlp",
+    "Norm",
     "Projection",
     "TorchKernels",
     "choose_kernels",
@@ -100,6 +102,16 @@ class Mlp(NamedTuple):
         return cls(Projection.of(module.gate_proj, module.up_proj), Projection.of(module.down_proj))
 
 
+class Norm(NamedTuple):
+    """A root mean square norm of rows."""
+
+    weight: Tensor
+    eps: float
+    zero_centred: bool = False
+    """Whether it multiplies by 1 + weight, in float32, and rounds once; else it rounds before it
+    multiplies by the weight as well."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
     """The attention of a layer; the number of heads is that of this rank."""
@@ -112,6 +124,10 @@ class Heads:
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+    zero_centred: bool = False
+    """Of the norms, as of `Norm`."""
+    gated: bool = False
+    """Whether each query is followed by a gate of the head's output."""
 
 
 class LayerOps:
@@ -123,19 +139,17 @@ class LayerOps:
     def __init__(self, kernels: TorchKernels) -> None:
         self.kernels = kernels
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Rows of x [T, D] over their root mean square, times weight [D]."""
-        return self.kernels.rms_norm(x, weight, eps)
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Rows of x [T, D] over their root mean square, times a weight [D]."""
+        return self.kernels.rms_norm(x, *norm)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Norm of residual + x, and this sum, both [T, D]; may write the sum into `residual`.
 
         x is the result of `sum_linear`. If ranks share heads and inner size it is a rank's partial
         sum, and only here are the parts added up.
         """
-        return self.kernels.add_rms_norm(x, residual, weight, eps), residual
+        return self.kernels.add_rms_norm(x, residual, *norm), residual
 
     def linear(self, x: Tensor, projection: Projection) -> Tensor:
         """Rows of x [T, in], projected: [T, out]."""
@@ -165,6 +179,7 @@ class LayerOps:
         self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: Any
     ) -> Tensor:
         """Attention of the heads in qkv [T, Hq + 2 Hkv, D], once normed and rotated: [T, Hq, D].
+        Gated heads have [T, 2 Hq + 2 Hkv, D], each query followed by its gate.
 
         `rotary` is a `RotaryTable`'s. Keys and values are stored where the context has a cache.
         """
@@ -182,8 +197,11 @@ class LayerOps:
             kv_cache=context.kv_caches[heads.layer_index] if stores else None,
             slot_mapping=context.slot_mapping,
             kv_scales=None if scales is None else scales[heads.layer_index],
+            zero_centred=heads.zero_centred,
+            gated=heads.gated,
         )
-        return self.attend_rotated(q, k, v, heads, context, write=not stores)
+        attended = self.attend_rotated(q, k, v, heads, context, write=not stores)
+        return self.kernels.gate_heads(attended, qkv) if heads.gated else attended
 
     def attend_rotated(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Heads, context: PagedContext, *, write: bool
@@ -191,6 +209,11 @@ class LayerOps:
         """Attention of queries [T, H, D], that first stores keys and values where `write`."""
         options: dict[str, Any] = {"scale": heads.scale, "window": heads.window, "write": write}
         return attend_paged(q, k, v, heads.layer_index, context, **options)
+
+    def mix_heads(self, projected: Tensor, net: DeltaNet, context: PagedContext) -> Tensor:
+        """Gated linear attention of projected [T, C + H * V + 2 * H], as
+        `hone.attention.recurrent.delta_net.mix_heads`: [T, H * V]."""
+        return self.kernels.mix_heads(projected, net, context)
 
     def num_positions(self, context: Any) -> int:
         """Number of positions that the tokens of a forward reach."""
@@ -209,11 +232,13 @@ def choose_kernels(device: torch.device) -> TorchKernels:
 class TorchKernels:
     """Reference implementations of `hone.models.layer_kernels` in torch."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return weight * _normalized(x, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
+        return _normed(x, weight, eps, zero_centred=zero_centred)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return weight * _normalized(residual.add_(x), eps)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+    ) -> Tensor:
+        return _normed(residual.add_(x), weight, eps, zero_centred=zero_centred)
 
     def rotate_heads(
         self,
@@ -228,12 +253,17 @@ class TorchKernels:
         kv_cache: Tensor | None = None,
         slot_mapping: Tensor | None = None,
         kv_scales: Tensor | None = None,
+        zero_centred: bool = False,
+        gated: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if gated:
+            queries, others = qkv.tensor_split((2 * num_heads,), 1)
+            qkv = torch.cat((queries[:, ::2], others), 1)
         num_kv_heads = (qkv.shape[1] - num_heads) // 2
         heads, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), 1)
         if q_norm is not None and k_norm is not None:
             weights = (q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))
-            heads = torch.cat(weights) * _normalized(heads, eps)
+            heads = _normed(heads, torch.cat(weights), eps, zero_centred=zero_centred)
         cos, sin = rotary[positions].unsqueeze(1).chunk(2, -1)
         half = cos.shape[-1]
         x, y, rest = heads.split((half, half, heads.shape[-1] - 2 * half), -1)
@@ -242,6 +272,12 @@ class TorchKernels:
         if kv_cache is not None and slot_mapping is not None:
             write_kv(k, v, kv_cache, slot_mapping, kv_scales)
         return q, k, v
+
+    def gate_heads(self, x: Tensor, qkv: Tensor) -> Tensor:
+        return x * qkv[:, 1 : 2 * x.shape[1] : 2].sigmoid()
+
+    def mix_heads(self, projected: Tensor, net: DeltaNet, context: PagedContext) -> Tensor:
+        return mix_heads(projected, net, context)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -262,6 +298,9 @@ class TorchKernels:
         return total if beside is None else total + beside
 
 
-def _normalized(x: Tensor, eps: float) -> Tensor:
-    """x over its root mean square along the last dimension, computed in float32."""
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+def _normed(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool) -> Tensor:
+    """x over its root mean square along the last dimension, computed in float32, times weight."""
+    normalized = F.rms_norm(x.float(), x.shape[-1:], None, eps)
+    if zero_centred:
+        return (normalized * (1.0 + weight.float())).to(x.dtype)
+    return weight * normalized.to(x.dtype)

@@ -38,12 +38,14 @@ from hone.models.ranks import ModelRanks
 from hone.models.settings import ModelConfig
 from hone.models.support import check_supported, classifies, declared_eos_ids, head_dim_of
 from hone.models.weight_files import (
+    FileWeights,
     OtherFormatError,
     damaged,
+    find_unread,
     find_weights,
+    keep_unread,
     lacking,
     misshapen,
-    note_unread,
     require_finite,
     without_place,
 )
@@ -62,6 +64,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+_CONVERSIONS = "_weight_conversions"
+"""Attribute of a model with the conversions that transformers takes back when it writes tensors.
+Without it these are all of the family."""
 _QUICK_BYTES = 1 << 30
 """Bytes of weights that a disk reads in about a second."""
 
@@ -133,7 +138,7 @@ def _loaded(
     def take(weight: Weight) -> None:
         whole = weight.whole()
         whole = whole.to(dtypes.get(weight.name, whole.dtype))
-        part = tp.shard_of(weight.name, whole, model.config.model_type)
+        part = tp.shard_of(weight.name, whole, model.config)
         # A copy: files are mapped into memory, and a part would keep the whole.
         own = packed_like(part.clone(), targets.get(weight.name))
         tensors[weight.name] = own.to(place)
@@ -159,6 +164,8 @@ def _with_tower(
     attach_whole(model, whole)
     tower, max_bytes = whole.tower(device, seed=seed), int(cfg.image_cache_gib * 2**30)
     attach_features(model, FeatureSource(tower, STORE.pixels, max_bytes=max_bytes))
+    if whole.weights is not None:
+        _keep_files(model, whole.weights)
     return whole
 
 
@@ -257,7 +264,7 @@ def blank_model(
         pack_layers(model)
     targets, tensors = dict(model.named_parameters()), dict[str, Tensor]()
     for name, tensor in named.items():
-        part = tp.shard_of(name, tensor, model.config.model_type)
+        part = tp.shard_of(name, tensor, model.config)
         part = packed_like(part, targets.get(name))
         tensors[name] = torch.zeros(part.shape, dtype=part.dtype, device=device)
     for name, buffer in _computed_buffers(model).items():
@@ -394,7 +401,7 @@ def _defer_to_files(model: PreTrainedModel, cfg: ModelConfig) -> bool:
     """Let the tensors of `model`, which are on the meta device, come from the files of `cfg.path`.
     Returns False, and logs the reason, if the files do not map directly to them."""
     try:
-        defer(model, find_weights(_place(cfg), model, _computed_buffers(model)))
+        weights = find_weights(_place(cfg), model, _computed_buffers(model))
     except OtherFormatError as error:
         size = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize / 2**30
         logger.warning(
@@ -405,8 +412,18 @@ def _defer_to_files(model: PreTrainedModel, cfg: ModelConfig) -> bool:
             size,
         )
         return False
+    defer(model, weights)
+    _keep_files(model, weights)
     _say_loading(_place(cfg))
     return True
+
+
+def _keep_files(model: PreTrainedModel, weights: FileWeights) -> None:
+    """Let exports of `model` write what the files have besides its tensors, and experts as the
+    files have them."""
+    keep_unread(model, weights.unread)
+    if weights.are_as_in_model:
+        setattr(model, _CONVERSIONS, [])
 
 
 def _say_loading(path: str) -> None:
@@ -536,7 +553,7 @@ def _from_files(
         raise misshapen(path, name, got, wanted)
     if info["unexpected_keys"]:
         raise without_place(path, info["unexpected_keys"])
-    note_unread(path, model)
+    keep_unread(model, find_unread(path, model))
     for name, weight in model.named_parameters():
         require_finite(path, name, weight.detach())
     return model

@@ -41,9 +41,10 @@ class ModelRanks:
         """Raise ValueError for a family without tensor parallelism, or sizes that the number of
         ranks does not divide."""
 
-    def shard_of(self, name: str, tensor: Tensor, model_type: str) -> Tensor:
-        """The part of a full weight that this rank holds: a view of `tensor`, or `tensor` itself.
-        `name` is the weight's in the checkpoint."""
+    def shard_of(self, name: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
+        """The part of a full weight that this rank holds: where it lies together a view of
+        `tensor`, or `tensor` itself. `name` is the weight's in the checkpoint; `config` is that of
+        the whole model or of a rank."""
         return tensor
 
     def shard_model(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -10,6 +10,8 @@ some of the MLP's inner size (Megatron-LM, Shoeybi et al., arXiv:1909.08053):
     experts              some experts of a layer, whole: parts of that same sum. Every rank has the
                          hidden states of all tokens and chooses as the others do, so that no token
                          is sent anywhere
+    linear attention     heads, as in attention; a rank's rows of the product that gives queries,
+                         keys and values lie in three blocks
     head                 rows, the vocabulary: logits are gathered, in float32
     embedding, norms,    whole on every rank: a lookup reads few rows, sharing them costs a sum
     routers
@@ -32,14 +34,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hone.attention.recurrent.layer import is_recurrent, set_heads
 from hone.distributed.processes import processes
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
 from hone.families.registry import SPECS
-from hone.families.spec import DIVIDED_FIELDS, Split
+from hone.families.spec import Split
 from hone.models.experts import Experts
 from hone.models.fused_layers import is_fusible
-from hone.models.layer_ops import LayerOps, Mlp, Projection, TorchKernels
+from hone.models.layer_ops import LayerOps, Mlp, Norm, Projection, TorchKernels
 from hone.models.ranks import ModelRanks
 from hone.models.support import head_dim_of
 
@@ -182,8 +185,8 @@ class TensorParallel(ModelRanks):
     def check_divides(self, config: PreTrainedConfig) -> None:
         check_divides(config, self.size)
 
-    def shard_of(self, name: str, tensor: Tensor, model_type: str) -> Tensor:
-        return shard_of(name, tensor, model_type, self)
+    def shard_of(self, name: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
+        return shard_of(name, tensor, config, self)
 
     def shard_model(self, model: PreTrainedModel) -> PreTrainedModel:
         return shard_model(model, self)
@@ -225,12 +228,10 @@ class TensorParallelOps(LayerOps):
         self._tp = tp
         self._sums = sums
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if self._sums is not None and len(x) <= self._sums.max_rows:
-            return self._sums.add_rms_norm(x, residual, weight, eps), residual
-        return super().add_rms_norm(self._tp.all_reduce(x), residual, weight, eps)
+            return self._sums.add_rms_norm(x, residual, *norm), residual
+        return super().add_rms_norm(self._tp.all_reduce(x), residual, norm)
 
     def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
         # Ranks add up whole products, not parts of them. The first rank adds the bias.
@@ -242,11 +243,13 @@ class TensorParallelOps(LayerOps):
         return found if found.ndim == 2 else found.sum(0).to(x.dtype)
 
 
-def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> Tensor:
-    """A rank's shard of a full weight: a view of `tensor`, or `tensor` itself.
+def shard_of(name: str, tensor: Tensor, config: PreTrainedConfig, tp: TensorParallel) -> Tensor:
+    """A rank's shard of a full weight: a view of `tensor` where it lies together, or `tensor`
+    itself.
 
-    `name` is the weight's name in the checkpoint. A vocabulary that is no multiple of the number of
-    ranks is not divided: then every rank computes all logits. Embedding and norms are whole.
+    `name` is the weight's name in the checkpoint; `config` is that of the whole model or of a rank.
+    A vocabulary that is no multiple of the number of ranks is not divided: then every rank computes
+    all logits. Embedding and norms are whole.
     """
     if tp.size == 1:
         return tensor
@@ -254,9 +257,12 @@ def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> 
         dim = None if len(tensor) % tp.size else 0
     else:
         module, _, kind = name.rpartition(".")
-        match _split_of(module, model_type):
+        match _split_of(module, config.model_type):
             case "rows" | "experts":
                 dim = 0
+            case "qkv_rows":
+                blocks = tensor.split(_qkv_rows(config, len(tensor)))
+                return torch.cat([block.chunk(tp.size)[tp.rank] for block in blocks])
             case "columns":
                 # The bias of a sum is whole on every rank; the first rank adds it.
                 dim = 1 if kind == "weight" else None
@@ -266,6 +272,15 @@ def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> 
         return tensor
     size = tensor.shape[dim] // tp.size
     return tensor.narrow(dim, tp.rank * size, size)
+
+
+def _qkv_rows(config: PreTrainedConfig, num_rows: int) -> list[int]:
+    """Rows of queries, keys and values of the whole model among all `num_rows`, by their shares,
+    which a rank has as well as the whole."""
+    layers = SPECS[config.model_type].recurrent_layers(config.to_dict())
+    assert layers is not None
+    times = num_rows // layers.num_channels
+    return [times * rows for rows in layers.qkv_rows]
 
 
 def _split_of(module: str, model_type: str) -> Split:
@@ -284,7 +299,7 @@ def shard_model(model: PreTrainedModel, tp: TensorParallel) -> PreTrainedModel:
         return model
     check_divides(model.config, tp.size)
     parts = {
-        id(parameter): _part(shard_of(name, parameter.detach(), model.config.model_type, tp), tp)
+        id(parameter): _part(shard_of(name, parameter.detach(), model.config, tp), tp)
         for name, parameter in model.named_parameters()
     }
     shard = copy.deepcopy(model, cast(dict[int, Any], parts))
@@ -312,10 +327,16 @@ def fit_to_rank(model: PreTrainedModel, tp: TensorParallel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
+        elif is_recurrent(module):
+            set_heads(
+                module,
+                num_key_heads=model.config.linear_num_key_heads,
+                num_value_heads=model.config.linear_num_value_heads,
+            )
     if model.config.tie_word_embeddings:
         head = cast(nn.Linear, model.get_output_embeddings())
         embedding = cast(nn.Embedding, model.get_input_embeddings()).weight
-        rows = shard_of("lm_head.weight", embedding.detach(), model.config.model_type, tp)
+        rows = shard_of("lm_head.weight", embedding.detach(), model.config, tp)
         if len(rows) < len(embedding):
             head.weight = nn.Parameter(rows, requires_grad=False)
             head.out_features = len(rows)
@@ -342,11 +363,16 @@ def divide_layers(model: PreTrainedModel, tp: TensorParallel) -> None:
                     module.register_parameter("bias", None)  # the first rank adds it
             case "experts":
                 raise AssertionError(f"fused layers divide experts, and {name} is in none")
-            case "rows" | "shared":
+            case "rows" | "qkv_rows" | "shared":
                 pass
     layers: Any = model.base_model.layers
     for layer in layers:
-        for part in (layer.self_attn.o_proj, layer.mlp):
+        mixes = (
+            layer.linear_attn.out_proj
+            if hasattr(layer, "linear_attn")
+            else (layer.self_attn.o_proj)
+        )
+        for part in (mixes, layer.mlp):
             part.register_forward_hook(_SumOverRanks(tp))
 
 
@@ -364,7 +390,7 @@ class _SumOverRanks:
 def divide_config(config: PreTrainedConfig, size: int) -> None:
     """Put the numbers of one of `size` ranks into the config of a model that `check_divides`."""
     config.head_dim = head_dim_of(config)
-    for field in DIVIDED_FIELDS:
+    for field in SPECS[config.model_type].divided_fields:
         setattr(config, field, getattr(config, field) // size)
 
 

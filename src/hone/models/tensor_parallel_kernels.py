@@ -91,7 +91,9 @@ class SumMailboxes(_Mailboxes):
             place_bytes=width * dtype.itemsize,
         )
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
+    ) -> Tensor:
         """`layer_kernels.add_rms_norm` of the sum of x [T, D] over ranks. Parts are added in
         float32 in the order of ranks and rounded once. T is at most `max_rows`."""
         num_rows, width = residual.shape
@@ -105,6 +107,7 @@ class SumMailboxes(_Mailboxes):
             weight,
             eps,
             **self._shared,
+            ZERO_CENTRED=zero_centred,
             WIDTH=width,
             BLOCK=block,
             num_warps=min(max(block // NORM_ELEMENTS_PER_WARP, 1), 16),
@@ -156,6 +159,7 @@ def _sum_add_norm_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -181,8 +185,12 @@ def _sum_add_norm_kernel(
     tl.store(residual_ptr + at, total, mask=mask)
     exact = total.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(exact * exact, axis=0) / WIDTH + eps)
-    normed = (exact * inverse).to(dtype).to(tl.float32)
-    tl.store(output_ptr + at, (normed * weight.to(tl.float32)).to(dtype), mask=mask)
+    normed = exact * inverse
+    if ZERO_CENTRED:
+        normed *= 1.0 + weight.to(tl.float32)
+    else:
+        normed = normed.to(dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(output_ptr + at, normed.to(dtype), mask=mask)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ The quick start, the tests and the benchmarks run on these: no download, any siz
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,17 +13,24 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hone.families.registry import public_configs
+from hone.families.registry import SPECS, spec_of
 
 __all__ = [
     "SHAPES",
+    "lengthen_memory",
     "make_bpe_tokenizer",
     "make_char_tokenizer",
     "make_model_folder",
     "make_tiny_model",
+    "small_recurrent_fields",
 ]
 
 PAD_TOKEN, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -51,9 +59,10 @@ _ARGUMENTS = {
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     name: {_ARGUMENTS.get(field, field): value for field, value in config.items()}
-    for name, config in public_configs().items()
+    for spec in SPECS.values()
+    for name, config in spec.public.items()
 }
-"""Shapes of public models, as keyword arguments of `make_tiny_model`."""
+"""Shapes of public decoders, as keyword arguments of `make_tiny_model`."""
 
 
 def make_char_tokenizer(alphabet: str, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
@@ -108,10 +117,14 @@ def make_tiny_model(
 
     `tokenizer` unset: one token a printable ASCII character. `vocab_size` unset: the tokenizer's.
     `weights` off leaves them out, for `model.init=random`. `config_fields` are further fields of
-    the family's config.json, such as `sliding_window`. Returns the folder.
+    the family's config.json, such as `sliding_window`. A hybrid model is small in its recurrent
+    layers too, unless these fields say otherwise. Returns the folder.
     """
     folder = Path(folder)
     tokenizer = tokenizer or make_char_tokenizer(PRINTABLE)
+    if spec_of(family).is_hybrid:
+        small = small_recurrent_fields(num_layers, num_heads, num_kv_heads, head_dim)
+        config_fields = {**small, **config_fields}
     config = AutoConfig.for_model(
         family,
         vocab_size=vocab_size or len(tokenizer),
@@ -134,11 +147,39 @@ def make_tiny_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        lengthen_memory(model)
         model.save_pretrained(folder)
     else:
         config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def small_recurrent_fields(
+    num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> dict[str, Any]:
+    """Fields of a `config.json` that make recurrent layers as small as these attention layers.
+    Every fourth layer and the last one have attention."""
+    return {
+        "layer_types": [
+            "full_attention" if number % 4 == 0 or number == num_layers else "linear_attention"
+            for number in range(1, num_layers + 1)
+        ],
+        "linear_num_key_heads": num_kv_heads,
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+    }
+
+
+@torch.no_grad()
+def lengthen_memory(model: PreTrainedModel) -> None:
+    """Let recurrent layers with drawn weights remember tokens, in place: for ten tokens or more.
+    transformers draws decays with which most heads forget a token at the next one, where a trained
+    model has a memory, and a state that is lost would not be seen."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.sub_(math.log(200))
 
 
 def make_model_folder(

@@ -10,16 +10,29 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from hone.models.tiny import PRINTABLE, make_char_tokenizer
+from hone.families.registry import spec_of
+from hone.families.vision.registry import VISION
+from hone.models.tiny import (
+    PRINTABLE,
+    lengthen_memory,
+    make_char_tokenizer,
+    small_recurrent_fields,
+)
 from hone.models.vision import whole_class
 
 __all__ = ["IMAGE_WORDS", "make_tiny_vision_model", "make_vision_tokenizer"]
 
-_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+_QWEN_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 IMAGE_WORDS = {
-    "qwen2_5_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    "qwen3_vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n\n"),
+    **dict.fromkeys(_QWEN, _QWEN_WORDS),
+    "qwen2_5_vl": (*_QWEN_WORDS, "<|video_pad|>"),
+    "gemma3": (
+        "<start_of_image>",
+        "<image_soft_token>",
+        "<end_of_image>",
+        *("\n" * number for number in range(2, 5)),
+    ),
     "smolvlm": (
         "<fake_token_around_image>",
         "<image>",
@@ -27,10 +40,25 @@ IMAGE_WORDS = {
         *(f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)),
     ),
 }
-"""Special tokens that stand around and for images, by family."""
+"""Special tokens that stand around and for images, and others that transformers' processor or vLLM
+looks up, by family."""
+_NAMED_WORDS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+}
+"""Some of them, by the name under which the family's processor asks a tokenizer for them."""
+_TILE_TOKENS = 16
+"""Tokens of a tile of 32 x 32 pixels."""
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    "gemma3": {"processor_class": "Gemma3Processor", "image_seq_length": _TILE_TOKENS},
+    "smolvlm": {"processor_class": "SmolVLMProcessor", "image_seq_len": _TILE_TOKENS},
+}
+"""`processor_config.json` of families whose processor has settings of its own."""
 _MARKS = {
-    "qwen2_5_vl": _QWEN_IMAGE,
-    "qwen3_vl": _QWEN_IMAGE,
+    **dict.fromkeys(_QWEN, "".join(_QWEN_WORDS)),
     "gemma3": "<start_of_image>",
     "smolvlm": "<image>",
 }
@@ -52,6 +80,8 @@ def make_vision_tokenizer(
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", *IMAGE_WORDS[family]]}
     )
+    # The only way to name tokens of a tokenizer that is there.
+    tokenizer._set_model_specific_special_tokens(_NAMED_WORDS.get(family, {}))  # pyright: ignore[reportPrivateUsage]
     tokenizer.chat_template = _TEMPLATE % _MARKS[family]
     return tokenizer
 
@@ -75,9 +105,9 @@ def make_tiny_vision_model(
     weights: bool = True,
 ) -> Path:
     """Write a Hugging Face folder of a vision-language family: config, float32 weights drawn from
-    `seed`, tokenizer, image processor's settings. Images have at least 4 tokens: Qwen's patches
-    have 14 and 16 pixels, tiles of Gemma 3 and SmolVLM 32 x 32 pixels and 16 tokens. Returns the
-    folder.
+    `seed`, tokenizer, settings of its processor and image processor. Images have at least 4 tokens:
+    Qwen's patches have 14 and 16 pixels, tiles of Gemma 3 and SmolVLM 32 x 32 pixels and 16 tokens.
+    Returns the folder.
     """
     folder = Path(folder)
     tokenizer = tokenizer or make_vision_tokenizer(family)
@@ -117,11 +147,14 @@ def make_tiny_vision_model(
                 torch.nn.init.normal_(
                     model.model.multi_modal_projector.mm_input_projection_weight, std=0.2
                 )
+        lengthen_memory(model)
         model.save_pretrained(folder)
     else:
         config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+    if family in _PROCESSORS:
+        (folder / "processor_config.json").write_text(json.dumps(_PROCESSORS[family], indent=2))
     return folder
 
 
@@ -133,7 +166,11 @@ def _fields(
     if family == "qwen2_5_vl":  # whose configuration has no head_dim
         text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     half = text["head_dim"] // 2
-    if family in ("qwen2_5_vl", "qwen3_vl"):
+    if family in _QWEN:
+        is_hybrid = spec_of(f"{family}_text").is_hybrid
+        if is_hybrid:  # which rotate a part of each head
+            half //= 2
+            text |= _recurrent_fields(text)
         third = half // 4
         section = [half - 2 * third, third, third]
         text["rope_parameters"] = {
@@ -141,6 +178,8 @@ def _fields(
             "rope_theta": 10_000.0,
             "mrope_section": section,
         }
+        if is_hybrid:
+            text["rope_parameters"]["partial_rotary_factor"] = 0.5
         vision: dict[str, Any] = {
             "initializer_range": text["initializer_range"],
             "depth": tower_layers,
@@ -149,19 +188,22 @@ def _fields(
             "num_heads": 2,
             "out_hidden_size": text["hidden_size"],
         }
-        if family == "qwen3_vl":
+        if family != "qwen2_5_vl":
             text["rope_parameters"]["mrope_interleaved"] = True
-            vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-        else:
+            vision["num_position_embeddings"] = 64
+        if family == "qwen3_vl":
+            vision["deepstack_visual_indexes"] = [0, 1]
+        elif family == "qwen2_5_vl":
             vision |= {"fullatt_block_indexes": [tower_layers - 1], "window_size": 56}
         fields = {
             "vision_config": vision,
             "image_token_id": ids["<|image_pad|>"],
-            "video_token_id": len(ids) + 1,
+            "video_token_id": ids.get("<|video_pad|>", len(ids) + 1),
             "vision_start_token_id": ids["<|vision_start|>"],
             "vision_end_token_id": ids["<|vision_end|>"],
         }
-        patch = 16 if family == "qwen3_vl" else 14
+        spec: Any = VISION[family]
+        patch = spec.patch_size
         processor = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": patch,
@@ -171,9 +213,9 @@ def _fields(
                 "shortest_edge": 4 * (2 * patch) ** 2,
                 "longest_edge": 64 * (2 * patch) ** 2,
             },
+            "image_mean": [*spec.mean],  # vLLM does not normalise where they are left out
+            "image_std": [*spec.std],
         }
-        if family == "qwen3_vl":
-            processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         return fields, processor
     vision = {
         "initializer_range": text["initializer_range"],
@@ -199,7 +241,7 @@ def _fields(
             "image_token_index": ids["<image_soft_token>"],
             "boi_token_index": ids["<start_of_image>"],
             "eoi_token_index": ids["<end_of_image>"],
-            "mm_tokens_per_image": 16,
+            "mm_tokens_per_image": _TILE_TOKENS,
         }
         return fields, {
             "image_processor_type": "Gemma3ImageProcessor",
@@ -217,3 +259,12 @@ def _fields(
         "size": {"longest_edge": 64},
         "max_image_size": {"longest_edge": 32},
     }
+
+
+def _recurrent_fields(text: dict[str, Any]) -> dict[str, Any]:
+    return small_recurrent_fields(
+        text["num_hidden_layers"],
+        text["num_attention_heads"],
+        text["num_key_value_heads"],
+        text["head_dim"],
+    )

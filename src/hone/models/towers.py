@@ -114,7 +114,7 @@ def _passes(tiles: Sequence[TilePixels]) -> Iterator[list[TilePixels]]:
 
 
 class QwenTower(Tower):
-    """Tower of Qwen2.5-VL and Qwen3-VL, which encodes pictures of any sizes together."""
+    """Tower of Qwen2.5-VL, Qwen3-VL and Qwen3.5, which encodes pictures of any sizes together."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__(whole)
@@ -190,6 +190,7 @@ class SmolTower(Tower):
 TOWERS: dict[str, type[Tower]] = {
     "qwen2_5_vl": QwenTower,
     "qwen3_vl": QwenTower,
+    "qwen3_5": QwenTower,
     "gemma3": GemmaTower,
     "smolvlm": SmolTower,
 }

@@ -36,7 +36,7 @@ from hone.models.deferred import Weight
 from hone.models.heads import has_value_head
 from hone.models.support import classifies
 from hone.models.towers import TOWERS, Tower
-from hone.models.weight_files import FileWeights, OtherFormatError, find_weights, locate
+from hone.models.weight_files import STACKED, FileWeights, OtherFormatError, find_weights, locate
 
 __all__ = [
     "WholeModel",
@@ -234,7 +234,8 @@ def _in_files(place: str, module: PreTrainedModel) -> FileWeights:
 
 def _written_names(module: PreTrainedModel) -> dict[str, str]:
     """Names under which transformers writes the tensors of a model, by name in the model."""
-    names = list(module.state_dict())
+    # Experts have several names each; whoever writes them has transformers divide them.
+    names = [name for name in module.state_dict() if not name.endswith(STACKED)]
     # The size of each stand-in is its number.
     numbered = {name: torch.empty(index, device="meta") for index, name in enumerate(names)}
     return {

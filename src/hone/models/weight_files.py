@@ -11,13 +11,13 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
@@ -30,15 +30,19 @@ from hone.errors import UserError
 from hone.models.deferred import Weight
 
 __all__ = [
+    "STACKED",
     "FileWeights",
     "OtherFormatError",
+    "UnreadTensors",
     "damaged",
+    "find_unread",
     "find_weights",
+    "keep_unread",
     "lacking",
     "locate",
     "misshapen",
-    "note_unread",
     "require_finite",
+    "unread_of",
     "without_place",
 ]
 
@@ -50,8 +54,11 @@ _ROWS = 4096
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+_proj)\.weight")
 _EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacked tensors of a module's experts, with the tensors of each expert in files."""
+STACKED = tuple(f".experts.{name}" for name in _EXPERT_TENSORS)
+"""What the names of such tensors in a model end with."""
 _ONCE_SAVED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that are in old files and that modules now compute."""
+_UNREAD_ATTRIBUTE = "_hone_unread"
 
 
 class OtherFormatError(Exception):
@@ -97,6 +104,24 @@ class _ExpertsEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadTensors:
+    """Tensors of a checkpoint for which its model has no place, as transformers declares: a head
+    that predicts further tokens, or the tower of a model that is read as text. No engine gets them,
+    and nothing trains them. An export of the model writes them again as they are in the files."""
+
+    entries: Mapping[str, _Entry]
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors by their names in the files, which are mapped into memory. Raises OSError
+        where a file is gone."""
+        for name, entry in self.entries.items():
+            yield name, entry.read(())
+
+
+@dataclass(frozen=True, slots=True)
 class FileWeights:
     """Weight source of the files of `path`, and of buffers that are in no file. Reading raises
     UserError if a value is not finite."""
@@ -104,6 +129,12 @@ class FileWeights:
     path: str
     entries: Mapping[str, _Entry | _ExpertsEntry]
     buffers: Mapping[str, Tensor]
+    unread: UnreadTensors = field(default_factory=lambda: UnreadTensors({}))
+
+    @property
+    def are_as_in_model(self) -> bool:
+        """Whether the files have each tensor as the model has it: experts stacked too."""
+        return all(isinstance(entry, _Entry) for entry in self.entries.values())
 
     @property
     def keys(self) -> dict[str, str]:
@@ -167,7 +198,7 @@ def find_weights(
             raise OtherFormatError(f"values of {' and '.join(group)}, which are tied, differ")
         _check(path, group[0], given[0], tensor.shape)
         chosen[group[0]] = given[0]
-    unread = _unread(model, others)
+    unread = _declared_unread(model, others)
     others = [name for name in others if name not in unread]
     if absent and others:
         raise OtherFormatError(f"they name {others[0]}, but not {absent[0]}")
@@ -175,40 +206,64 @@ def find_weights(
         raise lacking(path, absent)
     if others:
         raise without_place(path, others)
-    _note(path, model, unread)
-    return FileWeights(path, chosen, buffers)
+    return FileWeights(path, chosen, buffers, _unread(path, model, (entries[x] for x in unread)))
 
 
-def note_unread(path: str, model: PreTrainedModel) -> None:
-    """Log which tensors of the safetensors files of `path` a loaded `model` does not have because
-    its transformers class declares that it ignores them."""
+def keep_unread(model: nn.Module, unread: UnreadTensors) -> None:
+    """Let exports of `model` write these tensors too."""
+    setattr(model, _UNREAD_ATTRIBUTE, unread)
+
+
+def unread_of(model: nn.Module) -> UnreadTensors:
+    """The tensors that exports of `model` write in addition to its own."""
+    return getattr(model, _UNREAD_ATTRIBUTE, None) or UnreadTensors({})
+
+
+def find_unread(path: str, model: PreTrainedModel) -> UnreadTensors:
+    """Which tensors of the safetensors files of `path` a loaded `model` does not have because its
+    transformers class declares that it ignores them. Logs them."""
     try:
         entries = _entries(path)
     # Only transformers reads the content of a pickle, and it does not report it.
     except OtherFormatError:
-        return
+        return UnreadTensors({})
     names = model.state_dict().keys()
     prefix = model.base_model_prefix
-    _note(path, model, _unread(model, [x for x in entries if not {x, f"{prefix}.{x}"} & names]))
+    others = [x for x in entries if not {x, f"{prefix}.{x}"} & names]
+    return _unread(path, model, (entries[x] for x in _declared_unread(model, others)))
 
 
-def _unread(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def _declared_unread(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """The tensors of `names` without a place in `model` that its transformers class declares as
-    ignored: heads that predict further tokens, towers of a model that is read as text."""
+    ignored, and buffers that modules now compute."""
     declared: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [*declared, *_ONCE_SAVED]
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
-def _note(path: str, model: PreTrainedModel, unread: Sequence[str]) -> None:
+def _unread(
+    path: str, model: PreTrainedModel, entries: Iterable[_Entry | _ExpertsEntry]
+) -> UnreadTensors:
+    """These tensors as the files have them, without buffers that modules now compute. Logs them."""
+    each = [
+        part
+        for entry in entries
+        for part in (
+            [entry] if isinstance(entry, _Entry) else [x for own in entry.experts for x in own]
+        )
+        if not any(re.search(pattern, part.key) for pattern in _ONCE_SAVED)
+    ]
+    unread = UnreadTensors({entry.key: entry for entry in each})
     if unread:
         logger.info(
-            "%s holds %d tensors that are not read, among them %s: %s does not have these parts",
+            "%s holds %d tensors that are not read, among them %s: %s does not have these parts, "
+            "and exports keep them",
             path,
-            len(unread),
-            ", ".join(sorted(unread)[:3]),
+            len(unread.entries),
+            ", ".join(sorted(unread.entries)[:3]),
             type(model).__name__,
         )
+    return unread
 
 
 def lacking(path: str, absent: list[str]) -> UserError:

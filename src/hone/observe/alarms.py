@@ -535,8 +535,9 @@ _MACHINE = (
     ),
     Rule(
         "host_memory",
-        leaks("mem/rss_gib"),
-        "Host memory keeps growing: something holds on to samples, tensors or worker results.",
+        leaks("mem/rss_without_caches_gib"),
+        "Host memory keeps growing, and not for caches that have a bound: something holds on to "
+        "samples, tensors or worker results.",
     ),
     Rule(
         "unattributed_time",

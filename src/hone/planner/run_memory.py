@@ -30,6 +30,7 @@ from hone.config.tree import RLConfig
 from hone.engine.cost import CONTEXT_BYTES, GROUP_BYTES, EngineMemory
 from hone.families.shape import ModelShape
 from hone.hardware import GIB
+from hone.rewards.settings import RewardModelConfig
 from hone.trainer.cost import (
     TrainingMemory,
     layer_code,
@@ -269,6 +270,11 @@ class RunMemory:
         if not found:
             return {}
         tokens = [self.micro_batches(role)[0] for _, role in found if role.name == "policy"]
+        tokens += [
+            max(role.settings.max_tokens_per_forward, self.longest)
+            for _, role in found
+            if isinstance(role.settings, RewardModelConfig)
+        ]
         if self.role is not None:
             tokens.append(self.role.engine.max_num_batched_tokens)
         num_tokens = max(tokens, default=self.longest)

@@ -7,10 +7,14 @@ the turns that it asked for (`hone.door.harness`) and wants the score.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from time import monotonic
+from typing import Any
 
-from hone.envs.session import Action, ModelAccess
+from hone.envs.session import Action, DataRow, ModelAccess
+from hone.images.parts import has_images
 from hone.rewards.live_sessions import LiveSession, LiveSessions
 from hone.rewards.play import EpisodeSoFar
 from hone.rewards.pool import WorkerPool
@@ -44,6 +48,23 @@ class LivePrograms(LiveSessions):
         self._limits.pop(sample.id, None)  # of an earlier attempt
         return self._open_access(sample)
 
+    def _row(self, sample: Sample) -> DataRow:
+        """The row with the files of its images in its messages, as paths or bytes."""
+        row, contents = super()._row(sample), sample.prompt.model_input.contents
+        if not contents:
+            return row
+        from hone.images.store import STORE  # not for texts
+
+        sources = [source for each in contents if (source := STORE.source(each.hash)) is not None]
+        files = iter([source.file.source for source in sources if not source.number])
+        messages = tuple(
+            message | {"content": [_with_image(part, files) for part in message["content"]]}
+            if has_images(message.get("content"))
+            else message
+            for message in row.messages
+        )
+        return replace(row, messages=messages)
+
     def _call(self, sample: Sample, live: LiveSession) -> EpisodeSoFar:
         if sample.id in self._limits:
             limit = self._limits.pop(sample.id)
@@ -53,6 +74,10 @@ class LivePrograms(LiveSessions):
             )
         limit = StopReason.DEADLINE if monotonic() > live.ends_at else None
         return EpisodeSoFar(given=_step(limit), earned=0.0, limit=None)
+
+
+def _with_image(part: Mapping[str, Any], files: Iterator[Path | bytes]) -> Mapping[str, Any]:
+    return {"type": "image", "image": next(files)} if part["type"] == "image" else part
 
 
 def _step(limit: StopReason | None, num_turns: int = 0, *, is_last: bool = False) -> SessionCall:

@@ -22,6 +22,7 @@ from threading import Thread
 from typing import IO, Any
 
 from hone.envs.session import Action, DataRow, End, ModelAccess
+from hone.images.parts import data_uri, has_images
 from hone.rewards.shapes import DeadlineError, InvalidScoreError, ProgramError
 from hone.types import Observation, StopReason
 
@@ -63,6 +64,7 @@ class ProgramSession:
     def start(self, row: DataRow) -> None:
         """Start the program. Raises ProgramError where that is not possible."""
         assert row.model is not None, "the driver says where the policy is"
+        task = _task(row)
         self._folder = Path(tempfile.mkdtemp(prefix="hone-episode-", dir=self._parent))
         if os.geteuid() == 0:  # commands of its shell (`shell.py`) may run as another user
             self._folder.chmod(0o711)
@@ -83,7 +85,7 @@ class ProgramSession:
         assert process.stdout is not None
         assert process.stderr is not None
         self._outputs = _End(process.stdout), _End(process.stderr)
-        Thread(target=_write, args=(process.stdin, _task(row)), daemon=True).start()
+        Thread(target=_write, args=(process.stdin, task), daemon=True).start()
 
     def step(self, action: Action) -> Observation | End:
         """Wait for the end of the program, or read its score."""
@@ -190,9 +192,28 @@ def _score(printed: str) -> Mapping[str, float] | float | None:
 
 
 def _task(row: DataRow) -> bytes:
-    """The task of a program: the row without the key, which is in its environment."""
+    """The task of a program: the row without the key, which is in its environment. Its messages
+    have images as those of OpenAI's chat API do. Raises ProgramError where a file is gone."""
     fields = asdict(row) | {"model": None if row.model is None else row.model.name}
+    fields["messages"] = [
+        message | {"content": [*map(_sent, message["content"])]}
+        if has_images(message.get("content"))
+        else message
+        for message in row.messages
+    ]
     return json.dumps(fields, default=str).encode()
+
+
+def _sent(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a message, with a data URI in the place of an image's file."""
+    if part["type"] != "image":
+        return part
+    file: Path | bytes = part["image"]
+    try:
+        data = file.read_bytes() if isinstance(file, Path) else file
+    except OSError as error:
+        raise ProgramError(f"an image of the row cannot be read: {error}") from error
+    return {"type": "image_url", "image_url": {"url": data_uri(data)}}
 
 
 def _environment(model: ModelAccess, folder: Path) -> dict[str, str]:

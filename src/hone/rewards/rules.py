@@ -86,6 +86,15 @@ class RewardFacts(Facts):
         length = required(facts.context_length, path)
         return Fact(length, "the context of reward.model.path")
 
+    @cached_property
+    def tokens_per_judged_image(self) -> Fact[int]:
+        """Tokens that the reward model makes of every image, whatever its size; not known where
+        they follow from it."""
+        path = required(self["reward.model.path"], "reward.model.path")
+        tower = required(required(ModelFacts.known(path), path).shape, path).tower
+        number = required(tower and tower.tokens_per_image, path)
+        return Fact(number, "the number of tokens of an image of reward.model.path")
+
 
 def _functions(view: RewardFacts) -> Iterator[tuple[str, RewardFunctionConfig]]:
     for index, function in enumerate(view["reward.functions"]):
@@ -369,6 +378,9 @@ RULES = with_facts(
     warning("@longest > @reward_model_context", given=("reward.model.path",),
             why="samples that are longer in its tokens fail",
             fix="lower what adds up to the row | use a model with a longer context"),
+    error("data.max_image_tokens < @tokens_per_judged_image", given=("reward.model.path",),
+          why="its family makes as many of an image of any size",
+          fix="data.max_image_tokens = {tokens_per_judged_image} | more"),
     unused("reward.model.(weight|max_tokens_per_forward)", "reward.model.path = unset",
            why="there is no reward model", instead="name a model in reward.model.path"),
     error(each=_wrong, says="{key}.fn '{fn}'", why="{problem}"),

@@ -79,7 +79,7 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
 def _part(part: Any) -> dict[str, Any] | None:
     """A part of a message; None for what is none."""
     if isinstance(part, Mapping) and is_image_part(cast("Mapping[str, Any]", part)):
-        return {"type": "image", "image": _as_text(image_in(part).get("image"))}
+        return {"type": "image", "image": _as_text(image_in(part))}
     text = part.get("text") if isinstance(part, Mapping) else None
     return {"type": "text", "text": text} if isinstance(text, str) else None
 

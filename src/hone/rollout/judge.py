@@ -31,12 +31,15 @@ from hone.algorithms.preferences.reward_model import valued_at_end
 from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
+from hone.families.vision.registry import inputs_of
+from hone.images.sending import prefetch_pixels
+from hone.model_input import prompt_digest
 from hone.rewards.environment import EnvFacts
 from hone.rewards.scorer import ScorerStats
 from hone.rewards.settings import REWARD_MODEL, RewardConfig
 from hone.rollout.runner import RequestSource, SampleScorer, Sessions
 from hone.rollout.scorer_pool import ScorerPool
-from hone.rollout.transcripts import Transcripts
+from hone.rollout.transcripts import Transcript, Transcripts
 from hone.trainer.build import frozen_model
 from hone.trainer.collating import collate
 from hone.trainer.settings import SFTTrainerConfig
@@ -51,14 +54,14 @@ _MAX_KEPT = 100_000
 """Largest number of scores that are kept for equal sequences."""
 
 
-_Sequences = Sequence[Sequence[int]]
+_Sequences = Sequence[Transcript]
 
 
 class SequenceScorer(Protocol):
     """A reward model, colocated or remote."""
 
     def begin(self, sequences: _Sequences, /) -> Future[list[float]]:
-        """Start to score sequences of ids, each at its last token, in one pass. The future raises
+        """Start to score sequences, each at its last token, in one pass. The future raises
         WorkersLostError where all remote scorers are lost."""
         ...
 
@@ -69,6 +72,7 @@ class RewardModel:
     def __init__(self, module: PreTrainedModel) -> None:
         """`module` is a model of `load_value_model`, on its device."""
         self._pad_id: int | None = module.config.pad_token_id
+        self._inputs = inputs_of(module.config)
         # Not compiled: compilation takes a minute before the first score, and passes are few.
         cfg = SFTTrainerConfig(compile=False)
         self._model = frozen_model(module, cfg, Mesh.alone(module.device))
@@ -87,7 +91,8 @@ class RewardModel:
         assert outputs == _VALUES, outputs
         if not rows:
             return np.zeros((1, 0), np.float32)
-        batch = collate(rows, [0.0] * len(rows), self._model.mesh.device)
+        device = self._model.mesh.device
+        batch = collate(rows, [0.0] * len(rows), device, inputs=self._inputs)
         return self._model.forward(batch, outputs)["values"].float().cpu().numpy()[None]
 
 
@@ -119,10 +124,18 @@ _VALUES = frozenset[Output]({"values"})
 def _rows(sequences: _Sequences, pad_id: int | None) -> list[Row]:
     """Rows that are valued at their last token before padding, as in transformers. For a model that
     pads with its end token this is the token before the end token, in training as well."""
-    return [valued_at_end(f"{number}", ids, pad_id=pad_id) for number, ids in enumerate(sequences)]
+    return [
+        replace(
+            valued_at_end(f"{number}", sequence.token_ids, pad_id=pad_id),
+            model_input=sequence.model_input,
+        )
+        for number, sequence in enumerate(sequences)
+    ]
 
 
-_Ids = tuple[int, ...]
+_Key = bytes
+"""Digest of a sequence, equal for those that are the same to the model."""
+_NOTHING = Transcript(())
 
 
 @dataclass(slots=True)
@@ -132,7 +145,8 @@ class _Pending:
     sample: Sample
     is_asked: bool
     """Whether the model is to score it."""
-    ids: _Ids = ()
+    sequence: Transcript = _NOTHING
+    key: _Key = b""
     score: float | None = None
     problem: str = ""
     """Why the model gives no score."""
@@ -144,7 +158,7 @@ class _Pending:
     @property
     def num_tokens(self) -> int:
         """Tokens in its pass, with the one that `valued_at_end` appends."""
-        return len(self.ids) + 1
+        return len(self.sequence.token_ids) + 1
 
     @property
     def is_done(self) -> bool:
@@ -178,10 +192,10 @@ class RewardModelScorer:
         """Tokens in the queue."""
         self._num_polls = 0
         """Polls since the last pass, or since the queue was empty."""
-        self._known: dict[_Ids, float] = {}
-        self._waiting: dict[_Ids, list[_Pending]] = {}
+        self._known: dict[_Key, float] = {}
+        self._waiting: dict[_Key, list[_Pending]] = {}
         """By a sequence in a running pass: the samples that wait for its score."""
-        self._passes: dict[Future[list[float]], list[_Ids]] = {}
+        self._passes: dict[Future[list[float]], list[_Key]] = {}
         """Running passes with their sequences."""
         self._busy_s = 0.0
 
@@ -290,19 +304,21 @@ class RewardModelScorer:
     def _enqueue(self, pending: _Pending) -> None:
         sample, limit = pending.sample, self._transcripts.max_tokens
         try:
-            ids = self._transcripts.of_sample(sample)
+            sequence = self._transcripts.of_sample(sample)
         except UserError as error:
             pending.problem = f"{error}"
             return
-        if len(ids) > limit:
+        if (num_tokens := len(sequence.token_ids)) > limit:
             pending.problem = (
-                f"for it prompt and completion have {len(ids):,} tokens, more than its context of "
-                f"{limit:,}"
+                f"for it prompt and completion have {num_tokens:,} tokens, more than its context "
+                f"of {limit:,}"
             )
             return
-        pending.ids = tuple(ids)
-        pending.score = self._known.get(pending.ids)
+        pending.sequence = sequence
+        pending.key = prompt_digest(sequence.token_ids, sequence.model_input)
+        pending.score = self._known.get(pending.key)
         if pending.score is None:
+            prefetch_pixels([sequence.model_input], lambda: ())
             self._queue.append(pending)
             self._num_queued += pending.num_tokens
 
@@ -316,27 +332,27 @@ class RewardModelScorer:
             num_tokens += taken[-1].num_tokens
         self._num_queued -= num_tokens
         self._num_polls = 0
-        sequences: list[_Ids] = []
+        sequences: dict[_Key, Transcript] = {}
         for pending in taken:
-            if pending.ids in self._known:
-                pending.score = self._known[pending.ids]
-            elif pending.ids in self._waiting:
-                self._waiting[pending.ids].append(pending)
+            if pending.key in self._known:
+                pending.score = self._known[pending.key]
+            elif pending.key in self._waiting:
+                self._waiting[pending.key].append(pending)
             else:
-                self._waiting[pending.ids] = [pending]
-                sequences.append(pending.ids)
+                self._waiting[pending.key] = [pending]
+                sequences[pending.key] = pending.sequence
         if sequences:
-            self._passes[self._model.begin(sequences)] = sequences
+            self._passes[self._model.begin([*sequences.values()])] = [*sequences]
         self._busy_s += perf_counter() - start
 
     def _take_passes(self) -> bool:
         """Take the scores of finished passes; whether there were any. Raises the model's errors."""
         done = [scoring for scoring in self._passes if scoring.done()]
         for scoring in done:
-            sequences = self._passes.pop(scoring)
-            for ids, score in zip(sequences, scoring.result(), strict=True):
-                self._known[ids] = score
-                for pending in self._waiting.pop(ids):
+            keys = self._passes.pop(scoring)
+            for key, score in zip(keys, scoring.result(), strict=True):
+                self._known[key] = score
+                for pending in self._waiting.pop(key):
                     pending.score = score
         while len(self._known) > _MAX_KEPT:
             del self._known[next(iter(self._known))]

@@ -121,8 +121,8 @@ def collate(
     keys = spans = segments = None
     if any(absent):
         keys = _keys(places, lengths, len(packed), send)
-        if inputs.has_states:
-            segments = plan_segments(_segments(rows, prefixes, absent), send)
+    if inputs.has_states:
+        segments = plan_segments(_segments(rows, prefixes, absent), send)
     if inputs.attends_within:
         spans = _spans(rows, absent, places, borders, send)
     return MicroBatch(
@@ -188,16 +188,19 @@ def _segments(rows: Sequence[Row], prefixes: Sequence[int], absent: Sequence[int
     """The packed tokens as segments: shared prefixes, each followed by what their rows have behind
     them, and rows that share none."""
     found: list[Segment] = []
+    shared = {sharers_of(row) for row, less in zip(rows, absent, strict=True) if less}
     prefix_of: dict[str, int] = {}
     start = 0
     for row, prefix, less in zip(rows, prefixes, absent, strict=True):
         group = sharers_of(row)
-        size = row.num_tokens - less
-        if prefix and not less:
-            prefix_of[group] = len(found)
-            found.append(Segment(start, prefix))
-            start, size = start + prefix, size - prefix
-        found.append(Segment(start, size, parent=prefix_of[group] if prefix else None))
+        size, parent = row.num_tokens - less, None
+        if prefix and group in shared:
+            if not less:
+                prefix_of[group] = len(found)
+                found.append(Segment(start, prefix))
+                start, size = start + prefix, size - prefix
+            parent = prefix_of[group]
+        found.append(Segment(start, size, parent))
         start += size
     return found
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hone.attention import ContextParallel, PackedContext
 from hone.attention.token_shares import padded_tokens, token_ranges
 from hone.distributed.mesh import Axis, Mesh
 from hone.models.routes import unrecorded
+from hone.segments import Segment, plan_segments
 from hone.trainer.collating import to_device
 from hone.trainer.shard import MicroBatchShard, whole_shard
 from hone.types import MicroBatch
@@ -86,6 +88,11 @@ def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Mic
     padding = num_tokens - batch.num_tokens
     lengths = (*batch.lengths, padding) if padding else batch.lengths
     context = PackedContext.from_lengths(lengths, device=mesh.device)
+    segments = None
+    if batch.segments is not None:
+        starts = accumulate(lengths, initial=0)
+        rows = [Segment(*x) for x in zip(starts, lengths, strict=False)]
+        segments = plan_segments(rows, lambda array: move(torch.as_tensor(array)))
     owner, local = _places(num_tokens, mesh)
     own_tokens = (owner == rank).nonzero().squeeze(1)
     own_routes = None
@@ -102,7 +109,10 @@ def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Mic
         input_ids=move(F.pad(batch.input_ids, (0, padding))[own_tokens]),
         position_ids=move(_padded(batch.position_ids, padding)[..., own_tokens]),
         context=replace(
-            context, parallel=ContextParallel(ring=ring, ulysses=ulysses), routes=own_routes
+            context,
+            parallel=ContextParallel(ring=ring, ulysses=ulysses),
+            routes=own_routes,
+            segments=segments,
         ),
         predict_index=move(local[batch.predict_index[own]]),
         labels=move(batch.labels[own]),

@@ -35,10 +35,10 @@ from hone.distributed.settings import AxisSizes
 from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import spec_of
 from hone.families.shape import ModelShape, TensorShape
-from hone.families.spec import CHUNK
 from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
 from hone.models.settings import LoraConfig
 from hone.rewards.settings import RewardModelConfig
+from hone.segments import CHUNK
 from hone.trainer.settings import SFTTrainerConfig
 
 __all__ = [

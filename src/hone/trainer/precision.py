@@ -92,24 +92,25 @@ def apply_matmul_precision(
 def multiply_in_float8(model: PreTrainedModel) -> None:
     """Replace the projections of the decoder layers by float8 ones, in place.
 
-    Projections whose widths are not multiples of 16 stay. Rules of `hone check` refuse models
-    without a fitting projection, and adapters.
+    Projections whose widths are not multiples of 16 stay, and those that give the decays and step
+    sizes of gated linear attention: one number a head and token, whose errors a state adds up.
+    Rules of `hone check` refuse models without a fitting projection, and adapters.
     """
     layers = decoder_layers(model)
     float8 = _torchao_float8()
     config = float8.Float8LinearConfig.from_recipe_name(_RECIPE)
     float8.convert_to_float8_training(
         layers,
-        module_filter_fn=lambda module, _: _fits(module),
+        module_filter_fn=_fits,
         config=replace(config, pad_inner_dim=True),
     )
     layers.train(layers.training)  # new modules start in training mode
 
 
-def _fits(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and not (
-        module.in_features % FP8_ALIGNMENT or module.out_features % FP8_ALIGNMENT
-    )
+def _fits(module: nn.Module, name: str) -> bool:
+    if not isinstance(module, nn.Linear) or name.endswith(("in_proj_a", "in_proj_b")):
+        return False
+    return module.in_features % FP8_ALIGNMENT == module.out_features % FP8_ALIGNMENT == 0
 
 
 def _torchao_float8() -> Any:

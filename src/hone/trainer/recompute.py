@@ -2,9 +2,9 @@
 
 `full` keeps a layer's input. `selective` also keeps the results of attention and, in layers that
 are not compiled, of matrix products: the tensors that take least memory for their time of
-computation. A compiled layer consists of graphs between its attention calls, and each graph is
-recomputed as a whole. `uniform:N` keeps the input of every N layers. Backward sees the bits that
-forward saw.
+computation. Kernels of gated linear attention run again. A compiled layer consists of graphs
+between its attention calls, and each graph is recomputed as a whole. `uniform:N` keeps the input of
+every N layers. Backward sees the bits that forward saw.
 
 The layers of a span run when its last one is called; calls of the earlier ones return their input.
 

@@ -13,8 +13,8 @@ from hone.config.rules.view import Details, Fact, NotKnownError, required
 from hone.config.tree import SAMPLING, SUPERVISED
 from hone.distributed.settings import ulysses_problem
 from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
-from hone.families.registry import SPECS, TENSOR_FAMILIES
-from hone.families.spec import PROJECTIONS
+from hone.families.registry import SPECS, TENSOR_FAMILIES, spec_of
+from hone.families.spec import PROJECTIONS, RECURRENT_DIVIDED_FIELDS
 from hone.families.stages import stage_layers
 
 __all__ = ["RULES"]
@@ -140,11 +140,19 @@ class TrainerFacts(Facts):
         return self.plan.trainers_hold_frozen
 
     @cached_property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Projections of the model's layers that can have adapters."""
+        known = self.plan.model
+        own = () if known is None else spec_of(str(known.family)).lora_targets
+        return own or PROJECTIONS
+
+    @cached_property
     def unknown_targets(self) -> str:
         """Names in `model.lora.target_modules` that no layer has, each with the closest name that a
         layer has."""
-        unknown = [name for name in self["model.lora.target_modules"] if name not in PROJECTIONS]
-        near = {name: get_close_matches(name, PROJECTIONS, 1) for name in unknown}
+        known = self.lora_targets
+        unknown = [name for name in self["model.lora.target_modules"] if name not in known]
+        near = {name: get_close_matches(name, known, 1) for name in unknown}
         return ", ".join(
             f"{name} (did you mean {near[name][0]}?)" if near[name] else name for name in unknown
         )
@@ -210,7 +218,7 @@ class TrainerFacts(Facts):
     def broken_4bit_blocks(self) -> str:
         """Names and sizes of adapted projections whose number of values is no multiple of a 4-bit
         block."""
-        targets = self["model.lora.target_modules"] or PROJECTIONS
+        targets = self["model.lora.target_modules"] or self.lora_targets
         tensors = () if self.plan.shape is None else self.plan.shape.tensors()
         broken = [t for t in tensors if t.name in targets and t.numel % NF4_BLOCK]
         return ", ".join(f"{t.name} ({' x '.join(map(str, t.size))})" for t in broken)
@@ -223,13 +231,18 @@ class TrainerFacts(Facts):
 
 def _ulysses_problem(key: str) -> Callable[[TrainerFacts], Iterator[Details]]:
     def find(view: TrainerFacts) -> Iterator[Details]:
-        heads = view.model.divided.get("num_attention_heads")
+        divided = view.model.divided
+        heads = divided.get("num_attention_heads")
         size, tensor = view[key], view[_TENSOR]
         if heads is None or size is None:
             return
-        parts = heads // tensor, view.model.divided.get("num_key_value_heads", heads) // tensor
+        parts = heads // tensor, divided.get("num_key_value_heads", heads) // tensor
         if problem := ulysses_problem(size, *parts):
             yield {"problem": problem}
+        for name in RECURRENT_DIVIDED_FIELDS:
+            number = divided.get(name, size * tensor) // tensor
+            if number % size:
+                yield {"problem": f"each process takes equally many of {name} = {number}"}
 
     return find
 
@@ -343,7 +356,7 @@ _FORMATS = (
           fix="model.lora.load_in_4bit = false | leave these out of model.lora.target_modules"),
     error("@unknown_targets",
           says=f"{_TARGETS} names {{unknown_targets}}",
-          why=f"the projections of a layer, which can have adapters, are {', '.join(PROJECTIONS)}",
+          why="the projections of a layer, which can have adapters, are {lora_targets}",
           fix="name some of these | none for all of them"),
     unused(_TARGETS, f"not {_RANK}",
            why="there are no adapters, and all weights are trained", instead=f"{_RANK} = 16"),
@@ -406,6 +419,14 @@ _FORMATS = (
            "an image's features go to the process that has all of its row"),
           (("pipeline_parallel_size",), "features of images do not pass from stage to stage"))
       for name in names),
+    *(error(f"{_PARALLEL}.{name} > 1", "@is_hybrid",
+            says=f"{_PARALLEL}.{name} is {{{_PARALLEL}.{name}}}, and {{the_model}} has layers of "
+            "gated linear attention",
+            why="these read a row from its first token to its last, and a ring has parts of it in "
+            "another order",
+            fix=f"{_PARALLEL}.{name} = 1 | {_PARALLEL}.{name.replace('ring', 'ulysses')}, which "
+            "divides heads")
+      for name in ("ring_size", "reference_ring_size")),
     error("model.exact", "@sees_images", only=_EXACT,
           says="model.exact is on, and {the_model} sees images",
           why="exact mode computes text models", fix="model.exact = false"),

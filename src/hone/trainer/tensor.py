@@ -7,6 +7,8 @@ arXiv:2205.05198):
     embedding, head          rows, the vocabulary; one tensor where they are tied
     q, k, v, gate, up        rows: a rank's own heads and inner size
     o, down                  columns: partial sums, added up by a reduce-scatter over the tokens
+    linear attention         heads, in the same way; `own_rows` says how a rank gets its rows of
+                             queries, keys and values, which lie behind each other in one weight
     norms                    whole on every rank, each sees its share of tokens or of heads
     head of values           whole on every rank, each sees all tokens
 
@@ -24,8 +26,10 @@ Letters: T tokens, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar, cast
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 import torch.distributed._functional_collectives as collectives
@@ -41,6 +45,7 @@ from torch.distributed.tensor import (
 )
 from transformers import PreTrainedModel
 
+from hone.attention.recurrent.layer import DeltaNet, DeltaWeights, is_recurrent, set_heads
 from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS, TENSOR_FAMILIES
 from hone.families.spec import Split
@@ -48,7 +53,7 @@ from hone.models.decoder import Elsewhere, decoder_layers, head_weight
 from hone.models.heads import has_value_head, value_head
 from hone.trainer.row_shares import first_row, gather_rows
 
-__all__ = ["SplitModule", "own_part", "parallelize"]
+__all__ = ["SplitModule", "own_part", "own_rows", "parallelize"]
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
@@ -67,7 +72,8 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
     base: Any = model.base_model
     for module, layer_class in _split_modules(model):
         layer_class.split(module, mesh.tensor_mesh)
-        module.__class__ = layer_class
+        if layer_class is not SplitHeads:
+            module.__class__ = layer_class
     if is_tied:
         head.weight = embedding.weight
     elif has_value_head(model):
@@ -75,7 +81,11 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
     elif not isinstance(head, Elsewhere):
         ColumnLinear.split(head, mesh.tensor_mesh)
     for layer in cast(Any, decoder_layers(model)):
-        layer.self_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
+        if hasattr(layer, "linear_attn"):
+            layer.register_forward_pre_hook(_name_positions, with_kwargs=True)
+            layer.linear_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
+        else:
+            layer.self_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
         layer.mlp.register_forward_pre_hook(_gather_for_mlp)
     base.register_forward_hook(_gather_output, with_kwargs=True)
 
@@ -87,13 +97,25 @@ def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[Spl
     plan = SPECS[family].tensor_plan
     assert plan is not None
     for layer in decoder_layers(model):
+        modules = dict(layer.named_modules())
         for name, split in plan.items():
-            yield layer.get_submodule(name), _CLASSES[split]
-    ends = {"norm": SharedNorm, "embed_tokens": VocabularyEmbedding}
-    for name, layer_class in ends.items():
-        module = model.base_model.get_submodule(name)
-        if not isinstance(module, Elsewhere):
-            yield module, layer_class
+            if (module := modules.get(name)) is not None:  # a hybrid has layers of two kinds
+                yield module, _class_of(module, split)
+    norm, embedding = model.base_model.norm, model.base_model.embed_tokens
+    if not isinstance(norm, Elsewhere):
+        yield norm, _class_of(norm, "shared")
+    if not isinstance(embedding, Elsewhere):
+        yield embedding, VocabularyEmbedding
+
+
+def _class_of(module: nn.Module, split: Split) -> type[SplitModule]:
+    if is_recurrent(module):
+        return SplitHeads
+    if split == "qkv_rows":
+        return QkvLinear if isinstance(module, nn.Linear) else SplitConvolution
+    if split == "shared" and hasattr(module, "eps"):  # as families with `1 + weight` name it
+        return CentredNorm
+    return _CLASSES[split]
 
 
 class SplitModule(nn.Module):
@@ -166,6 +188,64 @@ class SharedNorm(SplitModule):
         return _shared(self.weight) * normed.to(x.dtype)
 
 
+class CentredNorm(SplitModule):
+    """RMSNorm over this rank's share of the rows that multiplies by 1 + weight, in float32."""
+
+    placements: ClassVar = {"weight": Replicate()}
+    weight: nn.Parameter
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + _shared(self.weight).float())).to(x.dtype)
+
+
+class SplitHeads(SplitModule):
+    """A gated delta net, as far as its own parameters go: those of this rank's heads."""
+
+    placements: ClassVar = {"A_log": Shard(0), "dt_bias": Shard(0)}
+
+    @classmethod
+    def split(cls, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(module, mesh)
+        own: Any = module
+        rows, size = (own.key_dim, own.key_dim, own.value_dim), mesh.size()
+        own.in_proj_qkv.all_rows = own.conv1d.all_rows = rows
+        keys, values = own.num_k_heads // size, own.num_v_heads // size
+        set_heads(module, num_key_heads=keys, num_value_heads=values)
+        own.forward = _SplitDeltaNet(module)
+
+
+class QkvLinear(SplitModule, nn.Linear):
+    """All tokens in, the queries, keys and values of this rank's heads out, behind each other."""
+
+    placements: ClassVar = {"weight": Shard(0)}
+    all_rows: tuple[int, int, int]
+    """Rows of all queries, all keys and all values."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, own_rows(self.weight, self.all_rows))
+
+
+class SplitConvolution(SplitModule):
+    """A convolution of each channel of queries, keys and values, whose weight others read."""
+
+    placements: ClassVar = {"weight": Shard(0)}
+
+
+class _SplitDeltaNet(DeltaNet):
+    def weights(self) -> DeltaWeights:
+        module: Any = self.module
+        convolution = own_rows(module.conv1d.weight, module.conv1d.all_rows)
+        return DeltaWeights(
+            convolution=convolution.squeeze(1),
+            A_log=own_part(module.A_log),
+            dt_bias=own_part(module.dt_bias),
+            norm=_shared(module.norm.weight),
+        )
+
+
 class ValueHead(SplitModule):
     """Head of one row, whole on every rank; each rank computes its whole gradient."""
 
@@ -182,6 +262,81 @@ _CLASSES: dict[Split, type[SplitModule]] = {
 def own_part(parameter: Tensor) -> Tensor:
     """A rank's part of a split parameter."""
     return cast(DTensor, parameter).to_local()
+
+
+def own_rows(parameter: Tensor, blocks: Sequence[int]) -> Tensor:
+    """The rows of this rank's heads, of a parameter that consists of blocks of these numbers of
+    rows, each with rows of all heads in order.
+
+    As a DTensor it is cut in order, for FSDP, checkpoints and syncs, so that a rank holds rows of
+    other ranks' heads. An all-to-all exchanges them, and their gradients in backward: 1 / size of
+    the weight.
+    """
+    return _ExchangeRows.apply(own_part(parameter), _mesh(parameter), tuple(blocks))
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """From the rows that a rank holds to those that it computes with, which each one rank needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, blocks: tuple[int, ...]) -> Tensor:
+        ctx.mesh = mesh
+        ctx.pieces = pieces = _pieces(blocks, mesh.size())
+        rank = mesh.get_local_rank()
+        sent = [x[start:stop] for to in pieces[rank] for start, stop in to]
+        return _all_to_all(torch.cat(sent), *_splits(pieces, rank), mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        pieces, rank = ctx.pieces, ctx.mesh.get_local_rank()
+        gives, gets = _splits(pieces, rank)
+        received = _all_to_all(grads[0].contiguous(), gets, gives, ctx.mesh)
+        own = [span for to in pieces[rank] for span in to]
+        parts = received.split([stop - start for start, stop in own])
+        return (
+            torch.cat([part for _, part in sorted(zip(own, parts, strict=True), key=_first)]),
+            None,
+            None,
+        )
+
+
+def _first(pair: tuple[tuple[int, int], Tensor]) -> int:
+    return pair[0][0]
+
+
+Pieces: TypeAlias = "tuple[tuple[tuple[tuple[int, int], ...], ...], ...]"
+"""Ranges of the rows of each rank that go to each rank."""
+
+
+@lru_cache
+def _pieces(blocks: tuple[int, ...], size: int) -> Pieces:
+    """A rank holds a contiguous part of all rows, and needs one of each block."""
+    held = sum(blocks) // size
+    starts = list(accumulate(blocks, initial=0))
+    needed = [
+        [
+            (start + rank * n // size, start + (rank + 1) * n // size)
+            for start, n in zip(starts, blocks, strict=False)
+        ]
+        for rank in range(size)
+    ]
+    return tuple(
+        tuple(
+            tuple(
+                (max(start - first, 0), min(stop - first, held))
+                for start, stop in spans
+                if start - first < held and stop > first
+            )
+            for spans in needed
+        )
+        for first in range(0, held * size, held)
+    )
+
+
+def _splits(pieces: Pieces, rank: int) -> tuple[list[int], list[int]]:
+    """Numbers of rows that a rank gives to each rank, and gets from each."""
+    numbers = [[sum(stop - start for start, stop in spans) for spans in own] for own in pieces]
+    return numbers[rank], [own[rank] for own in numbers]
 
 
 def _shared(parameter: Tensor) -> Tensor:
@@ -273,12 +428,26 @@ def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x, "sum", (mesh, 0)))
 
 
+def _all_to_all(x: Tensor, gives: list[int], gets: list[int], mesh: DeviceMesh) -> Tensor:
+    """Rows of x in order of the ranks that they go to, `gives` of them to each; those received."""
+    received = collectives.all_to_all_single(x.flatten(1), gets, gives, (mesh, 0))
+    return collectives.wait_tensor(received).unflatten(1, x.shape[1:])
+
+
 def _gather_for_attention(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    tokens = _gather(kwargs["hidden_states"], _mesh(module.o_proj.weight))
-    num_tokens = kwargs["position_embeddings"][0].shape[1]
-    return args, kwargs | {"hidden_states": tokens[:, :num_tokens]}
+    output = module.out_proj if is_recurrent(module) else module.o_proj
+    tokens = _gather(kwargs["hidden_states"], _mesh(output.weight))
+    positions = kwargs.get("all_positions") or kwargs["position_embeddings"]
+    return args, kwargs | {"hidden_states": tokens[:, : positions[0].shape[1]]}
+
+
+def _name_positions(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keyword arguments of a layer that also reach its recurrence, which gets no positions."""
+    return args, kwargs | {"all_positions": kwargs["position_embeddings"]}
 
 
 def _gather_for_mlp(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -41,6 +41,8 @@ ROWS: list[Row] = [
      "engine.kv_cache_gib data.max_prompt_tokens rollout.max_completion_tokens"),
     ("rl", "run.device=cpu data.max_prompt_tokens=3072 model.path=large", "error",
      "engine.kv_cache_gib data.max_prompt_tokens rollout.max_completion_tokens"),
+    ("rl", "model.path=hybrid engine.kv_cache_dtype=fp8", "error",
+     "engine.kv_cache_dtype model.path"),
     ("rl", "--gpu=A100 engine.kv_cache_dtype=fp8", "error",
      "engine.kv_cache_dtype run.device"),
     ("rl", "engine.weight_dtype=int8 run.device=cuda", "warning", "engine.weight_dtype model.path"),

@@ -27,7 +27,8 @@ ROWS: list[Row] = [
     # images
     *[(command, "model.path=llava", "error", "model.path")
       for command in ("rl", "sft", "dpo", "eval", "generate")],
-    ("rl", "model.path=gemma3 data.max_image_tokens=255", "error", "data.max_image_tokens"),
+    *[(command, "model.path=gemma3 data.max_image_tokens=255", "error", "data.max_image_tokens")
+      for command in ("rl", "serve")],
     ("rl", "model.path=gemma3 engine.max_num_batched_tokens=200", "error",
      "engine.max_num_batched_tokens"),
     ("rl", "model.path=gemma3 data.max_prompt_tokens=256", "warning", "data.max_prompt_tokens"),
@@ -38,6 +39,8 @@ ROWS: list[Row] = [
     *[("rl", key, "warning", key.partition("=")[0])
       for key in ("data.max_image_tokens=64", "data.image_errors=drop", "data.image_urls=true",
                   "data.image_workers=0", "model.image_cache_gib=2")],
+    *[("serve", key, "warning", key.partition("=")[0])
+      for key in ("data.max_image_tokens=64", "data.image_workers=0")],
     # preferences
     ("dpo", "data.train.0.columns.margin=by", "warning", "data.train.0.columns.margin"),
     # a reward model

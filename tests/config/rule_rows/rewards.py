@@ -51,6 +51,8 @@ ROWS: list[Row] = [
      "reward.model.weight"),
     ("rl", "reward.model.path=short", "warning",
      "data.max_prompt_tokens rollout.max_completion_tokens reward.model.path"),
+    ("rl", "model.path=qwen3_vl reward.model.path=seeing_judge data.max_image_tokens=255", "error",
+     "data.max_image_tokens reward.model.path"),
     ("rl", "reward.model.weight=2", "warning", "reward.model.weight reward.model.path"),
     ("rl", "reward.model.max_tokens_per_forward=99", "warning",
      "reward.model.max_tokens_per_forward reward.model.path"),

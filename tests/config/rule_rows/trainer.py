@@ -200,6 +200,17 @@ ROWS: list[Row] = [
     ("sft", "model.path=gemma3 trainer.parallel.ring_size=2", "error",
      "trainer.parallel.ring_size model.path"),
     ("rl", "model.path=qwen3_vl model.exact=true", "error", "model.exact model.path"),
+    # gated linear attention
+    *[("rl", f"model.path=hybrid trainer.parallel.{name}=2", "error",
+       f"trainer.parallel.{name} model.path")
+      for name in ("ring_size", "reference_ring_size")],
+    ("sft", "--nproc=4 model.path=hybrid trainer.parallel.ulysses_size=4", "error",
+     "trainer.parallel.ulysses_size model.path"),
+    ("sft", "--nproc=4 model.path=hybrid trainer.parallel.tensor_parallel_size=4", "error",
+     "trainer.parallel.tensor_parallel_size model.path"),
+    ("rl", "model.path=hybrid model.exact=true", "error", "model.exact model.path"),
+    ("sft", "model.path=hybrid model.lora.rank=8 model.lora.target_modules=[in_proj_qvk]", "error",
+     "model.lora.target_modules"),
     # benchmarks
     ("bench train", "model.exact=true objective=sft", "warning", "model.exact objective"),
 ]  # fmt: skip

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from tests.config.row import Row
-from tests.config.walk_rows.shared import engine_rows, model_rows, run_rows, sampling_rows
+from tests.config.walk_rows.shared import (
+    engine_rows,
+    model_rows,
+    run_rows,
+    sampling_rows,
+    served_image_rows,
+)
 
 SERVE: dict[str, Row] = {
     **run_rows(trains=False, has_dir=False),
     "run.seed": Row("1", "answers"),
     **model_rows("answers", lora=False, chat=()),
+    **served_image_rows(),
     **engine_rows("answers", generates=True),
     **sampling_rows("generation", "answers"),
     "generation.stop": Row("['0', '1', '2', '3', '4', '5', '6', '7', '+', '*']", "answers"),

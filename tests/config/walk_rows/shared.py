@@ -73,6 +73,12 @@ def image_rows() -> dict[str, Row]:
     return {f"data.{name}": not_used(f"data.{name}", value) for name, value in values.items()}
 
 
+def served_image_rows() -> dict[str, Row]:
+    """Those of `image_rows` that `hone serve` has."""
+    names = ("data.max_image_tokens", "data.image_workers")
+    return {name: row for name, row in image_rows().items() if name in names}
+
+
 def source_rows(section: str, shown: str, columns: Mapping[str, Row]) -> dict[str, Row]:
     """Keys of the first source of a section, as `data.train`."""
     train = section == "train"

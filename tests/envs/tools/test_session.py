@@ -220,6 +220,26 @@ def test_a_result_that_is_no_text_becomes_json(result, text):
     assert contents(messages) == [text]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": b"..."},
+        {"type": "image_url", "image_url": {"url": "data:..."}},
+        {"type": "input_image", "image_url": "data:..."},
+    ],
+)
+def test_a_result_with_an_image_stays_a_list_of_parts(part):
+    result = [{"type": "text", "text": "seen"}, part]
+    (messages,) = played(session_of(tool("t", lambda: result)), action(call("t")))
+    assert contents(messages) == [result]
+
+
+def test_a_list_whose_entries_say_no_type_is_json():
+    result = [{"image": "a.png", "price": 3}]
+    (messages,) = played(session_of(tool("t", lambda: result)), action(call("t")))
+    assert contents(messages) == [json.dumps(result)]
+
+
 def test_a_result_that_is_no_json_fails_the_step():
     with pytest.raises(TypeError, match=r"tool 't' returned \{1\} of type set"):
         played(session_of(tool("t", lambda: {1})), action(call("t")))

@@ -255,6 +255,24 @@ def test_a_picture_comes_from_the_page_or_from_the_server() -> None:
 
 
 @needs_node
+def test_a_click_enlarges_a_picture_by_its_longer_edge_and_another_undoes_it() -> None:
+    sizes = [(256, 26), (26, 256), (24, 18), (256, 256)]
+    widths = run_script(
+        f"""{json.dumps(sizes)}.map(([naturalWidth, naturalHeight]) => {{
+          const held = new Set();
+          const toggle = (name) => held.delete(name) ? false : Boolean(held.add(name));
+          const picture = {{ naturalWidth, naturalHeight, style: {{}} }};
+          const button = {{ firstElementChild: picture, classList: {{ toggle }} }};
+          return [0, 1].map(() => (enlarge(button), picture.style.width));
+        }})"""
+    )
+    assert widths == [["480px", ""], ["49px", ""], ["480px", ""], ["480px", ""]]
+    assert 'onclick="enlarge(this)"' in run_script(
+        "(PICTURES = null, imagesHtml([{hash: 'ab', text: ''}]))"
+    )
+
+
+@needs_node
 def test_images_stand_below_their_prompt_and_at_their_turn(folder: Path) -> None:
     index, groups = opened(folder)
     mask = "new Uint8Array(99).fill(1)"
@@ -279,6 +297,6 @@ def test_what_is_said_of_an_image() -> None:
     image = {"hash": "a", "start": 0, "end": 1, "num_tokens": 1}
     large = {"hash": "b", "start": 1500, "end": 2700, "num_tokens": 1190, "tiles": 3}
     assert [held["text"] for held in images_of({"images": [image, large]})] == [
-        "image 1, 1 token, tokens 0 to 0",
+        "image 1, 1 token, token 0",
         "image 2, 1,190 tokens (3 tiles), tokens 1,500 to 2,699",
     ]

@@ -19,7 +19,9 @@ def convolve(
 ) -> tuple[Tensor, Tensor]:
     """Outputs [T, C] of inputs x [T, C] in segments of the given `lengths`, and the last inputs
     [S, W - 1, C] of each segment. `initial` has the inputs [S, W - 1, C] before each segment; None:
-    zeros. weight is [C, W]. Differentiable."""
+    zeros. weight is [C, W]. Differentiable. Rounds as transformers does: the sum over the tokens,
+    and after silu."""
+    wide = torch.promote_types(x.dtype, torch.float32)
     window = weight.shape[1] - 1
     num_segments = len(lengths)
     if initial is None:
@@ -34,14 +36,15 @@ def convolve(
     tails = (ends[:, None] + backs).flatten().to(x.device)
     padded = x.new_zeros(len(x) + window * num_segments, x.shape[1])
     padded = padded.index_copy(0, places, x).index_copy(0, heads, initial.to(x.dtype).flatten(0, 1))
-    total = padded[places] * weight[:, window]
+    total = padded[places].to(wide) * weight[:, window]
     for back in range(1, window + 1):
-        total = total + padded[places - back] * weight[:, window - back]
-    return F.silu(total), padded[tails].unflatten(0, (num_segments, window))
+        total = total + padded[places - back].to(wide) * weight[:, window - back]
+    return F.silu(total.to(x.dtype)), padded[tails].unflatten(0, (num_segments, window))
 
 
 def convolve_step(x: Tensor, weight: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs [S, C] of one token x [S, C] of each sequence behind the inputs `before`
     [S, W - 1, C], and the inputs before the next token."""
+    wide = torch.promote_types(x.dtype, torch.float32)
     window = torch.cat((before, x[:, None]), 1)
-    return F.silu((window * weight.T).sum(1)), window[:, 1:]
+    return F.silu((window.to(wide) * weight.T).sum(1).to(x.dtype)), window[:, 1:]

@@ -17,18 +17,26 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["CHUNK", "Tokens", "chunked", "step", "unit"]
+from hone.segments import CHUNK
 
-CHUNK = 64
-"""Tokens of a chunk."""
+__all__ = ["Tokens", "chunked", "log_decay", "step", "unit"]
+
 _EPS = 1e-6
 
 
 def unit(x: Tensor) -> Tensor:
     """Vectors along the last dimension over their norms, as transformers and `fla` round them."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+
+
+def log_decay(a: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
+    """Log of the decay, -exp(log_rate) * softplus(a + bias), [T, H], in float32 or wider: of a
+    [T, H], and log_rate and bias [H], the parameters `A_log` and `dt_bias`."""
+    wide = torch.promote_types(log_rate.dtype, torch.float32)
+    return -log_rate.to(wide).exp() * F.softplus(a.to(wide) + bias)
 
 
 class Tokens(NamedTuple):

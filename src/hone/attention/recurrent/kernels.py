@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from hone.attention.recurrent import convolution, delta_rule
 from hone.attention.recurrent.delta_rule import Tokens
+from hone.extras import is_installed
 from hone.segments import SegmentLevel
 
 __all__ = ["convolve", "gated_delta_rule", "has_fla"]
@@ -18,7 +18,7 @@ __all__ = ["convolve", "gated_delta_rule", "has_fla"]
 @lru_cache
 def has_fla() -> bool:
     """Whether the package of the kernels is installed (`hone[hybrid]`)."""
-    return find_spec("fla") is not None and find_spec("triton") is not None
+    return is_installed("fla") and is_installed("triton")
 
 
 def _uses_fla(x: Tensor) -> bool:
@@ -32,22 +32,17 @@ def gated_delta_rule(
     be None unless `gives_final`."""
     if not _uses_fla(tokens.v):
         return delta_rule.chunked(tokens, level.lengths, initial)
-    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]  an extra
-        chunk_gated_delta_rule,
-    )
+    from hone.attention.recurrent import fla_rule  # needs fla and triton
 
-    output, final = chunk_gated_delta_rule(
-        *(x[None] for x in tokens),
-        initial_state=initial,
-        output_final_state=gives_final,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=level.cu_seqlens,
-    )
-    return output[0], final
+    return fla_rule.gated_delta_rule(tokens, level, initial, gives_final=gives_final)
 
 
 def convolve(
     x: Tensor, weight: Tensor, level: SegmentLevel, initial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The causal convolution over the segments of a level, as `convolution.convolve`."""
+    if _uses_fla(x):
+        from hone.attention.recurrent import fla_convolution  # needs fla and triton
+
+        return fla_convolution.convolve(x, weight, level, initial)
     return convolution.convolve(x, weight, level.lengths, initial)

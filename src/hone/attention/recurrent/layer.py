@@ -7,36 +7,71 @@ gives its modules another forward over the same parameters.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hone.attention.recurrent.delta_rule import log_decay
 from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
 
-__all__ = ["follow_segments", "gated_rms_norm"]
+__all__ = [
+    "DeltaNet",
+    "DeltaWeights",
+    "follow_segments",
+    "gated_rms_norm",
+    "is_recurrent",
+    "set_heads",
+]
 
 
 def follow_segments(model: PreTrainedModel) -> None:
     """Let the recurrent layers of `model` read segments and states from the context, in place.
     Call before its layers are compiled. Idempotent."""
     for module in model.modules():
-        if _is_recurrent(module) and not isinstance(module.__dict__.get("forward"), _DeltaNet):
-            module.forward = _DeltaNet(module)
+        if is_recurrent(module) and not isinstance(module.__dict__.get("forward"), DeltaNet):
+            module.forward = DeltaNet(module)
 
 
-def _is_recurrent(module: nn.Module) -> bool:
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module of transformers is a gated delta net."""
     return hasattr(module, "A_log") and hasattr(module, "in_proj_qkv")
 
 
-class _DeltaNet:
+def set_heads(module: nn.Module, *, num_key_heads: int, num_value_heads: int) -> None:
+    """Put the numbers of heads of one rank into a gated delta net whose weights are the rank's."""
+    own: Any = module
+    own.num_k_heads, own.num_v_heads = num_key_heads, num_value_heads
+    own.key_dim = num_key_heads * own.head_k_dim
+    own.value_dim = num_value_heads * own.head_v_dim
+    own.conv_dim = 2 * own.key_dim + own.value_dim
+    conv = own.conv1d
+    conv.in_channels = conv.out_channels = conv.groups = own.conv_dim
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of a gated delta net outside of its linear layers, of this rank's heads."""
+
+    convolution: Tensor  # [C, W]
+    A_log: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    norm: Tensor  # [V]
+
+
+class DeltaNet:
     """Forward of a gated delta net over packed tokens. Not a closure: `alias_module` copies it with
     the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+
+    def weights(self) -> DeltaWeights:
+        """The module's own parameters. Its convolution and its norm are never called."""
+        module: Any = self.module
+        convolution = module.conv1d.weight.squeeze(1)
+        return DeltaWeights(convolution, module.A_log, module.dt_bias, module.norm.weight)
 
     def __call__(
         self, hidden_states: Tensor, *_: Any, attention_context: Any = None, **__: Any
@@ -49,20 +84,16 @@ class _DeltaNet:
             key_dim=module.head_k_dim,
             value_dim=module.head_v_dim,
         )
-        rate = module.A_log.float().exp()
-        if module.A_log.dtype == torch.float64:
-            rate = module.A_log.exp()
-        steps = module.in_proj_a(x).to(rate.dtype) + module.dt_bias
+        weights = self.weights()
         inputs = Mixed(
             channels=module.in_proj_qkv(x),
-            g=-rate * F.softplus(steps),
+            g=log_decay(module.in_proj_a(x), weights.A_log, weights.dt_bias),
             beta=module.in_proj_b(x).sigmoid(),
         )
-        weight = module.conv1d.weight.squeeze(1)
-        output = mix(inputs, weight, heads, module.layer_idx, attention_context)
+        output = mix(inputs, weights.convolution, heads, module, attention_context)
         gate = module.in_proj_z(x).unflatten(-1, output.shape[1:])
-        normed = gated_rms_norm(output, gate, module.norm.weight, module.layer_norm_epsilon)
-        return module.out_proj(normed.flatten(1)).unsqueeze(0)
+        normed = gated_rms_norm(output, gate, weights.norm, module.layer_norm_epsilon)
+        return module.out_proj(normed.flatten(1).unsqueeze(0))
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,17 +10,25 @@ Letters: T tokens, C channels of the convolution, H value heads, K and V sizes o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import disable
 
-from hone.attention.context import AttentionContext, PackedContext, PagedContext
+from hone.attention.context import (
+    AttentionContext,
+    ContextParallel,
+    PackedContext,
+    PagedContext,
+)
+from hone.attention.context_parallel import heads_to_tokens, tokens_to_heads
 from hone.attention.recurrent import convolution, delta_rule, kernels
 from hone.attention.recurrent.delta_rule import Tokens
-from hone.segments import SegmentLevel, SegmentPlan
+from hone.distributed.mesh import Axis
+from hone.segments import Segment, SegmentLevel, SegmentPlan, plan_segments
 
 __all__ = ["DeltaHeads", "Mixed", "mix"]
 
@@ -35,10 +43,14 @@ class DeltaHeads:
     key_dim: int
     value_dim: int
 
+    def blocks(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """The channels of queries, of keys and of values, of what has all along `dim`."""
+        keys = self.num_key_heads * self.key_dim
+        return x.split((keys, keys, self.num_value_heads * self.value_dim), dim)
+
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [T, Hk, K] and values [T, H, V] of channels [T, C]."""
-        keys = self.num_key_heads * self.key_dim
-        q, k, v = x.split((keys, keys, self.num_value_heads * self.value_dim), -1)
+        q, k, v = self.blocks(x, -1)
         return (
             q.unflatten(-1, (self.num_key_heads, self.key_dim)),
             k.unflatten(-1, (self.num_key_heads, self.key_dim)),
@@ -55,34 +67,78 @@ class Mixed(NamedTuple):
 
 
 def _mix(
-    inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer_index: int, context: AttentionContext
+    inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer: Any, context: AttentionContext
 ) -> Tensor:
-    """Outputs [T, H, V] of a layer whose convolution has `weight` [C, W]. Stores states where the
-    context has them. Differentiable in training."""
+    """Outputs [T, H, V] of a `layer` whose convolution has `weight` [C, W]. Stores states where the
+    context has them. Differentiable in training. Raises ValueError without a context.
+
+    It gets the module and not its number, by which a compiler would tell layers apart.
+    """
     if isinstance(context, PackedContext):
+        if context.parallel is not None:
+            return _over_processes(inputs, weight, heads, context, context.parallel)
         return _over_segments(inputs, weight, heads, _plan_of(context), None)
-    states = context.states[layer_index]
-    assert states is not None, f"layer {layer_index} has no states"
+    if not isinstance(context, PagedContext):
+        raise ValueError(
+            "gated linear attention needs attention_context=PackedContext(...) or "
+            f"PagedContext(...) among the forward's arguments, got {type(context).__name__}; use "
+            "hone.models.decoder.hidden_states"
+        )
+    states = context.states[layer.layer_idx]
+    assert states is not None, f"layer {layer.layer_idx} has no states"
     if context.is_decode:
         return _decode(inputs, weight, heads, states, context)
     assert context.segments is not None, "prefill needs the segments of its chunks"
     return _over_segments(inputs, weight, heads, context.segments, states)
 
 
-mix = cast("Callable[[Mixed, Tensor, DeltaHeads, int, AttentionContext], Tensor]", disable(_mix))
+mix = cast("Callable[[Mixed, Tensor, DeltaHeads, Any, AttentionContext], Tensor]", disable(_mix))
 """`_mix`, for which a compiled layer leaves the compiler, as it does for attention."""
 
 
 def _plan_of(context: PackedContext) -> SegmentPlan:
-    """Segments of a training pass; whole sequences where none begins with tokens of another."""
-    if context.segments is not None:
-        return context.segments
-    assert context.keys is None, "rows that share a prompt need segments"
-    assert context.parallel is None, "recurrent layers do not split a row over processes"
-    level = SegmentLevel(
-        index=None, cu_seqlens=context.cu_seqlens.long(), lengths=context.lengths, parents=None
+    """Segments of a training pass. Without any it is one of whole sequences."""
+    if context.segments is None:
+        assert context.keys is None, "rows that share a prompt need segments"
+        starts = accumulate(context.lengths, initial=0)
+        rows = [Segment(*x) for x in zip(starts, context.lengths, strict=False)]
+        device = context.cu_seqlens.device
+        context.segments = plan_segments(rows, lambda array: torch.as_tensor(array).to(device))
+    return context.segments
+
+
+def _over_processes(
+    inputs: Mixed,
+    weight: Tensor,
+    heads: DeltaHeads,
+    context: PackedContext,
+    parallel: ContextParallel,
+) -> Tensor:
+    """Outputs of this rank's tokens, among several that share the row. Each computes all tokens of
+    some of the heads."""
+    axis = parallel.ulysses
+    assert parallel.ring.size == 1, "recurrent layers read a row from its first token on"
+    kinds = tokens_to_heads(heads.split(inputs.channels), axis)
+    g, beta = tokens_to_heads(
+        [inputs.g[..., None], inputs.beta.to(inputs.g.dtype)[..., None]], axis
     )
-    return SegmentPlan(levels=(level,))
+    own = replace(
+        heads,
+        num_key_heads=heads.num_key_heads // axis.size,
+        num_value_heads=heads.num_value_heads // axis.size,
+    )
+    own_weight = _own_channels(weight, heads, axis)
+    whole = Mixed(
+        channels=torch.cat([x.flatten(1) for x in kinds], -1),
+        g=g.squeeze(-1),
+        beta=beta.squeeze(-1).to(inputs.beta.dtype),
+    )
+    return heads_to_tokens(_over_segments(whole, own_weight, own, _plan_of(context), None), axis)
+
+
+def _own_channels(weight: Tensor, heads: DeltaHeads, axis: Axis) -> Tensor:
+    """The weights of the convolution, [C / size, W], of the heads of this rank."""
+    return torch.cat([rows.chunk(axis.size)[axis.rank] for rows in heads.blocks(weight, 0)])
 
 
 def _over_segments(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from functools import cache, cached_property
 
 from hone.config.rules.view import Fact, NotKnownError, View, required
-from hone.families.registry import SPECS
+from hone.families.registry import SPECS, spec_of
 
 __all__ = ["LONG_ROW", "Facts"]
 
@@ -122,6 +122,11 @@ class Facts(View):
         return self.model.vision_family is not None
 
     @cached_property
+    def is_hybrid(self) -> bool:
+        """Whether the model is known to have layers of gated linear attention."""
+        return spec_of(str(self.model.family)).is_hybrid
+
+    @cached_property
     def tokens_per_image(self) -> Fact[int]:
         """Tokens of every image, whatever its size; not known where they follow from it."""
         tower = required(self.model.shape, "tower").tower
@@ -149,6 +154,12 @@ class Facts(View):
     def gpu(self) -> str:
         """The GPU, where it is known."""
         return "unknown" if self.plan.devices.gpu is None else self.plan.devices.gpu.name
+
+    @cached_property
+    def uses_gpu_of_host(self) -> bool:
+        """Whether the run uses GPUs of this host, and is not planned for another host."""
+        there = self.plan.devices
+        return there.kind == "cuda" and there.per_node is not None
 
     @cached_property
     def lacks_fp8(self) -> bool:

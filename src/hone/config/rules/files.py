@@ -168,6 +168,13 @@ def _read_and_written(view: FileFacts) -> Found:
 # -- the model -----------------------------------------------------------------------------------
 
 
+def _missing_kernels(view: FileFacts) -> Found:
+    """That the kernels of recurrent layers are not installed here."""
+    text = missing_extra("fla", needed_by=f"gated linear attention of {view.the_model}")
+    if text is not None and not view.known.get("can_install", False):
+        yield {"missing": text}
+
+
 def _no_config(view: FileFacts) -> Found:
     folder = view.model_folder
     if not (folder / "config.json").is_file():
@@ -327,6 +334,8 @@ def _scores(key: str) -> Callable[[FileFacts], Found]:
 
 
 _MODEL = (
+    warning("@is_hybrid", "@uses_gpu_of_host", each=_missing_kernels,
+            says="{missing}", why="without it plain torch computes the same, many times slower"),
     error("@is_model_file", says="model.path '{model.path}' is a file",
           fix="give the folder it is in"),
     error("@model_folder", each=_no_config,
@@ -554,8 +563,9 @@ _DATA = (
               fix=f"lower data.max_image_tokens | raise {room}")
       for room, only in (("data.max_prompt_tokens", ("rl", "eval", "generate")),
                          ("data.max_tokens", SUPERVISED))),
-    unused("data.(max_image_tokens|image_errors|image_urls|image_workers)",
-           given=("not @sees_images", "not @unserved"), why="the model is one of text"),
+    *(unused(f"data.({names})", given=("not @sees_images", "not @unserved"),
+             why="the model is one of text")
+      for names in ("max_image_tokens|image_workers", "image_errors|image_urls")),
     unused("model.image_cache_gib", given=("not @sees_images", "not @unserved"),
            why="the model is one of text"),
     unused("data.shuffle", only=("eval", "generate"),

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from hone.door.calls import decoded
+from hone.door.images import GivenImage
 from hone.door.prompts import ChatPrompt
 from hone.door.turns import Asked
 from hone.door.wire.fields import Fields, wrong
-from hone.images.parts import is_image_part
+from hone.images.parts import image_in, is_image_part
 from hone.types import Message, SamplingParams
 
 __all__ = [
@@ -19,7 +20,10 @@ __all__ = [
     "asked_chat",
     "chat_messages",
     "chat_tools",
+    "content_of",
     "content_text",
+    "given_image",
+    "joined",
     "require_messages",
     "require_question",
     "sampling_of",
@@ -57,6 +61,8 @@ MAX_NAME = 1024
 """Most characters of names and ids, which templates may leave out of a prompt but sessions keep."""
 _MAX_ARGUMENTS = 2**16
 """Most characters of `chat_template_kwargs` as JSON, for the same reason."""
+_LONGEST_HEAD = 256
+"""Most characters of a data URI before its bytes."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -91,8 +97,9 @@ def sampling_of(
 
 
 def chat_messages(fields: Fields, name: str = "messages") -> tuple[Message, ...]:
-    """The messages of OpenAI's chat API, as chat templates take them: contents as texts, arguments
-    of calls as objects where they are JSON. Arguments that are none stay a text."""
+    """The messages of OpenAI's chat API, as chat templates take them: contents as texts, or as
+    parts where there are images (`content_of`), arguments of calls as objects where they are JSON.
+    Arguments that are none stay a text."""
     messages = tuple(map(_message, fields.objects(name)))
     if not messages:
         raise wrong(fields.path(name), "must have at least one message")
@@ -113,8 +120,8 @@ def _message(fields: Fields) -> Message:
     if not role:
         raise wrong(fields.path("role"), "is missing")
     message: Message = {"role": "system" if role == "developer" else role}
-    content = fields.get("content")
-    message["content"] = content_text(content, fields.path("content"))
+    read = content_text if role == "assistant" else content_of
+    message["content"] = read(fields.get("content"), fields.path("content"))
     if role == "assistant" and fields.get("tool_calls"):
         message["tool_calls"] = [_call(call) for call in fields.objects("tool_calls")]
     for name in ("name", "tool_call_id"):
@@ -134,20 +141,80 @@ def _call(fields: Fields) -> dict[str, Any]:
 
 def content_text(content: Any, path: str) -> str:
     """The content of a message as a text: a text, or parts that are texts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    parts = _parts(content, path)
+    for place, part in enumerate(parts):
+        if part["type"] == "image":
+            raise wrong(
+                f"{path}[{place}]",
+                "is an image, and here is place for text alone; send it in a message of the user, "
+                "or in the result of a tool",
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def content_of(content: Any, path: str) -> str | list[dict[str, Any]]:
+    """The content of a message: a text, or with images its parts (`given_image`)."""
+    return joined(_parts(content, path))
+
+
+def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Parts as the content of a message: a text, unless there are images."""
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def given_image(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """An image part of any API with a `GivenImage` in `image`. Raises Refusal unless its image is
+    base64: in a data URI or, as Anthropic's API has it, with the source."""
+    source = part.get("source")
+    value = _from_source(source, path) if isinstance(source, dict) else image_in(part)
+    if not isinstance(value, str) or not value:
+        raise wrong(path, "is an image part without an image; give its bytes as a data URI")
+    if value[:5].lower() != "data:":
+        kind = "the URL" if value[:8].lower().startswith(("http://", "https://")) else "the text"
+        raise wrong(
+            path,
+            f"is {kind} {value!r:.100}, and nothing is fetched or opened here; send the bytes of "
+            "the image as a data URI: data:image/png;base64,...",
+        )
+    head, comma, _ = value[:_LONGEST_HEAD].partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise wrong(path, "is a data URI that is not base64; write data:image/png;base64,...")
+    return {"type": "image", "image": GivenImage(value, path)}
+
+
+def _from_source(source: Mapping[str, Any], path: str) -> Any:
+    """The image of a block of Anthropic's API."""
+    match source.get("type"):
+        case "base64" if isinstance(source.get("data"), str):
+            return f"data:{source.get('media_type')};base64,{source['data']}"
+        case "url":
+            return source.get("url")
+        case kind:
+            raise wrong(
+                f"{path}.source", f"is of type {kind!r:.60}, and must be base64, with its text"
+            )
+
+
+def _parts(content: Any, path: str) -> list[dict[str, Any]]:
+    """The content of a message as parts."""
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content or ""}]
     if not isinstance(content, list):
         raise wrong(path, "must be a text or a list of parts")
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for place, part in enumerate(content):
+        where = f"{path}[{place}]"
+        if isinstance(part, dict) and is_image_part(part):
+            parts.append(given_image(part, where))
+            continue
         text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str) or (isinstance(part, dict) and is_image_part(part)):
+        if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise wrong(f"{path}[{place}]", f"is {kind!r:.60}; only parts of text are served")
-        texts.append(text)
-    return "".join(texts)
+            raise wrong(where, f"is {kind!r:.60}; only parts of text and images are served")
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def asked_chat(

@@ -22,7 +22,7 @@ def read_generate(fields: Fields, defaults: SamplingParams) -> Asked:
     """The request. Raises Refusal."""
     if fields.flag("stream"):
         raise wrong("stream", "is true, and this route does not stream")
-    fields.refuse({"features": ()}, "only text is served")
+    fields.refuse({"features": ()}, "this route takes ids of text alone; send messages with images")
     params = fields.part("sampling_params")
     if params.get("logprobs") not in (None, 0, 1, True, False):
         raise wrong(

@@ -11,7 +11,10 @@ from hone.door.turns import Answer, Asked, AskedTurn
 from hone.door.wire.asking import (
     MAX_NAME,
     asked_chat,
+    content_of,
     content_text,
+    given_image,
+    joined,
     require_messages,
     sampling_of,
 )
@@ -42,13 +45,15 @@ def _messages(fields: Fields) -> list[Message]:
     content = fields.required("content")
     if isinstance(content, str) or role == "system":
         return [{"role": role, "content": content_text(content, fields.path("content"))}]
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     results: list[Message] = []
-    for block in fields.objects("content"):
+    for place, block in enumerate(fields.objects("content")):
         match block.text("type"):
             case "text":
-                texts.append(block.text("text"))
+                parts.append({"type": "text", "text": block.text("text")})
+            case "image" if role == "user":
+                parts.append(given_image(content[place], f"{fields.path('content')}[{place}]"))
             case "tool_use" if role == "assistant":
                 function = {"name": block.text("name"), "arguments": block.mapping("input")}
                 calls.append(
@@ -63,17 +68,17 @@ def _messages(fields: Fields) -> list[Message]:
                     {
                         "role": "tool",
                         "tool_call_id": block.text("tool_use_id", most=MAX_NAME),
-                        "content": content_text(block.get("content"), block.path("content")),
+                        "content": content_of(block.get("content"), block.path("content")),
                     }
                 )
             case "thinking" | "redacted_thinking":
                 pass  # templates leave out earlier thoughts, and the ids of ours are in the tree
             case kind:
                 raise wrong(block.path("type"), f"is {kind!r:.60}, which is not served here")
-    message: Message = {"role": role, "content": "".join(texts)}
+    message: Message = {"role": role, "content": joined(parts)}
     if calls:
         message["tool_calls"] = calls
-    is_empty = bool(results) and not texts
+    is_empty = bool(results) and not parts
     return [*results, *([] if is_empty else [message])]
 
 

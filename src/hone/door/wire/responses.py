@@ -12,6 +12,7 @@ from hone.door.turns import Answer, Asked, AskedTurn
 from hone.door.wire.asking import (
     MAX_NAME,
     asked_chat,
+    content_of,
     content_text,
     require_messages,
     sampling_of,
@@ -74,7 +75,8 @@ def _append(messages: list[Message], item: Fields) -> None:
             role = item.choice("role", ("user", "assistant", "system", "developer"), "")
             if not role:
                 raise wrong(item.path("role"), "is missing")
-            content = content_text(item.get("content"), item.path("content"))
+            read = content_text if role == "assistant" else content_of
+            content = read(item.get("content"), item.path("content"))
             messages.append({"role": "system" if role == "developer" else role, "content": content})
         case "function_call":
             if not messages or messages[-1]["role"] != "assistant":
@@ -87,7 +89,7 @@ def _append(messages: list[Message], item: Fields) -> None:
             }
             messages[-1].setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            content = content_text(item.get("output"), item.path("output"))
+            content = content_of(item.get("output"), item.path("output"))
             messages.append(
                 {
                     "role": "tool",

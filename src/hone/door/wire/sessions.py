@@ -8,7 +8,7 @@ from typing import Any, cast
 from hone.door.refusal import Refusal
 from hone.door.sessions import FinishedSession, History, Session, Status
 from hone.door.wire.fields import Fields, wrong
-from hone.types import Reward
+from hone.types import Reward, Sample
 
 __all__ = ["read_opening", "read_status", "set_reward", "written_session"]
 
@@ -61,20 +61,28 @@ def written_session(finished: FinishedSession, *, has_paths: bool) -> dict[str, 
         **finished.counts,
     }
     if has_paths:
-        written["paths"] = [
-            {
-                "prompt_token_ids": list(path.prompt.token_ids),
-                "token_ids": list(path.token_ids),
-                "logprobs": list(path.logprobs),
-                "weight_versions": list(path.weight_versions),
-                "loss_mask": [bool(flag) for flag in path.loss_mask],
-                "turns": [
-                    {"start": turn.start, "end": turn.end, "reward": turn.reward}
-                    for turn in path.turns
-                ],
-                "stop_reason": str(path.stop_reason),
-            }
-            for path in finished.paths
+        written["paths"] = [*map(_written_path, finished.paths)]
+    return written
+
+
+def _written_path(path: Sample) -> dict[str, Any]:
+    written: dict[str, Any] = {
+        "prompt_token_ids": list(path.prompt.token_ids),
+        "token_ids": list(path.token_ids),
+        "logprobs": list(path.logprobs),
+        "weight_versions": list(path.weight_versions),
+        "loss_mask": [bool(flag) for flag in path.loss_mask],
+        "turns": [
+            {"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in path.turns
+        ],
+        "stop_reason": str(path.stop_reason),
+    }
+    num_asked = len(path.prompt.token_ids)
+    contents = path.prompt.model_input.followed_by(path.model_input, num_asked).contents
+    if contents:
+        written["images"] = [
+            {"hash": each.hash, "start": each.start, "num_tokens": each.num_tokens}
+            for each in contents
         ]
     return written
 

@@ -22,6 +22,7 @@ from hone.envs.tools.check import argument_problem
 from hone.envs.tools.formats.registry import FORMATS
 from hone.envs.tools.tool import Tool, ToolError, ToolLostError
 from hone.errors import UserError, did_you_mean
+from hone.images.parts import says_image
 from hone.types import Message
 
 __all__ = ["Server", "ToolSession", "require_unique"]
@@ -233,7 +234,8 @@ def _result(value: Any, name: str) -> str | list[Any]:
         return _text(value)
     if hasattr(value, "getbands"):  # an image of pillow
         return [{"type": "image", "image": value}]
-    if isinstance(value, list) and any(map(_is_image, value)):
+    # A value without a type is the tool's JSON, whatever the names in it.
+    if isinstance(value, list) and any(isinstance(x, Mapping) and says_image(x) for x in value):
         return cast("list[Any]", value)
     try:
         return _text(json.dumps(value, ensure_ascii=False))
@@ -243,10 +245,6 @@ def _result(value: Any, name: str) -> str | list[Any]:
             f"neither text nor JSON ({error}); return a text, lists, dicts, numbers and texts, an "
             "image of pillow, or parts of a message"
         ) from error
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def _text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Positions of frames, rows and columns, which Qwen2.5-VL and Qwen3-VL share."""
+"""Positions of frames, rows and columns, which Qwen2.5-VL, Qwen3-VL and Qwen3.5 share."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hone.families.spec import Json
 from hone.families.vision.qwen_vl import QwenVision
 from hone.families.vision.spec import TowerCost, work_values
 
-__all__ = ["SPEC"]
+__all__ = ["SPEC", "Qwen3Vision"]
 
 
 class Qwen3Vision(QwenVision):
@@ -20,6 +20,9 @@ class Qwen3Vision(QwenVision):
     patch_size = 16
     mean = (0.5, 0.5, 0.5)
     std = (0.5, 0.5, 0.5)
+    deepstack: tuple[int, ...] = (8, 16, 24)
+    """Layers of the tower whose features the decoder gets too, if the configuration does not say.
+    """
 
     @property
     def public(self) -> dict[str, Json]:
@@ -49,7 +52,7 @@ class Qwen3Vision(QwenVision):
         wide = merge * hidden
         product = wide**2 + wide * out
         biases = wide + out
-        deep = len(vision.get("deepstack_visual_indexes", (8, 16, 24)))
+        deep = len(vision.get("deepstack_visual_indexes", self.deepstack))
         mergers = (1 + deep) * (product + biases) + 2 * hidden + deep * 2 * wide
         return TowerCost(
             num_params=embed + hidden + positions + depth * (products + small) + mergers,

@@ -1,4 +1,5 @@
-"""What Qwen2.5-VL and Qwen3-VL have in common: images keep their shape, in patches of one size."""
+"""What Qwen2.5-VL, Qwen3-VL and Qwen3.5 have in common: images keep their shape, in patches of one
+size."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class QwenVision:
-    """Base of the two families."""
+    """Base of these families."""
 
     model_type = ""
     patch_size = 14

@@ -78,23 +78,25 @@ class SmolVision:
                 f"has a processor that makes tiles of {edge} pixels, and a tower for "
                 f"{vision['image_size']}"
             )
-        longest = 0
-        if setting(processor, "do_image_splitting", True):
-            size: Json = setting(processor, "size", {})
-            longest = size.get("longest_edge") or 4 * edge
+        size: Json = setting(processor, "size", {})
+        longest: int = size.get("longest_edge") or 4 * edge
+        is_divided: bool = setting(processor, "do_image_splitting", True)
         tile_tokens = (edge // vision["patch_size"] // merge) ** 2
         if max_tokens is not None:
             if max_tokens < tile_tokens:
                 raise ValueError(f"makes at least {tile_tokens} tokens of every image")
-            # An image of `side` x `side` tiles has as many tiles, and that of the whole.
-            side = math.isqrt(max(max_tokens // tile_tokens - 1, 0))
-            longest = min(longest, side * edge) if side > 1 else 0
+            if is_divided:
+                # An image of `side` x `side` tiles has as many, and that of the whole; of one tile,
+                # no other.
+                side = math.isqrt(max(max_tokens // tile_tokens - 1, 1))
+                longest = min(longest, side * edge)
         return ImageSettings(
             family=self.model_type,
             patch_size=vision["patch_size"],
             merge_size=merge,
             edge=edge,
             longest_edge=longest,
+            is_divided=is_divided,
             resample=setting(processor, "resample", LANCZOS),
             mean=three(setting(processor, "image_mean", (0.5, 0.5, 0.5))),
             std=three(setting(processor, "image_std", (0.5, 0.5, 0.5))),
@@ -116,11 +118,9 @@ class SmolVision:
             shape=(1, side, side),
         )
         pads = settings.placeholder * tile.num_tokens
-        rows = columns = 0
-        if settings.longest_edge:
-            (_, _), (tall, wide) = _sizes(settings, height, width)
-            rows, columns = tall // settings.edge, wide // settings.edge
-        if rows * columns <= 1:
+        _, (tall, wide) = _sizes(settings, height, width)
+        rows, columns = tall // settings.edge, wide // settings.edge
+        if rows * columns == 1:
             return ImageLayout(tiles=(tile,), text=f"{around}{whole}{pads}{around}")
         text = "".join(
             "".join(f"{around}<row_{r + 1}_col_{c + 1}>{pads}" for c in range(columns)) + "\n"
@@ -140,15 +140,14 @@ class SmolVision:
         from PIL.Image import fromarray
 
         edge = settings.edge
-        if not settings.longest_edge:
-            return [pixels_of(image, (edge, edge), settings.resample)]
         first, second = _sizes(settings, image.height, image.width)
         once = fromarray(pixels_of(image, first, settings.resample))
         pixels = pixels_of(once, second, settings.resample)
         if not layout.rows:
             return [pixels]
+        # Copies, since a view of one tile would keep the pixels of all in memory.
         parts = [
-            pixels[r * edge : (r + 1) * edge, c * edge : (c + 1) * edge]
+            pixels[r * edge : (r + 1) * edge, c * edge : (c + 1) * edge].copy()
             for r in range(layout.rows)
             for c in range(layout.columns)
         ]
@@ -171,7 +170,7 @@ def _sizes(
     settings: ImageSettings, height: int, width: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Height and width after the first resize, to the longest edge, and after the second, to whole
-    tiles."""
+    tiles, or to one."""
     longest, edge = settings.longest_edge, settings.edge
     ratio = width / height
     if width >= height:
@@ -187,6 +186,8 @@ def _sizes(
         tall, wide = max(int(MAX_EDGE / (wide / tall)), 1), MAX_EDGE
     elif tall > wide and tall > MAX_EDGE:
         tall, wide = MAX_EDGE, max(int(MAX_EDGE * (wide / tall)), 1)
+    if not settings.is_divided:
+        return (tall, wide), (edge, edge)
     ratio = wide / tall
     if wide >= tall:
         full_wide = math.ceil(wide / edge) * edge

@@ -74,7 +74,9 @@ class ImageSettings:
     edge: int = 0
     """Pixels of a tile's edge, for families whose tiles are squares of one size."""
     longest_edge: int = 0
-    """Longest edge before an image is divided into tiles; 0: it is one tile."""
+    """Longest edge to which an image is resized before it is divided into tiles."""
+    is_divided: bool = True
+    """Whether an image is divided into tiles, for families that do; else it becomes one."""
     resample: int = 3
     """Number of pillow's filter."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -108,7 +110,7 @@ class ImageLayout:
     """An image as tokens."""
 
     tiles: tuple[Tile, ...]
-    """In the order of their tokens."""
+    """In the order of their tokens. The last one shows all of the image."""
     text: str
     """Text that takes the place of `ImageSettings.mark`, with one placeholder for each token of
     each tile; placeholders of a tile are not interrupted, those of two tiles never adjoin."""

@@ -35,7 +35,7 @@ function turnsHtml(turns, ownHtml = null) {
       const between = ownHtml && next ? ownHtml(turn.end, next.start) : "";
       const facts = [
         turn.policy_s === undefined ? "" : seconds(turn.policy_s),
-        ownHtml ? `${turn.end - turn.start} tokens` : "",
+        ownHtml ? `${turn.end - turn.start} ${turn.end - turn.start === 1 ? "token" : "tokens"}` : "",
         turn.stop === "length" ? `<span class="bad">cut</span>` : "",
       ];
       // What the last turn earned is the episode's reward, and its answer is the end.

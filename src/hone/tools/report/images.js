@@ -12,8 +12,17 @@ function imageHtml({ hash, text }) {
   const picture =
     source === null
       ? ""
-      : `<button type="button" onclick="this.classList.toggle('large')"><img src="${escapeHtml(source)}" alt="" onerror="this.parentElement.remove()"></button>`;
+      : `<button type="button" onclick="enlarge(this)"><img src="${escapeHtml(source)}" alt="" onerror="this.parentElement.remove()"></button>`;
   return `<figure>${picture}<figcaption>${escapeHtml(text)}</figcaption></figure>`;
+}
+
+// Its longer edge gets so many pixels, as far as there is room.
+const LARGE = 480;
+function enlarge(button) {
+  const picture = button.firstElementChild;
+  const { naturalWidth: width, naturalHeight: height } = picture;
+  const isLarge = button.classList.toggle("large");
+  picture.style.width = isLarge ? `${Math.round((LARGE / Math.max(width, height)) * width)}px` : "";
 }
 
 const imagesHtml = (images = []) => (images.length ? `<div class="images">${images.map(imageHtml).join("")}</div>` : "");

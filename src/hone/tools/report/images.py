@@ -95,7 +95,8 @@ def _text(number: int, image: Head) -> str:
     size = f"{image['rows']} x {image['columns']}" if "rows" in image else ""
     if "tiles" in image:
         size = f"{image['tiles']} tiles of {size}" if size else f"{image['tiles']} tiles"
-    place = f"tokens {image['start']:,} to {image['end'] - 1:,}"
+    first, last = image["start"], image["end"] - 1
+    place = f"token {first:,}" if first == last else f"tokens {first:,} to {last:,}"
     return f"image {number}, {_counted(image)}{f' ({size})' if size else ''}, {place}"
 
 

@@ -1,0 +1,68 @@
+"""The gated delta net of a layer in generation: one projection in, the input of `out_proj` out.
+
+`mix_heads` computes it in torch, for prefill, CPUs, and as the reference of
+`hone.attention.recurrent.decode_kernel`. Letters: T tokens, C channels of the convolution, W
+weights of a channel, H value heads, V size of a value head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from hone.attention.context import PagedContext
+from hone.attention.recurrent.delta_rule import log_decay
+from hone.attention.recurrent.layer import gated_rms_norm
+from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
+
+__all__ = ["DeltaNet", "mix_heads"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """The parameters of a layer's gated delta net between its matrix products; the number of heads
+    is that of this rank."""
+
+    layer_idx: int
+    heads: DeltaHeads
+    conv: Tensor  # [C, 1, W]
+    log_rate: Tensor  # [H], `A_log`
+    step_bias: Tensor  # [H], `dt_bias`
+    norm: Tensor  # [V]
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """Those of a gated delta net of transformers. Numbers of heads follow from the sizes of
+        parameters, of which ranks may have shares."""
+        num_value_heads, value_dim = len(module.A_log), len(module.norm.weight)
+        num_channels, key_dim = len(module.conv1d.weight), module.head_k_dim
+        num_keys = num_channels - num_value_heads * value_dim
+        return cls(
+            layer_idx=module.layer_idx,
+            heads=DeltaHeads(
+                num_key_heads=num_keys // (2 * key_dim),
+                num_value_heads=num_value_heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+            ),
+            conv=module.conv1d.weight,
+            log_rate=module.A_log,
+            step_bias=module.dt_bias,
+            norm=module.norm.weight,
+            eps=module.layer_norm_epsilon,
+        )
+
+
+def mix_heads(projected: Tensor, net: DeltaNet, context: PagedContext) -> Tensor:
+    """Outputs [T, H * V] of the heads for projected [T, C + H * V + 2 * H]: each token's channels,
+    gates of the outputs, b and a. Reads and stores states as the context says."""
+    num_heads = net.heads.num_value_heads
+    sizes = (len(net.conv), num_heads * net.heads.value_dim, num_heads, num_heads)
+    channels, gate, b, a = projected.split(sizes, -1)
+    inputs = Mixed(channels=channels, g=log_decay(a, net.log_rate, net.step_bias), beta=b.sigmoid())
+    output = mix(inputs, net.conv.squeeze(1), net.heads, net, context)
+    gate = gate.unflatten(-1, output.shape[1:])
+    return gated_rms_norm(output, gate, net.norm, net.eps).flatten(1)
