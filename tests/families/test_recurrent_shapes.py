@@ -15,7 +15,7 @@ from hone.attention.recurrent.delta_rule import Tokens, chunked
 from hone.families.model_facts import ModelFacts
 from hone.families.qwen3_5_text import MIXTURES, SPEC
 from hone.families.shape import ModelShape, public_shape
-from hone.families.stages import layer_costs, stage_layers
+from hone.families.stages import RECURRENCE, layer_costs, stage_layers
 from hone.segments import CHUNK
 from hone.trainer.batcher import Batcher
 from hone.trainer.settings import TrainerConfig
@@ -209,8 +209,8 @@ def test_stages_hold_layers_of_both_kinds_by_their_cost() -> None:
     assert layer_costs(shape) == (recurrent, recurrent, recurrent, attention) * 6
     mlp = 3 * 2048 * 6144
     own = 2048 * (6144 + 2048 + 16 + 16 + 2048) + 4 * 6144
-    factor = (recurrent - 2 * (own + mlp)) / (shape.recurrence_flops_per_token / 18)
-    assert 1 < factor < 20
+    expected = 2 * (own + mlp) + RECURRENCE * shape.recurrence_flops_per_token / 18
+    assert recurrent == pytest.approx(expected, rel=1e-3)
     width = 8 * 256
     expected = 2 * (2048 * (2 * width + 2 * 512 + width) + mlp) + 2.5 * 4 * width * 1024
     assert attention == pytest.approx(expected, rel=1e-3)

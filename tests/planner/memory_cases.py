@@ -30,6 +30,15 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "mlp_only_layers": [0],
 }
+HYBRID = {
+    "family": "qwen3_5_text",
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 ODD = {"vocab_size": 51}  # leaves the last of several processes less than the others
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -42,6 +51,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "adapters": {"lora": LORA},
     "some adapters": {"lora": SOME, "dtype": "float32"},
     "4-bit": {"lora": QLORA},
+    "recurrent layers": {"model": HYBRID},
+    "recurrent layers, muon": {"model": HYBRID, "trainer": MUON},
+    "recurrent layers, adapters": {"model": HYBRID, "lora": LORA},
 }
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"parallel": {"zero_stage": stage}} for stage in (0, 1, 2, 3)},
@@ -66,6 +78,11 @@ CASES: dict[str, dict[str, Any]] = {
             "parallel": {"zero_stage": stage, "pipeline_parallel_size": 2},
         }
         for stage, tied in ((1, True), (3, False))
+    },
+    "recurrent layers, stage 3": {"model": HYBRID, "parallel": {"zero_stage": 3}},
+    "recurrent layers, two stages of pipeline": {
+        "model": HYBRID | {"num_hidden_layers": 5},
+        "parallel": {"zero_stage": 1, "pipeline_parallel_size": 2},
     },
     "adapters beside experts": {
         "model": EXPERTS,

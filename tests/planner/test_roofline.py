@@ -43,6 +43,34 @@ def test_decode_limit_of_the_table(model: str, context: int, batch: int, tokens_
     assert batch / step_s == pytest.approx(tokens_per_s, rel=0.01)
 
 
+@table(
+    "model, context, batch, step_ms",
+    [
+        ("0.8b", 1024, 1, 0.362),
+        ("0.8b", 1024, 128, 1.888),
+        ("0.8b", 16_384, 64, 3.928),
+        ("9b", 1024, 64, 5.724),
+        ("9b", 8192, 128, 14.75),
+    ],
+)
+def test_a_decode_step_reads_and_writes_the_states_of_its_sequences(
+    model: str, context: int, batch: int, step_ms: float
+) -> None:
+    """By hand, at 4.3 TB/s. Of 0.8B: 752,393,024 weights of 2 bytes, 12,288 bytes of a key, and
+    19,537,920 bytes of states, which are read and written. Of 9B: 7,936,684,544 weights without the
+    embedding, 32,768 and 51,511,296."""
+    weights, key, state = {
+        "0.8b": (752_393_024, 12_288, 19_537_920),
+        "9b": (7_936_684_544, 32_768, 51_511_296),
+    }[model]
+    by_hand = 2 * weights + batch * (context * key + 2 * state)
+    assert H200.bytes_per_s == 4.3e12
+    assert step_ms == pytest.approx(by_hand / 4.3e9, rel=0.001)
+    shape = public_shape(f"qwen3.5-{model}")
+    step_s = float(decode_step_s(shape, H200, batch, batch * context))
+    assert 1e3 * step_s == pytest.approx(step_ms, rel=0.001)
+
+
 @table("batch, step_ms", [(1, 1.44), (16, 9.65), (64, 15.4), (256, 20.1)])
 def test_a_decode_step_reads_the_experts_that_its_tokens_pass(batch: int, step_ms: float) -> None:
     """Of 128 experts 8, 82, 126 and 128."""
@@ -88,8 +116,7 @@ def simulated_generation_s(
     running: list[tuple[int, int]] = []
     total = (
         sum(
-            2 * (shape.body_params * p + shape.head_params)
-            + shape.attention_flops_per_key * shape.visible_keys([p])
+            2 * (shape.body_params * p + shape.head_params) + shape.mixing_flops([p])
             for p in prompts
         )
         / peaks.flops_per_s
@@ -125,15 +152,31 @@ KV_BOUND = Peaks("toy", 1e6, 1e9, "measured")
 FLOP_BOUND = Peaks("toy", 1e9, 1e6, "measured")
 
 
+RECURRENT: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"model_type": "gemma2", "sliding_window": None},
+    "windows": {"model_type": "gemma2", "sliding_window": 16},
+    "recurrent layers": RECURRENT,
+}
+
+
 @pytest.mark.parametrize("peaks", [KV_BOUND, FLOP_BOUND])
-@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(lengths=samples(), max_num_seqs=st.integers(1, 24))
 def test_generation_equals_the_simulation(
-    peaks: Peaks, window: int | None, lengths: tuple[list[int], list[int]], max_num_seqs: int
+    peaks: Peaks, kind: str, lengths: tuple[list[int], list[int]], max_num_seqs: int
 ) -> None:
     prompts, completions = lengths
-    shape = ModelShape.from_config({**TINY, "model_type": "gemma2", "sliding_window": window})
+    shape = ModelShape.from_config({**TINY, **KINDS[kind]})
     expected = simulated_generation_s(shape, peaks, prompts, completions, max_num_seqs)
     got = generation_time_s(shape, peaks, prompts, completions, max_num_seqs=max_num_seqs)
     assert got == pytest.approx(expected, rel=1e-9)

@@ -22,8 +22,21 @@ class BenchModelConfig(Section):
     """Folder in the Hugging Face layout, or a hub name; with `init` random `config.json` is
     enough. No tokenizer is needed."""
 
-    shape: Literal["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"] | None = None
-    """Public shape to fill with random weights, in place of `path`; nothing is downloaded."""
+    shape: (
+        Literal[
+            "qwen3-0.6b",
+            "qwen3-1.7b",
+            "qwen3-4b",
+            "qwen3-8b",
+            "qwen3.5-0.8b",
+            "qwen3.5-2b",
+            "qwen3.5-4b",
+            "qwen3.5-9b",
+        ]
+        | None
+    ) = None
+    """Public shape to fill with random weights, in place of `path`; nothing is downloaded. Of
+    Qwen3.5 it is the decoder alone."""
 
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only the shape from `config.json` and draws the weights from `run.seed`."""

@@ -3,8 +3,8 @@
     memory = EngineMemory(plan, plan.shape, longest=4096)
     memory.weights, memory.step, memory.cache(reserved=memory_of_a_colocated_trainer)
 
-The cache is sized as the engine sizes it when it starts. How vLLM divides its share has not been
-compared with measurements.
+The cache is sized as the engine sizes it when it starts, behind the states of recurrent layers. How
+vLLM divides its share has not been compared with measurements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 
 from hone.config.plan import RunPlan
 from hone.engine.backends import BACKENDS
-from hone.engine.settings import BLOCK_SIZE, CPU_CACHE_GIB
+from hone.engine.settings import BLOCK_SIZE, CPU_CACHE_GIB, num_state_rows
 from hone.families.shape import ModelShape
 from hone.hardware import GIB
 
@@ -86,7 +86,8 @@ class EngineMemory:
         if self._at_least:
             return 0
         shape, settings = self._shape, self.settings
-        values = 3 * shape.mlp_size // self._size + 2 * shape.hidden_size
+        values = max(3 * shape.mlp_size, shape.recurrence_work) // self._size
+        values += 2 * shape.hidden_size
         logits = settings.max_num_seqs * shape.vocab_size * (4 + self._num_bytes)
         of_tokens = settings.max_num_batched_tokens * values * self._num_bytes
         return of_tokens + logits + self._unpacked
@@ -103,6 +104,17 @@ class EngineMemory:
         return max(sum(numel.get(name, 0) for name in pair) for pair in pairs) * self._num_bytes
 
     # -- the KV cache ----------------------------------------------------------------------------
+
+    @property
+    def states(self) -> int:
+        """Bytes of the stored states of recurrent layers on each device. Other engines than the
+        embedded one have them in the cache."""
+        if self.backend.has_own_weights:
+            return 0
+        num_seqs, batch = self.settings.max_num_seqs, self._plan.batch
+        if self._plan.is_on_cpu and batch is not None:  # where memory is taken when it is written
+            num_seqs = min(num_seqs, batch.samples_per_step)
+        return num_state_rows(num_seqs) * (self._shape.state_bytes(self._num_bytes) // self._size)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -134,7 +146,7 @@ class EngineMemory:
             return int(settings.kv_cache_gib * GIB)
         if gpu is None or gpu.memory_gib is None:
             return None
-        total, own = gpu.memory_gib * GIB, self.weights + self.step
+        total, own = gpu.memory_gib * GIB, self.weights + self.step + self.states
         limits = [int(total * settings.gpu_memory_utilization) - own]
         if not self.backend.sizes_cache_by_share:
             limits.append(total - CONTEXT_BYTES - reserved - own - CACHE_MARGIN_BYTES)

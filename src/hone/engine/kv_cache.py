@@ -382,7 +382,8 @@ def most_blocks(
       engine holds (weights it owns, loaded already or not, state of its sequences) and the
       `reserved_bytes` that one step takes (activations),
     * and of what is really free once torch has returned its unused blocks, whoever holds the rest,
-      less `reserved_bytes` and a margin of 512 MiB for graphs and kernels that are loaded later.
+      less `reserved_bytes`, the states of recurrent layers, and a margin of 512 MiB for graphs and
+      kernels that are loaded later.
 
     Raises ValueError with all numbers where that does not hold one sequence of `max_model_len`.
     """
@@ -394,11 +395,13 @@ def most_blocks(
         share, words = _share(total, cfg, resident_bytes)
         step = f"less {reserved_bytes / GIB:.2f} GiB for one step"
         margin = f"a margin of {_MARGIN_BYTES / GIB:.2f} GiB"
+        held = cache.state_bytes
+        states = f", {held / GIB:.2f} GiB for states of recurrent layers" if held else ""
         limits = [
             (share - reserved_bytes, f"{words}, {step}"),
             (
-                free - reserved_bytes - _MARGIN_BYTES,
-                f"{free / GIB:.2f} GiB free on {cache.device}, {step} and {margin}",
+                free - reserved_bytes - cache.state_bytes - _MARGIN_BYTES,
+                f"{free / GIB:.2f} GiB free on {cache.device}, {step}{states} and {margin}",
             ),
         ]
     else:

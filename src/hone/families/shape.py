@@ -290,7 +290,7 @@ class ModelShape:
         """Those of `linear_attn`."""
         own, hidden = self.recurrent, self.hidden_size
         assert own is not None
-        heads, values = own.num_value_heads, own.num_value_heads * own.value_dim
+        heads, values = own.num_value_heads, own.value_width
         for name, size in (
             ("in_proj_qkv", (own.num_channels, hidden)),
             ("in_proj_z", (values, hidden)),
@@ -359,6 +359,12 @@ class ModelShape:
     def attention_flops_per_key(self) -> int:
         """FLOPs of one query token against one key, over all layers."""
         return 4 * self.num_attention_layers * self.num_heads * self.head_dim
+
+    @property
+    def recurrence_work(self) -> int:
+        """Values of one token at the widest moment of a recurrent layer's forward pass."""
+        has_some = self.recurrent is not None and self.recurrent.indices
+        return self.recurrent.work_values if self.recurrent is not None and has_some else 0
 
     @property
     def recurrence_flops_per_token(self) -> int:

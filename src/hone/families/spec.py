@@ -283,12 +283,17 @@ class RecurrentLayers:
     def qkv_rows(self) -> tuple[int, int, int]:
         """Channels of all queries, all keys and all values."""
         keys = self.num_key_heads * self.key_dim
-        return keys, keys, self.num_value_heads * self.value_dim
+        return keys, keys, self.value_width
 
     @property
     def num_channels(self) -> int:
         """Channels of the convolution."""
         return sum(self.qkv_rows)
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values of a token, of the gate, and of what `out_proj` takes."""
+        return self.num_value_heads * self.value_dim
 
     @property
     def state_values(self) -> int:
@@ -299,6 +304,17 @@ class RecurrentLayers:
     def tail_values(self) -> int:
         """Inputs of the convolution that one sequence keeps in one layer, in the model's dtype."""
         return self.num_channels * (self.kernel_size - 1)
+
+    @property
+    def work_values(self) -> int:
+        """Values of one token at the widest moment of a layer's forward pass, with the kernels of
+        `fla-core`: channels before and after the convolution and once more for these kernels,
+        normalised queries and keys, what a chunk adds to the state (keys, values and new values),
+        outputs, and the states at the beginnings of chunks."""
+        keys = self.num_value_heads * self.key_dim
+        queries_and_keys = 2 * self.num_key_heads * self.key_dim
+        of_chunks = keys + 3 * self.value_width + self.state_values // CHUNK
+        return 3 * self.num_channels + queries_and_keys + of_chunks
 
     @property
     def flops_per_token(self) -> int:

@@ -21,6 +21,7 @@ from hone.families.shape import ModelShape
 
 __all__ = [
     "EXPERTS_RATE",
+    "RECURRENCE",
     "head_cost",
     "layer_costs",
     "most_of_a_round",
@@ -34,8 +35,10 @@ _ROW = 2048
 _ATTENTION = 2.5
 """FLOPs of matrix products that take as long as one FLOP of attention in such rows: 2.1 for models
 as wide as 0.6B, 3.1 for those as wide as 8B."""
-_RECURRENCE = 5.0
-"""FLOPs of matrix products that take as long as one FLOP of the recurrence."""
+RECURRENCE = 40.0
+"""FLOPs of matrix products that take as long as one FLOP of the recurrence, whose kernels wait for
+memory. An estimate from the bytes that they move, with the convolution, at half of the bandwidth;
+whole steps of layers of 2B on an H200 took 150 with the convolution in plain torch."""
 EXPERTS_RATE = 0.63
 """Rate of expert products, including the sorting of their tokens, relative to dense products."""
 
@@ -84,7 +87,7 @@ def layer_costs(shape: ModelShape) -> tuple[int, ...]:
         one = shape.part((index,))
         params = one.active_body_params - shape.hidden_size
         products = 2 * params / (EXPERTS_RATE if one.expert_layers else 1)
-        recurrence = _RECURRENCE * one.recurrence_flops_per_token
+        recurrence = RECURRENCE * one.recurrence_flops_per_token
         return round(products + (recurrence if one.recurrent_indices else attention))
 
     return tuple(map(cost, range(shape.num_layers)))

@@ -283,6 +283,11 @@ def _lack(run: RunMemory) -> str:
             f"GiB, and one sequence of {run.engine.max_length} tokens takes "
             f"{(run.engine.sequence_bytes or 0) / GIB:.2f}."
         )
+        if states := run.engine.states:
+            message += (
+                f" States of recurrent layers take {states / GIB:.2f} GiB beside it, in proportion "
+                "to engine.max_num_seqs."
+            )
     return message
 
 

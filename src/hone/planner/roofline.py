@@ -1,8 +1,10 @@
 """Roofline model: the shortest possible time of a step on a device, from the step's actual lengths.
 
-One decode step of B sequences reads every weight once and every visible key and value once:
+One decode step of B sequences reads every weight once and every visible key and value once, and
+reads and writes the states of recurrent layers:
 
-    t = max(weight_bytes / bandwidth, 2 * params * B / flops) + kv_bytes * sum(context) / bandwidth
+    t = max(weight_bytes / bandwidth, 2 * params * B / flops)
+        + (kv_bytes * sum(context) + 2 * state_bytes * B) / bandwidth
 
 Of experts, only those that B tokens are expected to pass are read. Matrix products and attention
 follow each other, and attention of single queries is always bound by the KV cache. Generation is
@@ -58,8 +60,8 @@ def decode_step_s(
     untouched = shape.untouched_experts(seqs) * (1 if packs_rows else bytes_per_value)
     weights_s = (weights - untouched) / peaks.bytes_per_s
     matmul_s = 2.0 * (shape.active_body_params + shape.head_params) * seqs / peaks.flops_per_s
-    kv_s = kv_bytes * np.asarray(num_keys) / peaks.bytes_per_s
-    return np.where(seqs > 0, np.maximum(weights_s, matmul_s) + kv_s, 0.0)
+    read = kv_bytes * np.asarray(num_keys) + 2 * shape.state_bytes(bytes_per_value) * seqs
+    return np.where(seqs > 0, np.maximum(weights_s, matmul_s) + read / peaks.bytes_per_s, 0.0)
 
 
 def generation_time_s(
@@ -118,8 +120,8 @@ def training_flops(
         return 3.0 * shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
     num_tokens = float(np.asarray(lengths).sum())
     frozen = 2.0 * (shape.active_body_params * num_tokens + shape.head_params * num_head_tokens)
-    attention = shape.attention_flops_per_key * shape.visible_keys(lengths)
-    return 2.0 * frozen + 3.0 * (attention + 2.0 * num_adapter_params * num_tokens)
+    adapters = 2.0 * num_adapter_params * num_tokens
+    return 2.0 * frozen + 3.0 * (shape.mixing_flops(lengths) + adapters)
 
 
 def training_time_s(

@@ -327,6 +327,7 @@ class RunMemory:
         return {
             "engine's weights": self.engine.weights if awake else 0,
             "KV cache": (self.cache or 0) if awake else 0,
+            "recurrent states": self.engine.states if awake else 0,
         }
 
     # -- phases ----------------------------------------------------------------------------------

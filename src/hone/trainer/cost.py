@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hone.config.plan import Role, RunPlan
 from hone.distributed.settings import AxisSizes
@@ -38,6 +38,7 @@ from hone.families.shape import ModelShape, TensorShape
 from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
 from hone.models.settings import LoraConfig
 from hone.rewards.settings import RewardModelConfig
+from hone.segments import CHUNK
 from hone.trainer.settings import SFTTrainerConfig
 
 __all__ = [
@@ -143,9 +144,8 @@ def training_memory(
 
     def of_stage(number: int, groups: Sequence[range]) -> TrainingMemory:
         own = [*chain(*groups)]
-        with_experts = sum(index in shape.expert_layers for index in own)
         step = _Step(
-            replace(shape, num_layers=len(own), expert_layers=tuple(range(with_experts))),
+            shape.part(own),
             trainer,
             lora or LoraConfig(),
             axes,
@@ -201,7 +201,7 @@ def scoring_bytes(
     whole = None if num_rows is None else num_rows * longest
     num_tokens = min(num_tokens, whole or num_tokens)
     hidden = num_tokens * shape.hidden_size * num_bytes
-    layer = 3 * num_tokens * shape.mlp_size * num_bytes
+    layer = num_tokens * max(3 * shape.mlp_size, shape.recurrence_work) * num_bytes
     if isinstance(settings, RewardModelConfig):
         return 2 * hidden + layer
     # Logits in the model's format, and twice in float32.
@@ -234,6 +234,15 @@ def _has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> bo
 def _nf4_bytes(tensor: TensorShape) -> int:
     """Bytes of a tensor in NF4: codes of four bits, and a float32 scale per block."""
     return tensor.count * (tensor.numel // 2 + 4 * (tensor.numel // NF4_BLOCK))
+
+
+class _Mixer(NamedTuple):
+    """What attention or recurrence keeps of one token for backward."""
+
+    values: int
+    """Values in the format that computes."""
+    statistics: int
+    """Bytes of values in float32."""
 
 
 @dataclass(slots=True)
@@ -302,9 +311,14 @@ class _Step:
         return self._in_flight * of_stage // len(self.groups)
 
     @property
-    def _num_spans(self) -> int:
-        """Number of spans of layers that are recomputed together."""
-        return sum(len(self.trainer.recomputed_spans(number)) for number in self.groups)
+    def _spans(self) -> list[range]:
+        """Spans of layers that are recomputed together, by number in the stage."""
+        starts = accumulate(self.groups, initial=0)
+        return [
+            range(start + span.start, start + span.stop)
+            for start, number in zip(starts, self.groups, strict=False)
+            for span in self.trainer.recomputed_spans(number)
+        ]
 
     def plan(self) -> TrainingMemory:
         gathered, reducing, kept = self._gathered(), self._reducing(), self._activations()
@@ -457,11 +471,11 @@ class _Step:
 
     def _activations(self) -> int:
         """Bytes of activations on the device, of the layers, the embedding and the head."""
-        num_spans, inputs = self._num_spans, self._input_bytes
-        spans = [self.trainer.recomputed_spans(number) for number in self.groups]
-        plain = self.shape.num_layers - sum(map(len, chain(*spans)))
-        of_spans = num_spans * self._layer_bytes(self.trainer.recompute_mode)
-        of_layers = self._of_passes(plain * self._layer_bytes("off") + of_spans)
+        spans, inputs = self._spans, self._input_bytes
+        num_spans, mode = len(spans), self.trainer.recompute_mode
+        plain = set(range(self.shape.num_layers)).difference(*spans)
+        of_spans = sum(self._layer_bytes(mode, span[0]) for span in spans)
+        of_layers = self._of_passes(sum(self._layer_bytes("off", i) for i in plain) + of_spans)
         if self.trainer.offload_activations:
             # Of each group, one more is in transfer besides the newest.
             of_layers -= max(self._of_passes(num_spans) - 2 * len(self.groups), 0) * inputs
@@ -473,7 +487,7 @@ class _Step:
         return of_layers + at_end * width
 
     def _activations_on_host(self) -> int:
-        kept = self._of_passes(self._num_spans * self._input_bytes)
+        kept = self._of_passes(len(self._spans) * self._input_bytes)
         return kept * self.trainer.offload_activations
 
     @property
@@ -487,33 +501,67 @@ class _Step:
         experts has a copy."""
         return 2 * self.shape.experts_per_token * self.shape.hidden_size
 
-    def _layer_bytes(self, mode: Literal["off", "selective", "full"]) -> int:
+    def _layer_bytes(self, mode: Literal["off", "selective", "full"], layer: int) -> int:
         """Bytes that one layer keeps for backward, for all tokens of a micro-batch on this
         device."""
         if mode == "full":
             return self._input_bytes
         shape, tensor = self.shape, self.sizes.tensor
         hidden, inter = shape.hidden_size, shape.mlp_size // tensor
-        q = shape.num_heads * shape.head_dim // tensor
-        kv = shape.num_kv_heads * shape.head_dim // tensor
+        is_recurrent = layer in shape.recurrent_indices
+        mixer = (self._recurrent_mixer if is_recurrent else self._attention_mixer)(mode)
         inputs = hidden // tensor
-        # Both residuals, queries, keys and values, attention's result, gate and up.
-        values = 2 * inputs + (q + 2 * kv) + q + 2 * inter + self._routed
+        # Both residuals, gate and up.
+        values = 2 * inputs + mixer.values + 2 * inter + self._routed
         match self.layers:
             case "compiled":
-                # `selective` keeps attention's results and recomputes everything around it.
-                values = inputs + q if mode == "selective" else values
-                values += 0 if mode == "selective" else q + kv + 2 * hidden + inter
+                # `selective` recomputes everything around the results of attention.
+                values = inputs + mixer.values if mode == "selective" else values
+                values += 0 if mode == "selective" else 2 * hidden + inter
             case "eager":
                 # Norms keep input and result, wide where it is not float32 anyway.
-                wide = 4 // self.num_bytes
-                values += 0 if mode == "selective" else 2 * inter + q + kv
-                if mode == "off":
-                    values += (1 + wide) * (2 * inputs + (q + kv) * self.shape.has_head_norms)
+                values += 0 if mode == "selective" else 2 * inter
+                values += (1 + self._wide) * 2 * inputs if mode == "off" else 0
         if self.lora.rank:
             values += 7 * self.lora.rank
-        statistics = 4 * shape.num_heads // tensor
-        return self.num_tokens * (values * self.num_bytes + statistics)
+        return self.num_tokens * (values * self.num_bytes + mixer.statistics)
+
+    @property
+    def _wide(self) -> int:
+        """Size of a float32 value in those of the format that computes."""
+        return 4 // self.num_bytes
+
+    def _attention_mixer(self, mode: Literal["off", "selective"]) -> _Mixer:
+        """What attention keeps: queries, keys and values, their results with rotated heads, and the
+        result. A gate takes as much as queries do, and so does the gated result."""
+        shape, tensor = self.shape, self.sizes.tensor
+        q = shape.num_heads * shape.head_dim // tensor
+        kv = shape.num_kv_heads * shape.head_dim // tensor
+        gate = q * spec_of(shape.family).gated_attention
+        is_compiled, is_off = self.layers == "compiled", mode == "off"
+        values = q if is_compiled and not is_off else gate + (q + 2 * kv) + q
+        values += (q + kv + gate) * is_off
+        if is_off and not is_compiled:
+            values += (1 + self._wide) * (q + kv) * shape.has_head_norms + gate
+        return _Mixer(values, 4 * shape.num_heads // tensor)
+
+    def _recurrent_mixer(self, mode: Literal["off", "selective"]) -> _Mixer:
+        """What gated linear attention keeps with the kernels of `fla-core`: channels before the
+        convolution; normalised queries and keys, and values, behind it; the solved systems of
+        chunks; the gate, the result, its norm and what `out_proj` takes. Logarithms of decays, as
+        they are and cumulated, and their inputs are float32. The states of chunks are computed
+        again."""
+        own, tensor = self.shape.recurrent, self.sizes.tensor
+        assert own is not None
+        if mode == "selective":
+            # Results of products alone, in layers that are not compiled.
+            products = own.num_channels + own.value_width + 2 * own.num_value_heads
+            return _Mixer(products // tensor * (self.layers == "eager"), 0)
+        widths = 2 * own.num_channels + CHUNK * own.num_value_heads + 4 * own.value_width
+        if self.layers == "eager":
+            # The norm's input, silu of the gate and its input in float32.
+            widths += own.value_width * (3 * self._wide - 1)
+        return _Mixer(widths // tensor, 4 * 4 * own.num_value_heads // tensor)
 
     def _logits(self) -> int:
         """Bytes at the head at the start of backward."""
@@ -529,14 +577,33 @@ class _Step:
         shape, tensor = self.shape, self.sizes.tensor
         inter, hidden = shape.mlp_size // tensor, shape.hidden_size
         # Gradients of gate and up, of their product and it, of the stream and the norm's result.
-        values = 4 * inter + 3 * hidden + self._routed
+        values = max(4 * inter, self._recurrent_backward) + 3 * hidden + self._routed
         # Activations of the layers of a span while backward goes through them.
-        together = max(map(len, self.trainer.recomputed_spans(shape.num_layers)), default=0)
-        recomputed = together * self._layer_bytes("off")
-        recomputed -= (together > 0) * self._layer_bytes(self.trainer.recompute_mode)
+        mode = self.trainer.recompute_mode
+        recomputed = max(
+            (
+                sum(self._layer_bytes("off", layer) for layer in span)
+                - self._layer_bytes(mode, span[0])
+                for span in self._spans
+            ),
+            default=0,
+        )
         # A matrix's own gradient, before it is added to the master's.
         matrix = 0 if self.lora.rank else inter * hidden * (self.num_bytes + 4)
         return self.num_tokens * values * self.num_bytes + recomputed + matrix
+
+    @property
+    def _recurrent_backward(self) -> int:
+        """Values of one token in the backward of a recurrent layer: keys and values of chunks and
+        new values, which are computed again, with their gradients; states of chunks and their
+        gradients; gradients of queries, keys and values, before and behind the convolution, and of
+        the result and the gate."""
+        own = self.shape.recurrent
+        if own is None or not own.indices:
+            return 0
+        keys, values = own.num_value_heads * own.key_dim, own.value_width
+        of_chunks = 2 * (keys + 2 * values) + 2 * own.state_values // CHUNK + 2 * keys
+        return (of_chunks + 2 * own.num_channels + 2 * values) // self.sizes.tensor
 
     def _optimizer_workspace(self) -> int:
         buckets = min(_BUCKETS_BYTES, self.host)

@@ -59,6 +59,7 @@ def of_cost(engine: EngineRates, *, train_s: float, sync_s: float, max_num_keys:
 ONE = EngineRates(
     weights_s=0.5,
     seq_s=0.01,
+    state_s=0.02,
     key_s=0.001,
     overhead_s=0.25,
     prefill_token_s=0.02,
@@ -71,7 +72,7 @@ GENERATE = (
     # A group's prompt is computed once; each sample has its own first logits.
     GROUPS * (PROMPT * 0.02 + PROMPT**2 / 2 * 0.003)
     + BATCH * 0.1
-    + sum(0.5 + 0.25 + 0.001 * BATCH * (PROMPT + 1 + n) for n in range(LENGTH - 1))
+    + sum(0.75 + BATCH * (0.02 + 0.001 * (PROMPT + 1 + n)) for n in range(LENGTH - 1))
 )
 
 
@@ -213,7 +214,7 @@ class TokenEngine:
     def step(self) -> None:
         rates, size = self.rates, len(self.running)
         weights_s = rates.weights_s - rates.experts_s * rates.unused_share**size
-        step_s = max(weights_s, size * rates.seq_s) + rates.overhead_s
+        step_s = max(weights_s, size * rates.seq_s) + size * rates.state_s + rates.overhead_s
         if self.batch != self.running:  # as decode steps of the engine find out who shares
             self.batch, self.num_spared = [*self.running], self.keys_read_once()
         keys = self.num_keys - rates.gained_share * self.num_spared
@@ -278,6 +279,7 @@ def random_case(seed: int) -> Case:
         experts_s=seconds(0.5),
         unused_share=rng.choice([0, 0.5, 0.75]),
         seq_s=seconds(0.5),
+        state_s=seconds(0.25),
         key_s=seconds(0.125),
         gained_share=rng.choice([0, 0.25, 0.5, 1]),
         overhead_s=seconds(1),

@@ -91,7 +91,8 @@ def calibrated(plan: RunPlan, measured: Measured) -> Calibration:
     rates = plan_rates(ASSUMED, _placement(plan), plan)
     max_num_keys = rates.max_num_keys
     if measured.cache_bytes:
-        held = int(measured.cache_bytes / RunMemory(plan).engine.kv_bytes_per_token)
+        engine = RunMemory(plan).engine
+        held = int((measured.cache_bytes - engine.states) / engine.kv_bytes_per_token)
         max_num_keys = min(held, max_num_keys)
     rates = replace(rates, sync_s=measured.sync_s, max_num_keys=max_num_keys)
     run = _simulated(plan, rates, measured.lengths, measured.num_prompt_tokens)

@@ -24,6 +24,7 @@ from hone.errors import UserError, did_you_mean, listed
 from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
+from hone.families.stages import RECURRENCE
 from hone.hardware import Peaks, known_gpu
 from hone.planner.fitting import gpu_host_roles, rounds_differently
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
@@ -439,7 +440,7 @@ def _gained_share(plan: RunPlan, shape: ModelShape) -> float:
         return 0.0
     if not BACKENDS[cfg.engine.backend].shares_prefix_reads:
         return 0.0
-    return _GAINED_SHARE * (1 - shape.num_sliding_layers / shape.num_layers)
+    return _GAINED_SHARE * (1 - shape.sliding_share)
 
 
 def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan) -> Rates:
@@ -466,10 +467,14 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
         uneven_s=experts / read * _unevenness(shape, size),
         unused_share=shape.unused_share,
         seq_s=2.0 * params / (gpu.flops_per_s * product_share * speed),
+        state_s=2.0 * shape.state_bytes(plan.num_bytes) / read,
         key_s=run.engine.kv_bytes_per_token * size / read,
         gained_share=_gained_share(plan, shape),
         overhead_s=assumed_cfg.decode_overhead_s,
-        prefill_token_s=2.0 * shape.active_body_params / prefill,
+        prefill_token_s=(
+            2.0 * shape.active_body_params + RECURRENCE * shape.recurrence_flops_per_token
+        )
+        / prefill,
         prefill_key_s=shape.attention_flops_per_key / prefill,
         prefill_seq_s=2.0 * shape.head_params / prefill,
     )

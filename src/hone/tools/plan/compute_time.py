@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from hone.config.planning import PlanningConfig
 from hone.families.shape import ModelShape
-from hone.families.stages import EXPERTS_RATE
+from hone.families.stages import EXPERTS_RATE, RECURRENCE
 from hone.hardware import Peaks
 
 __all__ = ["Compute"]
@@ -58,11 +58,11 @@ class Compute:
     def passes_s(
         self, shape: ModelShape, lengths: ArrayLike, flops: float, *, num_attention: int
     ) -> float:
-        """Seconds of passes of `flops` in total that compute attention `num_attention` times."""
-        keys = shape.visible_keys(lengths)
-        products = flops - num_attention * shape.attention_flops_per_key * keys
-        attention_s = num_attention * self.attention_s(shape, lengths)
-        return self.products_s(shape, products) + attention_s
+        """Seconds of passes of `flops` in total that compute attention and recurrence
+        `num_attention` times."""
+        products = flops - num_attention * shape.mixing_flops(lengths)
+        mixing_s = self.attention_s(shape, lengths) + self.recurrence_s(shape, lengths)
+        return self.products_s(shape, products) + num_attention * mixing_s
 
     def products_s(self, shape: ModelShape, flops: float) -> float:
         """Seconds of matrix products of a model of this shape."""
@@ -81,6 +81,12 @@ class Compute:
         length = 2 * keys / float(n.sum())  # that a token of a long sequence has behind it
         share = self.assumed.training_share * _ATTENTION / (1 + _SHORT / length)
         return shape.attention_flops_per_key * keys / (share * self._rate)
+
+    def recurrence_s(self, shape: ModelShape, lengths: ArrayLike) -> float:
+        """Seconds of the recurrence in all layers, for one forward pass."""
+        num_tokens = float(np.asarray(lengths, dtype=np.float64).sum())
+        flops = RECURRENCE * shape.recurrence_flops_per_token * num_tokens
+        return flops / (self.assumed.training_share * self._rate)
 
     @property
     def _rate(self) -> float:

@@ -14,7 +14,7 @@ from hone.address import names_code
 from hone.config.plan import BatchArithmetic, Role, RunPlan
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.distributed.settings import AxisSizes
-from hone.engine.settings import BLOCK_SIZE
+from hone.engine.settings import BLOCK_SIZE, num_snapshots, num_state_rows
 from hone.families.shape import ModelShape
 from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
 from hone.hardware import GIB
@@ -282,13 +282,33 @@ def _engine(plan: RunPlan) -> Iterator[Line]:
     )
     per_token = plan.model and plan.model.kv_bytes_per_token(plan.kv_dtype)
     if per_token is not None:
-        how = f"keys and values of all layers, {plan.kv_dtype}"
+        how = f"keys and values of {_with_keys(plan.shape)}, {plan.kv_dtype}"
         yield Line("kv_bytes_per_token", per_token, how)
         yield Line(
             "kv_gib_at_full_load",
             round(blocks * BLOCK_SIZE * per_token / GIB, 3),
             f"{blocks} blocks x {BLOCK_SIZE} tokens",
         )
+    if plan.shape is not None and plan.shape.recurrent_indices:
+        yield from _states(plan, plan.shape, engine.max_num_seqs)
+
+
+def _with_keys(shape: ModelShape | None) -> str:
+    """The layers that have keys and values, in words."""
+    if shape is None or not shape.recurrent_indices:
+        return "all layers"
+    return f"the {shape.num_attention_layers} layers with attention"
+
+
+def _states(plan: RunPlan, shape: ModelShape, max_num_seqs: int) -> Iterator[Line]:
+    """Memory of recurrent layers' states, as the embedded engine keeps them."""
+    size = shape.state_bytes(plan.num_bytes)
+    how = f"of the {len(shape.recurrent_indices)} layers without attention, whatever its length"
+    yield Line("state_bytes_per_sequence", size, how)
+    if plan.roles["engine"].engine.backend == "embedded":
+        rows, snapshots = num_state_rows(max_num_seqs), num_snapshots(max_num_seqs)
+        how = f"{rows} states: engine.max_num_seqs {max_num_seqs}, {snapshots} of prompts, 1 unused"
+        yield Line("state_gib", round(rows * size / GIB, 3), how)
 
 
 def _reward_model(plan: RunPlan) -> Iterator[Line]:
