@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.models.families import family_folder
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
@@ -85,11 +87,37 @@ def another_layer(folder: Path) -> Path:
     return add(folder, mtp(32, prefix="model.layers.92", num_experts=3))
 
 
+def mixture(folder: Path) -> Path:
+    """With experts each by itself, as transformers writes them."""
+    make_tiny_vision_model(folder, family="qwen3_5_moe", num_layers=2)
+    return add(folder, mtp(64, num_experts=3))
+
+
+def stacked(folder: Path) -> Path:
+    """As the published models: experts of the decoder in two tensors, those of the head not."""
+    mixture(folder)
+    state = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+    del state["lm_head.weight"]  # tied
+    save_file(state | mtp(64, num_experts=3), folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+def stacked_text(folder: Path) -> Path:
+    make_tiny_model(folder, family="qwen3_5_moe_text", num_layers=2, hidden_size=64)
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    del state["lm_head.weight"]
+    save_file(state | mtp(64, num_experts=3), folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
 SOURCES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "whole": (whole, ("mtp.",)),
     "text": (text, ("mtp.",)),
     "text of a whole": (text_of_a_whole, ("mtp.", "model.visual.")),
     "another layer": (another_layer, ("model.layers.92.",)),
+    "mixture": (mixture, ("mtp.",)),
+    "stacked": (stacked, ("mtp.",)),
+    "stacked text": (stacked_text, ("mtp.",)),
 }
 """Checkpoints, and prefixes of the tensors that are not read."""
 

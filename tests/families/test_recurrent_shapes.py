@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.attention.recurrent.convolution import convolve
 from hone.attention.recurrent.delta_rule import Tokens, chunked
+from hone.families import qwen3_5_moe_text
 from hone.families.model_facts import ModelFacts
-from hone.families.qwen3_5_text import MIXTURES, SPEC
+from hone.families.qwen3_5_text import SPEC
 from hone.families.shape import ModelShape, public_shape
 from hone.families.stages import RECURRENCE, layer_costs, stage_layers
 from hone.segments import CHUNK
@@ -95,7 +96,9 @@ PUBLISHED = {
 @table("name", PUBLISHED)
 def test_public_mixtures_have_what_was_published(name: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURES[name]))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**qwen3_5_moe_text.SPEC.public[name])
+        )
     hidden = model.config.hidden_size
     layer = sum(p.numel() for p in model.model.layers[3].parameters())
     prediction = layer + 2 * hidden**2 + 3 * hidden

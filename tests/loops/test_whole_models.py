@@ -1,4 +1,5 @@
-"""Runs of text alone on a model with a tower and a head for further tokens, which stay."""
+"""Runs of text alone on a model with a tower and a head for further tokens, which stay as they
+are."""
 
 from __future__ import annotations
 

@@ -67,6 +67,12 @@ FAMILY_FIELDS = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 12,
     },
+    "qwen3_5_moe_text": {
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 40,
+    },
     "qwen2_5_vl_text": {"rope_parameters": AXES},
     "qwen3_vl_text": {"rope_parameters": AXES},
 }

@@ -40,6 +40,18 @@ MODEL = {
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
 }
+HYBRID = {
+    "family": "qwen3_5_moe_text",
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 HIDDEN = 32
 DEEPER = MODEL | {"num_hidden_layers": 5}
 """With experts in each of two stages of layers, of which `MODEL` has them in one."""
@@ -162,6 +174,12 @@ def cases(world):
         "ranks without rows": replace(
             base, parallel=shards, rows=partial(random_rows, 1, seed=6), settings={}
         ),
+    }
+    found |= {
+        f"recurrent layers, stage {stage}": replace(
+            base, parallel={"expert_parallel_size": 2, "zero_stage": stage}, model=HYBRID
+        )
+        for stage in (0, 3)
     }
     if world == 4:
         deep = replace(base, parallel=STAGES, model=DEEPER)

@@ -50,6 +50,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "num_hidden_layers": 3,
     },
+    "qwen3_5_moe_text": {
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
 }
 PROMPTS = [[7, 3, 11, 5, 2, 9, 1, 4, 6], [7, 3, 11, 5, 2, 9, 1, 4, 8, 20], [40, 2]]
 """Two share blocks of four tokens."""

@@ -26,6 +26,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from hone.checkpoint.export import export_hf
 from hone.distributed.mesh import Mesh
+from hone.families.registry import spec_of
 from hone.families.vision.registry import VISION
 from hone.families.vision.spec import ImageSettings
 from hone.images.opening import open_image
@@ -39,11 +40,12 @@ from hone.models.settings import ModelConfig
 from hone.models.tiny_vision import make_tiny_vision_model
 from hone.types import Row
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3", "smolvlm")
 PROCESSORS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2VLImageProcessorPil,
     "qwen3_vl": Qwen2VLImageProcessorPil,
     "qwen3_5": Qwen2VLImageProcessorPil,
+    "qwen3_5_moe": Qwen2VLImageProcessorPil,
     "gemma3": Gemma3ImageProcessorPil,
     "smolvlm": SmolVLMImageProcessorPil,
 }
@@ -116,6 +118,11 @@ class Twin:
         """transformers' model, frozen."""
         whole = AutoModelForImageTextToText.from_pretrained(self.folder, attn_implementation="sdpa")
         return whole.eval()
+
+    @property
+    def gives_values(self) -> bool:
+        """Whether the decoder can be a critic or a reward model."""
+        return spec_of(self.spec.defaults["text_config"]["model_type"]).gives_values
 
     def load(self) -> PreTrainedModel:
         """hone's decoder with its features."""

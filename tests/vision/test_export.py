@@ -172,6 +172,8 @@ def test_adapters_are_of_the_decoder_alone_and_merge(twin: Twin, tmp_path: Path)
 
 
 def test_a_reward_model_is_whole_and_loads_again(twin: Twin, tmp_path: Path) -> None:
+    if not twin.gives_values:
+        pytest.skip("transformers has no such decoder with a head for scores")
     model = load_value_model(twin.cfg, device="cpu", seed=0)
     with torch.no_grad():
         model.score.weight.normal_()

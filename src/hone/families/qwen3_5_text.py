@@ -5,7 +5,6 @@ of the family too, with the sizes of Qwen3.5 27B.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hone.families.spec import (
@@ -20,7 +19,7 @@ from hone.families.spec import (
     sizes,
 )
 
-__all__ = ["MIXTURES", "SPEC", "decoder_sizes"]
+__all__ = ["SPEC", "decoder_sizes"]
 
 _ROPE = {
     "rope_type": "default",
@@ -53,35 +52,6 @@ def decoder_sizes(
         **fields,
     }
 
-
-def _mixture(
-    numbers: tuple[int, int, int, int], *, value_heads: int, experts: tuple[int, int, int]
-) -> Json:
-    """`numbers` lack the size of an MLP, which no layer has; `experts` are their number, those of a
-    token, and the size of each and of the shared one."""
-    number, per_token, size = experts
-    dense = decoder_sizes(
-        "qwen3_5_moe_text",
-        (*numbers, 0),
-        value_heads=value_heads,
-        tied=False,
-        num_experts=number,
-        num_experts_per_tok=per_token,
-        moe_intermediate_size=size,
-        shared_expert_intermediate_size=size,
-    )
-    return {name: value for name, value in dense.items() if name != "intermediate_size"}
-
-
-_35B = _mixture((40, 2048, 16, 2), value_heads=32, experts=(256, 8, 512))
-
-MIXTURES: Mapping[str, Json] = {
-    "qwen3.5-35b-a3b": _35B,
-    "qwen3.6-35b-a3b": _35B,
-    "qwen3.5-122b-a10b": _mixture((48, 3072, 32, 2), value_heads=64, experts=(256, 8, 1024)),
-    "qwen3.5-397b-a17b": _mixture((60, 4096, 32, 2), value_heads=64, experts=(512, 10, 1024)),
-}
-"""Decoders of public models with experts, by the model's name in lower case."""
 
 _27B = decoder_sizes("qwen3_5_text", (64, 5120, 24, 4, 17_408), value_heads=48, tied=False)
 

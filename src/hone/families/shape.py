@@ -38,7 +38,9 @@ __all__ = ["Floats", "ModelShape", "TensorShape", "public_shape"]
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 128
 """Tile of int8 codes that kernels multiply (`hone.models.int8_kernels`)."""
-_ROUTER, _CONVOLUTION = "mlp.gate", "conv1d"
+_ROUTER, _SHARED_GATE, _CONVOLUTION = "mlp.gate", "shared_expert_gate", "conv1d"
+_UNPACKED = (_ROUTER, _SHARED_GATE, _CONVOLUTION)
+"""Matrices of a layer that are never int8 codes."""
 _SPLIT_DIMS = {"rows": 0, "columns": 1, "qkv_rows": 0, "experts": 0, "shared": None}
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -75,7 +77,7 @@ class TensorShape:
     @property
     def is_layer_matrix(self) -> bool:
         """Whether an engine may store it as int8 codes."""
-        is_matrix = len(self.size) > 1 and self.name not in (_ROUTER, _CONVOLUTION)
+        is_matrix = len(self.size) > 1 and self.name not in _UNPACKED
         return self.in_layer and is_matrix
 
     def num_bytes(self, tensor: int, bytes_per_param: int, *, packs_rows: bool) -> int:
@@ -139,6 +141,7 @@ class ModelShape:
         try:
             hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
             sliding = sum(window is not None for window in spec.layer_windows(config))
+            has_dense = len(spec.expert_layers(config)) < config["num_hidden_layers"]
             return cls(
                 family=name,
                 num_layers=config["num_hidden_layers"],
@@ -146,7 +149,9 @@ class ModelShape:
                 num_heads=num_heads,
                 num_kv_heads=config.get("num_key_value_heads") or num_heads,
                 head_dim=config.get("head_dim") or spec.head_dim or hidden_size // num_heads,
-                intermediate_size=config["intermediate_size"],
+                intermediate_size=(
+                    config["intermediate_size"] if has_dense else config.get("intermediate_size", 0)
+                ),
                 vocab_size=config["vocab_size"],
                 tied=bool(config.get("tie_word_embeddings", spec.tied)),
                 attention_bias=bool(config.get("attention_bias", False)),
@@ -280,6 +285,8 @@ class ModelShape:
                 yield TensorShape("gate_proj", (shared, hidden), own, num_sparse)
                 yield TensorShape("up_proj", (shared, hidden), own, num_sparse)
                 yield TensorShape("down_proj", (hidden, shared), inputs, num_sparse)
+                if spec.experts is not None and spec.experts.gated_shared:
+                    yield TensorShape(_SHARED_GATE, (1, hidden), None, num_sparse)
         yield TensorShape("layer norms", (hidden,), None, self.num_layers * spec.norms_per_layer)
         if self.has_head_norms and attending:
             for name, width in (("q_norm", q), ("k_norm", kv)):
@@ -423,7 +430,7 @@ def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
         "num_experts": config[next((n for n in layout.numbers if n in config), layout.numbers[0])],
         "experts_per_token": config[layout.per_token],
         "expert_size": config[layout.size],
-        "shared_expert_size": config[layout.size] * config[layout.shared] if layout.shared else 0,
+        "shared_expert_size": layout.shared_size(config),
     }
 
 

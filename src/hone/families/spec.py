@@ -239,9 +239,19 @@ class ExpertLayout:
     shared: str | None = None
     """The field with the number of shared experts, which every token passes in addition:
     `mlp.shared_experts`, one MLP."""
+    gated_shared: str | None = None
+    """The field with the intermediate size of one shared expert, `mlp.shared_expert`, whose output
+    is multiplied by the sigmoid of `mlp.shared_expert_gate`. A family has one kind at most."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """How the router turns logits into scores. Gate weights are the scores of the chosen experts,
     divided by their sum if the router normalises."""
+
+    def shared_size(self, config: Json) -> int:
+        """Intermediate size of all shared experts together, 0 without any. Raises KeyError if the
+        config lacks a field."""
+        if self.gated_shared is not None:
+            return config[self.gated_shared]
+        return config[self.size] * config[self.shared] if self.shared else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import WeightConverter
 
 from hone.attention import ATTENTION_NAME
 from hone.attention.backends import choose_packed_backend
@@ -43,6 +44,7 @@ from hone.models.weight_files import (
     damaged,
     find_unread,
     find_weights,
+    has_stacked_experts,
     keep_unread,
     lacking,
     misshapen,
@@ -495,6 +497,9 @@ class _DrawnWeights:
                     # bits.
                     module.to_empty(device=device if own else "cpu", recurse=False)
                     model._init_weights(module)  # pyright: ignore[reportPrivateUsage] families override
+                    if own:  # some are drawn with the module around, as the routers of Qwen3.5
+                        around = model.get_submodule(prefix.rpartition(".")[0])
+                        model._init_weights(around)  # pyright: ignore[reportPrivateUsage]
                 for name, parameter in own.items():
                     if parameter not in given:  # otherwise it is tied to one that is given
                         take(Weight.of(f"{prefix}.{name}", module.get_parameter(name).detach()))
@@ -554,6 +559,9 @@ def _from_files(
     if info["unexpected_keys"]:
         raise without_place(path, info["unexpected_keys"])
     keep_unread(model, find_unread(path, model))
+    if has_stacked_experts(path, model):  # those of an unread part may not be
+        used = getattr(model, _CONVERSIONS)
+        setattr(model, _CONVERSIONS, [x for x in used if not isinstance(x, WeightConverter)])
     for name, weight in model.named_parameters():
         require_finite(path, name, weight.detach())
     return model

@@ -70,7 +70,7 @@ def gate_weights(
     else:
         scores_TE = logits_TE.float().sigmoid()
     weights_TK = scores_TE.gather(-1, ids_TK)
-    if router.norm_topk_prob:
+    if getattr(router, "norm_topk_prob", True):  # Qwen3.5's has no switch
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return (weights_TK * getattr(router, "routed_scaling_factor", 1.0)).to(logits_TE.dtype)
 

@@ -30,7 +30,7 @@ __all__ = [
     "make_char_tokenizer",
     "make_model_folder",
     "make_tiny_model",
-    "small_recurrent_fields",
+    "small_fields",
 ]
 
 PAD_TOKEN, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -117,14 +117,21 @@ def make_tiny_model(
 
     `tokenizer` unset: one token a printable ASCII character. `vocab_size` unset: the tokenizer's.
     `weights` off leaves them out, for `model.init=random`. `config_fields` are further fields of
-    the family's config.json, such as `sliding_window`. A hybrid model is small in its recurrent
-    layers too, unless these fields say otherwise. Returns the folder.
+    the family's config.json, such as `sliding_window`. Experts and recurrent layers are small too,
+    unless these fields say otherwise. Returns the folder.
     """
     folder = Path(folder)
     tokenizer = tokenizer or make_char_tokenizer(PRINTABLE)
-    if spec_of(family).is_hybrid:
-        small = small_recurrent_fields(num_layers, num_heads, num_kv_heads, head_dim)
-        config_fields = {**small, **config_fields}
+    small = small_fields(
+        family,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+    )
+    if "full_attention_interval" in config_fields:
+        del small["layer_types"]
     config = AutoConfig.for_model(
         family,
         vocab_size=vocab_size or len(tokenizer),
@@ -139,7 +146,7 @@ def make_tiny_model(
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **config_fields,
+        **small | config_fields,
     )
     # As every published model names it; vLLM takes a model without it for one that embeds.
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -155,21 +162,35 @@ def make_tiny_model(
     return folder
 
 
-def small_recurrent_fields(
-    num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+def small_fields(
+    family: str,
+    *,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
 ) -> dict[str, Any]:
-    """Fields of a `config.json` that make recurrent layers as small as these attention layers.
-    Every fourth layer and the last one have attention."""
-    return {
-        "layer_types": [
-            "full_attention" if number % 4 == 0 or number == num_layers else "linear_attention"
-            for number in range(1, num_layers + 1)
-        ],
-        "linear_num_key_heads": num_kv_heads,
-        "linear_num_value_heads": num_heads,
-        "linear_key_head_dim": head_dim,
-        "linear_value_head_dim": head_dim,
-    }
+    """Fields of a `config.json` that make what sets the family apart as small as its attention and
+    MLP: recurrent layers, with attention in every fourth layer and the last one, and experts."""
+    spec = spec_of(family)
+    fields: dict[str, Any] = {}
+    if spec.is_hybrid:
+        fields = {
+            "layer_types": [
+                "full_attention" if number % 4 == 0 or number == num_layers else "linear_attention"
+                for number in range(1, num_layers + 1)
+            ],
+            "linear_num_key_heads": num_kv_heads,
+            "linear_num_value_heads": num_heads,
+            "linear_key_head_dim": head_dim,
+            "linear_value_head_dim": head_dim,
+        }
+    if (experts := spec.experts) is not None:
+        fields |= {experts.numbers[0]: 8, experts.per_token: 2}
+        sizes = (experts.size, experts.gated_shared)
+        fields |= {name: -(-intermediate_size // 32) * 8 for name in sizes if name is not None}
+    return fields
 
 
 @torch.no_grad()

@@ -16,13 +16,13 @@ from hone.models.tiny import (
     PRINTABLE,
     lengthen_memory,
     make_char_tokenizer,
-    small_recurrent_fields,
+    small_fields,
 )
 from hone.models.vision import whole_class
 
 __all__ = ["IMAGE_WORDS", "make_tiny_vision_model", "make_vision_tokenizer"]
 
-_QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+_QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 _QWEN_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 IMAGE_WORDS = {
     **dict.fromkeys(_QWEN, _QWEN_WORDS),
@@ -170,7 +170,14 @@ def _fields(
         is_hybrid = spec_of(f"{family}_text").is_hybrid
         if is_hybrid:  # which rotate a part of each head
             half //= 2
-            text |= _recurrent_fields(text)
+            text |= small_fields(
+                f"{family}_text",
+                num_layers=text["num_hidden_layers"],
+                num_heads=text["num_attention_heads"],
+                num_kv_heads=text["num_key_value_heads"],
+                head_dim=text["head_dim"],
+                intermediate_size=text["intermediate_size"],
+            )
         third = half // 4
         section = [half - 2 * third, third, third]
         text["rope_parameters"] = {
@@ -259,12 +266,3 @@ def _fields(
         "size": {"longest_edge": 64},
         "max_image_size": {"longest_edge": 32},
     }
-
-
-def _recurrent_fields(text: dict[str, Any]) -> dict[str, Any]:
-    return small_recurrent_fields(
-        text["num_hidden_layers"],
-        text["num_attention_heads"],
-        text["num_key_value_heads"],
-        text["head_dim"],
-    )

@@ -192,6 +192,7 @@ TOWERS: dict[str, type[Tower]] = {
     "qwen2_5_vl": QwenTower,
     "qwen3_vl": QwenTower,
     "qwen3_5": QwenTower,
+    "qwen3_5_moe": QwenTower,
     "gemma3": GemmaTower,
     "smolvlm": SmolTower,
 }

@@ -37,6 +37,7 @@ __all__ = [
     "damaged",
     "find_unread",
     "find_weights",
+    "has_stacked_experts",
     "keep_unread",
     "lacking",
     "locate",
@@ -231,6 +232,16 @@ def find_unread(path: str, model: PreTrainedModel) -> UnreadTensors:
     prefix = model.base_model_prefix
     others = [x for x in entries if not {x, f"{prefix}.{x}"} & names]
     return _unread(path, model, (entries[x] for x in _declared_unread(model, others)))
+
+
+def has_stacked_experts(path: str, model: PreTrainedModel) -> bool:
+    """Whether the safetensors files of `path` have experts of `model` stacked."""
+    try:
+        entries = _entries(path)
+    except OtherFormatError:
+        return False
+    stacked = [name for name in entries if name.endswith(STACKED)]
+    return len(stacked) > len(_declared_unread(model, stacked))
 
 
 def _declared_unread(model: PreTrainedModel, names: Iterable[str]) -> list[str]:

@@ -25,7 +25,7 @@ __all__ = [
 class _Families(Mapping[str, "VisionSpec"]):
     """The specs by the names of their files."""
 
-    _names = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "smolvlm")
+    _names = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3", "smolvlm")
 
     def __getitem__(self, name: str) -> VisionSpec:
         if name not in self._names:
