@@ -10,6 +10,7 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCHVISION := $(shell sed -n 's/^torchvision==//p' constraints.txt)
 PIP_INSTALL := -m pip install --disable-pip-version-check
 INSTALL := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt
 CPU_INDEX := --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu
@@ -72,7 +73,8 @@ test-failed: $(VENV)/.installed-dev
 	@$(PYTEST) --last-failed --last-failed-no-failures none
 
 test-vllm: $(VLLM_VENV)/.installed
-	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/engine/test_vllm.py tests/engine/test_vllm_experts.py
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/engine/test_vllm.py \
+	  tests/engine/test_vllm_experts.py tests/vision/test_loaded_elsewhere.py
 
 test-agents: $(ENVS_VENV)/.installed $(FREE_VENV)/.installed
 	@OMP_NUM_THREADS=1 $(ENVS_BIN)/python -m pytest -m envs tests/envs/shapes
@@ -140,13 +142,18 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	@$(call quietly, $(INSTALL) --editable ".[docs]")
 	@touch $@
 
-# Of what vLLM requires three packages are left out: torchvision, torchaudio and torchcodec, whose
-# builds outside the index above want CUDA, and which text does not need.
+# Of what vLLM requires two packages are left out: torchaudio and torchcodec, which text and images
+# do not need. torchvision's builds outside the index above want CUDA: without it they can be imported
+# with the operators that a file of the tests declares.
 $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml | $(VLLM_BIN)/python
 	@$(call quietly, \
 	  $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps $(CPU_INDEX) "torch==$(TORCH)+cpu" \
 	  || $(VLLM_BIN)/python $(PIP_INSTALL) "torch==$(TORCH)")
 	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --requirement constraints-vllm.txt)
+	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps $(CPU_INDEX) "torchvision==$(TORCHVISION)")
+	@$(call quietly, $(VLLM_BIN)/python -c "import torchvision" \
+	  || cp tests/vision/torchvision_operators.py \
+	    "$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sitecustomize.py")
 	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --editable .)
 	@touch $@
 

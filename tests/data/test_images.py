@@ -429,7 +429,7 @@ def test_a_reward_model_of_text_refuses_images(family: Family, folder: Path) -> 
     prompt = prompt_of(family, folder, FORMS["paths"])
     cfg = DataConfig(train=())
     transcripts = Transcripts(char_tokenizer(), cfg, max_tokens=400, vocab_size=99, path="judge")
-    with pytest.raises(UserError, match=r"row train:1 has an image, and a reward model reads text"):
+    with pytest.raises(UserError, match=r"row train:1 has an image, and the reward model reads te"):
         transcripts.check(prompt)
 
 

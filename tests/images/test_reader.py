@@ -177,6 +177,27 @@ def test_what_a_model_cannot_do_is_a_predicate() -> None:
             ImageReader.of(config, {name: False}, tokens, max_tokens=100)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "size", "what"),
+    [
+        ("gemma3", "size", {"height": 48, "width": 48}, "images"),
+        ("smolvlm", "max_image_size", {"longest_edge": 48}, "tiles"),
+    ],
+)
+def test_a_processor_for_another_tower_is_refused(
+    name: str, field: str, size: dict[str, int], what: str, tmp_path: Path
+) -> None:
+    family = Family(name, tmp_path)
+    own = family.processor.pop(field)
+    assert family.reader().settings.edge == 32, "the tower says it where the processor does not"
+    family.processor[field] = size
+    words = f"^has a processor that makes {what} of 48 pixels, and a tower for 32$"
+    with pytest.raises(ValueError, match=words):
+        family.reader()
+    family.processor[field] = own
+    assert family.reader().settings.edge == 32
+
+
 def test_an_image_that_is_gone_is_named_by_its_number(family: Family, tmp_path: Path) -> None:
     reader = family.reader()
     for name in "ab":

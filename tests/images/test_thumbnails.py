@@ -27,6 +27,7 @@ from hone.observe.loggers import RunLog
 from hone.observe.run_folder import read_picture
 from hone.types import Group, Sample, StopReason, Turn
 from tests.data.support import write_rows
+from tests.images.drawn import drawn
 from tests.images.family import FAMILIES, Family
 from tests.images.image_samples import (
     MARK,
@@ -149,7 +150,7 @@ def test_the_picture_is_the_image_made_small(tmp_path: Path) -> None:
 
 def test_the_picture_of_several_tiles_shows_all_of_the_image(tmp_path: Path) -> None:
     """In its proportions, though the tile that shows all of it is a square."""
-    file = drawing(tmp_path, 3, (300, 200))
+    file = saved(tmp_path, drawn(3, 200, 300), "smooth.png")  # whose corners differ
     settings = replace(SETTINGS, family="smolvlm", edge=160, longest_edge=320, words=("<a>", "<b>"))
     assert len(layout_of(file, settings).tiles) > 2
     small = thumbnails_module._picture("", TileSource(file, settings, 0))

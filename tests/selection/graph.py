@@ -28,7 +28,11 @@ TOUCHES_ALL = frozenset({"pyproject.toml", "constraints.txt", "tests/conftest.py
 
 NEEDED_BY = {
     "constraints-envs.txt": ("tests/envs/shapes/test_frameworks.py",),
-    "constraints-vllm.txt": ("tests/engine/test_vllm.py", "tests/engine/test_vllm_experts.py"),
+    "constraints-vllm.txt": (
+        "tests/engine/test_vllm.py",
+        "tests/engine/test_vllm_experts.py",
+        "tests/vision/test_loaded_elsewhere.py",
+    ),
 }
 """Files that only the Makefile names, with the tests that it runs with them."""
 

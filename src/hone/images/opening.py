@@ -52,7 +52,7 @@ _BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR|SUkqA|TU0AK)[A-Za-z0-9+/\s
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """Number of pillow's `Transpose` that undoes an orientation of EXIF; from 5 on height and width are
 exchanged."""
-# What pillow's readers raise for files that break their format.
+# Errors that pillow's readers raise for files that break their format.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -79,7 +79,7 @@ class ImageFile:
     digest: str
     """Digest of the file's bytes, in hexadecimal."""
     source: Path | bytes
-    """Where the bytes are, or the bytes."""
+    """The path of the file, or its bytes."""
     height: int
     width: int
     """Pixels, as the image is shown."""
@@ -125,8 +125,8 @@ def open_image(value: object, *, folder: Path | None, may_fetch: bool = False) -
 
 
 def load_rgb(file: ImageFile) -> Image:
-    """The image, decoded to RGB with 8 bits: turned as EXIF data say, the first frame of several.
-    Raises ImageError where it cannot be decoded as a whole.
+    """The image, decoded to RGB with 8 bits and turned by its EXIF data; of several frames the
+    first. Raises ImageError where it cannot be decoded as a whole.
 
     Transparent pixels become white, as in Qwen's and SmolVLM's own programs. Leaving alpha out
     would show the colours that lie behind transparent pixels, mostly black: a black drawing
@@ -297,8 +297,8 @@ def _header(data: bytes) -> Image:
 
 
 def _orientation(image: Image) -> int:
-    """How the camera was turned, as a number of EXIF; 1 where the image is shown as it is. To be
-    asked before the image is decoded."""
+    """The number in the EXIF data that says how the camera was turned; 1 where it was not. It must
+    be read before the image is decoded."""
     if image.format == "TIFF":  # which pillow turns by itself
         return 1
     if image.format == "PNG" and "exif" not in image.info:
@@ -311,7 +311,7 @@ def _orientation(image: Image) -> int:
 
 
 def _shown(image: Image) -> Image:
-    """The image decoded, in RGB, turned as it is shown."""
+    """The image, decoded to RGB and turned upright."""
     orientation = _orientation(image)
     try:
         image.load()

@@ -1,4 +1,4 @@
-"""How images are written in rows and in chat messages: names of columns, parts, data URIs."""
+"""Names of columns with images, parts of chat messages that are images, and data URIs."""
 
 from __future__ import annotations
 

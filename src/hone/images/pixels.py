@@ -1,4 +1,4 @@
-"""From an image to the pixels of its tiles, and the hash that stands for them."""
+"""The pixels of an image's tiles, and the hash that stands for them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class TilePixels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TileSource:
-    """What can make the pixels of one tile, at any time and always the same."""
+    """An image and the settings from which the pixels of one tile are made, the same each time."""
 
     file: ImageFile
     settings: ImageSettings
     number: int
     """Place of the tile among those of its image."""
     location: str = ""
-    """Where the image is from, for messages: `data/train.jsonl, line 17: image 2`."""
+    """Place of the image in the data, for messages: `data/train.jsonl, line 17: image 2`."""
 
     @property
     def image(self) -> tuple[str, ImageSettings]:
-        """What all tiles of one image have in common."""
+        """The digest of the file and the settings, which all tiles of an image share."""
         return self.file.digest, self.settings
 
     def pixels(self) -> TilePixels:
@@ -71,8 +71,8 @@ def layout_of(file: ImageFile, settings: ImageSettings) -> ImageLayout:
 
 
 def content_hash(digest: str, settings: ImageSettings, number: int) -> str:
-    """The hash of a tile's pixels: a digest of what determines them and their features, which is
-    the file's bytes, the settings and the tile's place. Nothing is decoded for it."""
+    """The hash of a tile's pixels: a digest of the file's bytes, the settings and the tile's place,
+    which determine the pixels and their features. Nothing is decoded for it."""
     text = f"{digest} {_digest(settings)} {number}"
     return blake2b(text.encode(), digest_size=16).hexdigest()
 

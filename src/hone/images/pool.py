@@ -79,8 +79,8 @@ class PixelPool:
     def submit(
         self, file: ImageFile, settings: ImageSettings | None, tiles: Tiles | None = None
     ) -> Tiles:
-        """Have the tiles of an image made: the result, or the ImageError, of `tiles`. Without
-        settings the image is verified alone."""
+        """Have the tiles of an image made; they, or the ImageError, become the result of `tiles`.
+        Without settings the image is only verified."""
         assert not self._is_closed, "the pool is closed"
         tiles = tiles or Tiles()
         self._jobs.put((file, settings, tiles))
@@ -102,7 +102,7 @@ class PixelPool:
             thread.join()
 
     def _serve(self) -> None:
-        """The life of a thread: images, one by one, through its process."""
+        """Have images made by one process, one after the other, until the pool closes."""
         worker: _Worker | None = None
         while (job := self._jobs.get()) is not None:
             worker = self._make(worker, *job)
@@ -227,8 +227,8 @@ class _Worker:
 
 
 def check_images(files: Iterable[ImageFile], pool: PixelPool | None) -> dict[str, ImageError]:
-    """What is wrong with images that cannot be decoded as a whole, by their digests. Equal ones are
-    decoded once, in the processes of a pool; without one in this process."""
+    """The errors of images that cannot be decoded as a whole, by their digests. Equal images are
+    decoded once, in the processes of a pool; without a pool in this process."""
     distinct = {file.digest: file for file in files}
     found: dict[str, ImageError] = {}
     said = time.monotonic()

@@ -1,4 +1,4 @@
-"""The images of data rows as a model takes them: text in place of marks, contents among ids.
+"""Turns the images of data rows into text in place of marks, and into contents among ids.
 
     images = reader.read(values, folder)              # headers alone, nothing is decoded
     text = reader.expand(rendered, images, location)  # marks of the chat template become tokens

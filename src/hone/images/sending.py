@@ -1,4 +1,4 @@
-"""Pixels where they are needed: ahead of time, and in the process that computes with them.
+"""Makes pixels ahead of time, and sends them to the process that computes with them.
 
 Requests and rows are on their way to another process with the pixels of their images:
 
@@ -24,7 +24,7 @@ __all__ = ["prefetch_pixels", "with_pixels"]
 
 
 class HasInput(Protocol):
-    """A request, a row, or what else has inputs besides ids."""
+    """A request, a row, or any other item that has inputs besides ids."""
 
     @property
     def model_input(self) -> ModelInput: ...

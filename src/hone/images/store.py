@@ -88,7 +88,8 @@ class PixelStore:
             return self._shown.setdefault(tile.hash, tile)
 
     def source(self, name: str) -> TileSource | None:
-        """What makes the pixels of a tile here; None where another process has made them."""
+        """The source of a tile whose pixels this process can make; None where another process has
+        made them."""
         try:
             return self._source(name)
         except KeyError:
@@ -99,8 +100,8 @@ class PixelStore:
         self._pool = pool
 
     def use_workers(self, number: int) -> None:
-        """As `use`, with so many processes; 0: where they are asked for. A pool that has as many
-        stays."""
+        """Make pixels in `number` processes from now on; with 0 where they are asked for. A pool of
+        that size stays."""
         if number == (0 if self._pool is None else self._pool.num_workers):
             return
         if self._pool is not None:
@@ -176,11 +177,11 @@ class PixelStore:
             self._make(source, tiles)
 
     def broken(self, files: Iterable[ImageFile]) -> dict[str, ImageError]:
-        """What is wrong with images that cannot be decoded as a whole, by their digests."""
+        """The errors of images that cannot be decoded as a whole, by their digests."""
         return check_images(files, self._pool)
 
     def payload(self, hashes: Sequence[str]) -> dict[str, TilePixels]:
-        """The pixels of tiles as another process receives them."""
+        """The pixels of tiles by their hashes, for another process."""
         return dict(zip(hashes, self.pixels(hashes), strict=True))
 
     def _source(self, name: str) -> TileSource:
@@ -193,7 +194,7 @@ class PixelStore:
         return self._received.get(name)
 
     def _forget(self, names: Iterable[str]) -> None:
-        """Drop received pixels of which these were users."""
+        """Count one user less of each of these, and drop received pixels without any."""
         for name in names:
             self._num_users[name] -= 1
             if not self._num_users[name]:
@@ -201,7 +202,8 @@ class PixelStore:
                 self._received.pop(name, None)
 
     def _begin(self, source: TileSource) -> Tiles:
-        """What all that ask for tiles of this image wait for; the caller has it made."""
+        """The future tiles of this image, for which all wait that ask for them. The caller must
+        have them made."""
         tiles = self._making[source.image] = Tiles()
         tiles.add_done_callback(partial(self._finish, source))
         return tiles

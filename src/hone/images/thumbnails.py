@@ -112,7 +112,7 @@ class Thumbnails:
 
 
 def _images(contents: Sequence[Content]) -> list[list[Content]]:
-    """The contents by the image of which they are tiles."""
+    """The contents, in one list for each image of which they are tiles."""
     images: list[list[Content]] = []
     for content in contents:
         source = STORE.source(content.hash)
@@ -137,7 +137,7 @@ def _row(tiles: Sequence[Content]) -> dict[str, Any]:
 
 
 def _marks(text: str, images: Sequence[Sequence[Content]]) -> list[tuple[int, int]]:
-    """Where the marks of a prompt's images stand in its text; empty where that is not known."""
+    """Places of the marks of a prompt's images in its text; empty where these are not known."""
     source = STORE.source(images[0][0].hash) if images else None
     if source is None:
         return []

@@ -27,7 +27,7 @@ __all__ = ["Answer", "Job", "main"]
 Job = tuple[ImageFile, ImageSettings | None, float]
 """Without settings the image is decoded, and makes no pixels."""
 Answer = list[list[int]] | str
-"""The shape of each tile, or what is wrong with the image; sent as JSON."""
+"""The shape of each tile, or the message of an ImageError; sent as JSON."""
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def features_of(model: PreTrainedModel) -> FeatureSource | None:
 
 
 def require_features(model: PreTrainedModel) -> FeatureSource:
-    """As `features_of`. Raises ValueError for a model without a tower."""
+    """The features of a decoder's contents. Raises ValueError for a model without a tower."""
     source = features_of(model)
     if source is None:
         raise ValueError(
@@ -71,7 +71,7 @@ def whole_of(model: PreTrainedModel) -> WholeModel | None:
 
 
 def require_whole(model: PreTrainedModel) -> WholeModel:
-    """As `whole_of`, for a decoder of a whole model."""
+    """The whole model of a decoder, which must have one."""
     whole = whole_of(model)
     assert whole is not None
     return whole

@@ -4,7 +4,7 @@
     contents = source.gather(pieces)          # for the context of a pass
 
 Trainer and engine in one process use the same source, so a group of samples, all its turns and all
-its passes encode an image once. What has been evicted is encoded again, to the same bits.
+its passes encode an image once. Evicted features are encoded again, to the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ __all__ = ["FeatureSource"]
 
 
 class FeatureSource:
-    """The features of one model's contents."""
+    """The features of one model's contents.
+
+    It has no lock, since it belongs to whichever thread runs the model, and a model is run by one
+    thread at a time. An engine or a scorer in a thread of its own has loaded a model, and with it a
+    source, for itself. The engine that samples with the trainer's own weights shares the trainer's
+    source, and the training thread makes its steps.
+    """
 
     def __init__(
         self,

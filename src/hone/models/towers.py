@@ -30,7 +30,7 @@ __all__ = ["TOWERS", "Features", "Tower"]
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a decoder gets of one tile of n tokens."""
+    """The features of one tile of n tokens."""
 
     embeds: Tensor  # [n, D], in place of embeddings
     deepstack: Tensor | None = None  # [K, n, D], added to the output of the first K layers
@@ -82,7 +82,8 @@ class Tower(ABC):
         ]
 
     def _normal(self, tile: TilePixels) -> Tensor:
-        """Pixels [3, H, W] of a tile as the processor would give them, in float32."""
+        """Pixels [3, H, W] of a tile in float32, scaled and normalised, with the bits that the
+        processor of transformers gives."""
         values = torch.from_numpy(np.array(tile.values))  # a copy: shared memory may be read-only
         if self.device.type == "cuda":
             values = values.pin_memory().to(self.device, non_blocking=True)
@@ -92,8 +93,8 @@ class Tower(ABC):
 
 @lru_cache
 def _normal_values(settings: ImageSettings) -> NDArray[np.float32]:
-    """What each of the 256 values of a colour becomes, [3, 256], by the operations of transformers'
-    processors, so that features have the same bits."""
+    """The scaled and normalised value of each of the 256 values of a colour, [3, 256], computed by
+    the operations of transformers' processors, so that features have the same bits."""
     scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
     mean, std = (np.array(x, np.float32)[:, None] for x in (settings.mean, settings.std))
     return (scaled - mean) / std

@@ -76,8 +76,8 @@ def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
-    """A vision-language model around its decoder: what loads its parts, and what an export needs
-    besides the decoder's weights."""
+    """A vision-language model around its decoder. It loads the two parts, and holds all that an
+    export needs besides the decoder's weights."""
 
     place: str
     """Folder or hub name of the checkpoint."""
@@ -168,8 +168,8 @@ class WholeModel:
         return name.replace("ForConditionalGeneration", "ForSequenceClassification")
 
     def files_beside(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-        """The processor's files, by name, as they were. Of older checkpoints one is the chat
-        template, for tokenizers without their own."""
+        """The unchanged files of the processor, by name. One of an older checkpoint is the chat
+        template, which is left out for tokenizers that have their own."""
         has_own = tokenizer.chat_template is not None
         return {n: x for n, x in self.files.items() if not (has_own and n == _TEMPLATE)}
 

@@ -332,7 +332,7 @@ class RewardModelScorer:
             num_tokens += taken[-1].num_tokens
         self._num_queued -= num_tokens
         self._num_polls = 0
-        sequences: dict[_Key, Transcript] = {}
+        asked: list[_Pending] = []
         for pending in taken:
             if pending.key in self._known:
                 pending.score = self._known[pending.key]
@@ -340,9 +340,10 @@ class RewardModelScorer:
                 self._waiting[pending.key].append(pending)
             else:
                 self._waiting[pending.key] = [pending]
-                sequences[pending.key] = pending.sequence
-        if sequences:
-            self._passes[self._model.begin([*sequences.values()])] = [*sequences]
+                asked.append(pending)
+        if asked:
+            scoring = self._model.begin([pending.sequence for pending in asked])
+            self._passes[scoring] = [pending.key for pending in asked]
         self._busy_s += perf_counter() - start
 
     def _take_passes(self) -> bool:

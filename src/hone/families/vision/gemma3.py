@@ -16,6 +16,7 @@ from hone.families.vision.spec import (
     pixels_of,
     setting,
     three,
+    tile_edge,
     token_text,
 )
 from hone.model_input import InputSpec
@@ -81,12 +82,7 @@ class Gemma3Vision:
             for name in ("boi_token_index", "eoi_token_index")
         )
         size: Json = setting(processor, "size", {})
-        edge: int = size.get("height") or vision["image_size"]
-        if edge != vision["image_size"]:
-            raise ValueError(
-                f"has a processor that makes images of {edge} pixels, and a tower for "
-                f"{vision['image_size']}"
-            )
+        edge = tile_edge(vision, size.get("height"), "images")
         return ImageSettings(
             family=self.model_type,
             patch_size=vision["patch_size"],

@@ -87,8 +87,8 @@ VISION_FIELD = "vision_family"
 
 
 def complete_config(config: Json) -> Json:
-    """A `config.json` of one of the families with what older and shorter files leave out; any other
-    as it is."""
+    """A `config.json` of one of the families, with the fields that older and shorter files leave
+    out. Any other is returned unchanged."""
     spec = VISION.get(str(config.get("model_type")))
     if spec is None:
         return config
@@ -101,8 +101,8 @@ def complete_config(config: Json) -> Json:
 
 
 def decoder_config(config: Json) -> Json:
-    """The decoder's part of a whole model's `config.json`, with the fields that are outside of it;
-    any other `config.json` as it is."""
+    """The decoder's part of a whole model's `config.json`, with the fields that are outside of it.
+    Any other `config.json` is returned unchanged."""
     whole = complete_config(config)
     if whole is config:
         return config

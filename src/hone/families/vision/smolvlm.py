@@ -18,6 +18,7 @@ from hone.families.vision.spec import (
     require_tokens,
     setting,
     three,
+    tile_edge,
     token_text,
 )
 from hone.model_input import InputSpec
@@ -72,12 +73,7 @@ class SmolVision:
         placeholder = token_text(tokens, config["image_token_id"], "image_token_id")
         require_tokens(tokens, _AROUND, _GLOBAL)
         largest: Json = setting(processor, "max_image_size", {})
-        edge: int = largest.get("longest_edge") or vision["image_size"]
-        if edge != vision["image_size"]:
-            raise ValueError(
-                f"has a processor that makes tiles of {edge} pixels, and a tower for "
-                f"{vision['image_size']}"
-            )
+        edge = tile_edge(vision, largest.get("longest_edge"), "tiles")
         size: Json = setting(processor, "size", {})
         longest: int = size.get("longest_edge") or 4 * edge
         is_divided: bool = setting(processor, "do_image_splitting", True)

@@ -39,6 +39,7 @@ __all__ = [
     "require_tokens",
     "setting",
     "three",
+    "tile_edge",
     "token_text",
     "work_values",
 ]
@@ -57,7 +58,8 @@ def work_values(*, pixels: int, hidden: int, inner: int, is_gated: bool = False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSettings:
-    """How images of one model are processed: facts of its files, and the recipe's limit.
+    """Settings by which images of one model are processed: facts of its files, and the recipe's
+    limit.
 
     Two images with the same bytes and the same settings have the same features.
     """
@@ -95,7 +97,7 @@ class ImageSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """One picture as the tower gets it: all of an image, or a part."""
+    """One picture that the tower gets: all of an image, or a part."""
 
     height: int
     width: int
@@ -174,7 +176,8 @@ class VisionSpec(Protocol):
 
     @property
     def inputs(self) -> InputSpec:
-        """What sequences of the decoder may hold, and how their tokens are numbered."""
+        """The kinds of contents that sequences of the decoder may hold, and the rule by which their
+        tokens are numbered."""
         ...
 
     @property
@@ -190,8 +193,8 @@ class VisionSpec(Protocol):
 
     @property
     def defaults(self) -> Json:
-        """What a `config.json` of the family leaves out where it has transformers' defaults, in the
-        same form, and the decoder's `model_type`."""
+        """Fields that a `config.json` of the family may leave out, with transformers' defaults, in
+        the same form, and the decoder's `model_type`."""
         ...
 
     @property
@@ -238,6 +241,18 @@ def require_tokens(tokens: Mapping[str, int], *names: str) -> None:
     """Raise ValueError, as a predicate, unless the vocabulary has all of these special tokens."""
     if missing := [name for name in names if name not in tokens]:
         raise ValueError(f"has a tokenizer without {', '.join(map(repr, missing))}")
+
+
+def tile_edge(vision: Json, edge: int | None, what: str) -> int:
+    """The edge in pixels of square tiles for the tower of a `vision_config`; `edge` is that of the
+    processor, None where its settings do not say. Raises ValueError, as a predicate, unless they
+    are the same; it names the tiles by `what`."""
+    size: int = vision["image_size"]
+    if edge is not None and edge != size:
+        raise ValueError(
+            f"has a processor that makes {what} of {edge} pixels, and a tower for {size}"
+        )
+    return size
 
 
 def setting(processor: Json, name: str, default: Any) -> Any:
