@@ -31,7 +31,7 @@ from hone.algorithms.preferences.reward_model import valued_at_end
 from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
-from hone.families.vision.registry import inputs_of
+from hone.families.registry import inputs_of
 from hone.images.sending import prefetch_pixels
 from hone.model_input import prompt_digest
 from hone.rewards.environment import EnvFacts

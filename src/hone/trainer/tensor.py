@@ -101,7 +101,9 @@ def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[Spl
         for name, split in plan.items():
             if (module := modules.get(name)) is not None:  # a hybrid has layers of two kinds
                 yield module, _class_of(module, split)
-    norm, embedding = model.base_model.norm, model.base_model.embed_tokens
+    base: Any = model.base_model
+    norm: nn.Module = base.norm
+    embedding: nn.Module = base.embed_tokens
     if not isinstance(norm, Elsewhere):
         yield norm, _class_of(norm, "shared")
     if not isinstance(embedding, Elsewhere):

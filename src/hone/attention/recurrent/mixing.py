@@ -66,9 +66,7 @@ class Mixed(NamedTuple):
     beta: Tensor  # [T, H]
 
 
-def _mix(
-    inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer: Any, context: AttentionContext
-) -> Tensor:
+def _mix(inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer: Any, context: object) -> Tensor:
     """Outputs [T, H, V] of a `layer` whose convolution has `weight` [C, W]. Stores states where the
     context has them. Differentiable in training. Raises ValueError without a context.
 
