@@ -367,11 +367,8 @@ def divide_layers(model: PreTrainedModel, tp: TensorParallel) -> None:
                 pass
     layers: Any = model.base_model.layers
     for layer in layers:
-        mixes = (
-            layer.linear_attn.out_proj
-            if hasattr(layer, "linear_attn")
-            else (layer.self_attn.o_proj)
-        )
+        is_linear = hasattr(layer, "linear_attn")
+        mixes = layer.linear_attn.out_proj if is_linear else layer.self_attn.o_proj
         for part in (mixes, layer.mlp):
             part.register_forward_hook(_SumOverRanks(tp))
 
