@@ -154,7 +154,7 @@ def test_the_picture_of_several_tiles_shows_all_of_the_image(tmp_path: Path) -> 
     settings = replace(SETTINGS, family="smolvlm", edge=160, longest_edge=320, words=("<a>", "<b>"))
     assert len(layout_of(file, settings).tiles) > 2
     small = thumbnails_module._picture("", TileSource(file, settings, 0))
-    assert small.size == (160, 107)
+    assert small.size == (256, 171)
     expected = load_rgb(file).resize((12, 8))
     found = np.asarray(small.resize((12, 8)), np.float64)
     assert np.abs(found - np.asarray(expected, np.float64)).mean() < 6
@@ -195,7 +195,7 @@ def test_an_image_of_a_stranger_takes_no_memory_of_the_trainer(tmp_path: Path) -
         _, peak = memory_mib()
     finally:
         STORE.use_workers(0)
-    assert picture(tmp_path, row["hash"]).size == (160, 160)
+    assert picture(tmp_path, row["hash"]).size == (256, 256)
     assert peak - start < 32
 
 

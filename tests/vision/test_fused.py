@@ -41,7 +41,7 @@ def assert_close(found: dict[str, Completion], expected: dict[str, Completion]) 
         assert gap.abs().max() < TOLERANCE, name
 
 
-UNFUSED = ("gemma3", "qwen3_5", "qwen3_5_moe")
+UNFUSED = ("gemma3", "qwen3_5_moe")
 """Families whose layers are transformers'."""
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.attention.context import ContentFeatures
-from hone.attention.recurrent.delta_net import DeltaNet
 from hone.families.registry import spec_of
 from hone.models.contents import add_deepstack, embed_contents
 from hone.models.int8_rows import is_packed
 from hone.models.layer_ops import Heads, LayerOps, Mlp, Norm, Projection
 
 if TYPE_CHECKING:
+    from hone.attention.recurrent.delta_net import DeltaNet
     from hone.models.experts import Experts
 
 __all__ = [
@@ -152,6 +152,8 @@ class FusedLayer:
         position among the layers with experts, None for a layer with an MLP."""
         mlp = _mlp_of(module)
         if hasattr(module, "linear_attn"):
+            from hone.attention.recurrent.delta_net import DeltaNet
+
             heads, o = DeltaNet.of(module.linear_attn), module.linear_attn.out_proj
         else:
             heads = _heads_of(module.self_attn, window, zero_centred=next_norm.zero_centred)
@@ -178,7 +180,7 @@ class FusedLayer:
         """Map the normed residual x and the residual, both [T, D], to those of the next layer."""
         ops, heads = self.ops, self.heads
         projected = ops.linear(x, self.qkv)
-        if isinstance(heads, DeltaNet):
+        if not isinstance(heads, Heads):
             mixed = ops.mix_heads(projected, heads, context)
         else:
             qkv = projected.view(len(x), -1, heads.head_dim)

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from hone.attention import PagedContext
 from hone.attention.backends import write_kv
 from hone.attention.interface import attend_paged
-from hone.attention.recurrent.delta_net import DeltaNet, mix_heads
 from hone.models.cpu_products import linear
 from hone.models.int8_rows import is_packed, unpack_rows
 
 if TYPE_CHECKING:
+    from hone.attention.recurrent.delta_net import DeltaNet
     from hone.models.experts import Experts, Record
 
 __all__ = [
@@ -277,6 +277,8 @@ class TorchKernels:
         return x * qkv[:, 1 : 2 * x.shape[1] : 2].sigmoid()
 
     def mix_heads(self, projected: Tensor, net: DeltaNet, context: PagedContext) -> Tensor:
+        from hone.attention.recurrent.delta_net import mix_heads
+
         return mix_heads(projected, net, context)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from hone.attention.context import (
     PackedContext,
     PagedContext,
 )
-from hone.attention.context_parallel import heads_to_tokens, tokens_to_heads
 from hone.attention.recurrent import convolution, delta_rule, kernels
 from hone.attention.recurrent.delta_rule import Tokens
 from hone.distributed.mesh import Axis
@@ -114,6 +113,8 @@ def _over_processes(
 ) -> Tensor:
     """Outputs of this rank's tokens, among several that share the row. Each computes all tokens of
     some of the heads."""
+    from hone.attention.context_parallel import heads_to_tokens, tokens_to_heads
+
     axis = parallel.ulysses
     assert parallel.ring.size == 1, "recurrent layers read a row from its first token on"
     kinds = tokens_to_heads(heads.split(inputs.channels), axis)
