@@ -45,7 +45,7 @@ QWEN2 = files.MODEL_CONFIG | {
 def with_local_model(recipe: str, folder: Path) -> RLConfig:
     """The recipe with a model of the same shape, without weights, and one row of data."""
     name = load_config(RLConfig, EXAMPLES / recipe, []).model.path.rpartition("/")[2]
-    public = public_configs().get(name.lower().removesuffix("-instruct"))
+    public = public_configs().get(name.lower().removesuffix("-instruct").removesuffix("-base"))
     shape = QWEN2 if public is None else {**files.MODEL_CONFIG, **public}
     (folder / "model" / "config.json").write_text(json.dumps(shape))
     local = ["--model.path=model", "--data.train=[{path: train.jsonl}]"]
