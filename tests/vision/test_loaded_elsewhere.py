@@ -127,7 +127,10 @@ def test_a_limit_of_tokens_is_an_option_of_the_processor(
     images = [picture(5, 200, 160)]
     options = {
         "qwen2_5_vl": {"size": {"shortest_edge": 4 * 28**2, "longest_edge": LIMIT * 28**2}},
-        "qwen3_vl": {"size": {"shortest_edge": 4 * 32**2, "longest_edge": LIMIT * 32**2}},
+        **dict.fromkeys(
+            ("qwen3_vl", "qwen3_5", "qwen3_5_moe"),
+            {"size": {"shortest_edge": 4 * 32**2, "longest_edge": LIMIT * 32**2}},
+        ),
         "gemma3": {},
         "smolvlm": {"size": {"longest_edge": 32}},  # one tile, of 16 tokens
     }[family]
