@@ -67,7 +67,11 @@ def packed_attention(
     assert parallel is not None
     ulysses, ring = parallel.ulysses, parallel.ring
     if ulysses.size > 1:
-        q, k, v = _TokensToHeads.apply(q, k, v, ulysses)
+        # Fewer key heads than ranks are on several of them, and their gradients are summed.
+        copies = max(1, ulysses.size // k.shape[1])
+        if copies > 1:
+            k, v = (x.unsqueeze(2).expand(-1, -1, copies, -1).flatten(1, 2) for x in (k, v))
+        q, k, v = tokens_to_heads((q, k, v), ulysses)
     if ring.size > 1:
         plan = _ring_plan(context.lengths, ring.size, ring.rank, window, q.device)
         output = _RingAttention.apply(q, k, v, _Ring(ring, plan, scale, softcap))
@@ -81,46 +85,14 @@ def packed_attention(
 # ---------------------------------------------------------------- Ulysses
 
 
-class _TokensToHeads(torch.autograd.Function):
-    """Exchange from all heads of a part of the tokens to a part of the heads of all tokens.
-
-    q [t, Hq, D] becomes [U t, Hq / U, D]. So do k and v; with fewer than U heads they become [U t,
-    1, D], where each head is on several ranks and its gradient is summed over these.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        copies = max(1, axis.size // k.shape[1])
-        ctx.axis, ctx.copies = axis, copies
-        if copies > 1:
-            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
-        parts = [x.unflatten(1, (axis.size, -1)).transpose(0, 1) for x in (q, k, v)]
-        received = _all_to_all(torch.cat(parts, dim=2), axis).flatten(0, 1)
-        ctx.heads = [part.shape[2] for part in parts]
-        q, k, v = received.split(ctx.heads, dim=1)
-        return q, k, v
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        axis: Axis = ctx.axis
-        parts = [grad.unflatten(0, (axis.size, -1)) for grad in grads]
-        received = _all_to_all(torch.cat(parts, dim=2), axis).transpose(0, 1)  # [t, U, h, D]
-        q, k, v = (part.flatten(1, 2) for part in received.split(ctx.heads, dim=2))
-        if ctx.copies > 1:
-            k, v = (x.unflatten(1, (-1, ctx.copies)).sum(2) for x in (k, v))
-        return q, k, v, None
-
-
 def tokens_to_heads(values: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """From all heads of a part of the tokens to a part of the heads of all tokens, for several
     kinds of values [t, H, D] of one dtype, whose numbers of heads U divides: [U t, H / U, D] each.
     Differentiable."""
-    return list(_ValuesToHeads.apply(axis, *values))
+    return list(_TokensToHeads.apply(axis, *values))
 
 
-class _ValuesToHeads(torch.autograd.Function):
+class _TokensToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.axis = axis

@@ -202,8 +202,8 @@ class Renderer:
         max_prompt_tokens: int | None = None,
         max_tokens: int | None = None,
     ) -> list[Demonstration]:
-        """What a reward model reads of each example, to be trained or to score: `demonstrations`
-        with other ids. With a chat template they are all that it writes, including text after the
+        """The rows that a reward model reads, in training and to score: `demonstrations` with
+        other ids. With a chat template they are all that it writes, including text after the
         end token, since reward models are trained and used on that text. Without one they end with
         the end token. A truncated completion has no end token."""
         rows = self.demonstrations(

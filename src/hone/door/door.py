@@ -142,7 +142,7 @@ class Door:
     # -- requests --------------------------------------------------------------------------------
 
     async def opened(self, asked: Asked) -> Asked:
-        """What a request asks for, with its images opened. Raises Refusal."""
+        """The request with its images opened. Raises Refusal."""
         prompt = asked.prompt
         if not isinstance(prompt, ChatPrompt) or not (given := given_in(prompt.messages)):
             return asked

@@ -193,11 +193,7 @@ class KVCache:
     @property
     def state_row_bytes(self) -> int:
         """Bytes of the states of one sequence in all recurrent layers."""
-        layers = self._recurrent
-        if layers is None:
-            return 0
-        tails = layers.tail_values * self.dtype.itemsize
-        return len(layers.indices) * (4 * layers.state_values + tails)
+        return 0 if self._recurrent is None else self._recurrent.state_bytes(self.dtype.itemsize)
 
     @property
     def state_bytes(self) -> int:

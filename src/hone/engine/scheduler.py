@@ -29,10 +29,11 @@ class Chunk(NamedTuple):
     samples: bool
     """Whether it ends with the sequence's last token, so that the next one is sampled."""
     source: int | None = None
-    """Of a model with recurrent layers: row of the state where it begins, if another sequence's
-    prefill left it; None: its own, or zero at token 0."""
+    """Row of the recurrent state with which it begins, if the prefill of another sequence has left
+    that state. None: it begins with its own state, or with zero at token 0."""
     snapshots: tuple[tuple[int, int], ...] = ()
-    """Tokens behind which its state is kept, in ascending order, each with the row for it."""
+    """Numbers of tokens after which the recurrent state is kept, in ascending order, each with the
+    row that takes it."""
 
 
 @dataclass(slots=True)

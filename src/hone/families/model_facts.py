@@ -187,7 +187,8 @@ class ModelFacts:
 
 
 def _kv_values_per_token(config: dict[str, Any]) -> int | None:
-    """Of a file that lacks other sizes."""
+    """The number of keys and values of a token over all layers, for a file that lacks other
+    sizes."""
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     hidden = config.get("hidden_size")
     if not layers or not heads or not hidden:

@@ -355,12 +355,9 @@ class ModelShape:
         return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
     def state_bytes(self, bytes_per_value: int = 2) -> int:
-        """Bytes of the states of one sequence over all recurrent layers: float32 states, and the
-        last inputs of the convolution with `bytes_per_value` each."""
-        if self.recurrent is None:
-            return 0
-        of_layer = 4 * self.recurrent.state_values + bytes_per_value * self.recurrent.tail_values
-        return len(self.recurrent.indices) * of_layer
+        """Bytes of the states of one sequence, 0 without recurrent layers; see
+        `RecurrentLayers.state_bytes`."""
+        return 0 if self.recurrent is None else self.recurrent.state_bytes(bytes_per_value)
 
     @property
     def attention_flops_per_key(self) -> int:

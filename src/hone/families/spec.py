@@ -315,6 +315,12 @@ class RecurrentLayers:
         """Inputs of the convolution that one sequence keeps in one layer, in the model's dtype."""
         return self.num_channels * (self.kernel_size - 1)
 
+    def state_bytes(self, bytes_per_value: int) -> int:
+        """Bytes that one sequence keeps in all its layers: float32 states, and the last inputs of
+        the convolution with `bytes_per_value` each."""
+        of_layer = 4 * self.state_values + bytes_per_value * self.tail_values
+        return len(self.indices) * of_layer
+
     @property
     def work_values(self) -> int:
         """Values of one token at the widest moment of a layer's forward pass, with the kernels of

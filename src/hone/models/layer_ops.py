@@ -108,8 +108,8 @@ class Norm(NamedTuple):
     weight: Tensor
     eps: float
     zero_centred: bool = False
-    """Whether it multiplies by 1 + weight, in float32, and rounds once; else it rounds before it
-    multiplies by the weight as well."""
+    """True: rows are multiplied by 1 + weight in float32, and rounded once. False: they are rounded
+    before and after they are multiplied by the weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class Heads:
     k_norm: Tensor | None
     eps: float
     zero_centred: bool = False
-    """Of the norms, as of `Norm`."""
+    """Whether the norms of queries and keys multiply by 1 + weight; see `Norm`."""
     gated: bool = False
     """Whether each query is followed by a gate of the head's output."""
 

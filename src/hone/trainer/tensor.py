@@ -45,7 +45,7 @@ from torch.distributed.tensor import (
 )
 from transformers import PreTrainedModel
 
-from hone.attention.recurrent.layer import DeltaNet, DeltaWeights, is_recurrent, set_heads
+from hone.attention.recurrent.layer import DeltaWeights, PackedDeltaNet, is_recurrent, set_heads
 from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS, TENSOR_FAMILIES
 from hone.families.spec import Split
@@ -185,9 +185,7 @@ class SharedNorm(SplitModule):
     variance_epsilon: float
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return _shared(self.weight) * normed.to(x.dtype)
+        return _shared(self.weight) * _normalized(x, self.variance_epsilon).to(x.dtype)
 
 
 class CentredNorm(SplitModule):
@@ -198,9 +196,14 @@ class CentredNorm(SplitModule):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * (1.0 + _shared(self.weight).float())).to(x.dtype)
+        weight = 1.0 + _shared(self.weight).float()
+        return (_normalized(x, self.eps) * weight).to(x.dtype)
+
+
+def _normalized(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square along the last dimension, in float32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
 class SplitHeads(SplitModule):
@@ -236,7 +239,7 @@ class SplitConvolution(SplitModule):
     placements: ClassVar = {"weight": Shard(0)}
 
 
-class _SplitDeltaNet(DeltaNet):
+class _SplitDeltaNet(PackedDeltaNet):
     def weights(self) -> DeltaWeights:
         module: Any = self.module
         convolution = own_rows(module.conv1d.weight, module.conv1d.all_rows)

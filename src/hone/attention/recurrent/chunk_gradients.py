@@ -2,8 +2,8 @@
 
 One kernel of `fla-core` is wrong where Triton from 3.4 to before 3.7.1 compiles it for Hopper GPUs,
 and the package refuses to run it there (its issue 640); torch 2.11 brings Triton 3.6. This is what
-that kernel computes, as batched matrix products. On an H200 it takes the time that
-benchmarks/README.md shows; with a newer Triton the package's own backward is used.
+that kernel computes, as batched matrix products. With a newer Triton the package's own backward is
+used. How long this takes has not been measured.
 
 Of a chunk with decays G (cumulated, in log), first state h and new values v, outputs and last state
 are, with s = 1 / sqrt(K):

@@ -18,8 +18,8 @@ from hone.attention.recurrent.delta_rule import log_decay
 from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
 
 __all__ = [
-    "DeltaNet",
     "DeltaWeights",
+    "PackedDeltaNet",
     "follow_segments",
     "gated_rms_norm",
     "is_recurrent",
@@ -31,8 +31,8 @@ def follow_segments(model: PreTrainedModel) -> None:
     """Let the recurrent layers of `model` read segments and states from the context, in place.
     Call before its layers are compiled. Idempotent."""
     for module in model.modules():
-        if is_recurrent(module) and not isinstance(module.__dict__.get("forward"), DeltaNet):
-            module.forward = DeltaNet(module)
+        if is_recurrent(module) and not isinstance(module.__dict__.get("forward"), PackedDeltaNet):
+            module.forward = PackedDeltaNet(module)
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -60,7 +60,7 @@ class DeltaWeights(NamedTuple):
     norm: Tensor  # [V]
 
 
-class DeltaNet:
+class PackedDeltaNet:
     """Forward of a gated delta net over packed tokens. Not a closure: `alias_module` copies it with
     the module."""
 

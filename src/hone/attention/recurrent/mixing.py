@@ -69,7 +69,7 @@ def _mix(inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer: Any, context: 
     """Outputs [T, H, V] of a `layer` whose convolution has `weight` [C, W]. Stores states where the
     context has them. Differentiable in training. Raises ValueError without a context.
 
-    It gets the module and not its number, by which a compiler would tell layers apart.
+    It gets the module, not the layer's number: a compiler would compile anew for each number.
     """
     if isinstance(context, PackedContext):
         if context.parallel is not None:
