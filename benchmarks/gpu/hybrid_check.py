@@ -8,6 +8,7 @@ Sections:
     convolution  the causal convolution over the same
     waits        that forward and backward of a layer's recurrence wait for no device
     passes       log-probabilities and gradients of a tiny model and of one shaped as 0.8B
+    chunks       the kernel of gradients inside of chunks, by its launch parameters
     layer        forward and backward of 16,384 tokens: rule and convolution, both ways
     speed        forward and backward of a model shaped as 0.8B, shared prompts and not
 
@@ -16,6 +17,7 @@ Errors are relative to the norm. Weights are random.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,6 +37,7 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext
 from hone.attention.recurrent import convolution, delta_rule, kernels
 from hone.attention.recurrent.delta_rule import Tokens
+from hone.attention.recurrent.launches import use_found
 from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
 from hone.families.registry import inputs_of
 from hone.models.contents import follow_inputs
@@ -43,7 +46,7 @@ from hone.trainer.collating import collate
 from hone.trainer.prefixes import shared_prefixes
 from hone.types import MicroBatch, Row
 
-SECTIONS = ("rule", "convolution", "waits", "passes", "layer", "speed")
+SECTIONS = ("rule", "convolution", "waits", "passes", "chunks", "layer", "speed")
 DEVICE = torch.device("cuda")
 LENGTHS = {"uneven": [1, 63, 64, 65, 700, 2], "one": [2048], "many": [129] * 30}
 HEADS = {
@@ -282,6 +285,44 @@ def passes(run: Run) -> None:
             run.check(f"{size} {kind}: {told}", good)
 
 
+def chunks(run: Run) -> None:
+    from hone.attention.recurrent.chunk_gradients import ChunkInputs, Tuning, chunk_gradients
+
+    lengths = [1024] * 16
+    (level,) = rows_plan(lengths).levels
+    run.row("gradients inside of chunks, 16,384 tokens", "us", "TB/s", "against the first")
+    for size in ("0.8B", "9B"):
+        torch.manual_seed(0)
+        heads = HEADS[size]
+        tokens = draw_tokens(sum(lengths), heads)
+        states = len(level.chunks), heads.num_value_heads, heads.key_dim, heads.value_dim
+        draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+        normed = [torch.nn.functional.normalize(x, dim=-1) for x in (tokens.q, tokens.k)]
+        inputs = ChunkInputs(
+            *normed,
+            *(draw(tokens.v.shape) for _ in range(3)),
+            -torch.rand_like(tokens.g).view(-1, 64, heads.num_value_heads).cumsum(1).flatten(0, 1),
+            *(draw(states) for _ in range(2)),
+        )
+        first: list[Tensor] = []
+        for tuning in itertools.starmap(
+            Tuning, itertools.product((64, 128), (32, 64, 128), (4, 8))
+        ):
+            name = f"{size}: {tuning.keys} keys, {tuning.values} values, {tuning.num_warps} warps"
+            if not run.has_time(name):
+                return
+            with run.attempt(name):
+                work = partial(
+                    chunk_gradients, inputs, level.cu_seqlens, level.chunks, 0.1, tuning=tuning
+                )
+                found = [x.double() for x in work()]
+                first = first or found
+                off = max(error(x, y) for x, y in zip(found, first, strict=True))
+                ms = device_ms(work)
+                num_bytes = sum(x.nbytes for x in (*inputs, *work()))
+                run.check(name, off < 1e-2, 1e3 * ms, num_bytes / ms / 1e9, off)
+
+
 def layer_times(run: Run) -> None:
     run.row("forward and backward of 16,384 tokens", "fla ms", "torch ms", "times")
     lengths = [1024] * 16
@@ -325,9 +366,7 @@ def grads_of_convolution(
 
 def speed(run: Run) -> None:
     run.row("0.8B, forward and backward", "device ms", "wall ms", "tokens", "tokens/s")
-    model = hybrid_decode_check.build("0.8B")
-    follow_inputs(model)
-    model = compiled_policy(model).model
+    model = compiled_policy(hybrid_decode_check.build("0.8B")).model
     rows = group_rows(2, 512, [512] * 8, vocab=model.config.vocab_size)
     for way in ("fla", "torch"):
         for name, batch in packed(rows, model).items():
@@ -343,7 +382,8 @@ def speed(run: Run) -> None:
 
 def main() -> None:
     run = Run(__doc__, SECTIONS, seconds=240)
-    work = (rule, convolutions, waits, passes, layer_times, speed)
+    use_found(DEVICE)
+    work = (rule, convolutions, waits, passes, chunks, layer_times, speed)
     sys.exit(run.go({name: partial(part, run) for name, part in zip(SECTIONS, work, strict=True)}))
 
 

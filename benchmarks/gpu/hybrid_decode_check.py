@@ -8,6 +8,7 @@ Sections:
     model    chunks of prompts, then decoded tokens, against float32; recorded against eager
     tune     the kernel's time by its launch parameters, as a share of the memory's bandwidth
     step     a decode step of whole models in a CUDA graph, as a share of its limit
+    long     the same behind contexts of 16,384 tokens
     parts    what such a step of 64 sequences consists of, by kernel
 
 Weights are random. A limit counts every weight, key, value, and state as read once, states also as
@@ -29,8 +30,10 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+from benchmarks.gpu.models import build as build_shape
 from benchmarks.gpu.models import random_model
-from benchmarks.gpu.sections import Run
+from benchmarks.gpu.sections import Run, release
+from benchmarks.gpu.timing import device_ms
 from tests.recurrent.steps import Step, draw_net
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -39,6 +42,7 @@ from hone.attention import PackedContext, PagedContext
 from hone.attention.recurrent import decode_kernel
 from hone.attention.recurrent.decode_kernel import Tuning
 from hone.attention.recurrent.mixing import DeltaHeads
+from hone.families.registry import inputs_of
 from hone.families.spec import RecurrentLayers
 from hone.models.contents import follow_inputs
 from hone.models.decoder import alias_module, hidden_states
@@ -46,11 +50,12 @@ from hone.models.generation import GenerationModel, generation_model
 from hone.segments import Segment, plan_segments
 
 DEVICE = torch.device("cuda")
-SECTIONS = ("kernel", "model", "tune", "step", "parts")
+SECTIONS = ("kernel", "model", "tune", "step", "long", "parts")
 MATRIX_RATE = 7.9e14
 BLOCK_SIZE = 16
-CONTEXT = 1024
+CONTEXT, LONG_CONTEXT = 1024, 16_384
 BATCHES = (1, 64, 256)
+MAX_CACHE_GB = 100
 WORKERS = 12
 
 _SHARED: dict[str, Any] = {
@@ -84,6 +89,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+PEERS = {"0.8B": "qwen3-0.6b", "9B": "qwen3-8b"}
+"""Models with attention in each layer, of about the same size."""
 HEADS = {
     name: DeltaHeads(
         num_key_heads=16,
@@ -154,10 +161,10 @@ def recorded(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def bandwidth() -> float:
-    """Bytes a second of a copy, read and written."""
-    source = torch.empty(1 << 32, dtype=torch.uint8, device=DEVICE)
+    """Bytes a second of a copy, read and written, which no graph holds: there it is slower."""
+    source = torch.empty(1 << 30, dtype=torch.float32, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (graph_us(lambda: target.copy_(source), 5) * 1e-6)
+    return 2 * source.nbytes / (device_ms(lambda: target.copy_(source), 9) * 1e-3)
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
@@ -288,6 +295,11 @@ def all_mixed(steps: Sequence[Step], tuning: Tuning) -> None:
 # ---------------------------------------------------------------- whole models
 
 
+def recurrent_layers(config: Any) -> RecurrentLayers | None:
+    is_hybrid = inputs_of(config).has_states
+    return RecurrentLayers.of(config.to_dict()) if is_hybrid else None
+
+
 @dataclass
 class Cache:
     """Keys and values of B sequences of `length` tokens at most, and their states."""
@@ -298,21 +310,20 @@ class Cache:
 
     def __post_init__(self) -> None:
         config, dtype = self.model.config, self.model.dtype
-        layers = RecurrentLayers.of(config.to_dict())
+        layers = recurrent_layers(config)
         self.width = -(-self.length // BLOCK_SIZE)
         order = torch.randperm(self.batch * self.width, generator=torch.Generator().manual_seed(0))
         self.tables = order.view(self.batch, self.width)
         shape = (2, len(order), BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-        tails = (self.batch + 1, layers.kernel_size - 1, layers.num_channels)
-        heads = (self.batch + 1, layers.num_value_heads, layers.key_dim, layers.value_dim)
 
         def normal(size: tuple[int, ...], kind: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=kind, device=DEVICE).normal_(std=0.5)
 
-        self.states: list[tuple[Tensor, Tensor] | None] = [
-            (normal(tails, dtype), normal(heads, torch.float32)) if i in layers.indices else None
-            for i in range(config.num_hidden_layers)
-        ]
+        self.states: list[tuple[Tensor, Tensor] | None] = [None] * config.num_hidden_layers
+        for index in () if layers is None else layers.indices:
+            tails = (self.batch + 1, layers.kernel_size - 1, layers.num_channels)
+            heads = (self.batch + 1, layers.num_value_heads, layers.key_dim, layers.value_dim)
+            self.states[index] = normal(tails, dtype), normal(heads, torch.float32)
         none = torch.empty(2, 0, dtype=dtype, device=DEVICE)
         self.keys = [none if states else normal(shape, dtype) for states in self.states]
 
@@ -431,11 +442,11 @@ class Limit:
 
 
 def decode_call(
-    generation: GenerationModel, own: PreTrainedModel, batch: int
+    generation: GenerationModel, own: PreTrainedModel, batch: int, length: int
 ) -> tuple[Callable[[], Tensor], Cache]:
-    """A step from ids to logits, behind `CONTEXT` tokens."""
-    cache = Cache(own, batch, CONTEXT)
-    starts, sizes = [CONTEXT - 1] * batch, [1] * batch
+    """A step from ids to logits, whose sequences then have `length` tokens."""
+    cache = Cache(own, batch, length)
+    starts, sizes = [length - 1] * batch, [1] * batch
     positions, context = cache.context(starts, sizes, is_decode=True)
     ids = torch.randint(4096, (batch,), device=DEVICE)
     return lambda: generation.logits(generation.hidden_states(ids, positions, context)), cache
@@ -447,16 +458,24 @@ _MODELS: dict[str, tuple[PreTrainedModel, GenerationModel]] = {}
 
 def whole_model(name: str) -> tuple[PreTrainedModel, GenerationModel]:
     if name not in _MODELS:
-        own = build(name)
+        own = build(name) if name in MODELS else build_shape(name)
         _MODELS[name] = (own, generation_model(own, compile=False))
     return _MODELS[name]
 
 
 def step(run: Run) -> None:
+    time_steps(run, CONTEXT)
+
+
+def long(run: Run) -> None:
+    time_steps(run, LONG_CONTEXT)
+
+
+def time_steps(run: Run, length: int) -> None:
     rate = bandwidth()
     run.row(f"a copy moves {rate / 1e12:.2f} TB/s")
     run.row(
-        f"decode step, context {CONTEXT}, logits included",
+        f"decode step, context {length}, logits included",
         "weights GB",
         "keys GB",
         "states GB",
@@ -464,10 +483,14 @@ def step(run: Run) -> None:
         "ms",
         "share",
     )
-    for name in MODELS:
+    for name, batch in itertools.product(
+        (name for pair in PEERS.items() for name in pair), BATCHES
+    ):
         own, generation = whole_model(name)
-        for batch in BATCHES:
-            call, cache = decode_call(generation, own, batch)
+        if cache_gb(own, batch, length) > MAX_CACHE_GB or not run.has_time(f"{name}, {batch}"):
+            continue
+        with run.attempt(f"{name}, {batch} sequences"):
+            call, cache = decode_call(generation, own, batch, length)
             limit = Limit.of(own, cache, rate)
             ms = graph_us(call, 15) / 1e3
             numbers = (limit.weights, limit.keys, limit.states)
@@ -479,12 +502,21 @@ def step(run: Run) -> None:
                 f"{limit.seconds * 1e3 / ms:.0%}",
             )
             del call, cache
+        release()
+
+
+def cache_gb(own: PreTrainedModel, batch: int, length: int) -> float:
+    """Of the keys and values of `batch` sequences."""
+    config, layers = own.config, recurrent_layers(own.config)
+    num_layers = config.num_hidden_layers - (len(layers.indices) if layers else 0)
+    token_bytes = 4 * num_layers * config.num_key_value_heads * config.head_dim
+    return batch * length * token_bytes / 1e9
 
 
 def parts(run: Run) -> None:
     for name in MODELS:
         own, generation = whole_model(name)
-        call, _ = decode_call(generation, own, 64)
+        call, _ = decode_call(generation, own, 64, CONTEXT)
         graph, repeats = recorded(call), 5
         graph.replay()
         torch.cuda.synchronize()
@@ -513,7 +545,7 @@ def main() -> None:
         for text in compile_all():
             run.check(text, False)
         run.note("compiled")
-    work = (kernel, model, tune, step, parts)
+    work = (kernel, model, tune, step, long, parts)
     with torch.inference_mode():
         sys.exit(
             run.go({name: partial(part, run) for name, part in zip(SECTIONS, work, strict=True)})

@@ -8,6 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hone.attention import ATTENTION_NAME
+from hone.attention.recurrent.launches import use_found
+from hone.models.contents import follow_inputs
 from hone.models.decoder import decoder_layers
 from hone.models.tiny import SHAPES
 from hone.trainer.policy import Policy
@@ -42,6 +44,7 @@ def random_model(
 ) -> PreTrainedModel:
     """A model of a family with these fields of its config, drawn in bfloat16 whatever `dtype` is,
     so that models that differ in `dtype` alone have the same weights."""
+    use_found(torch.device(device))
     config = AutoConfig.for_model(family, **fields)
     torch.manual_seed(0)
     with torch.device(device):
@@ -61,6 +64,7 @@ def compiled_policy(
     **offloads: bool,
 ) -> Policy:
     """As a trainer of one process has it."""
+    follow_inputs(model)
     layers = decoder_layers(model)
     cfg = SFTTrainerConfig(
         recompute=recompute,

@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.gpu.parallel_check [SECTION ...] [--seconds N]
 
-Two GPUs do as well. Every rank also trains the models alone. Sections:
+Two GPUs do as well. Every rank also trains the models alone. Sections, of which the first two take
+`--shape qwen3.5-0.8b` as well:
 
     float32   log-probabilities, gradients and weights after two steps of a tiny model, every layout
-    bfloat16  the same of four layers of the 0.6B shape: errors against float32, over those of one
-              GPU in bfloat16
+    bfloat16  the same of four layers of the shape: errors against float32, over those of one GPU in
+              bfloat16
     speed     whole steps of 12 layers of the 8B shape, on each GPU alone and shared
     whole     whole steps of all its 36 layers
     host      planning rows and agreeing on the plan
@@ -14,6 +15,7 @@ Two GPUs do as well. Every rank also trains the models alone. Sections:
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -37,7 +39,9 @@ from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.distributed.settings import AxisSizes, ParallelConfig
+from hone.families.registry import spec_of
 from hone.models.decoder import head_weight
+from hone.models.tiny import SHAPES
 from hone.trainer.gathering import whole
 from hone.trainer.packing import AttentionCost, plan
 from hone.trainer.settings import TrainerConfig
@@ -58,6 +62,14 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+TINY_RECURRENT: dict[str, Any] = {
+    "num_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""Three layers of four are recurrent."""
 SMALL: dict[str, Any] = {"num_layers": 4}
 LENGTH, TOKENS, PASSES = 2048, 16_384, 2
 """Of timed steps: tokens of a row, of a pass, and passes of each GPU."""
@@ -114,6 +126,17 @@ def layouts(size: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def is_hybrid(shape: str) -> bool:
+    return spec_of(SHAPES[shape]["family"]).is_hybrid
+
+
+def small_model(shape: str, *, is_tiny: bool) -> dict[str, Any]:
+    """Arguments of `build`."""
+    if not is_tiny:
+        return {"shape": shape, **SMALL}
+    return {"shape": shape, **TINY, **(TINY_RECURRENT if is_hybrid(shape) else {})}
+
+
 class Meshes:
     """Of all processes; each is made when it is first asked for."""
 
@@ -134,6 +157,8 @@ class Meshes:
     def layouts(self, section: str) -> Iterator[tuple[str, Mesh, dict[str, Any]]]:
         """Those for which there is time."""
         for name, keys in layouts(self.size).items():
+            if "ring_size" in keys and is_hybrid(self.run.args.shape):
+                continue  # refused: the state of a row's first part is needed by its second
             if self.run.has_time(f"{section}, {name}"):
                 yield name, self.of(keys), keys
 
@@ -147,15 +172,15 @@ Numbers = dict[str, dict[str, Tensor]]
 def numbers(
     mesh: Mesh,
     parallel: dict[str, Any],
-    fields: dict[str, Any],
+    model: dict[str, Any],
     dtype: torch.dtype,
     **settings: Any,
 ) -> tuple[Numbers, torch.dtype]:
     """Of the model on this mesh, and the format that its passes compute in."""
     rows = make_rows(11, 512, 1000, uneven=True)
     settings = {"max_tokens_per_microbatch": 1024, "compile": False, **settings}
-    model = build("qwen3-0.6b", dtype=dtype, device=mesh.device, **fields)
-    trainer = make_trainer(model, mesh, parallel, **settings)
+    made = build(**model, dtype=dtype, device=mesh.device)
+    trainer = make_trainer(made, mesh, parallel, **settings)
     policy = trainer.policy
     computes = policy.dtype
     if isinstance(policy, ShardedPolicy):
@@ -176,12 +201,12 @@ def numbers(
 class Alone:
     """Numbers of this GPU alone, each found once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.mesh = Mesh.alone(device)
+    def __init__(self, device: torch.device, shape: str) -> None:
+        self.mesh, self.shape = Mesh.alone(device), shape
 
     @cache  # noqa: B019  # lives as long as the process
     def numbers(self, *, is_tiny: bool, dtype: torch.dtype) -> Numbers:
-        return numbers(self.mesh, {}, TINY if is_tiny else SMALL, dtype)[0]
+        return numbers(self.mesh, {}, small_model(self.shape, is_tiny=is_tiny), dtype)[0]
 
 
 def mean_gap(found: Numbers, wanted: Numbers) -> float:
@@ -192,7 +217,7 @@ def check_float32(run: Run, meshes: Meshes, alone: Alone) -> None:
     run.row(f"float32, {meshes.size} GPUs against one", *LIMITS)
     wanted = alone.numbers(is_tiny=True, dtype=torch.float32)
     for name, mesh, keys in meshes.layouts("float32"):
-        found, _ = numbers(mesh, keys, TINY, torch.float32)
+        found, _ = numbers(mesh, keys, small_model(alone.shape, is_tiny=True), torch.float32)
         off = errors(found["gradients"], wanted["gradients"])
         moved = errors(found["moves"], wanted["moves"])["all"]
         values = (mean_gap(found, wanted), off["all"], max(off.values()), moved)
@@ -206,7 +231,7 @@ def check_bfloat16(run: Run, meshes: Meshes, alone: Alone) -> None:
         *("log-prob", "ratio", "gradient", "ratio", "moves", "ratio", "worst kind", "its ratio"),
     )
     for name, mesh, keys in meshes.layouts("bfloat16"):
-        check_noise(run, f"bfloat16, 0.6B, {name}", mesh, keys, alone, is_tiny=False)
+        check_noise(run, f"bfloat16, {alone.shape}, {name}", mesh, keys, alone, is_tiny=False)
     keys = {"zero_stage": 3}
     if run.has_time("bfloat16, compiled"):
         name = "bfloat16, tiny, stage 3, compiled, recompute"
@@ -227,8 +252,8 @@ def check_noise(
     """Errors against float32 of a layout, over those of one GPU."""
     wanted = alone.numbers(is_tiny=is_tiny, dtype=torch.float32)
     plain = alone.numbers(is_tiny=is_tiny, dtype=torch.bfloat16)
-    fields = TINY if is_tiny else SMALL
-    found, computes = numbers(mesh, keys, fields, torch.bfloat16, **settings)
+    model = small_model(alone.shape, is_tiny=is_tiny)
+    found, computes = numbers(mesh, keys, model, torch.bfloat16, **settings)
     gaps = [mean_gap(one, wanted) for one in (found, plain)]
     own, other = (errors(one["gradients"], wanted["gradients"]) for one in (found, plain))
     moves = [errors(one["moves"], wanted["moves"])["all"] for one in (found, plain)]
@@ -347,7 +372,11 @@ def time_host(run: Run, meshes: Meshes) -> None:
 
 
 def main() -> None:
-    run = Run(__doc__, ("float32", "bfloat16", "speed", "whole", "host"), seconds=300)
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
+
+    names = ("float32", "bfloat16", "speed", "whole", "host")
+    run = Run(__doc__, names, seconds=300, add_flags=add_flags)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     own = processes()
     device = torch.device("cuda", own.local_rank)
@@ -356,7 +385,7 @@ def main() -> None:
         raise SystemExit(f"start 2 or 4 processes, got {own.world_size}")
     JoinedMesh.join(ParallelConfig(), own, device)
     run.row(f"{own.world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    meshes, alone = Meshes(run, device), Alone(device)
+    meshes, alone = Meshes(run, device), Alone(device, run.args.shape)
     sys.exit(
         run.go(
             {

@@ -31,6 +31,8 @@ from benchmarks.gpu.sections import Run, release
 from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.settings import EngineConfig
+from hone.families.registry import spec_of
+from hone.families.spec import RecurrentLayers
 from hone.models import layer_kernels, tensor_parallel, tensor_parallel_kernels
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest, compare, export_weights
@@ -78,9 +80,17 @@ def requests_of(model):
     return make_requests(64, **shared, max_tokens=160, temperature=1.0)
 
 
+def states_gib(config, batch):
+    """Of the recurrent layers of so many sequences, besides keys and values."""
+    if not spec_of(config.model_type).is_hybrid:
+        return 0.0
+    layers = RecurrentLayers.of(config.to_dict())
+    return batch * layers.state_bytes(2) / GIB
+
+
 def check_parity(run: Run, tp, device):
     """R4 and R5 of a group and of one rank alone, in every mode; ranks' bits must be equal."""
-    model = load("qwen3-0.6b", device)
+    model = load(run.args.parity_shape, device)
     manifest = build_manifest(export_weights(model), 0)
     same = all(not compare(manifest, other) for other in everywhere(tp, manifest))
     run.check("ranks have drawn the same weights", same)
@@ -95,7 +105,8 @@ def check_parity(run: Run, tp, device):
         name = f"{mode}, TP {group.size}"
         if not run.has_time(name):
             return
-        options = dict(MODES[mode], kv_cache_gib=MODES[mode]["kv_cache_gib"] / group.size)
+        cache_gib = MODES[mode]["kv_cache_gib"] + states_gib(model.config, 64)
+        options = dict(MODES[mode], kv_cache_gib=cache_gib / group.size)
         cfg = EngineConfig(
             max_num_seqs=64,
             tensor_parallel_size=group.size,
@@ -295,7 +306,7 @@ def step_time(model, group, *, batch, context, num_steps=48):
     length = context + num_steps
     cfg = EngineConfig(
         max_num_seqs=batch,
-        kv_cache_gib=batch * (length + 64) * per_token / GIB,
+        kv_cache_gib=batch * (length + 64) * per_token / GIB + states_gib(model.config, batch),
         tensor_parallel_size=group.size,
     )
     engine = EmbeddedEngine(
@@ -341,6 +352,7 @@ def check_decode(run: Run, tp, device):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    parser.add_argument("--parity-shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 8, 256])
     parser.add_argument("--context", type=int, default=1024)
 

@@ -8,6 +8,7 @@ Sections; those with a star run only when they are named:
     profile      the longest kernels of one such pass, and how long the device waits
     attention *  FlashAttention over packed rows, forward and backward, beside other kernels
     experts *    layers of Qwen3-30B-A3B: what one takes, and the longest kernels
+    hybrids *    the step of Qwen3.5 beside that of Qwen3 of about the same size, and their kernels
 
 Rates are shares of the matrix rate measured at the start. A whole pass counts 6 FLOPs a parameter
 and token and causal attention; what is recomputed does not count.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -33,14 +34,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from hone.attention import PackedContext, exact
 from hone.attention.backends import packed_attention
+from hone.families.registry import inputs_of
 from hone.families.shape import ModelShape
 from hone.models.decoder import hidden_states
+from hone.segments import Segment, plan_segments
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.policy import Policy
 
 TOKENS, LENGTH = 16384, 2048
 GIB = 1 << 30
-SECTIONS = ("step", "profile", "attention", "experts")
+SECTIONS = ("step", "profile", "attention", "experts", "hybrids")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -132,8 +135,21 @@ STEPS: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
         (TOKENS, {"recompute": "full", "recompute_every_n_layers": 2}),
     ),
 }
+HYBRIDS: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
+    "qwen3.5-0.8b": ((TOKENS, {}),),
+    "qwen3-0.6b": ((TOKENS, {}),),
+    "qwen3.5-9b": ((TOKENS, {"recompute": "full"}),),
+    "qwen3-8b": ((TOKENS, {"recompute": "full"}),),
+    "qwen3.5-2b": ((TOKENS, {}),),
+    "qwen3-1.7b": ((TOKENS, {}),),
+}
+PROFILED_HYBRIDS = ("qwen3.5-0.8b", "qwen3.5-9b")
 PROFILED = {"qwen3-0.6b": {}, "qwen3-4b": {"recompute": "full"}}
 COLUMNS = ("tokens", "ms", "share", "peak GiB", "kept GiB", "host ms", "first s")
+
+
+def upload(values: Any) -> Tensor:
+    return torch.as_tensor(values).pin_memory().to("cuda", non_blocking=True)
 
 
 class Pass:
@@ -148,6 +164,10 @@ class Pass:
         self.ids = torch.randint(config.vocab_size, (num_tokens,), generator=draw, device="cuda")
         self.positions = torch.arange(length, device="cuda").repeat(len(self.lengths))
         self.context = PackedContext.from_lengths(self.lengths, device="cuda")
+        if inputs_of(config).has_states:
+            starts = range(0, num_tokens, length)
+            segments = [Segment(start, length) for start in starts]
+            self.context.segments = plan_segments(segments, upload)
         self.predicts = torch.arange(num_tokens, device="cuda")[self.positions < length - 1]
         self.weights = torch.randn(len(self.predicts), generator=draw, device="cuda")
         self.flops = 3 * ModelShape.from_config(config.to_dict()).forward_flops(self.lengths)
@@ -166,9 +186,22 @@ class Pass:
 
 
 def step(run: Run) -> None:
+    time_shapes(run, STEPS)
+
+
+def hybrids(run: Run) -> None:
+    for shape, variants in HYBRIDS.items():
+        time_shapes(run, {shape: variants})
+        if shape in PROFILED_HYBRIDS and run.has_time(f"profile, {shape}"):
+            with run.attempt(f"profile, {shape}"):
+                policy = compiled_policy(build(shape), **variants[0][1])
+                longest_kernels(run, shape, Pass(policy, TOKENS))
+
+
+def time_shapes(run: Run, shapes: Mapping[str, Sequence[tuple[int, dict[str, Any]]]]) -> None:
     run.row("forward and backward", *COLUMNS)
-    for shape, variants in STEPS.items():
-        if not run.has_time(f"step, {shape}"):
+    for shape, variants in shapes.items():
+        if not run.has_time(shape):
             return
         for num_tokens, options in variants:
             name = " ".join((shape, *map(str, options.values())))
@@ -277,7 +310,7 @@ def main() -> None:
     run = Run(__doc__, SECTIONS, on_request=SECTIONS[2:], seconds=240)
     rate = f"{matrix_rate() / 1e12:.0f} TFLOP/s"
     run.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", rate)
-    work = (step, profile_passes, attention, experts)
+    work = (step, profile_passes, attention, experts, hybrids)
     sys.exit(run.go({name: partial(part, run) for name, part in zip(SECTIONS, work, strict=True)}))
 
 

@@ -24,19 +24,11 @@ from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_
 from fla.ops.utils import chunk_local_cumsum
 from torch import Tensor
 
-from hone.attention.recurrent.chunk_gradients import (
-    ChunkInputs,
-    chunk_gradients,
-    chunk_places,
-    into_chunks,
-    out_of_chunks,
-)
+from hone.attention.recurrent.chunk_gradients import ChunkInputs, chunk_gradients
 from hone.attention.recurrent.delta_rule import Tokens
 from hone.segments import CHUNK, SegmentLevel
 
 __all__ = ["gated_delta_rule", "has_own_backward"]
-
-_LN2 = 0.6931471805599453
 
 
 @lru_cache
@@ -124,9 +116,9 @@ class _Rule(torch.autograd.Function):
             scale=ctx.scale,
             **packed,
         )
-        places = chunk_places(cu_seqlens, chunks, CHUNK)
-        tokens = (q, k, new_values, do, dv)
-        dq, dk, dw, dg = _inside_chunks(tokens, log2_decays, h, dh, places=places, scale=ctx.scale)
+        inputs = ChunkInputs(*(x[0] for x in (q, k, new_values, do, dv, log2_decays, h, dh)))
+        dq, dk, dw, dg = chunk_gradients(inputs, cu_seqlens, chunks, ctx.scale)
+        dq, dk, dw, dg = (x[None] for x in (_of_key_heads(dq, k), _of_key_heads(dk, k), dw, dg))
         dk_more, dv, dbeta, dg_more = prepare_wy_repr_bwd(
             k=k, v=v, beta=beta, g=log2_decays, A=solved, dw=dw, du=dv, **packed
         )
@@ -146,28 +138,9 @@ class _Rule(torch.autograd.Function):
         )
 
 
-def _inside_chunks(
-    tokens: tuple[Tensor, ...],
-    log2_decays: Tensor,
-    h: Tensor,
-    dh: Tensor,
-    *,
-    places: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries and keys [1, T, Hk, K], of w [1, T, H, K] and of the cumulated decays
-    [1, T, H], by `chunk_gradients`."""
-    q, k, new_values, do, dv = tokens
-    num_heads, repeats = do.shape[2], do.shape[2] // q.shape[2]
-    values = (q, k, new_values, do, dv, log2_decays * _LN2)
-    found = chunk_gradients(
-        ChunkInputs(*(into_chunks(x[0], places, num_heads) for x in values)),
-        (places >= 0).sum(1).sub(1),
-        h[0],
-        dh[0],
-        scale,
-    )
-    dq, dk, dw, dg = (out_of_chunks(x, places, q.shape[1])[None] for x in found)
-    if repeats > 1:
-        dq, dk = (x.unflatten(2, (-1, repeats)).sum(3) for x in (dq, dk))
-    return dq.contiguous(), dk.contiguous(), dw.contiguous(), dg.contiguous()
+def _of_key_heads(x: Tensor, keys: Tensor) -> Tensor:
+    """Gradients [T, H, K] of value heads, summed for each of the heads of keys [1, T, G, K]."""
+    num_key_heads = keys.shape[2]
+    if x.shape[1] == num_key_heads:
+        return x
+    return x.unflatten(1, (num_key_heads, -1)).sum(2)
