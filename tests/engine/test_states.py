@@ -186,6 +186,20 @@ def test_weights_that_change_under_a_sequence_keep_its_state(models):
     assert done["0"].logprobs[change] == pytest.approx(expected, abs=1e-5)
 
 
+def test_keys_in_eight_bits_leave_states_as_they_are(models):
+    """Runs are refused them. Scales are found by the number of a layer, whether it has keys or
+    not."""
+    engine = models.engine(kv_cache_dtype="fp8", max_num_batched_tokens=7)
+    done = run(engine, group_of(prompt_of(13, 21), count=2, max_tokens=1))
+    expected = run(models.engine(), group_of(prompt_of(13, 21), count=2, max_tokens=1))
+    for name, completion in done.items():
+        assert completion.logprobs == pytest.approx(expected[name].logprobs, abs=0.05)
+    cache, kinds = engine._cache, models.hone.config.layer_types
+    assert {x.dtype for pair in cache.states if pair for x in pair} == {torch.float32}
+    is_scaled = [bool((row != 1).all()) for row in cache.scales]
+    assert is_scaled == [kind == "full_attention" for kind in kinds]
+
+
 def test_sleep_gives_up_states(models):
     engine = models.engine(enable_sleep=True)
     requests = group_of(prompt_of(11, 17), count=3)
