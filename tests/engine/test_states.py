@@ -186,6 +186,19 @@ def test_weights_that_change_under_a_sequence_keep_its_state(models):
     assert done["0"].logprobs[change] == pytest.approx(expected, abs=1e-5)
 
 
+@table("gib", [None, 0.25])
+def test_a_model_without_attention_has_blocks_that_take_no_bytes(make_models, gib):
+    """As many as its sequences can use, which a size of the cache does not change."""
+    models = make_models(FAMILY, num_layers=2, layer_types=["linear_attention"] * 2)
+    requests = group_of(prompt_of(14, 18), count=4) + group_of(prompt_of(15, 5), start=4)
+    engine = models.engine(kv_cache_gib=gib, enable_sleep=True)
+    assert (engine._blocks.num_blocks, engine._cache.block_bytes) == (8 * 16, 0)
+    check(models, requests, run(engine, requests))
+    engine.sleep()
+    engine.wake()
+    check(models, requests, run(engine, requests))
+
+
 def test_keys_in_eight_bits_leave_states_as_they_are(models):
     """Runs are refused them. Scales are found by the number of a layer, whether it has keys or
     not."""

@@ -351,7 +351,8 @@ def choose_num_blocks(
         reserved_bytes=reserved_bytes,
         resident_bytes=resident_bytes,
     )
-    if cfg.kv_cache_gib is None and num_blocks > cfg.max_num_seqs * per_sequence:
+    is_filled = cfg.kv_cache_gib is not None and cache.block_bytes
+    if not is_filled and num_blocks > cfg.max_num_seqs * per_sequence:
         num_blocks = cfg.max_num_seqs * per_sequence
         source = f"all that engine.max_num_seqs={cfg.max_num_seqs} sequences can use"
     logger.info(
@@ -408,7 +409,8 @@ def most_blocks(
     else:
         limits = [(CPU_CACHE_GIB * GIB, "the default of 1 GiB (engine.kv_cache_gib)")]
     (size, source), *others = sorted(limits)
-    num_blocks = max(size, 0) // cache.block_bytes
+    # Blocks of a model without attention take no bytes.
+    num_blocks = max(size, 0) // max(cache.block_bytes, 1)
     if num_blocks < per_sequence:
         raise ValueError(
             f"the KV cache is too small: {source} holds {num_blocks * cache.block_size} tokens, "
