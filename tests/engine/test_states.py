@@ -225,6 +225,21 @@ def test_sleep_gives_up_states(models):
     assert done["0"].num_cached_tokens == 0
 
 
+def test_the_largest_prefill_reads_and_stores_states_as_others_do(models):
+    """Otherwise the memory of one step would be measured without them. It has the row of padding
+    alone."""
+    engine = models.engine(max_num_seqs=3)
+    states = [x for pair in engine._cache.states if pair for x in pair]
+    for each in states:
+        each.normal_()
+    before = [each.clone() for each in states]
+    with torch.inference_mode():
+        engine._runner._largest_prefill()
+    for each, old in zip(states, before, strict=True):
+        changed = (each != old).flatten(1).any(1).nonzero().flatten().tolist()
+        assert changed == [engine._runner.max_num_seqs]
+
+
 def test_bytes_of_states_are_counted(models):
     engine = models.engine(max_num_seqs=6)
     rows, tensors = num_state_rows(6), [x for pair in engine._cache.states if pair for x in pair]
