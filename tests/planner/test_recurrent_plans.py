@@ -101,7 +101,10 @@ def test_a_sleeping_engine_has_given_its_states_up() -> None:
     "name, flags",
     [
         ("0.8b", []),
-        ("0.8b", ["--engine.gpu_memory_utilization=0.95"]),  # limited by what is free
+        (  # limited by what is free
+            "2b",
+            ["--engine.gpu_memory_utilization=0.95", "--rollout.max_completion_tokens=65536"],
+        ),
         ("9b", ["--engine.max_num_seqs=64", "--engine.gpu_memory_utilization=0.8"]),
         ("9b", ["--engine.max_num_seqs=256", "--rollout.max_completion_tokens=32768"]),
     ],
