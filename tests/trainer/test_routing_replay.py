@@ -26,6 +26,7 @@ from hone.rollout.state import (
     sample_to_dict,
 )
 from hone.trainer.frozen import WithoutAdapters
+from hone.trainer.prefixes import shared_prefixes
 from hone.types import Column, Completion, Prompt, Row, StopReason
 from tests.rank_cases import check_cases
 from tests.ranks import parts_of, run_ranks
@@ -123,6 +124,35 @@ def test_a_router_that_has_moved_still_sends_tokens_where_they_were(family: str)
     assert off[False][0] > 20
     assert off[True][0] == 0
     assert off[True][1] < off[False][1]
+
+
+def test_a_prompt_that_rows_pass_by_other_routes_is_shared_until_there() -> None:
+    """Some samples of a group may have begun under other weights, as where they were carried over
+    to the next step. Each row is computed as it is alone."""
+    prompt = [7, 3, 11, 5, 2, 9, 1, 4, 6, 13]
+    draw = torch.Generator().manual_seed(2)
+    routes = torch.stack([torch.randperm(8, generator=draw)[:2] for _ in range(32)])
+    routes = routes.view(16, 2, 2).to(torch.uint8)
+    rows: list[Row] = []
+    for number in range(4):
+        own = routes.clone()
+        if number == 2:
+            own[6, 1] = (own[6, 1] + 1) % 8
+        own[:, 0] = own[:, 0].flip(-1) if number == 1 else own[:, 0]  # the same experts
+        row = Row(
+            id=f"r{number}",
+            group_id="g",
+            token_ids=[*prompt, *range(20 + number, 26 + number)],
+            loss_mask=[False] * 10 + [True] * 6,
+            columns={"routes": Column(own, per="token")},
+        )
+        rows.append(row)
+    assert shared_prefixes(rows) == [6] * 4
+    assert shared_prefixes([rows[0], rows[1], rows[3]]) == [10] * 3
+    found = make_trainer(model_of("qwen3_5_moe_text"), replays_routes=True).logprobs(rows)
+    for row, own in zip(rows, found, strict=True):
+        alone = make_trainer(model_of("qwen3_5_moe_text"), replays_routes=True).logprobs([row])
+        assert float((own - alone[0]).abs().max()) < EXACT
 
 
 def reference_layer(
