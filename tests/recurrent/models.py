@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hone.distributed.mesh import Mesh
 from hone.trainer.parallel_model import ParallelModel
@@ -50,26 +47,6 @@ def hybrid_model(dtype: torch.dtype = torch.float64, **fields: Any) -> PreTraine
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     """transformers' own model of these weights, in float64 with eager attention."""
     return eager_twin(model)
-
-
-class _Wide:
-    """torch, where float32 is float64."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@contextmanager
-def unrounded() -> Generator[None]:
-    """Context manager in which the layers of transformers, which round to float32 also in models of
-    float64, compute in float64 throughout."""
-    with (
-        patch.object(modeling_qwen3_5, "torch", _Wide()),
-        patch.object(Tensor, "float", Tensor.double),
-    ):
-        yield
 
 
 def passes_of(model: PreTrainedModel, **settings: Any) -> ParallelModel:

@@ -21,8 +21,8 @@ from tests.recurrent.models import (
     passes_of,
     rows_of,
     twin_of,
-    unrounded,
 )
+from tests.recurrent.unrounded import unrounded
 from tests.tables import table
 
 CUTS = [[(1, 1)], [(1, 3), (2, 1), (1, 1)], [(3, 70), (5, 6), (1, 140), (2, 2)]]
