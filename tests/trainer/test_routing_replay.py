@@ -384,5 +384,6 @@ def test_ids_leave_room_for_an_unknown_one(num_experts: int, dtype: torch.dtype)
 def test_R8_processes_replay_as_one_does() -> None:
     """Experts divided, sequences split, stages, of any experts; see `route_ranks.py`."""
     ranks = parts_of(run_ranks("tests.trainer.route_ranks", 2))
-    measures = ("logprobs", "loss", "gradient", "masters")
-    check_cases(ranks, "replayed", route_ranks.CASES, dict.fromkeys(measures, EXACT))
+    # Of a hybrid whose heads are divided, gradients in float32 differ by 3e-5.
+    limits = {"logprobs": EXACT, "loss": EXACT, "gradient": 1e-4, "masters": EXACT}
+    check_cases(ranks, "replayed", route_ranks.CASES, limits)
