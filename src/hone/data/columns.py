@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hone.data.images import (
     NO_IMAGES,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Columns",
     "Example",
+    "ExampleReader",
+    "ExampleReaders",
     "as_message",
     "assistant_message",
     "choose_column",
@@ -164,20 +166,60 @@ def choose_columns(
     return Columns(prompt, answer, completion, task, images, demonstrations)
 
 
+class ExampleReader:
+    """Reads rows of one source, some at a time, by chosen columns."""
+
+    def __init__(self, source: SourceBase, columns: Columns, name: str) -> None:
+        self._reader, self._name = _RowReader(source, columns), name
+        self._kinds: dict[str, tuple[str, str]] = {}
+
+    @classmethod
+    def of_first(
+        cls,
+        rows: Sequence[SourceRow],
+        source: SourceBase,
+        name: str,
+        *,
+        demonstrations: bool = False,
+    ) -> Self:
+        """Choose the columns of a source from its first rows, and log them. Raises UserError."""
+        columns = choose_columns(rows, source, demonstrations=demonstrations)
+        logger.info("%s: %s", source.path, columns)
+        return cls(source, columns, name)
+
+    def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int]) -> list[Example]:
+        """Examples of the rows with these numbers, counted from 0; their ids are `<name>:<row>`,
+        counted from 1. Raises UserError naming row and remedy, also for a column that holds another
+        kind of value than in the rows before."""
+        examples: list[Example] = []
+        for row, number in zip(rows, numbers, strict=True):
+            self._reader.check_kinds(row, self._kinds)
+            examples.append(self._reader.read(row, f"{self._name}:{number + 1}"))
+        return examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleReaders:
+    """Readers of prompts, or of demonstrations."""
+
+    demonstrations: bool = False
+
+    def whole(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> list[Example]:
+        """All rows of a source, by `read_examples`."""
+        return read_examples(rows, source, name, demonstrations=self.demonstrations)
+
+    def by_first(
+        self, rows: Sequence[SourceRow], source: SourceBase, name: str, /
+    ) -> ExampleReader:
+        """The reader of a source of which `rows` are the first."""
+        return ExampleReader.of_first(rows, source, name, demonstrations=self.demonstrations)
+
+
 def map_rows(
     rows: Sequence[SourceRow], source: SourceBase, columns: Columns, *, name: str
 ) -> list[Example]:
-    """Examples of a source, with ids `<name>:<row>` counted from 1.
-
-    Raises UserError naming row and remedy.
-    """
-    reader = _RowReader(source, columns)
-    kinds: dict[str, tuple[str, str]] = {}
-    examples: list[Example] = []
-    for number, row in enumerate(rows, start=1):
-        reader.check_kinds(row, kinds)
-        examples.append(reader.read(row, f"{name}:{number}"))
-    return examples
+    """Examples of all rows of a source, as `ExampleReader` reads them."""
+    return ExampleReader(source, columns, name)(rows, range(len(rows)))
 
 
 def read_examples(

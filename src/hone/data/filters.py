@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
@@ -9,7 +11,17 @@ from typing import Generic, Literal, Protocol, TypeVar
 from hone.errors import UserError
 from hone.model_input import ModelInput
 
-__all__ = ["DroppedRow", "FilterReport", "LengthLimit", "Located", "filter_length"]
+__all__ = [
+    "Dropped",
+    "DroppedRow",
+    "FilterReport",
+    "LengthLimit",
+    "Located",
+    "filter_length",
+    "too_long",
+]
+
+logger = logging.getLogger(__name__)
 
 
 class Located(Protocol):
@@ -110,6 +122,54 @@ class FilterReport:
         return f"{text}; dropped as too long: {'; '.join(listed)}"
 
 
+@dataclass(slots=True)
+class Dropped:
+    """Rows that were dropped while they were read, by reason."""
+
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, reason: str, where: str) -> None:
+        """Count a row, and log the first of each reason with its place."""
+        self.counts[reason] += 1
+        if self.counts[reason] == 1 and reason in _REASONS:
+            logger.warning(
+                "a row was dropped, since %s: %s. Further ones are counted in data/dropped_%s",
+                _REASONS[reason],
+                where,
+                reason,
+            )
+
+
+_REASONS = {"too_long": "it is too long", "image": "an image of it cannot be read"}
+"""Those worth a line; rows that are held out are dropped on purpose."""
+
+
+def too_long(
+    example: Located,
+    row: T,
+    limits: Sequence[LengthLimit[T]],
+    *,
+    overlong: Literal["drop", "error"],
+) -> DroppedRow | None:
+    """The row if it exceeds one of the limits. Raises UserError where that is an error."""
+    broken = next((x for x in limits if x.length(row) > x.max_tokens), None)
+    if broken is None:
+        return None
+    lost = DroppedRow(
+        id=example.id,
+        location=example.location,
+        num_tokens=broken.length(row),
+        limit=str(broken),
+        is_cut=row.is_cut,
+    )
+    if overlong == "error":
+        raise UserError(
+            f"{lost.location}: {lost.length} tokens{_of_images(row)}, but {lost.limit}; raise the "
+            "limit, shorten the row, or set data.overlong_prompts to 'drop'"
+        )
+    return lost
+
+
 def filter_length(
     examples: Sequence[E],
     rows: Sequence[T],
@@ -126,25 +186,12 @@ def filter_length(
     kept: list[tuple[E, T]] = []
     dropped: list[DroppedRow] = []
     for example, row in zip(examples, rows, strict=True):
-        broken = next((x for x in limits if x.length(row) > x.max_tokens), None)
-        if broken is None:
-            kept.append((example, row))
-            report.longest_tokens = max(report.longest_tokens, limits[-1].length(row))
+        lost = too_long(example, row, limits, overlong=overlong)
+        if lost is not None:
+            dropped.append(lost)
             continue
-        lost = DroppedRow(
-            id=example.id,
-            location=example.location,
-            num_tokens=broken.length(row),
-            limit=str(broken),
-            is_cut=row.is_cut,
-        )
-        if overlong == "error":
-            raise UserError(
-                f"{lost.location}: {lost.length} tokens{_of_images(row)}, but {lost.limit}; raise "
-                "the limit, "
-                "shorten the row, or set data.overlong_prompts to 'drop'"
-            )
-        dropped.append(lost)
+        kept.append((example, row))
+        report.longest_tokens = max(report.longest_tokens, limits[-1].length(row))
     if not kept:
         shortest = min(dropped, key=lambda row: row.num_tokens)
         raise UserError(

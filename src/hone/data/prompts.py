@@ -6,11 +6,12 @@ import logging
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.data.chat import Rendered, Renderer
-from hone.data.columns import Example, read_examples
+from hone.data.columns import Example, ExampleReaders
 from hone.data.filters import LengthLimit
+from hone.data.loading import load_data
 from hone.data.settings import DataConfig
 from hone.data.sources import shorten
-from hone.data.split import Data, load_data
+from hone.data.split import Data
 from hone.data.stream import Stream
 from hone.data.tool_schemas import ToolSchemas
 from hone.types import Prompt
@@ -60,7 +61,7 @@ def load_prompts(
         limit = LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
     data = load_data(
         cfg,
-        read=read_examples,
+        readers=ExampleReaders(),
         render=lambda examples: renderer.prompts(examples, max_tokens=limit.max_tokens),
         limits=[limit],
         make=make_prompt,
@@ -68,7 +69,7 @@ def load_prompts(
         seed=seed,
         images=images,
     )
-    show_first(data.all_rows()[0], renderer, cfg)
+    show_first(data.known_rows()[0], renderer, cfg)
     return data
 
 

@@ -138,8 +138,18 @@ class DataConfig(Section):
     """Share of the training prompts held out for evaluation when `eval` is empty, each with all
     rows that repeat it."""
 
+    max_eval_rows: int = Field(default=512, ge=1)
+    """Most rows that `eval_fraction` holds out of a source that is not read whole; they are the
+    first ones of its files."""
+
     shuffle: bool = True
     """Draw each epoch's order from `run.seed`; off: file order."""
+
+    shuffle_window: int | None = Field(default=None, ge=1)
+    """Rows that are shuffled together. A source is then read as the run draws from it: its blocks
+    (row groups of Parquet, about 1 MiB of JSON lines) come in random order, and as many as hold so
+    many rows are shuffled. Unset: sources of up to 64 MiB are read and shuffled whole, others in
+    windows of 16 MiB."""
 
     chat: Literal["auto", "always", "never"] = "auto"
     """Render prompts through the chat template. `auto`: where the tokenizer has one."""

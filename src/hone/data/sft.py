@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.tree import SFTDataConfig
 from hone.data.chat import Demonstration, Renderer
-from hone.data.columns import Example, read_examples
+from hone.data.columns import Example, ExampleReaders
 from hone.data.filters import LengthLimit
+from hone.data.loading import load_data
 from hone.data.prompts import is_put_into_template, show_template
-from hone.data.split import Data, load_data
+from hone.data.split import Data
 from hone.data.stream import Stream
 from hone.types import Row
 
@@ -58,7 +58,7 @@ def load_sft(
 
     return load_data(
         cfg,
-        read=partial(read_examples, demonstrations=True),
+        readers=ExampleReaders(demonstrations=True),
         render=lambda examples: renderer.demonstrations(
             examples, max_prompt_tokens=cfg.max_prompt_tokens, max_tokens=cfg.max_tokens
         ),

@@ -120,7 +120,7 @@ def prompts_of(
         images=image_reader(cfg.model, cfg.data, tokenizer),
     )
     vocab_size = load_config(cfg.model).vocab_size
-    require_known_tokens(data.all_rows(), tokenizer, vocab_size, cfg.model.path)
+    data.check(lambda rows: require_known_tokens(rows, tokenizer, vocab_size, cfg.model.path))
     return data
 
 

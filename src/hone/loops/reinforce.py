@@ -456,9 +456,9 @@ def _scoring(
         tool_format=tool_format,
         max_model_len=plan.max_model_len,
     ) as made:
-        transcripts = transcripts_of(plan, data.all_rows())
+        transcripts = transcripts_of(plan, data.known_rows())
         if is_first:
-            try_out(made.scorer, data.all_rows(), tokenizer, turns, transcripts)
+            try_out(made.scorer, data.known_rows(), tokenizer, turns, transcripts)
         yield made, transcripts
 
 

@@ -19,6 +19,7 @@ from hone.config.tree import DPOConfig, PairsConfig, RewardModelingConfig, SFTCo
 from hone.data.pairs import load_pairs
 from hone.data.sft import load_sft
 from hone.data.split import Data
+from hone.data.stream import RowSource
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
 from hone.images.sending import prefetch_pixels
@@ -115,7 +116,7 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
     tokenizer = load_tokenizer(policy)
     data = load_rows(cfg, tokenizer)
     vocab_size = load_config(policy).vocab_size
-    require_known_tokens(data.all_rows(), tokenizer, vocab_size, policy.path)
+    data.check(lambda rows: require_known_tokens(rows, tokenizer, vocab_size, policy.path))
     if isinstance(cfg, RewardModelingConfig):
         pad_id = require_padding(tokenizer)
         model = _value_model(policy, mesh, pad_id, seed=cfg.run.seed)
@@ -200,8 +201,15 @@ def _models(start: Launch, model: PreTrainedModel, algorithm: Algorithm[Any]) ->
 
 def _kept_scores(cfg: DPOConfig, folder: Path, models: Models, data: Data[Any]) -> KeptScores:
     """Reference log-probabilities of all rows, computed with the untrained policy and cached in
-    `folder`."""
-    rows = [row for item in data.all_rows() for row in item.rows]
+    `folder`. Raises UserError for a source that is not read whole."""
+    streamed = [x.name for x in data.train.sources if isinstance(x, RowSource)]
+    if streamed:
+        raise UserError(
+            f"reference log-probabilities of all rows are to be kept, and {streamed[0]} is read as "
+            "rows are drawn: leave data.shuffle_window unset, give it fewer rows (max_rows), or "
+            "leave algorithm.reference_cache unset"
+        )
+    rows = [row for item in data.known_rows() for row in item.rows]
     settings = cfg.model.model_dump(exclude={"path"}), cfg.trainer.model_dump(exclude={"optimizer"})
     scorer = models.scorers.get("reference", models.trainer)
     return KeptScores.of(rows, scorer, models.trainer, folder, str(settings))
