@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.data.order import Blocks, EpochOrder, Window
+from hone.data.order import BlockSizes, EpochOrder, Window
 from hone.data.sources import SourceRow
 from hone.data.stream import Stream, epoch_order
 from hone.data.streamed import AHEAD_ROWS, StreamedRows
@@ -20,9 +20,9 @@ from hone.types import Prompt
 from tests.tables import table
 
 
-def blocks_of(sizes: Sequence[int], num_bytes: Sequence[int] | None = None) -> Blocks:
+def blocks_of(sizes: Sequence[int], num_bytes: Sequence[int] | None = None) -> BlockSizes:
     rows = np.array(sizes, dtype=np.int64)
-    return Blocks(
+    return BlockSizes(
         first_rows=np.cumsum(rows) - rows,
         num_rows=rows,
         num_bytes=rows if num_bytes is None else np.array(num_bytes, dtype=np.int64),
@@ -30,18 +30,18 @@ def blocks_of(sizes: Sequence[int], num_bytes: Sequence[int] | None = None) -> B
 
 
 class Rows:
-    """Blocks whose rows are their numbers; counts what is read."""
+    """BlockSizes whose rows are their numbers; counts what is read."""
 
     fingerprint = "abc"
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.blocks = blocks_of(sizes)
+        self.sizes = blocks_of(sizes)
         self.read: Counter[int] = Counter()
 
     def rows(self, block: int, numbers: Sequence[int], /) -> list[SourceRow]:
         self.read[block] += 1
-        assert all(0 <= number < self.blocks.num_rows[block] for number in numbers)
-        first = int(self.blocks.first_rows[block])
+        assert all(0 <= number < self.sizes.num_rows[block] for number in numbers)
+        first = int(self.sizes.first_rows[block])
         return [SourceRow({"number": first + number}, f"row {number}") for number in numbers]
 
 

@@ -136,7 +136,7 @@ class _Loader(Generic[E, R, T]):
     def train(self, source: SourceConfig, name: str) -> list[T] | StreamedRows[T]:
         """A source to train on, whole or streamed. Raises UserError."""
         rows = open_index(source)
-        is_large = rows is not None and rows.blocks.total_bytes > WHOLE_BYTES
+        is_large = rows is not None and rows.sizes.total_bytes > WHOLE_BYTES
         if rows is None or not (is_large or self.cfg.shuffle_window):
             return self.whole(source, name)
         return self._streamed(rows, source, name)
@@ -195,7 +195,7 @@ class _Loader(Generic[E, R, T]):
         return kept, evaluation
 
     def _streamed(self, rows: IndexedRows, source: SourceConfig, name: str) -> StreamedRows[T]:
-        first = rows.rows(0, range(min(AHEAD_ROWS, int(rows.blocks.num_rows[0]))))
+        first = rows.rows(0, range(min(AHEAD_ROWS, int(rows.sizes.num_rows[0]))))
         read = self.readers.by_first(first, source, name)
         made = StreamedRows(
             rows,

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from hone.data.hashing import keyed_hash
 
-__all__ = ["Blocks", "EpochOrder", "Window"]
+__all__ = ["BlockSizes", "EpochOrder", "Window"]
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """The blocks of a source, in the order of its files."""
+class BlockSizes:
+    """Sizes of the blocks of a source, in the order of its files."""
 
     first_rows: Ints  # [b], number of a block's first row in the source
     num_rows: Ints  # [b]
@@ -46,7 +46,7 @@ class Window:
     rows: int | None = None
     bytes: int | None = None
 
-    def starts(self, blocks: Blocks, order: Ints) -> Ints:
+    def starts(self, blocks: BlockSizes, order: Ints) -> Ints:
         """Positions in `order` at which windows begin, [w]."""
         sizes, limit = blocks.num_bytes[order], self.bytes
         if self.rows is not None:
@@ -68,7 +68,7 @@ class EpochOrder:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: BlockSizes,
         *,
         seed: int,
         epoch: int,

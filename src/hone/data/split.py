@@ -11,6 +11,7 @@ from hone.data.hashing import keyed_hash
 from hone.data.stream import Item, Stream
 from hone.data.streamed import StreamedRows
 from hone.model_input import prompt_digest
+from hone.observe.metrics import Last, Metrics
 
 __all__ = ["Data", "is_held_out"]
 
@@ -32,6 +33,14 @@ class Data(Generic[T]):
         """The rows that are known before the run, training rows first: all rows of sources that are
         read whole, and the first ones of the others."""
         return [*self.train.first_rows(), *self.eval]
+
+    def metrics(self) -> Metrics:
+        """How many rows were read, and dropped by reason; empty where all were read before."""
+        num_read = self.train.num_read
+        if num_read is None:
+            return {}
+        counts = {f"data/dropped_{name}": num for name, num in self.dropped.counts.items()}
+        return {name: Last(num) for name, num in {"data/rows_read": num_read, **counts}.items()}
 
     def check(self, check: Callable[[Sequence[T]], None]) -> None:
         """Call `check` with the rows that are known, and with those that are read later before they

@@ -122,6 +122,15 @@ class Stream(Generic[T]):
             for row in (source.first_rows() if isinstance(source, RowSource) else source)
         ]
 
+    @property
+    def num_read(self) -> int | None:
+        """Rows read so far from sources that are read as rows are drawn, with those that were
+        dropped; None without such a source."""
+        streamed = [isinstance(source, RowSource) for source in self.sources]
+        if not any(streamed):
+            return None
+        return sum(num for num, is_read in zip(self._read, streamed, strict=True) if is_read)
+
     def take(self, num: int) -> list[T]:
         """The next `num` rows. Raises UserError where a source has no row that is served, and for a
         row that is read and is wrong."""

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from hone.data.order import Blocks, EpochOrder, Window
+from hone.data.order import BlockSizes, EpochOrder, Window
 from hone.data.sources import SourceRow
 from hone.data.stream import Item, RowSource
 
@@ -35,7 +35,7 @@ class IndexedRows(Protocol):
     """The part of `hone.data.index.SourceIndex` that is needed here."""
 
     @property
-    def blocks(self) -> Blocks: ...
+    def sizes(self) -> BlockSizes: ...
 
     @property
     def fingerprint(self) -> str:
@@ -70,7 +70,7 @@ class StreamedRows(RowSource[T], Generic[T]):
 
     @property
     def num_rows(self) -> int:
-        return self._rows.blocks.total_rows
+        return self._rows.sizes.total_rows
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,7 +93,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         return f", shuffled in {num_windows:,} windows of about {self.num_rows // num_windows:,}"
 
     def first_rows(self) -> list[T]:
-        blocks, rows = self._rows.blocks, list[T]()
+        blocks, rows = self._rows.sizes, list[T]()
         for start in range(0, blocks.total_rows, _NUM_FIRST):
             numbers = range(start, min(start + _NUM_FIRST, blocks.total_rows))
             rows += [row for row in self.prepared(numbers) if row is not None]
@@ -103,7 +103,7 @@ class StreamedRows(RowSource[T], Generic[T]):
 
     def prepared(self, numbers: Sequence[int], prepare: Prepare[T] | None = None) -> list[T | None]:
         """Rows by their numbers in the source, made by `prepare` in place of the source's own."""
-        blocks = self._rows.blocks
+        blocks = self._rows.sizes
         places = np.searchsorted(blocks.first_rows, np.asarray(numbers), side="right") - 1
         found: dict[int, SourceRow] = {}
         for block in dict.fromkeys(places.tolist()):
@@ -129,7 +129,7 @@ class StreamedRows(RowSource[T], Generic[T]):
     def _order_of(self, epoch: int) -> EpochOrder:
         if self._order is None or self._order[0] != epoch:
             order = EpochOrder(
-                self._rows.blocks,
+                self._rows.sizes,
                 seed=self._seed,
                 epoch=epoch,
                 shuffle=self._shuffle,

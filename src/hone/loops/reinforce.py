@@ -244,7 +244,7 @@ class RLRun(Run[Group]):
         self, step: int, batch: list[Group], rows: Sequence[Row], metrics: Metrics
     ) -> str | None:
         counts = self.collector.counts
-        metrics |= rollout_metrics(batch, counts)
+        metrics |= rollout_metrics(batch, counts) | self.sampling.data.metrics()
         correction = to_scalars(metrics).get("off_policy/correction")
         why = why_untrained(self.cfg, batch, rows, counts, correction=correction)
         self._untrained = [*self._untrained, why] if why else []

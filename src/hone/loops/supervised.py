@@ -103,7 +103,7 @@ class SupervisedRun(Run[Any]):
         return -evaluated["eval/loss"] if evaluated else None
 
     def record(self, step: int, batch: list[Any], rows: Sequence[Row], metrics: Metrics) -> None:
-        self.recorder.record(step, metrics, rows=rows)
+        self.recorder.record(step, metrics | self.data.metrics(), rows=rows)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"data": self.data.train.state_dict()}

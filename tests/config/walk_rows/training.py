@@ -7,6 +7,7 @@ from dataclasses import replace
 from tests.config.row import Row
 from tests.config.walk_rows.shared import (
     CHAT,
+    FIRST_HELD_OUT,
     EIGHT,
     NO_PICTURES,
     course_rows,
@@ -59,6 +60,8 @@ SFT: dict[str, Row] = {
     "run.seed": Row("1", "metrics"),
     "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.every_n_steps=0")),
     "data.shuffle": Row("false", "metrics"),
+    "data.shuffle_window": Row("2", "metrics"),
+    "data.max_eval_rows": Row("1", "metrics", FIRST_HELD_OUT),
     "data.chat": Row("always", "metrics", ("--data.max_prompt_tokens=24",)),
     "data.system_prompt": Row("1", "metrics", CHAT),
     "data.prompt_template": Row("1{prompt}", "metrics"),

@@ -570,6 +570,12 @@ _DATA = (
            why="the model is one of text"),
     unused("data.shuffle", only=("eval", "generate"),
            why="what is not trained on is taken in the order of its files"),
+    *(unused("data.shuffle_window", given=given, only=(command,),
+             why="what is not trained on is taken in the order of its files")
+      for command, given in (("eval", ("data.eval_fraction == 0",)), ("generate", ()))),
+    unused("data.max_eval_rows", given=("data.eval_fraction == 0",), why="no rows are held out"),
+    unused("data.max_eval_rows", given=("data.eval_fraction > 0",), only=("generate",),
+           why="`hone generate` leaves out all rows that `data.eval_fraction` holds out"),
     unused("data.(eval|eval_fraction)", only=("generate",),
            why="`hone generate` answers the prompts of data.train that are not held out"),
     warning(each=_unused_columns, only=tuple(_UNUSED),
