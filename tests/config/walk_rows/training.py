@@ -7,8 +7,8 @@ from dataclasses import replace
 from tests.config.row import Row
 from tests.config.walk_rows.shared import (
     CHAT,
-    FIRST_HELD_OUT,
     EIGHT,
+    FIRST_HELD_OUT,
     NO_PICTURES,
     course_rows,
     image_rows,
