@@ -402,6 +402,8 @@ def test_nothing_is_opened_or_fetched_for_a_stranger(
         monkeypatch.setattr(opening, name, lambda *args: tried.append(args) or PNG)
     (tmp_path / "a.png").write_bytes(PNG)
     places = ["http://127.0.0.1:9/a.png", f"{tmp_path}/a.png", f"file://{tmp_path}/a.png", "~/a"]
+    # Such as would be taken for data by what follows the name of their kind.
+    places += ["http://127.0.0.1:9/a;base64,b.png", f"{tmp_path}/a;base64,b.png"]
     with serving(sees=qwen) as served:
         images = served.door.model.images
         assert images is not None

@@ -58,8 +58,10 @@ class Models:
 def make_models(tmp_path_factory):
     made = {}
 
-    def make(family="qwen3"):
-        if family not in made:
+    def make(family="qwen3", **changes):
+        """With `changes` of fields."""
+        key = family, *map(str, changes.items())
+        if key not in made:
             tokenizer = make_char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789")
             fields = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
             fields |= {"head_dim": 8, "intermediate_size": 64, "initializer_range": 0.25}
@@ -68,13 +70,13 @@ def make_models(tmp_path_factory):
                 family=family,
                 tokenizer=tokenizer,
                 seed=5,
-                **fields | FAMILY_FIELDS[family],
+                **fields | FAMILY_FIELDS[family] | changes,
             )
             plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-            made[family] = Models(
+            made[key] = Models(
                 load_model(ModelConfig(path=str(folder)), device="cpu", seed=0), plain, tokenizer
             )
-        return made[family]
+        return made[key]
 
     return make
 

@@ -186,6 +186,33 @@ def test_weights_that_change_under_a_sequence_keep_its_state(models):
     assert done["0"].logprobs[change] == pytest.approx(expected, abs=1e-5)
 
 
+@table("gib", [None, 0.25])
+def test_a_model_without_attention_has_blocks_that_take_no_bytes(make_models, gib):
+    """As many as its sequences can use, which a size of the cache does not change."""
+    models = make_models(FAMILY, num_layers=2, layer_types=["linear_attention"] * 2)
+    requests = group_of(prompt_of(14, 18), count=4) + group_of(prompt_of(15, 5), start=4)
+    engine = models.engine(kv_cache_gib=gib, enable_sleep=True)
+    assert (engine._blocks.num_blocks, engine._cache.block_bytes) == (8 * 16, 0)
+    check(models, requests, run(engine, requests))
+    engine.sleep()
+    engine.wake()
+    check(models, requests, run(engine, requests))
+
+
+def test_keys_in_eight_bits_leave_states_as_they_are(models):
+    """Runs are refused them. Scales are found by the number of a layer, whether it has keys or
+    not."""
+    engine = models.engine(kv_cache_dtype="fp8", max_num_batched_tokens=7)
+    done = run(engine, group_of(prompt_of(13, 21), count=2, max_tokens=1))
+    expected = run(models.engine(), group_of(prompt_of(13, 21), count=2, max_tokens=1))
+    for name, completion in done.items():
+        assert completion.logprobs == pytest.approx(expected[name].logprobs, abs=0.05)
+    cache, kinds = engine._cache, models.hone.config.layer_types
+    assert {x.dtype for pair in cache.states if pair for x in pair} == {torch.float32}
+    is_scaled = [bool((row != 1).all()) for row in cache.scales]
+    assert is_scaled == [kind == "full_attention" for kind in kinds]
+
+
 def test_sleep_gives_up_states(models):
     engine = models.engine(enable_sleep=True)
     requests = group_of(prompt_of(11, 17), count=3)
@@ -196,6 +223,21 @@ def test_sleep_gives_up_states(models):
     done = run(engine, requests)
     check(models, requests, done)
     assert done["0"].num_cached_tokens == 0
+
+
+def test_the_largest_prefill_reads_and_stores_states_as_others_do(models):
+    """Otherwise the memory of one step would be measured without them. It has the row of padding
+    alone."""
+    engine = models.engine(max_num_seqs=3)
+    states = [x for pair in engine._cache.states if pair for x in pair]
+    for each in states:
+        each.normal_()
+    before = [each.clone() for each in states]
+    with torch.inference_mode():
+        engine._runner._largest_prefill()
+    for each, old in zip(states, before, strict=True):
+        changed = (each != old).flatten(1).any(1).nonzero().flatten().tolist()
+        assert changed == [engine._runner.max_num_seqs]
 
 
 def test_bytes_of_states_are_counted(models):

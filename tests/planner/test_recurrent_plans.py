@@ -78,6 +78,18 @@ def test_states_are_planned_as_the_engine_stores_them(name: str, max_num_seqs: i
     assert of_phases == dict.fromkeys(("generate", "train", "sync"), cache.state_bytes)
 
 
+def test_a_step_moves_the_states_of_a_layer_of_all_sequences() -> None:
+    """2 MiB of 32 heads and three inputs of 8,192 channels, four times, of 9B: half for half as
+    many sequences."""
+    of_sequence = 4 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    found = [
+        RunMemory(plan_of("9b", f"--engine.max_num_seqs={number}")).engine.step
+        for number in (256, 128)
+    ]
+    of_logits = 248_320 * (4 + 2)
+    assert found[0] - found[1] == 128 * (of_sequence + of_logits)
+
+
 def test_a_sleeping_engine_has_given_its_states_up() -> None:
     run = RunMemory(plan_of("0.8b", "--engine.enable_sleep=true"))
     states = {phase.name: phase.parts["recurrent states"] for phase in run.phases()}
@@ -89,7 +101,10 @@ def test_a_sleeping_engine_has_given_its_states_up() -> None:
     "name, flags",
     [
         ("0.8b", []),
-        ("0.8b", ["--engine.gpu_memory_utilization=0.95"]),  # limited by what is free
+        (  # limited by what is free
+            "2b",
+            ["--engine.gpu_memory_utilization=0.95", "--rollout.max_completion_tokens=65536"],
+        ),
         ("9b", ["--engine.max_num_seqs=64", "--engine.gpu_memory_utilization=0.8"]),
         ("9b", ["--engine.max_num_seqs=256", "--rollout.max_completion_tokens=32768"]),
     ],

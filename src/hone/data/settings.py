@@ -23,7 +23,13 @@ __all__ = [
     "template_fields",
 ]
 
-_MAX_IMAGE_TOKENS, _IMAGE_WORKERS = 768, 2
+_MAX_IMAGE_TOKENS = Field(
+    default=768,
+    ge=1,
+    description="Most tokens of one image; a larger one is made smaller. Only for models that see "
+    "images.",
+)
+_IMAGE_WORKERS = 2
 _TEMPLATE_FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 
 
@@ -167,8 +173,7 @@ class DataConfig(Section):
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What happens to longer prompts: dropped and counted, or an error naming the row."""
 
-    max_image_tokens: int = Field(default=_MAX_IMAGE_TOKENS, ge=1)
-    """Most tokens of one image; a larger one is made smaller. Only for models that see images."""
+    max_image_tokens: int = _MAX_IMAGE_TOKENS
 
     image_errors: Literal["error", "drop"] = "error"
     """What happens to rows with an image that cannot be read: an error naming the row, or dropped
@@ -186,8 +191,7 @@ class DataConfig(Section):
 class ServedDataConfig(Section):
     """The images of requests, which are read as those of a run are."""
 
-    max_image_tokens: int = Field(default=_MAX_IMAGE_TOKENS, ge=1)
-    """Most tokens of one image; a larger one is made smaller. Only for models that see images."""
+    max_image_tokens: int = _MAX_IMAGE_TOKENS
 
     image_workers: int = Field(default=_IMAGE_WORKERS, ge=0)
     """Processes that decode and resize the images of requests; they start with the first image. 0:

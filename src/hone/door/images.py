@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakSet
 
 from hone.data.shown_images import with_hashes
@@ -126,7 +126,8 @@ class RequestImages:
         return images
 
     def _read(self, given: GivenImage) -> OpenedImage:
-        """The image with its header read. One that is known already is not kept a second time."""
+        """The image with its header read. The bytes of one that is known already are those that
+        are kept (`open_image`)."""
         try:
             (row,) = self.reader.read([given.uri], None, are_shown=True)
         except ImageError as error:
@@ -138,7 +139,7 @@ class RequestImages:
             STORE.show(TileSource(row.file, settings, number, where))
             for number in range(len(row.layout.tiles))
         )
-        return OpenedImage(replace(row, file=tiles[0].source.file), tiles)
+        return OpenedImage(row, tiles)
 
     def _decode(self, given: GivenImage, image: OpenedImage) -> None:
         """Make the pixels, which the engine asks for next."""

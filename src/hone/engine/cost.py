@@ -90,7 +90,16 @@ class EngineMemory:
         values += 2 * shape.hidden_size
         logits = settings.max_num_seqs * shape.vocab_size * (4 + self._num_bytes)
         of_tokens = settings.max_num_batched_tokens * values * self._num_bytes
-        return of_tokens + logits + self._unpacked
+        return of_tokens + logits + self._unpacked + self._moved_states
+
+    @property
+    def _moved_states(self) -> int:
+        """Bytes of the states of a recurrent layer at the end of a prefill of all sequences: as
+        they were, as they are, and twice on their way to the stored ones."""
+        if not (number := len(self._shape.recurrent_indices)):
+            return 0
+        of_layer = self._shape.state_bytes(self._num_bytes) // number
+        return 4 * self.settings.max_num_seqs * of_layer // self._size
 
     @property
     def _unpacked(self) -> int:

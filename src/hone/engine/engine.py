@@ -482,6 +482,7 @@ def make_cache(
         device=device,
         records_routes=records_routes,
         num_state_rows=num_state_rows(cfg.max_num_seqs),
+        model_dtype=dtype,
     )
     rows_per_sequence = num_state_rows(cfg.max_num_seqs) / cfg.max_num_seqs
     check_max_num_seqs(

@@ -50,16 +50,17 @@ class KVCache:
     `torch.cuda.memory_allocated`, its peaks and everything made of them leave the cache out;
     `torch.cuda.mem_get_info` counts it while it is awake.
 
-    `dtype` float8_e4m3fn halves the bytes of a token; `scales`, float32 [num_layers, 2,
-    num_kv_heads], then holds what stored keys and values are multiplied with, ones at first, and
-    is None with any other dtype. It outlives `sleep`.
+    `dtype` float8_e4m3fn halves the bytes of a token; `scales`, float32 [L, 2, num_kv_heads] with a
+    row for every layer of the model, then holds what stored keys and values are multiplied with,
+    ones at first, and is None with any other dtype. It outlives `sleep`.
 
     With `records_routes` (`hone.models.routes`) the experts that each token passes lie in `routes`,
     [slots + 1, L, K], at the token's slot: blocks that sequences share bring theirs along. The last
     row takes those of padding.
 
     Recurrent layers have an empty tensor in `layers`, and `num_state_rows` rows of states in
-    `states`, as `PagedContext` describes them.
+    `states`, as `PagedContext` describes them. The inputs of convolutions among these are kept as
+    the model computes them, in `model_dtype`; None: in `dtype`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class KVCache:
         device: torch.device,
         records_routes: bool = False,
         num_state_rows: int = 0,
+        model_dtype: torch.dtype | None = None,
     ) -> None:
         num_heads = config.num_attention_heads
         self._total_layers: int = config.num_hidden_layers
@@ -84,12 +86,13 @@ class KVCache:
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
         self.head_dim = head_dim_of(config)
         self.dtype = dtype
+        self._model_dtype = model_dtype or dtype
         self.device = device
         self.layers: list[Tensor] = []
         self.states: list[tuple[Tensor, Tensor] | None] = []
         self.scales: Tensor | None = None
         if dtype == FP8_DTYPE:
-            self.scales = torch.ones(self.num_layers, 2, self.num_kv_heads, device=device)
+            self.scales = torch.ones(self._total_layers, 2, self.num_kv_heads, device=device)
         self.routes: Tensor | None = None
         self._route_size, self._route_dtype = (0, 0), torch.uint8
         if records_routes:
@@ -193,7 +196,9 @@ class KVCache:
     @property
     def state_row_bytes(self) -> int:
         """Bytes of the states of one sequence in all recurrent layers."""
-        return 0 if self._recurrent is None else self._recurrent.state_bytes(self.dtype.itemsize)
+        if self._recurrent is None:
+            return 0
+        return self._recurrent.state_bytes(self._model_dtype.itemsize)
 
     @property
     def state_bytes(self) -> int:
@@ -214,7 +219,7 @@ class KVCache:
         if (layers := self._recurrent) is not None:
             rows = self._num_state_rows
             heads = (layers.num_value_heads, layers.key_dim, layers.value_dim)
-            tails = ((rows, layers.kernel_size - 1, layers.num_channels), self.dtype)
+            tails = ((rows, layers.kernel_size - 1, layers.num_channels), self._model_dtype)
             found += [tails, ((rows, *heads), torch.float32)] * len(layers.indices)
         if self._has_routes:
             slots = self._num_blocks * self.block_size
@@ -346,7 +351,8 @@ def choose_num_blocks(
         reserved_bytes=reserved_bytes,
         resident_bytes=resident_bytes,
     )
-    if cfg.kv_cache_gib is None and num_blocks > cfg.max_num_seqs * per_sequence:
+    is_filled = cfg.kv_cache_gib is not None and cache.block_bytes
+    if not is_filled and num_blocks > cfg.max_num_seqs * per_sequence:
         num_blocks = cfg.max_num_seqs * per_sequence
         source = f"all that engine.max_num_seqs={cfg.max_num_seqs} sequences can use"
     logger.info(
@@ -403,7 +409,8 @@ def most_blocks(
     else:
         limits = [(CPU_CACHE_GIB * GIB, "the default of 1 GiB (engine.kv_cache_gib)")]
     (size, source), *others = sorted(limits)
-    num_blocks = max(size, 0) // cache.block_bytes
+    # Blocks of a model without attention take no bytes.
+    num_blocks = max(size, 0) // max(cache.block_bytes, 1)
     if num_blocks < per_sequence:
         raise ValueError(
             f"the KV cache is too small: {source} holds {num_blocks * cache.block_size} tokens, "

@@ -180,7 +180,12 @@ class ModelRunner:
         size = min(self.max_num_batched_tokens // count, self.max_model_len)
         slots = np.full(count, self._slots.padding)
         sizes = np.full(count, size)
-        # The padding slot writes nothing, and without a prefix nothing is read from the cache.
+        # Keys of padding are not stored, and without a prefix none is read from the cache. States
+        # are: padding has a row of them.
+        padding = self._slots.padding
+        segments = [
+            Segment(place * size, size, read=padding, writes=(padding,)) for place in range(count)
+        ]
         hidden = self._forward(
             np.zeros(count * size, np.int64),
             slots,
@@ -188,7 +193,7 @@ class ModelRunner:
             sizes,
             [TEXT] * count,
             calibrate=False,
-            segments=[Segment(place * size, size) for place in range(count)],
+            segments=segments if self._has_states else None,
         )
         positions = torch.zeros(count, dtype=torch.int64, device=self.device)
         batch = self._sampling.rows(upload(slots, self.device), filtered=False)

@@ -168,7 +168,7 @@ _ENGINE = (
           why="it has no eight-bit floats", fix="engine.kv_cache_dtype = auto"),
     error("engine.kv_cache_dtype = fp8", "@is_hybrid", given=(f"{_BACKEND} = embedded",),
           says="engine.kv_cache_dtype is fp8, and {the_model} has layers of gated linear attention",
-          why="their states would be rounded at each token, and few layers have keys and values",
+          why="few of its layers have keys and values, so that little would be saved",
           fix="engine.kv_cache_dtype = auto"),
     error("engine.weight_dtype = int8", "not @has_fused_layers", given=(f"{_BACKEND} = embedded",),
           says="engine.weight_dtype is int8, and {the_model} is of the family {family}",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from hone.distributed.settings import ulysses_problem
 from hone.families.config_values import impossible_values
 from hone.families.registry import (
     DENSE_FUSED_FAMILIES,
@@ -17,6 +18,7 @@ from hone.families.registry import (
     unserved,
 )
 from hone.families.shape import ModelShape, public_shape
+from hone.families.spec import RECURRENT_DIVIDED_FIELDS
 from hone.families.vision.registry import VISION_FIELD, decoder_config, unserved_family
 from hone.hub import config_of
 from hone.paths import must_be_local
@@ -164,6 +166,30 @@ class ModelFacts:
             numbers["the number of experts"] = self.shape.num_experts
             numbers["the inner size of shared experts"] = self.shape.shared_expert_size
         return [f"{key} = {number}" for key, number in numbers.items() if number % size]
+
+    def ulysses_problems(self, size: int, *, tensor_parallel_size: int) -> list[str]:
+        """Why `size` processes, of which each is one of so many that share matrices, cannot share
+        its heads; empty where they can, or where the heads are not known."""
+        numbers = {key: number // tensor_parallel_size for key, number in self.divided.items()}
+        heads = numbers.get("num_attention_heads")
+        if heads is None:
+            return []
+        problem = ulysses_problem(size, heads, numbers.get("num_key_value_heads", heads))
+        found = [] if problem is None else [problem]
+        for key in RECURRENT_DIVIDED_FIELDS:
+            if (number := numbers.get(key, size)) % size:
+                found.append(f"each process takes equally many of {key} = {number}")
+        return found
+
+    @property
+    def ring_problem(self) -> str | None:
+        """Why a ring of processes cannot share its rows; None where it can."""
+        if not spec_of(str(self.family)).is_hybrid:
+            return None
+        return (
+            "its layers of gated linear attention read a row from its first token to its last, and "
+            "a ring has parts of it in another order"
+        )
 
     @property
     def exact_misfits(self) -> list[str]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from hone.config.rules.facts import Facts
 from hone.config.rules.rule import error, unused, with_facts
 from hone.config.rules.view import Details, Fact, NotKnownError
-from hone.distributed.settings import ParallelConfig, ulysses_problem
+from hone.distributed.settings import ParallelConfig
 from hone.families.model_facts import ModelFacts
 from hone.families.registry import SPECS, TENSOR_FAMILIES
 
@@ -136,11 +136,15 @@ def _of_stages(model: ModelFacts, parallel: ParallelConfig) -> str | None:
 
 
 def _of_ulysses(model: ModelFacts, parallel: ParallelConfig) -> str | None:
-    heads, tensor = model.divided.get("num_attention_heads"), parallel.tensor_parallel_size
-    if heads is None or model.undivided(tensor):
+    tensor = parallel.tensor_parallel_size
+    if model.undivided(tensor):
         return None
-    kv_heads = model.divided.get("num_key_value_heads", heads)
-    return ulysses_problem(parallel.ulysses_size, heads // tensor, kv_heads // tensor)
+    found = model.ulysses_problems(parallel.ulysses_size, tensor_parallel_size=tensor)
+    return found[0] if found else None
+
+
+def _of_ring(model: ModelFacts, parallel: ParallelConfig) -> str | None:
+    return None if parallel.ring_size == 1 else model.ring_problem
 
 
 def _teacher_misfit(name: str, problem: Problem) -> Callable[[CriticFacts], Iterator[Details]]:
@@ -188,7 +192,9 @@ _MODEL = tuple(
         ("tensor_parallel_size", _of_tensor, f"shard it by {_OWN}.zero_stage 3"),
         ("expert_parallel_size", _of_experts, ""),
         ("pipeline_parallel_size", _of_stages, f"shard it by {_OWN}.zero_stage 3"),
-        ("ulysses_size", _of_ulysses, f"share rows by {_OWN}.ring_size, which divides no heads"),
+        ("ulysses_size", _of_ulysses, f"share rows by {_OWN}.ring_size, which divides no heads, "
+         "where all layers have attention"),
+        ("ring_size", _of_ring, f"share rows by {_OWN}.ulysses_size, which divides heads"),
     )
 )  # fmt: skip
 
@@ -202,6 +208,7 @@ _TEACHER = tuple(
         ("tensor_parallel_size", _of_tensor),
         ("expert_parallel_size", _of_experts),
         ("ulysses_size", _of_ulysses),
+        ("ring_size", _of_ring),
     )
 )  # fmt: skip
 

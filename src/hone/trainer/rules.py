@@ -11,10 +11,9 @@ from hone.config.rules.facts import LONG_ROW, Facts
 from hone.config.rules.rule import error, excludes, needs, unused, warning, with_facts
 from hone.config.rules.view import Details, Fact, NotKnownError, required
 from hone.config.tree import SAMPLING, SUPERVISED
-from hone.distributed.settings import ulysses_problem
 from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.registry import SPECS, TENSOR_FAMILIES, spec_of
-from hone.families.spec import PROJECTIONS, RECURRENT_DIVIDED_FIELDS
+from hone.families.spec import PROJECTIONS
 from hone.families.stages import stage_layers
 
 __all__ = ["RULES"]
@@ -231,18 +230,11 @@ class TrainerFacts(Facts):
 
 def _ulysses_problem(key: str) -> Callable[[TrainerFacts], Iterator[Details]]:
     def find(view: TrainerFacts) -> Iterator[Details]:
-        divided = view.model.divided
-        heads = divided.get("num_attention_heads")
-        size, tensor = view[key], view[_TENSOR]
-        if heads is None or size is None:
-            return
-        parts = heads // tensor, divided.get("num_key_value_heads", heads) // tensor
-        if problem := ulysses_problem(size, *parts):
-            yield {"problem": problem}
-        for name in RECURRENT_DIVIDED_FIELDS:
-            number = divided.get(name, size * tensor) // tensor
-            if number % size:
-                yield {"problem": f"each process takes equally many of {name} = {number}"}
+        size, fix = view[key], "use a size that fits"
+        if view.model.ring_problem is None:
+            fix = "use one of them | split tokens further by ring_size, which divides no heads"
+        for problem in view.model.ulysses_problems(size or 1, tensor_parallel_size=view[_TENSOR]):
+            yield {"problem": problem, "fix": fix}
 
     return find
 
@@ -491,7 +483,7 @@ _AXES = (
           fix=f"{_STAGES} = 1"),
     *(error(each=_ulysses_problem(key), given=("not @undivided_in_training",),
             says=f"{key} is {{{key}}}, for {{the_model}}", why="{problem}",
-            fix="use one of them | split tokens further by ring_size, which divides no heads")
+            fix="{fix}")
       for key in (f"{_PARALLEL}.ulysses_size", f"{_PARALLEL}.reference_ulysses_size")),
     unused(f"{_PARALLEL}.(reference_ring_size|reference_ulysses_size)",
            given=("not @trainers_hold_frozen",),

@@ -55,6 +55,14 @@ ROWS: list[Row] = [
      f"{_SIZES}.pipeline_parallel_size critic.path"),
     ("rl", f"{_APART}=3 {_SIZES}.ulysses_size=3", "error",
      f"{_SIZES}.ulysses_size model.path"),
+    ("rl", f"{_APART}=4 {_SIZES}.ulysses_size=4 critic.path=hybrid", "error",
+     f"{_SIZES}.ulysses_size critic.path"),
+    ("rl", f"{_APART}=2 {_SIZES}.ring_size=2 critic.path=hybrid", "error",
+     f"{_SIZES}.ring_size critic.path"),
+    ("rl", f"{_APART}=2 {_SIZES}.ring_size=2 model.path=hybrid", "error",
+     f"{_SIZES}.ring_size model.path"),
+    ("rl", "--nproc=2 algorithm.advantage=gae trainer.parallel.ring_size=2 critic.path=hybrid",
+     "error", "trainer.parallel.ring_size critic.path"),
     # what a teacher cannot have, beside a policy that can
     ("rl", "--nproc=2 trainer.parallel.tensor_parallel_size=2 teacher.path=one_key_head", "error",
      "trainer.parallel.tensor_parallel_size teacher.path"),
@@ -67,6 +75,12 @@ ROWS: list[Row] = [
     ("rl", "--nproc=4 trainer.parallel.ulysses_size=4 trainer.parallel.reference_ulysses_size=2 "
      "teacher.path=three_heads", "error",
      "trainer.parallel.reference_ulysses_size teacher.path"),
+    ("rl", "--nproc=2 trainer.parallel.reference_ring_size=2 teacher.path=hybrid", "error",
+     "trainer.parallel.reference_ring_size teacher.path"),
+    ("rl", "--nproc=2 trainer.parallel.ring_size=2 teacher.path=hybrid", "error",
+     "trainer.parallel.ring_size teacher.path"),
+    ("rl", "--nproc=4 trainer.parallel.ulysses_size=4 teacher.path=hybrid", "error",
+     "trainer.parallel.ulysses_size teacher.path"),
     ("rl", "--nproc=4 trainer.parallel.reference_ring_size=3 teacher.path=one_key_head", "error",
      "trainer.parallel.reference_ring_size trainer.parallel.tensor_parallel_size"),
     # what it computes and holds
