@@ -24,7 +24,7 @@ from hone.data.sources import SourceRow, short_name, shorten
 from hone.errors import UserError
 from hone.images.parts import IMAGE_COLUMNS, has_images
 from hone.observe.column_values import as_text
-from hone.paths import DATA_SUFFIXES
+from hone.paths import data_suffix, is_url
 from hone.types import Message, StopReason
 
 if TYPE_CHECKING:
@@ -401,13 +401,13 @@ def _refuse_sharegpt(rows: Sequence[SourceRow], source: SourceBase, names: Itera
 
 def _converter(source: SourceBase, column: str) -> str:
     """A Python program that writes ShareGPT's turns as messages."""
-    path = Path(source.path).expanduser()
-    if path.suffix in DATA_SUFFIXES:
-        reader = "parquet" if path.suffix == ".parquet" else "json"
-        opened = f"{reader!r}, data_files={str(path)!r}, split='train'"
+    path = source.path if is_url(source.path) else str(Path(source.path).expanduser())
+    if (suffix := data_suffix(path)) is not None:
+        reader = "parquet" if suffix == ".parquet" else "json"
+        opened = f"{reader!r}, data_files={path!r}, split='train'"
     else:
         subset = "" if source.subset is None else f"{source.subset!r}, "
-        opened = f"{str(path)!r}, {subset}split={source.split!r}"
+        opened = f"{path!r}, {subset}split={source.split!r}"
     return (
         "    from datasets import load_dataset  # pip install datasets\n"
         "    roles = {'human': 'user', 'gpt': 'assistant'}\n"

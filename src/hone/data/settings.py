@@ -89,11 +89,13 @@ class SourceBase(Section):
     """One data set: JSONL, Parquet, or anything the `datasets` library opens."""
 
     path: str
-    """A `.jsonl`, `.json` or `.parquet` file, a folder of them, a data set saved by `datasets`, or
-    a hub name."""
+    """A `.jsonl`, `.json` or `.parquet` file (the first two also with `.gz`), a folder of them, a
+    pattern (`shards/*.parquet`, `**` for any folders), either of these at a URL (`s3://`, `gs://`,
+    `hf://`, `https://`), a data set saved by `datasets`, or a hub name."""
 
     split: str = "train"
-    """Split to read from a hub or saved data set; ignored for single files."""
+    """Split to read from a hub or saved data set, or from a folder whose files are named after
+    splits; ignored for single files and patterns."""
 
     subset: str | None = None
     """Configuration name of a hub data set."""
