@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hone.data.order import BlockSizes, EpochOrder, Window
 from hone.data.sources import SourceRow
-from hone.data.stream import Stream, epoch_order
+from hone.data.stream import Skipped, Stream, epoch_order
 from hone.data.streamed import AHEAD_ROWS, StreamedRows
 from hone.errors import UserError
 from hone.types import Prompt
@@ -49,10 +49,14 @@ def prompt(number: int) -> Prompt:
     return Prompt(id=f"a:{number + 1}", token_ids=(number,), text=str(number))
 
 
+def skipped(number: int) -> Skipped:
+    return Skipped("too_long", f"row {number}")
+
+
 def source(sizes, *, window, drop=lambda number: False, seed=3, shuffle=True) -> StreamedRows:
     def prepare(rows, numbers):
         assert [row.columns["number"] for row in rows] == list(numbers)
-        return [None if drop(number) else prompt(number) for number in numbers]
+        return [skipped(number) if drop(number) else prompt(number) for number in numbers]
 
     return StreamedRows(
         Rows(sizes), prepare, name="a", seed=seed, shuffle=shuffle, window=Window(rows=window)
@@ -160,6 +164,8 @@ def test_rows_that_are_dropped_are_read_and_not_served():
     assert [row.token_ids[0] for row in stream.take(6)] == [1, 2, 3, 5, 6, 7]
     state = stream.state_dict()
     assert (state["read"], state["served"]) == ([8], [6])
+    assert state["skipped"] == {"too_long": 2}
+    assert stream.counts == {"rows_read": 8, "skipped_too_long": 2}
     assert [row.token_ids[0] for row in stream.peek(2)] == [9, 10]
     assert stream.state_dict() == state
 
@@ -175,7 +181,11 @@ def test_a_share_counts_rows_that_are_served():
 
 def test_a_source_of_which_all_rows_are_dropped_says_so():
     stream = stream_of([5], window=5, drop=lambda number: True)
-    with pytest.raises(UserError, match=r"a: all 5 rows were read and dropped.*hone data check"):
+    with pytest.raises(UserError, match=r"a: all 5 rows"):
+        stream.sources[0].first_rows()
+    with pytest.raises(
+        UserError, match=r"a: all 5 rows were read, and none is left: `hone data check`"
+    ):
         stream.take(1)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
@@ -12,7 +10,6 @@ from hone.errors import UserError
 from hone.model_input import ModelInput
 
 __all__ = [
-    "Dropped",
     "DroppedRow",
     "FilterReport",
     "LengthLimit",
@@ -20,8 +17,6 @@ __all__ = [
     "filter_length",
     "too_long",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 class Located(Protocol):
@@ -120,28 +115,6 @@ class FilterReport:
         if len(self.dropped) > num_listed:
             listed.append("...")
         return f"{text}; dropped as too long: {'; '.join(listed)}"
-
-
-@dataclass(slots=True)
-class Dropped:
-    """Rows that were dropped while they were read, by reason."""
-
-    counts: Counter[str] = field(default_factory=Counter[str])
-
-    def add(self, reason: str, where: str) -> None:
-        """Count a row, and log the first of each reason with its place."""
-        self.counts[reason] += 1
-        if self.counts[reason] == 1 and reason in _REASONS:
-            logger.warning(
-                "a row was dropped, since %s: %s. Further ones are counted in data/dropped_%s",
-                _REASONS[reason],
-                where,
-                reason,
-            )
-
-
-_REASONS = {"too_long": "it is too long", "image": "an image of it cannot be read"}
-"""Those worth a line; rows that are held out are dropped on purpose."""
 
 
 def too_long(

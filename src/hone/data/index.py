@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from hone.data.blocks import Block, Blocks, OpenBlocks, blocks_of
 from hone.data.files import DataFile, find_files
+from hone.data.order import BlockSizes
 from hone.data.rows import SourceRow
 from hone.data.settings import SourceBase
 from hone.data.tables import TableBlocks, load_hub, load_saved
@@ -105,6 +106,20 @@ class SourceIndex:
     def num_rows(self) -> int:
         """Rows of all blocks."""
         return int(self.blocks["num_rows"].sum())
+
+    @cached_property
+    def sizes(self) -> BlockSizes:
+        """Rows and bytes of the blocks."""
+        num_rows = self.blocks["num_rows"].astype(np.int64)
+        return BlockSizes(
+            first_rows=np.cumsum(num_rows) - num_rows,
+            num_rows=num_rows,
+            num_bytes=self.blocks["num_bytes"].astype(np.int64),
+        )
+
+    def all_rows(self) -> list[SourceRow]:
+        """The rows of all blocks."""
+        return [row for block in range(len(self.blocks)) for row in self.rows(block)]
 
     @cached_property
     def fingerprint(self) -> str:

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from hone.data.filters import (
-    Dropped,
     FilterReport,
     LengthLimit,
     Located,
@@ -22,26 +22,28 @@ from hone.data.filters import (
     too_long,
 )
 from hone.data.images import WithImages, open_images
+from hone.data.index import MAX_OPEN_BYTES, SourceIndex
 from hone.data.order import Window
 from hone.data.settings import DataConfig, SourceBase, SourceConfig
 from hone.data.sources import SourceRow, read_source, source_names
 from hone.data.split import Data, is_held_out
-from hone.data.stream import Item, RowSource, Stream
-from hone.data.streamed import AHEAD_ROWS, IndexedRows, StreamedRows
+from hone.data.stream import Item, RowSource, Skipped, Stream
+from hone.data.streamed import AHEAD_ROWS, StreamedRows
 from hone.errors import UserError
 from hone.model_input import prompt_digest
 
 if TYPE_CHECKING:
     from hone.images.reader import ImageReader
 
-__all__ = ["WHOLE_BYTES", "WINDOW_BYTES", "Readers", "load_data"]
+__all__ = ["WHOLE_BYTES", "WHOLE_ROWS", "WINDOW", "Readers", "load_data"]
 
 logger = logging.getLogger(__name__)
 
-WHOLE_BYTES = 64 << 20
-"""A source of more bytes, unpacked, is read as it is drawn from."""
-WINDOW_BYTES = 16 << 20
-"""Bytes of rows that are shuffled together, where `data.shuffle_window` is unset."""
+WHOLE_ROWS, WHOLE_BYTES = 50_000, 64 << 20
+"""A source of more rows, or more bytes unpacked, is read as it is drawn from: so many prompts take
+some ten seconds to render."""
+WINDOW = Window(rows=65_536, bytes=16 << 20)
+"""What is shuffled together, where `data.shuffle_window` is unset."""
 
 
 class GivenRow(Located, WithImages, Protocol):
@@ -79,25 +81,27 @@ def load_data(
     content: Callable[[T], object],
     seed: int,
     images: ImageReader | None = None,
+    cache: Path | None = None,
 ) -> Data[T]:
     """Load all sources, and split their rows into training and evaluation.
 
     `readers` make examples of the rows of a source, `images` opens their images (None: the model
     reads text alone), `render` renders them, rows beyond the `limits` are dropped, and `make`
     builds the items. `content` is the part of an item by which `Stream` recognises the data.
+    `cache` is a folder for indexes of sources, which the processes of a host share.
 
     Raises UserError for anything wrong with the data, and where a source has no training row left
     or `eval_fraction` holds out no row.
     """
     if not cfg.train and not cfg.eval:
         raise UserError("no data: name at least one source in data.train")
-    loader = _Loader(cfg, readers, render, limits, make, seed, images)
+    loader = _Loader(cfg, readers, render, limits, make, seed, images, cache)
     names = source_names([*cfg.train, *cfg.eval])
     train = [loader.train(source, name) for source, name in zip(cfg.train, names, strict=False)]
     evaluation = [
         row
         for source, name in zip(cfg.eval, names[len(cfg.train) :], strict=True)
-        for row in loader.whole(source, name)
+        for row in loader.whole(source, name, read_source(source))
     ]
     if not cfg.eval and cfg.eval_fraction:
         train, evaluation = loader.split(train)
@@ -107,7 +111,7 @@ def load_data(
         logger.log(level, "%s", report.summary(len(evaluation)))
     weights = [source.weight for source in cfg.train]
     stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)
-    return Data(stream, evaluation, report, loader.dropped)
+    return Data(stream, evaluation, report)
 
 
 @dataclass
@@ -121,8 +125,8 @@ class _Loader(Generic[E, R, T]):
     make: Callable[[E, R], T]
     seed: int
     images: ImageReader | None
+    cache: Path | None
     report: FilterReport = field(default_factory=FilterReport)
-    dropped: Dropped = field(default_factory=Dropped)
     held_out: list[T] = field(default_factory=list[T])
     """Rows of streamed sources that are for evaluation."""
     _held_out_ids: set[str] = field(default_factory=set[str])
@@ -135,15 +139,24 @@ class _Loader(Generic[E, R, T]):
 
     def train(self, source: SourceConfig, name: str) -> list[T] | StreamedRows[T]:
         """A source to train on, whole or streamed. Raises UserError."""
-        rows = open_index(source)
-        is_large = rows is not None and rows.sizes.total_bytes > WHOLE_BYTES
-        if rows is None or not (is_large or self.cfg.shuffle_window):
-            return self.whole(source, name)
-        return self._streamed(rows, source, name)
+        index = SourceIndex.build(source, self.cache)
+        sizes = index.sizes
+        is_large = sizes.total_bytes > WHOLE_BYTES or sizes.total_rows > WHOLE_ROWS
+        if not (is_large or self.cfg.shuffle_window):
+            return self.whole(source, name, index.all_rows())
+        largest = int(sizes.num_bytes.max())
+        if largest > MAX_OPEN_BYTES:
+            raise UserError(
+                f"{source.path}: {largest >> 20:,} MiB of rows can only be read at once, and at "
+                f"most {MAX_OPEN_BYTES >> 20} are kept in memory. Write Parquet with smaller row "
+                "groups (pyarrow.parquet.write_table(..., row_group_size=10_000)), and a JSON "
+                "array as JSON lines"
+            )
+        return self._streamed(index, source, name)
 
-    def whole(self, source: SourceBase, name: str) -> list[T]:
-        """All rows of a source that are within the limits. Raises UserError."""
-        rows = self.readers.whole(read_source(source), source, name)
+    def whole(self, source: SourceBase, name: str, found: Sequence[SourceRow]) -> list[T]:
+        """All rows `found` in a source that are within the limits. Raises UserError."""
+        rows = self.readers.whole(found, source, name)
         examples = open_images(rows, self.images, self.cfg, self.report)
         if rows and not examples:
             raise UserError(
@@ -194,7 +207,7 @@ class _Loader(Generic[E, R, T]):
             )
         return kept, evaluation
 
-    def _streamed(self, rows: IndexedRows, source: SourceConfig, name: str) -> StreamedRows[T]:
+    def _streamed(self, rows: SourceIndex, source: SourceConfig, name: str) -> StreamedRows[T]:
         first = rows.rows(0, range(min(AHEAD_ROWS, int(rows.sizes.num_rows[0]))))
         read = self.readers.by_first(first, source, name)
         made = StreamedRows(
@@ -203,7 +216,7 @@ class _Loader(Generic[E, R, T]):
             name=name,
             seed=self.seed,
             shuffle=self.cfg.shuffle,
-            window=Window(rows=self.cfg.shuffle_window, bytes=WINDOW_BYTES),
+            window=Window(rows=self.cfg.shuffle_window) if self.cfg.shuffle_window else WINDOW,
         )
         logger.info(
             "%s: %s rows, read as they are drawn%s", source.path, f"{made.num_rows:,}", made.windows
@@ -225,7 +238,8 @@ class _Loader(Generic[E, R, T]):
         while num_read < rows.num_rows and len(found) < self.cfg.max_eval_rows:
             numbers = range(num_read, min(num_read + AHEAD_ROWS, rows.num_rows))
             prepare = partial(self._prepare, read, held_out=True)
-            found += [row for row in rows.prepared(numbers, prepare) if row is not None]
+            made = rows.prepared(numbers, prepare)
+            found += [row for row in made if not isinstance(row, Skipped)]
             num_read = numbers.stop
         self.held_out += found[: self.cfg.max_eval_rows]
         logger.info(
@@ -242,32 +256,26 @@ class _Loader(Generic[E, R, T]):
         numbers: Sequence[int],
         *,
         held_out: bool = False,
-    ) -> list[T | None]:
-        """Rows for training, which are counted where they are dropped; with `held_out` those for
-        evaluation. None for all others."""
-        dropped = Dropped() if held_out else self.dropped
+    ) -> list[T | Skipped]:
+        """Rows for training, or with `held_out` those for evaluation; all others are skipped."""
         examples = read(rows, numbers)
         report = FilterReport()
         opened = open_images(examples, self.images, self.cfg, report)
-        for problem in report.unreadable:
-            dropped.add("image", problem)
-        items: dict[str, T] = {}
+        found: dict[str, T | Skipped] = {}
         for example, row in zip(opened, self.render(opened), strict=True):
             if self._is_held_out(row) != held_out:
-                dropped.add("held_out", example.location)
+                found[example.id] = Skipped("held_out", example.location)
                 continue
             lost = too_long(example, row, self.limits, overlong=self.cfg.overlong_prompts)
             if lost is not None:
-                dropped.add("too_long", f"{lost.location} ({lost.length} tokens)")
+                found[example.id] = Skipped("too_long", f"{lost.location} ({lost.length} tokens)")
                 continue
-            items[example.id] = self.make(example, row)
-        return [items.get(example.id) for example in examples]
+            found[example.id] = self.make(example, row)
+        problems = iter(report.unreadable)
+        return [
+            found[example.id] if example.id in found else Skipped("image", next(problems))
+            for example in examples
+        ]
 
     def _is_held_out(self, row: R) -> bool:
         return is_held_out(row, seed=self.seed, fraction=self.fraction)
-
-
-def open_index(source: SourceBase) -> IndexedRows | None:
-    """The index of a source; None where it can be read only as a whole."""
-    del source
-    return None

@@ -41,26 +41,25 @@ class BlockSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """How many blocks come together: those that begin within so many rows or bytes."""
+    """How many blocks come together: as many as hold no more rows and bytes, and at least one."""
 
     rows: int | None = None
     bytes: int | None = None
 
     def starts(self, blocks: BlockSizes, order: Ints) -> Ints:
         """Positions in `order` at which windows begin, [w]."""
-        sizes, limit = blocks.num_bytes[order], self.bytes
-        if self.rows is not None:
-            sizes, limit = blocks.num_rows[order], self.rows
-        if limit is None:
-            return np.zeros(1, dtype=np.int64)
-        ends = np.cumsum(sizes)
-        starts: list[int] = [0]
-        while starts[-1] < len(order):
-            before = 0 if starts[-1] == 0 else int(ends[starts[-1] - 1])
-            # At least one block, and no more than what fits.
-            fits = int(np.searchsorted(ends, before + limit, side="right"))
-            starts.append(max(starts[-1] + 1, fits))
-        return np.array(starts[:-1], dtype=np.int64)
+        limits = ((blocks.num_rows, self.rows), (blocks.num_bytes, self.bytes))
+        ends = [(np.cumsum(sizes[order]), most) for sizes, most in limits if most is not None]
+        starts: list[int] = []
+        start = 0
+        while start < len(order):
+            starts.append(start)
+            stop = len(order)
+            for end, most in ends:
+                before = int(end[start - 1]) if start else 0
+                stop = min(stop, int(np.searchsorted(end, before + most, side="right")))
+            start = max(start + 1, stop)
+        return np.array(starts, dtype=np.int64)
 
 
 class EpochOrder:

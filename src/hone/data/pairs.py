@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.config.tree import PairsDataConfig
@@ -117,11 +118,13 @@ def load_pairs(
     for_reward_model: bool = False,
     end_ids: Collection[int] = (),
     images: ImageReader | None = None,
+    cache: Path | None = None,
 ) -> PairsData:
     """Read, render, filter and split the preferences of all sources. With `is_unpaired` each
     completion is a preference of its own. A pair is kept only if both of its rows are within the
     limits. With `for_reward_model` rows are rendered as transcripts, and a source may have a column
-    of margins. `end_ids` and `images` are passed to `Renderer`.
+    of margins. `end_ids` and `images` are passed to `Renderer`, `cache` is a folder for indexes of
+    large sources.
 
     Raises UserError for anything wrong with the data.
     """
@@ -174,6 +177,7 @@ def load_pairs(
         content=_content,
         seed=seed,
         images=images,
+        cache=cache,
     )
 
 

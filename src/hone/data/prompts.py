@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.data.chat import Rendered, Renderer
@@ -46,13 +47,14 @@ def load_prompts(
     keeps_messages: bool = False,
     tools: ToolSchemas = (),
     images: ImageReader | None = None,
+    cache: Path | None = None,
 ) -> PromptData:
     """Read, render, filter and split the prompts of all sources. `train` is an endless stream in an
     order drawn from `seed`, `eval` a list.
 
     `max_prompt_tokens` is the room for a prompt in the model's context; the smaller of it and
     `data.max_prompt_tokens` is the limit. `keeps_messages`, `tools` and `images` are those of
-    `Renderer`.
+    `Renderer`, `cache` is a folder for indexes of large sources.
     Raises UserError for anything wrong with the data.
     """
     renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
@@ -68,6 +70,7 @@ def load_prompts(
         content=_content,
         seed=seed,
         images=images,
+        cache=cache,
     )
     show_first(data.known_rows()[0], renderer, cfg)
     return data

@@ -156,8 +156,8 @@ class DataConfig(Section):
     shuffle_window: int | None = Field(default=None, ge=1)
     """Rows that are shuffled together. A source is then read as the run draws from it: its blocks
     (row groups of Parquet, about 1 MiB of JSON lines) come in random order, and as many as hold so
-    many rows are shuffled. Unset: sources of up to 64 MiB are read and shuffled whole, others in
-    windows of 16 MiB."""
+    many rows are shuffled. Unset: sources of up to 50,000 rows and 64 MiB are read and shuffled
+    whole, others are read as they are drawn, in windows of 65,536 rows or 16 MiB."""
 
     chat: Literal["auto", "always", "never"] = "auto"
     """Render prompts through the chat template. `auto`: where the tokenizer has one."""

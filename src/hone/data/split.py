@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hone.data.filters import Dropped, FilterReport, RenderedRow
+from hone.data.filters import FilterReport, RenderedRow
 from hone.data.hashing import keyed_hash
 from hone.data.stream import Item, Stream
 from hone.data.streamed import StreamedRows
@@ -26,8 +26,6 @@ class Data(Generic[T]):
     eval: list[T]
     report: FilterReport
     """Of the sources that are read whole."""
-    dropped: Dropped
-    """Rows of the others that have been dropped so far."""
 
     def known_rows(self) -> list[T]:
         """The rows that are known before the run, training rows first: all rows of sources that are
@@ -35,12 +33,8 @@ class Data(Generic[T]):
         return [*self.train.first_rows(), *self.eval]
 
     def metrics(self) -> Metrics:
-        """How many rows were read, and dropped by reason; empty where all were read before."""
-        num_read = self.train.num_read
-        if num_read is None:
-            return {}
-        counts = {f"data/dropped_{name}": num for name, num in self.dropped.counts.items()}
-        return {name: Last(num) for name, num in {"data/rows_read": num_read, **counts}.items()}
+        """How many rows were read and skipped so far; empty where all were read before the run."""
+        return {f"data/{name}": Last(number) for name, number in self.train.counts.items()}
 
     def check(self, check: Callable[[Sequence[T]], None]) -> None:
         """Call `check` with the rows that are known, and with those that are read later before they

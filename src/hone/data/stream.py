@@ -2,7 +2,7 @@
 
 The order depends only on (seed, epoch, row ids): each epoch of each source sorts the row ids by a
 keyed hash. So the position is two counters for each source: rows read, and rows served. They differ
-where a source is read while it is drawn from, and rows are dropped on the way
+where a source is read while it is drawn from, and rows are skipped on the way
 (`hone.data.streamed`).
 
 Several sources are interleaved by weight. The j-th row of a source with share w may come no
@@ -14,9 +14,12 @@ k w - 1 and fewer than k w + 1 rows.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
@@ -25,7 +28,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from hone.data.hashing import keyed_hash
 from hone.errors import UserError
 
-__all__ = ["Item", "RowSource", "Stream", "epoch_order"]
+__all__ = ["Item", "RowSource", "Skipped", "Stream", "epoch_order", "nothing_left"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Item(Protocol):
@@ -52,6 +58,20 @@ def _content(item: Item) -> object:
     return item.id, item.token_ids
 
 
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A row that was read and is not drawn."""
+
+    reason: str
+    """`too_long`, `image`, or `held_out`."""
+    where: str
+    """For messages: its place, with what is wrong."""
+
+
+_REASONS = {"too_long": "it is too long", "image": "an image of it cannot be read"}
+"""Those worth a line; rows that are held out are skipped on purpose."""
+
+
 class RowSource(ABC, Generic[T]):
     """A source whose rows are read while it is drawn from."""
 
@@ -61,15 +81,15 @@ class RowSource(ABC, Generic[T]):
     @property
     @abstractmethod
     def num_rows(self) -> int:
-        """Rows of an epoch, with those that are dropped."""
+        """Rows of an epoch, with those that are skipped."""
 
     @abstractmethod
-    def row(self, read: int) -> T | None:
-        """The row that comes after so many rows read, over all epochs; None if it is dropped."""
+    def row(self, read: int) -> T | Skipped:
+        """The row that comes after so many rows read, over all epochs."""
 
     @abstractmethod
     def first_rows(self) -> Sequence[T]:
-        """Some rows, for checks before a run."""
+        """Some rows, for checks before a run. Raises UserError where there are none."""
 
     @property
     @abstractmethod
@@ -108,10 +128,11 @@ class Stream(Generic[T]):
         self._content = content
         self._read = [0] * len(self.sources)
         self._served = [0] * len(self.sources)
+        self._skipped: Counter[str] = Counter()
         self._orders: dict[int, tuple[int, list[int]]] = {}
 
     def __len__(self) -> int:
-        """Rows over all sources, with those that are dropped while they are read."""
+        """Rows over all sources, with those that are skipped while they are read."""
         return sum(map(_num_rows, self.sources))
 
     def first_rows(self) -> list[T]:
@@ -123,13 +144,14 @@ class Stream(Generic[T]):
         ]
 
     @property
-    def num_read(self) -> int | None:
-        """Rows read so far from sources that are read as rows are drawn, with those that were
-        dropped; None without such a source."""
-        streamed = [isinstance(source, RowSource) for source in self.sources]
-        if not any(streamed):
-            return None
-        return sum(num for num, is_read in zip(self._read, streamed, strict=True) if is_read)
+    def counts(self) -> dict[str, int]:
+        """How many rows were read so far from sources that are read as rows are drawn, and skipped
+        by reason; empty without such a source."""
+        kinds = [isinstance(source, RowSource) for source in self.sources]
+        if not any(kinds):
+            return {}
+        num_read = sum(num for num, is_read in zip(self._read, kinds, strict=True) if is_read)
+        return {"rows_read": num_read, **{f"skipped_{x}": n for x, n in self._skipped.items()}}
 
     def take(self, num: int) -> list[T]:
         """The next `num` rows. Raises UserError where a source has no row that is served, and for a
@@ -140,14 +162,15 @@ class Stream(Generic[T]):
 
     def peek(self, num: int) -> list[T]:
         """The rows that `take` gives next."""
-        read, served = list(self._read), list(self._served)
+        before = list(self._read), list(self._served), Counter(self._skipped)
         rows = self.take(num)
-        self._read, self._served = read, served
+        self._read, self._served, self._skipped = before
         return rows
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with the fingerprint of the data, as small JSON values."""
-        return {**self._identity, "read": list(self._read), "served": list(self._served)}
+        position = {"read": list(self._read), "served": list(self._served)}
+        return {**self._identity, **position, "skipped": dict(self._skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position. Raises UserError if it belongs to other data."""
@@ -160,23 +183,34 @@ class Stream(Generic[T]):
                 )
         self._read = [int(number) for number in state["read"]]
         self._served = [int(number) for number in state["served"]]
+        self._skipped = Counter(state["skipped"])
 
     def _draw(self) -> T:
         number = self._next_source()
         source = self.sources[number]
-        for _ in range(_num_rows(source)):
+        # Of two epochs, the first may serve its rows early and the second late.
+        for _ in range(2 * _num_rows(source)):
             row = self._row(number, source)
             self._read[number] += 1
-            if row is not None:
+            if not isinstance(row, Skipped):
                 self._served[number] += 1
                 return row
+            self._skip(row)
         assert isinstance(source, RowSource)
-        raise UserError(
-            f"{source.name}: all {source.num_rows:,} rows were read and dropped since the last one "
-            "that was drawn; look at what drops them (`hone data check`)"
-        )
+        raise nothing_left(source)
 
-    def _row(self, number: int, source: Sequence[T] | RowSource[T]) -> T | None:
+    def _skip(self, row: Skipped) -> None:
+        """Count a row, and log the first of each reason."""
+        self._skipped[row.reason] += 1
+        if self._skipped[row.reason] == 1 and row.reason in _REASONS:
+            logger.warning(
+                "a row was skipped, since %s: %s; further ones are counted in data/skipped_%s",
+                _REASONS[row.reason],
+                row.where,
+                row.reason,
+            )
+
+    def _row(self, number: int, source: Sequence[T] | RowSource[T]) -> T | Skipped:
         read = self._read[number]
         if isinstance(source, RowSource):
             return source.row(read)
@@ -216,6 +250,14 @@ class Stream(Generic[T]):
             "num_rows": [_num_rows(source) for source in self.sources],
             "fingerprint": digest.hexdigest(),
         }
+
+
+def nothing_left(source: RowSource[Any]) -> UserError:
+    """The error of a source whose rows are all dropped."""
+    return UserError(
+        f"{source.name}: all {source.num_rows:,} rows were read, and none is left: `hone data "
+        "check` shows why"
+    )
 
 
 def _num_rows(source: Sequence[Any] | RowSource[Any]) -> int:

@@ -1,6 +1,6 @@
 """A source that is read while a run draws from it.
 
-    place ─► row number (`EpochOrder`) ─► row of a block ─► prepared, or dropped
+    place ─► row number (`EpochOrder`) ─► row of a block ─► prepared, or skipped
 
 Rows are read and prepared some at a time, ahead of the place that is asked for. What is ahead is
 thrown away when a run ends: a place has the same row whenever it is read.
@@ -17,7 +17,7 @@ import numpy as np
 
 from hone.data.order import BlockSizes, EpochOrder, Window
 from hone.data.sources import SourceRow
-from hone.data.stream import Item, RowSource
+from hone.data.stream import Item, RowSource, Skipped, nothing_left
 
 __all__ = ["AHEAD_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
 
@@ -26,9 +26,9 @@ AHEAD_ROWS = 256
 _NUM_FIRST = 64
 
 T = TypeVar("T", bound=Item)
-Prepare = Callable[[Sequence[SourceRow], Sequence[int]], Sequence[T | None]]
-"""From rows and their numbers, counted from 0 in the source, the rows of a run; None for a row that
-is dropped. Raises UserError for a row that is wrong."""
+Prepare = Callable[[Sequence[SourceRow], Sequence[int]], Sequence[T | Skipped]]
+"""From rows and their numbers, counted from 0 in the source, the rows of a run. Raises UserError
+for a row that is wrong."""
 
 
 class IndexedRows(Protocol):
@@ -64,7 +64,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         self._rows, self._prepare = rows, prepare
         self._seed, self._shuffle, self._window = seed, shuffle, window
         self._order: tuple[int, EpochOrder] | None = None
-        self._ahead: dict[int, T | None] = {}
+        self._ahead: dict[int, T | Skipped] = {}
         self.checks: list[Callable[[Sequence[T]], None]] = []
         """Called with rows before they are drawn; they raise UserError."""
 
@@ -77,7 +77,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         parts = (self._rows.fingerprint, self.name, self._window)
         return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
-    def row(self, read: int) -> T | None:
+    def row(self, read: int) -> T | Skipped:
         if read not in self._ahead:
             self._ahead = self._read_ahead(read)
         return self._ahead[read]
@@ -93,15 +93,17 @@ class StreamedRows(RowSource[T], Generic[T]):
         return f", shuffled in {num_windows:,} windows of about {self.num_rows // num_windows:,}"
 
     def first_rows(self) -> list[T]:
-        blocks, rows = self._rows.sizes, list[T]()
+        blocks = self._rows.sizes
         for start in range(0, blocks.total_rows, _NUM_FIRST):
             numbers = range(start, min(start + _NUM_FIRST, blocks.total_rows))
-            rows += [row for row in self.prepared(numbers) if row is not None]
+            rows = [row for row in self.prepared(numbers) if not isinstance(row, Skipped)]
             if rows:
-                break
-        return rows
+                return rows
+        raise nothing_left(self)
 
-    def prepared(self, numbers: Sequence[int], prepare: Prepare[T] | None = None) -> list[T | None]:
+    def prepared(
+        self, numbers: Sequence[int], prepare: Prepare[T] | None = None
+    ) -> list[T | Skipped]:
         """Rows by their numbers in the source, made by `prepare` in place of the source's own."""
         blocks = self._rows.sizes
         places = np.searchsorted(blocks.first_rows, np.asarray(numbers), side="right") - 1
@@ -117,13 +119,13 @@ class StreamedRows(RowSource[T], Generic[T]):
         """The id of a row by its number from 0; ids count from 1."""
         return f"{self.name}:{number + 1}"
 
-    def _read_ahead(self, read: int) -> dict[int, T | None]:
+    def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
         epoch, place = divmod(read, self.num_rows)
         order = self._order_of(epoch)
         places = range(place, min(place + AHEAD_ROWS, self.num_rows))
         rows = self.prepared([order[place] for place in places])
         for check in self.checks:
-            check([row for row in rows if row is not None])
+            check([row for row in rows if not isinstance(row, Skipped)])
         return dict(enumerate(rows, start=read))
 
     def _order_of(self, epoch: int) -> EpochOrder:

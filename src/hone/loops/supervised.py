@@ -36,6 +36,7 @@ from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer, require_known_tokens, require_padding
 from hone.observe.metrics import Mean, Metrics
 from hone.observe.pages import Pages
+from hone.observe.run_folder import INDEXES
 from hone.trainer.collating import collate
 from hone.trainer.frozen import WithoutAdapters
 from hone.trainer.kept_scores import KeptScores
@@ -163,9 +164,11 @@ def _value_model(cfg: ModelConfig, mesh: Mesh, pad_id: int, *, seed: int) -> Pre
 def load_rows(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
     """Load the training and evaluation data of `cfg.data`. Raises UserError."""
     end_ids = load_end_ids(cfg.model, tokenizer)
-    images = image_reader(cfg.model, cfg.data, tokenizer)
+    images, cache = image_reader(cfg.model, cfg.data, tokenizer), cfg.run.dir / INDEXES
     if not isinstance(cfg, PairsConfig):
-        return load_sft(cfg.data, tokenizer, seed=cfg.run.seed, end_ids=end_ids, images=images)
+        return load_sft(
+            cfg.data, tokenizer, seed=cfg.run.seed, end_ids=end_ids, images=images, cache=cache
+        )
     return load_pairs(
         cfg.data,
         tokenizer,
@@ -174,6 +177,7 @@ def load_rows(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
         for_reward_model=cfg.for_reward_model,
         end_ids=end_ids,
         images=images,
+        cache=cache,
     )
 
 

@@ -585,9 +585,9 @@ _DATA = (
            why="what is not trained on is taken in the order of its files"),
     *(unused("data.shuffle_window", given=given, only=(command,),
              why="what is not trained on is taken in the order of its files")
-      for command, given in (("eval", ("data.eval_fraction == 0",)), ("generate", ()))),
-    unused("data.max_eval_rows", given=("data.eval_fraction == 0",), why="no rows are held out"),
-    unused("data.max_eval_rows", given=("data.eval_fraction > 0",), only=("generate",),
+      for command, given in (("eval", ("not data.eval_fraction",)), ("generate", ()))),
+    unused("data.max_eval_rows", given=("not data.eval_fraction",), why="no rows are held out"),
+    unused("data.max_eval_rows", given=("data.eval_fraction",), only=("generate",),
            why="`hone generate` leaves out all rows that `data.eval_fraction` holds out"),
     unused("data.(eval|eval_fraction)", only=("generate",),
            why="`hone generate` answers the prompts of data.train that are not held out"),
