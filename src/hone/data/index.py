@@ -17,7 +17,6 @@ import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -71,23 +70,36 @@ class SourceIndex:
         """`build` makes one."""
         self.source, self.blocks = source, blocks
         self._parts, self._opened = parts, opened
+        num_rows = blocks["num_rows"].astype(np.int64)
+        self.sizes = BlockSizes(
+            first_rows=np.cumsum(num_rows) - num_rows,
+            num_rows=num_rows,
+            num_bytes=blocks["num_bytes"].astype(np.int64),
+        )
+        """Rows and bytes of the blocks."""
 
     @classmethod
     def build(
-        cls, source: SourceBase, cache: Path | None = None, *, max_open_bytes: int = MAX_OPEN_BYTES
+        cls,
+        source: SourceBase,
+        cache: Path | None = None,
+        *,
+        max_open_bytes: int = MAX_OPEN_BYTES,
+        least_kept_bytes: int = 0,
     ) -> SourceIndex:
         """The index of a source, of its first `max_rows` rows.
 
         It is read from the folder `cache` if it is there and no file has changed; else it is made,
-        and written there, by one of the processes of a host while the others wait. Raises UserError
-        for a source that is missing, unreadable or without rows.
+        and written there, by one of the processes of a host while the others wait; that of files
+        of less than `least_kept_bytes` is made each time. Raises UserError for a source that is
+        missing, unreadable or without rows.
         """
         opened = OpenBlocks(max_open_bytes)
         table = _table(source)
-        if table is not None or cache is None:
-            parts = [table] if table is not None else _parts(find_files(source), opened, None)
+        files = [] if table is not None else find_files(source)
+        if cache is None or sum(file.size for file in files) < max(least_kept_bytes, 1):
+            parts = _parts(files, opened, None) if table is None else [table]
             return cls(source, parts, _scanned(source, parts), opened)
-        files = find_files(source)
         kept = cache / f"index-{_digest(source)}.npz"
         with _locked(kept.with_suffix(".lock")):
             parts = _parts(files, opened, kept)
@@ -107,21 +119,11 @@ class SourceIndex:
         """Rows of all blocks."""
         return int(self.blocks["num_rows"].sum())
 
-    @cached_property
-    def sizes(self) -> BlockSizes:
-        """Rows and bytes of the blocks."""
-        num_rows = self.blocks["num_rows"].astype(np.int64)
-        return BlockSizes(
-            first_rows=np.cumsum(num_rows) - num_rows,
-            num_rows=num_rows,
-            num_bytes=self.blocks["num_bytes"].astype(np.int64),
-        )
-
     def all_rows(self) -> list[SourceRow]:
         """The rows of all blocks."""
         return [row for block in range(len(self.blocks)) for row in self.rows(block)]
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A hex digest of the files' names without folders, sizes and tags, and of the blocks."""
         known = [[_bare(file.name), file.size, file.tag] for file in self.files]

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 WHOLE_ROWS, WHOLE_BYTES = 50_000, 64 << 20
 """A source of more rows, or more bytes unpacked, is read as it is drawn from: so many prompts take
 some ten seconds to render."""
+KEPT_BYTES = 16 << 20
+"""The index of files of so many bytes is kept in the run folder."""
 WINDOW = Window(rows=65_536, bytes=16 << 20)
 """What is shuffled together, where `data.shuffle_window` is unset."""
 
@@ -139,7 +141,7 @@ class _Loader(Generic[E, R, T]):
 
     def train(self, source: SourceConfig, name: str) -> list[T] | StreamedRows[T]:
         """A source to train on, whole or streamed. Raises UserError."""
-        index = SourceIndex.build(source, self.cache)
+        index = SourceIndex.build(source, self.cache, least_kept_bytes=KEPT_BYTES)
         sizes = index.sizes
         is_large = sizes.total_bytes > WHOLE_BYTES or sizes.total_rows > WHOLE_ROWS
         if not (is_large or self.cfg.shuffle_window):

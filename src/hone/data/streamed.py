@@ -9,7 +9,6 @@ thrown away when a run ends: a place has the same row whenever it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
@@ -72,7 +71,7 @@ class StreamedRows(RowSource[T], Generic[T]):
     def num_rows(self) -> int:
         return self._rows.sizes.total_rows
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         parts = (self._rows.fingerprint, self.name, self._window)
         return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
