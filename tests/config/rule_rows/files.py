@@ -67,6 +67,7 @@ ROWS: list[Row] = [
     ("sft", "data.train.0.answer_pattern=x(.+)", "warning", "data.train.0.answer_pattern"),
     ("eval", "data.shuffle=false", "warning", "data.shuffle"),
     ("eval", "data.shuffle_window=9", "warning", "data.shuffle_window"),
+    ("generate", "data.shuffle_window=9", "warning", "data.shuffle_window"),
     ("rl", "data.max_eval_rows=9", "warning", "data.max_eval_rows"),
     ("generate", "data.max_eval_rows=9 data.eval_fraction=0.5", "warning", "data.max_eval_rows"),
     ("generate", "data.train.0.weight=2", "warning", "data.train.0.weight"),
