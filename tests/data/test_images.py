@@ -17,7 +17,7 @@ from hone.data.prompts import PromptData, load_prompts
 from hone.data.reading import read_prompts
 from hone.data.settings import ColumnsConfig, DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
-from hone.data.split import HeldOut
+from hone.data.split import is_held_out
 from hone.data.turns import TurnRenderer
 from hone.errors import UserError
 from hone.images.pixels import content_hash
@@ -60,7 +60,7 @@ def load(family: Family, path: Path | str, columns: Any = None, **settings: Any)
 
 def prompt_of(family: Family, folder: Path, row: dict[str, Any], **settings: Any) -> Prompt:
     path = write_rows(folder / "train.jsonl", [{"answer": "1", **row}])
-    return load(family, path, **settings).all_rows()[0]
+    return load(family, path, **settings).known_rows()[0]
 
 
 def expected(family: Family, *images: bytes, text: str = QUESTION) -> tuple[list[int], list[str]]:
@@ -136,7 +136,7 @@ def test_binary_forms(family: Family, folder: Path) -> None:
     feature = [{"bytes": A, "path": "x.png"}, {"bytes": B, "path": None}]
     columns = {"images": [feature], "problem": [QUESTION], "answer": ["1"]}
     parquet.write_table(pa.table(columns), folder / "train.parquet")
-    check(load(family, folder / "train.parquet").all_rows()[0], expected(family, A, B))
+    check(load(family, folder / "train.parquet").known_rows()[0], expected(family, A, B))
     kinds = datasets.Features(
         images=datasets.Sequence(datasets.Image()),
         problem=datasets.Value("string"),
@@ -144,13 +144,13 @@ def test_binary_forms(family: Family, folder: Path) -> None:
     )
     saved = datasets.Dataset.from_dict(columns, features=kinds)
     saved.save_to_disk(folder / "saved")
-    (prompt,) = load(family, folder / "saved").all_rows()
+    (prompt,) = load(family, folder / "saved").known_rows()
     check(prompt, expected(family, A, B))
     assert prompt.metadata["images"] == ["x.png", "<image>"]
     given = [{"images": [A, drawn(2, 70, 40)], "prompt": QUESTION, "answer": "1"}]
     file = GivenRows.of("train", given_rows(given, "data")).write(folder / "given")
     ids, (first, _) = expected(family, A, B)
-    (prompt,) = load(family, file).all_rows()
+    (prompt,) = load(family, file).known_rows()
     assert (list(prompt.token_ids), prompt.model_input.contents[0].hash) == (ids, first)
     assert prompt.metadata["images"] == ["<image>", "<image>"]
 
@@ -161,7 +161,7 @@ def test_paths_of_a_program_start_at_its_folder(
     monkeypatch.chdir(folder)
     given = [{"images": ["a.png", Path("b.png")], "prompt": QUESTION}]
     file = GivenRows.of("train", given_rows(given, "data")).write(folder / "elsewhere")
-    check(load(family, file).all_rows()[0], expected(family, A, B))
+    check(load(family, file).known_rows()[0], expected(family, A, B))
 
 
 def test_images_without_a_mark_come_before_the_text(family: Family, folder: Path) -> None:
@@ -189,7 +189,7 @@ def test_without_a_chat_template_the_family_has_its_marks(family: Family, folder
 def test_a_row_without_images_is_text(family: Family, folder: Path) -> None:
     rows = [{"images": [], "prompt": "a"}, {"images": None, "prompt": "b"}, {"prompt": "<image>"}]
     path = write_rows(folder / "train.jsonl", [*rows, FORMS["paths"]])
-    *texts, _ = load(family, path).all_rows()
+    *texts, _ = load(family, path).known_rows()
     assert not any(prompt.model_input for prompt in texts)
     assert texts[2].text == "<|im_start|><image><|im_end|><|im_start|>"
 
@@ -275,7 +275,7 @@ def test_rows_with_bad_images_are_dropped_and_counted(family: Family, folder: Pa
     broken = {"image": uri(A[:-200]), "prompt": "?"}
     path = write_rows(folder / "train.jsonl", [{"answer": 1, **row} for row in rows])
     data = load(family, path, image_errors="drop")
-    assert [prompt.id for prompt in data.all_rows()] == ["train:1", "train:3"]
+    assert [prompt.id for prompt in data.known_rows()] == ["train:1", "train:3"]
     assert "2 of 3 rows kept" in data.report.summary(0)
     assert "1 dropped for an image: " in data.report.summary(0)
     assert "line 2, column 'images': image 1 does not exist" in data.report.summary(0)
@@ -296,7 +296,7 @@ def test_a_text_model_refuses_images(family: Family, folder: Path) -> None:
         load_prompts(DataConfig(train=(source,)), char_tokenizer())
     left_out = source.model_copy(update={"columns": ColumnsConfig(images="")})
     cfg = DataConfig(train=(left_out,))
-    (prompt,) = load_prompts(cfg, family.tokenizer).all_rows()
+    (prompt,) = load_prompts(cfg, family.tokenizer).known_rows()
     assert not prompt.model_input
 
 
@@ -305,13 +305,13 @@ def test_two_columns_of_images_are_ambiguous(family: Family, folder: Path) -> No
     path = write_rows(folder / "train.jsonl", rows)
     with pytest.raises(UserError, match=r"any of the columns images, image\. .*columns\.images"):
         load(family, path)
-    assert len(load(family, path, {"images": "image"}).all_rows()) == 2
+    assert len(load(family, path, {"images": "image"}).known_rows()) == 2
 
 
 def test_the_length_filter_counts_image_tokens(family: Family, folder: Path) -> None:
     ids, _ = expected(family, A, B)
     path = write_rows(folder / "train.jsonl", [FORMS["paths"], {"prompt": "a"}])
-    assert len(load(family, path, max_prompt_tokens=len(ids)).all_rows()) == 2
+    assert len(load(family, path, max_prompt_tokens=len(ids)).known_rows()) == 2
     data = load(family, path, max_prompt_tokens=len(ids) - 1)
     assert [row.num_tokens for row in data.report.dropped] == [len(ids)]
     assert len(family.ids(QUESTION)) + 3 < len(ids) - 1
@@ -345,14 +345,14 @@ def test_prompts_with_other_images_are_other_prompts(family: Family, folder: Pat
     (folder / "c.png").write_bytes(encoded(drawn(3, 64, 96)))
     rows = [{"image": name, "prompt": "?"} for name in ("a.png", "c.png", "a.png")]
     path = write_rows(folder / "train.jsonl", rows)
-    first, second, third = load(family, path).all_rows()
+    first, second, third = load(family, path).known_rows()
     assert first.token_ids == second.token_ids
     digests = [prompt_digest(x.token_ids, x.model_input) for x in (first, second, third)]
     assert digests[0] == digests[2] != digests[1]
-    held_out = HeldOut(seed=0, fraction=0.5)
-    for prompt in (first, second, third):
-        held_out(prompt.id, _Row(prompt.token_ids, prompt.model_input))
-    assert held_out.num_prompts == 2
+    rows = [_Row(prompt.token_ids, prompt.model_input) for prompt in (first, second, third)]
+    sides = [[is_held_out(row, seed=seed, fraction=0.5) for row in rows] for seed in range(40)]
+    assert all(one == third for one, _, third in sides)
+    assert any(one != other for one, other, _ in sides)
 
 
 class _Row:
@@ -382,7 +382,7 @@ def test_demonstrations(family: Family, folder: Path) -> None:
     ]
     path = write_rows(folder / "train.jsonl", rows)
     cfg = SFTDataConfig(train=(SourceConfig(path=path),), shuffle=False)
-    first, second = load_sft(cfg, family.tokenizer, seed=0, images=family.reader()).all_rows()
+    first, second = load_sft(cfg, family.tokenizer, seed=0, images=family.reader()).known_rows()
     placed(family, first.token_ids, first.model_input, A, B)
     placed(family, second.token_ids, second.model_input, B)
     assert first.token_ids[: len(expected(family, A, B)[0])] == expected(family, A, B)[0]
@@ -394,7 +394,7 @@ def test_demonstrations(family: Family, folder: Path) -> None:
     path = write_rows(
         folder / "train.jsonl", [{"images": ["a.png", "b.png"], "messages": dialogue}]
     )
-    (row,) = load_sft(cfg, family.tokenizer, seed=0, images=family.reader()).all_rows()
+    (row,) = load_sft(cfg, family.tokenizer, seed=0, images=family.reader()).known_rows()
     assert (row.token_ids, row.model_input) == (first.token_ids, first.model_input)
 
 
@@ -416,7 +416,7 @@ def test_preferences_and_transcripts_of_a_template_that_moves_the_prompt(
                 seed=0,
                 for_reward_model=for_reward_model,
                 images=family.reader(),
-            ).all_rows()
+            ).known_rows()
             for row in pair.rows:
                 placed(family, row.token_ids, row.model_input, A, B)
                 text = family.tokenizer.decode(row.token_ids)

@@ -5,12 +5,14 @@ import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hone.data import sources
+from hone.data import blocks, tables
+from hone.data.rows import parse_json
 from hone.data.settings import SourceConfig
 from hone.data.sources import SourceRow, read_source, shorten, source_names
 from hone.errors import UserError
@@ -146,13 +148,14 @@ def test_R22_a_bad_file_names_the_place(tmp_path, case):
 
 
 def test_R22_planted_counting_without_blank_lines_turns_red(tmp_path, monkeypatch):
-    def skips_blanks(path):
+    def skips_blanks(self):
+        path = Path(self.file.name)
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         for number, line in enumerate(lines, start=1):
             location = f"{path}, line {number}"
-            yield SourceRow(sources._parse_json(line, location), location)
+            yield SourceRow(parse_json(line, location), location)
 
-    monkeypatch.setattr(sources, "_read_jsonl", skips_blanks)
+    monkeypatch.setattr(blocks._LineBlocks, "walk", skips_blanks)
     with pytest.raises(AssertionError):
         check_bad_file(tmp_path, "after a blank line")
 
@@ -174,7 +177,7 @@ def test_missing_files_are_not_looked_for_on_the_hub(path):
 
 
 def test_folder_without_data(tmp_path):
-    with pytest.raises(UserError, match=r"holds no .jsonl, .json, .parquet files"):
+    with pytest.raises(UserError, match=r"holds no .jsonl, .json, .parquet, .* files"):
         columns(tmp_path)
 
 
@@ -212,11 +215,11 @@ def test_hub_failures_are_told(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    monkeypatch.setattr(sources, "unreachable", lambda: None)
+    monkeypatch.setattr(tables, "unreachable", lambda: None)
     with pytest.raises(UserError, match=f"no local file or folder.* from the hub failed: {error}"):
         columns("no-one/nothing")
 
 
 def test_files_need_no_datasets_library(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_import_datasets", lambda: pytest.fail("imported"))
+    monkeypatch.setattr(tables, "_import_datasets", lambda: pytest.fail("imported"))
     assert columns(write_rows(tmp_path / "a.jsonl", ROWS)) == ROWS

@@ -98,7 +98,7 @@ class ReplaysFirstEpoch(Stream):
     def load_state_dict(self, state):
         super().load_state_dict(state)
         for number, source in enumerate(self.sources):
-            epoch = state["drawn"][number] // len(source)
+            epoch = state["read"][number] // len(source)
             first = epoch_order(ids(source), seed=self.seed, epoch=0, shuffle=self.shuffle)
             self._orders[number] = (epoch, first)
 
@@ -110,11 +110,11 @@ class SecondResumeShifts(Stream):
 
     def state_dict(self):
         state = super().state_dict()
-        return {**state, "start": state["drawn"], "drawn": [n - self.start for n in state["drawn"]]}
+        return {**state, "start": state["read"], "read": [n - self.start for n in state["read"]]}
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self.start = sum(state["drawn"])
+        self.start = sum(state["read"])
 
 
 class ReseedsEachStart(Stream):
@@ -130,7 +130,7 @@ class OneOrderForAll(Stream):
 
     def _draw(self):
         item = super()._draw()
-        return random.Random(sum(self._drawn)).choice(self.sources[0]) if item else item
+        return random.Random(sum(self._read)).choice(self.sources[0]) if item else item
 
 
 @table(
@@ -203,18 +203,18 @@ def test_weights_hold_to_within_one_row_at_every_moment(weights):
 
 class RoundRobin(Stream):
     def _next_source(self):
-        return sum(self._drawn) % len(self.sources)
+        return sum(self._served) % len(self.sources)
 
 
 class RandomMix(Stream):
     def _next_source(self):
         weights = [float(share) for share in self.shares]
-        return random.Random(sum(self._drawn)).choices(range(len(weights)), weights)[0]
+        return random.Random(sum(self._read)).choices(range(len(weights)), weights)[0]
 
 
 class InBlocks(Stream):
     def _next_source(self):
-        return 0 if sum(self._drawn) % 10 < 10 * self.shares[0] else 1
+        return 0 if sum(self._served) % 10 < 10 * self.shares[0] else 1
 
 
 @table("bug", [RoundRobin, RandomMix, InBlocks])

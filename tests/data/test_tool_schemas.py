@@ -47,7 +47,7 @@ def in_transformers(messages, tools):
 )
 def test_prompts_show_the_environments_tools_then_the_rows(row, shown, tmp_path):
     cfg, tokenizer = config(tmp_path, row), char_tokenizer(TAKES_TOOLS)
-    loaded = load_prompts(cfg, tokenizer, keeps_messages=True, tools=[ADD, MUL]).all_rows()
+    loaded = load_prompts(cfg, tokenizer, keeps_messages=True, tools=[ADD, MUL]).known_rows()
     read = [*read_prompts(cfg, tokenizer, seed=0, max_prompt_tokens=3000, tools=[ADD, MUL])]
     expected = in_transformers(ASKED, shown)
     assert [prompt.text for prompt in (*loaded, *read)] == [expected] * 2
@@ -55,7 +55,7 @@ def test_prompts_show_the_environments_tools_then_the_rows(row, shown, tmp_path)
 
 def test_observations_are_rendered_with_the_same_tools(tmp_path):
     cfg, tokenizer = config(tmp_path, {"tools": [ROW]}), char_tokenizer(TAKES_TOOLS)
-    (prompt,) = load_prompts(cfg, tokenizer, keeps_messages=True, tools=[ADD]).all_rows()
+    (prompt,) = load_prompts(cfg, tokenizer, keeps_messages=True, tools=[ADD]).known_rows()
     sample = Sample(
         id="0", prompt=prompt, index=0, token_ids=[9, 3], logprobs=[0.0] * 2,
         weight_versions=[0] * 2, loss_mask=[True] * 2, stop_reason=StopReason.EOS,

@@ -108,7 +108,7 @@ def finished(engine: Engine) -> Completion:
 def by_hand(cfg: RLConfig, sample: Mapping[str, Any], number: int) -> Sample:
     """One episode of `Echo`, alone in an engine of its own, a turn at a time."""
     tokenizer = load_tokenizer(cfg.model)
-    prompts = {prompt.id: prompt for prompt in prompts_of(cfg, tokenizer).all_rows()}
+    prompts = {prompt.id: prompt for prompt in prompts_of(cfg, tokenizer).known_rows()}
     prompt, index = prompts[sample["prompt_id"]], sample["index"]
     model = load_model(cfg.model, device=torch.device("cpu"), seed=cfg.run.seed)
     plan = plan_run(cfg, "cpu", world_size=1)

@@ -98,7 +98,7 @@ def test_a_prompt_of_each_family_has_a_mark_for_each_image(name: str, tmp_path: 
     path = write_rows(tmp_path / "train.jsonl", [row | {"images": images}])
     cfg = DataConfig(train=(SourceConfig(path=str(path)),))
     reader = family.reader()
-    (prompt,) = load_prompts(cfg, family.tokenizer, images=reader).all_rows()
+    (prompt,) = load_prompts(cfg, family.tokenizer, images=reader).known_rows()
     sample = sample_of("", ())
     sample.prompt = prompt
     rows = named(tmp_path, sample)

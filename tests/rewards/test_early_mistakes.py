@@ -15,7 +15,7 @@ from hone.cli.command import first_rows, plan_here
 from hone.config.rules.finding import Finding
 from hone.config.run import EvaluationConfig
 from hone.config.tree import EvaluateConfig, RLConfig
-from hone.data import sources
+from hone.data import blocks
 from hone.data.settings import DataConfig
 from hone.errors import UserError
 from hone.loops import reinforce, workers
@@ -236,13 +236,13 @@ def test_rows_are_looked_at_where_columns_are_needed(
         monkeypatch.setenv(variable, str(value))
     monkeypatch.setattr(command, "_MAX_ARRAY_BYTES", 100, raising=False)
     read: list[str] = []
-    real = sources._parse_json  # pyright: ignore[reportPrivateUsage]
+    real = blocks.parse_json
 
     def parse(text: str, location: str) -> object:
         read.append(location)
         return real(text, location)
 
-    monkeypatch.setattr(sources, "_parse_json", parse)
+    monkeypatch.setattr(blocks, "parse_json", parse)
     (tmp_path / name).write_text(content, encoding="utf-8")
     data = DataConfig.model_validate({"train": [{"path": str(tmp_path / name)}]})
     column = "" if looks == "nothing needed" else ", level"

@@ -51,7 +51,7 @@ def settings(folder: Path, row: dict[str, Any], **keys: Any) -> DataConfig:
 
 def prompt_of(family: Family, cfg: DataConfig) -> Prompt:
     data = load_prompts(cfg, family.tokenizer, images=family.reader(), keeps_messages=True)
-    return data.all_rows()[0]
+    return data.known_rows()[0]
 
 
 def transcripts_of(family: Family, cfg: DataConfig, **changes: Any) -> Transcripts:

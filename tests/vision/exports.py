@@ -87,7 +87,7 @@ class Export:
         source: Any = {"path": str(file)}
         cfg = DataConfig(train=(source,), max_image_tokens=limit, image_workers=0)
         reader = image_reader(self.cfg, cfg, self.tokenizer)
-        (prompt,) = load_prompts(cfg, self.tokenizer, images=reader).all_rows()
+        (prompt,) = load_prompts(cfg, self.tokenizer, images=reader).known_rows()
         return prompt
 
     def process(self, processor: Any, *images: Image, **options: Any) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ from hone.families.shape import public_shape
 from hone.hardware import known_gpu
 from hone.models.settings import compute_dtype
 from hone.observe.printable import printable
-from hone.paths import DATA_SUFFIXES, local_path, must_be_local
+from hone.paths import data_suffix, local_path, must_be_local
 from hone.rewards.jail import missing_walls
 from hone.rewards.settings import RewardConfig
 from hone.tools.plan.lines import Line, plan_lines
@@ -135,7 +135,7 @@ def _has_pairs(cfg: Section) -> bool:
     sources = cfg.data.train if isinstance(cfg, RLConfig | SFTConfig) else ()
     for source in sources[:1]:
         path = local_path(source.path)
-        if path.is_file() and path.suffix in DATA_SUFFIXES and not is_json_array(path):
+        if path.is_file() and data_suffix(path) and not is_json_array(path):
             with suppress(UserError):
                 return {"chosen", "rejected"} <= next(iter_source(source)).columns.keys()
     return False

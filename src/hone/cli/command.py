@@ -56,7 +56,7 @@ from hone.observe.resumed_run import (
     newest_step,
     require_resumable,
 )
-from hone.paths import DATA_SUFFIXES, local_path, must_be_local
+from hone.paths import data_suffix, local_path, must_be_local
 from hone.planner.disk import check_disk
 from hone.planner.fitting import check_gpu_memory, check_host_memory, has_room_for_two_rows
 from hone.rewards.builtin import BUILTINS, build
@@ -439,14 +439,15 @@ def first_rows(cfg: Command) -> Known:
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(data, section)):
             path = local_path(source.path)
-            if not path.is_file() or path.suffix not in DATA_SUFFIXES:
+            if not path.is_file() or (suffix := data_suffix(path)) is None:
                 continue
             head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
             key = f"data.{section}.{index}.path"
             # The run itself reads all rows. Unreadable files are reported by another rule.
             with suppress(OSError):
                 num_bytes = path.stat().st_size
-                if path.suffix == ".json" and num_bytes > _MAX_ARRAY_BYTES and is_json_array(path):
+                is_large = suffix.startswith(".json") and num_bytes > _MAX_ARRAY_BYTES
+                if is_large and is_json_array(path):
                     mib = f"{num_bytes / 2**20:,.0f}"
                     unread.append({"key": key, "path": source.path, "mib": mib})
                     continue

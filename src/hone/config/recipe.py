@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from hone.errors import UserError
-from hone.paths import DATA_SUFFIXES
+from hone.paths import data_suffix
 
 __all__ = [
     "Key",
@@ -94,7 +94,7 @@ def resolve_recipe(name: str) -> Path:
     """
     path = Path(name)
     if path.is_file():
-        if path.suffix in DATA_SUFFIXES:
+        if data_suffix(path):
             raise UserError(
                 f"recipe '{name}' is a file of data. A recipe is a YAML file; data are named with "
                 f"--data.train.0.path {name}."

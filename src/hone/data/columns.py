@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hone.data.images import (
     NO_IMAGES,
@@ -24,7 +24,7 @@ from hone.data.sources import SourceRow, short_name, shorten
 from hone.errors import UserError
 from hone.images.parts import IMAGE_COLUMNS, has_images
 from hone.observe.column_values import as_text
-from hone.paths import DATA_SUFFIXES
+from hone.paths import data_suffix, is_url
 from hone.types import Message, StopReason
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Columns",
     "Example",
+    "ExampleReader",
+    "ExampleReaders",
     "as_message",
     "assistant_message",
     "choose_column",
@@ -164,20 +166,60 @@ def choose_columns(
     return Columns(prompt, answer, completion, task, images, demonstrations)
 
 
+class ExampleReader:
+    """Reads rows of one source, some at a time, by chosen columns."""
+
+    def __init__(self, source: SourceBase, columns: Columns, name: str) -> None:
+        self._reader, self._name = _RowReader(source, columns), name
+        self._kinds: dict[str, tuple[str, str]] = {}
+
+    @classmethod
+    def of_first(
+        cls,
+        rows: Sequence[SourceRow],
+        source: SourceBase,
+        name: str,
+        *,
+        demonstrations: bool = False,
+    ) -> Self:
+        """Choose the columns of a source from its first rows, and log them. Raises UserError."""
+        columns = choose_columns(rows, source, demonstrations=demonstrations)
+        logger.info("%s: %s", source.path, columns)
+        return cls(source, columns, name)
+
+    def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int]) -> list[Example]:
+        """Examples of the rows with these numbers, counted from 0; their ids are `<name>:<row>`,
+        counted from 1. Raises UserError naming row and remedy, also for a column that holds another
+        kind of value than in the rows before."""
+        examples: list[Example] = []
+        for row, number in zip(rows, numbers, strict=True):
+            self._reader.check_kinds(row, self._kinds)
+            examples.append(self._reader.read(row, f"{self._name}:{number + 1}"))
+        return examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleReaders:
+    """Readers of prompts, or of demonstrations."""
+
+    demonstrations: bool = False
+
+    def whole(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> list[Example]:
+        """All rows of a source, by `read_examples`."""
+        return read_examples(rows, source, name, demonstrations=self.demonstrations)
+
+    def by_first(
+        self, rows: Sequence[SourceRow], source: SourceBase, name: str, /
+    ) -> ExampleReader:
+        """The reader of a source of which `rows` are the first."""
+        return ExampleReader.of_first(rows, source, name, demonstrations=self.demonstrations)
+
+
 def map_rows(
     rows: Sequence[SourceRow], source: SourceBase, columns: Columns, *, name: str
 ) -> list[Example]:
-    """Examples of a source, with ids `<name>:<row>` counted from 1.
-
-    Raises UserError naming row and remedy.
-    """
-    reader = _RowReader(source, columns)
-    kinds: dict[str, tuple[str, str]] = {}
-    examples: list[Example] = []
-    for number, row in enumerate(rows, start=1):
-        reader.check_kinds(row, kinds)
-        examples.append(reader.read(row, f"{name}:{number}"))
-    return examples
+    """Examples of all rows of a source, as `ExampleReader` reads them."""
+    return ExampleReader(source, columns, name)(rows, range(len(rows)))
 
 
 def read_examples(
@@ -359,13 +401,13 @@ def _refuse_sharegpt(rows: Sequence[SourceRow], source: SourceBase, names: Itera
 
 def _converter(source: SourceBase, column: str) -> str:
     """A Python program that writes ShareGPT's turns as messages."""
-    path = Path(source.path).expanduser()
-    if path.suffix in DATA_SUFFIXES:
-        reader = "parquet" if path.suffix == ".parquet" else "json"
-        opened = f"{reader!r}, data_files={str(path)!r}, split='train'"
+    path = source.path if is_url(source.path) else str(Path(source.path).expanduser())
+    if (suffix := data_suffix(path)) is not None:
+        reader = "parquet" if suffix == ".parquet" else "json"
+        opened = f"{reader!r}, data_files={path!r}, split='train'"
     else:
         subset = "" if source.subset is None else f"{source.subset!r}, "
-        opened = f"{str(path)!r}, {subset}split={source.split!r}"
+        opened = f"{path!r}, {subset}split={source.split!r}"
     return (
         "    from datasets import load_dataset  # pip install datasets\n"
         "    roles = {'human': 'user', 'gpt': 'assistant'}\n"

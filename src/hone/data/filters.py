@@ -9,7 +9,14 @@ from typing import Generic, Literal, Protocol, TypeVar
 from hone.errors import UserError
 from hone.model_input import ModelInput
 
-__all__ = ["DroppedRow", "FilterReport", "LengthLimit", "Located", "filter_length"]
+__all__ = [
+    "DroppedRow",
+    "FilterReport",
+    "LengthLimit",
+    "Located",
+    "filter_length",
+    "too_long",
+]
 
 
 class Located(Protocol):
@@ -110,6 +117,32 @@ class FilterReport:
         return f"{text}; dropped as too long: {'; '.join(listed)}"
 
 
+def too_long(
+    example: Located,
+    row: T,
+    limits: Sequence[LengthLimit[T]],
+    *,
+    overlong: Literal["drop", "error"],
+) -> DroppedRow | None:
+    """The row if it exceeds one of the limits. Raises UserError where that is an error."""
+    broken = next((x for x in limits if x.length(row) > x.max_tokens), None)
+    if broken is None:
+        return None
+    lost = DroppedRow(
+        id=example.id,
+        location=example.location,
+        num_tokens=broken.length(row),
+        limit=str(broken),
+        is_cut=row.is_cut,
+    )
+    if overlong == "error":
+        raise UserError(
+            f"{lost.location}: {lost.length} tokens{_of_images(row)}, but {lost.limit}; raise the "
+            "limit, shorten the row, or set data.overlong_prompts to 'drop'"
+        )
+    return lost
+
+
 def filter_length(
     examples: Sequence[E],
     rows: Sequence[T],
@@ -126,25 +159,12 @@ def filter_length(
     kept: list[tuple[E, T]] = []
     dropped: list[DroppedRow] = []
     for example, row in zip(examples, rows, strict=True):
-        broken = next((x for x in limits if x.length(row) > x.max_tokens), None)
-        if broken is None:
-            kept.append((example, row))
-            report.longest_tokens = max(report.longest_tokens, limits[-1].length(row))
+        lost = too_long(example, row, limits, overlong=overlong)
+        if lost is not None:
+            dropped.append(lost)
             continue
-        lost = DroppedRow(
-            id=example.id,
-            location=example.location,
-            num_tokens=broken.length(row),
-            limit=str(broken),
-            is_cut=row.is_cut,
-        )
-        if overlong == "error":
-            raise UserError(
-                f"{lost.location}: {lost.length} tokens{_of_images(row)}, but {lost.limit}; raise "
-                "the limit, "
-                "shorten the row, or set data.overlong_prompts to 'drop'"
-            )
-        dropped.append(lost)
+        kept.append((example, row))
+        report.longest_tokens = max(report.longest_tokens, limits[-1].length(row))
     if not kept:
         shortest = min(dropped, key=lambda row: row.num_tokens)
         raise UserError(

@@ -119,11 +119,6 @@ def open_images(
         else:
             error = broken[found[1].file.digest]
             _drop(f"{row.given_images.place}: image {found[0]} {error}", cfg, report, error)
-    if rows and not kept:
-        raise UserError(
-            f"none of the {len(rows)} rows has images that can be read; the first: "
-            f"{report.unreadable[-len(rows)]}"
-        )
     return kept
 
 

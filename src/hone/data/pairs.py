@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.config.tree import PairsDataConfig
@@ -37,10 +38,11 @@ from hone.data.columns import (
 )
 from hone.data.filters import LengthLimit
 from hone.data.images import GivenImages, without_bytes
+from hone.data.loading import load_data
 from hone.data.prompts import is_put_into_template, show_template
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
-from hone.data.split import Data, load_data
+from hone.data.split import Data
 from hone.errors import UserError
 from hone.model_input import ModelInput
 from hone.types import Message, Preference, Row
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 
     from hone.images.reader import ImageReader, RowImage
 
-__all__ = ["Compared", "PairsData", "load_pairs", "map_pairs", "read_pairs"]
+__all__ = ["Compared", "PairReader", "PairsData", "load_pairs", "map_pairs", "read_pairs"]
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +118,13 @@ def load_pairs(
     for_reward_model: bool = False,
     end_ids: Collection[int] = (),
     images: ImageReader | None = None,
+    cache: Path | None = None,
 ) -> PairsData:
     """Read, render, filter and split the preferences of all sources. With `is_unpaired` each
     completion is a preference of its own. A pair is kept only if both of its rows are within the
     limits. With `for_reward_model` rows are rendered as transcripts, and a source may have a column
-    of margins. `end_ids` and `images` are passed to `Renderer`.
+    of margins. `end_ids` and `images` are passed to `Renderer`, `cache` is a folder for indexes of
+    large sources.
 
     Raises UserError for anything wrong with the data.
     """
@@ -159,7 +163,7 @@ def load_pairs(
 
     return load_data(
         cfg,
-        read=partial(read_pairs, is_unpaired=is_unpaired, reads_margin=for_reward_model),
+        readers=PairReaders(is_unpaired=is_unpaired, reads_margin=for_reward_model),
         render=render,
         limits=[
             LengthLimit(
@@ -173,6 +177,7 @@ def load_pairs(
         content=_content,
         seed=seed,
         images=images,
+        cache=cache,
     )
 
 
@@ -217,6 +222,71 @@ def map_pairs(
     return items, repeated + _degenerate_rows(items, "first ")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairReaders:
+    """Readers of preferences, with the arguments of `read_pairs`."""
+
+    is_unpaired: bool
+    reads_margin: bool
+
+    def whole(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> list[Compared]:
+        """All rows of a source, by `read_pairs`."""
+        options = {"is_unpaired": self.is_unpaired, "reads_margin": self.reads_margin}
+        return read_pairs(rows, source, name, **options)
+
+    def by_first(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> PairReader:
+        """The reader of a source of which `rows` are the first."""
+        options = {"is_unpaired": self.is_unpaired, "reads_margin": self.reads_margin}
+        return PairReader(rows, source, name, **options)
+
+
+class PairReader:
+    """Reads preferences of one source, some at a time, by the columns of its first rows. Whether
+    completions repeat their prompts is decided by these too."""
+
+    def __init__(
+        self,
+        rows: Sequence[SourceRow],
+        source: SourceBase,
+        name: str,
+        *,
+        is_unpaired: bool = False,
+        reads_margin: bool = False,
+    ) -> None:
+        """Raises the errors of `read_pairs`, and for pairs that are to be read as single
+        completions."""
+        self._source, self._name = source, name
+        self._columns = _choose_columns(
+            rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin
+        )
+        if is_unpaired and "chosen" in self._columns:
+            raise UserError(
+                f"{source.path}: pairs are read as single completions only from sources that are "
+                "read whole: leave data.shuffle_window unset, or write the completions one a row "
+                "with a label"
+            )
+        roles = ", ".join(f"{role} from '{x}'" for role, x in self._columns.items() if x)
+        logger.info("%s: %s", source.path, roles)
+        shortened, problems = _without_prompt(rows, self._columns, "first ")
+        self._repeats = shortened is not rows
+        for problem in problems:
+            logger.warning("%s: %s", source.path, problem)
+
+    def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int]) -> list[Compared]:
+        """Preferences of the rows with these numbers, counted from 0. Raises UserError naming row
+        and remedy."""
+        if self._repeats:
+            shortened, _ = _without_prompt(rows, self._columns)
+            if shortened is rows:
+                raise UserError(
+                    f"{self._source.path}: the completions of the first rows begin with their "
+                    f"prompts, and not all do that are read with {rows[0].location}. Take the "
+                    "prompts off the completions of all rows"
+                )
+            rows = shortened
+        return _map_rows(rows, self._source, self._columns, self._name, numbers)
+
+
 def _choose_columns(
     rows: Sequence[SourceRow], source: SourceBase, *, is_unpaired: bool, reads_margin: bool
 ) -> dict[str, str | None]:
@@ -258,11 +328,17 @@ def _without_prompt(
 
 
 def _map_rows(
-    rows: Sequence[SourceRow], source: SourceBase, columns: Mapping[str, str | None], name: str
+    rows: Sequence[SourceRow],
+    source: SourceBase,
+    columns: Mapping[str, str | None],
+    name: str,
+    numbers: Sequence[int] | None = None,
 ) -> list[Compared]:
     read = _pair if "chosen" in columns else _labelled
+    numbers = range(len(rows)) if numbers is None else numbers
     return [
-        read(row, source, f"{name}:{number}", columns) for number, row in enumerate(rows, start=1)
+        read(row, source, f"{name}:{number + 1}", columns)
+        for row, number in zip(rows, numbers, strict=True)
     ]
 
 

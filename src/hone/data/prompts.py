@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.data.chat import Rendered, Renderer
-from hone.data.columns import Example, read_examples
+from hone.data.columns import Example, ExampleReaders
 from hone.data.filters import LengthLimit
+from hone.data.loading import load_data
 from hone.data.settings import DataConfig
 from hone.data.sources import shorten
-from hone.data.split import Data, load_data
+from hone.data.split import Data
 from hone.data.stream import Stream
 from hone.data.tool_schemas import ToolSchemas
 from hone.types import Prompt
@@ -45,13 +47,14 @@ def load_prompts(
     keeps_messages: bool = False,
     tools: ToolSchemas = (),
     images: ImageReader | None = None,
+    cache: Path | None = None,
 ) -> PromptData:
     """Read, render, filter and split the prompts of all sources. `train` is an endless stream in an
     order drawn from `seed`, `eval` a list.
 
     `max_prompt_tokens` is the room for a prompt in the model's context; the smaller of it and
     `data.max_prompt_tokens` is the limit. `keeps_messages`, `tools` and `images` are those of
-    `Renderer`.
+    `Renderer`, `cache` is a folder for indexes of large sources.
     Raises UserError for anything wrong with the data.
     """
     renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
@@ -60,15 +63,16 @@ def load_prompts(
         limit = LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
     data = load_data(
         cfg,
-        read=read_examples,
+        readers=ExampleReaders(),
         render=lambda examples: renderer.prompts(examples, max_tokens=limit.max_tokens),
         limits=[limit],
         make=make_prompt,
         content=_content,
         seed=seed,
         images=images,
+        cache=cache,
     )
-    show_first(data.all_rows()[0], renderer, cfg)
+    show_first(data.known_rows()[0], renderer, cfg)
     return data
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from hone.data.chat import Renderer
-from hone.data.columns import Columns, choose_columns, map_rows
+from hone.data.columns import ExampleReader
 from hone.data.filters import FilterReport
 from hone.data.images import open_images
 from hone.data.prompts import make_prompt, show_first
-from hone.data.settings import DataConfig, SourceBase
+from hone.data.settings import DataConfig
 from hone.data.sources import SourceRow, count_rows, iter_source, source_names
-from hone.data.split import HeldOut
+from hone.data.split import is_held_out
 from hone.data.tool_schemas import ToolSchemas
 from hone.errors import UserError
 from hone.types import Prompt
@@ -51,24 +50,21 @@ def read_prompts(
     """
     renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
     limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
-    held_out = HeldOut(seed=seed, fraction=0.0 if cfg.eval else cfg.eval_fraction)
+    fraction = 0.0 if cfg.eval else cfg.eval_fraction
     is_shown = False
     for source, name in zip(cfg.train, source_names(cfg.train), strict=True):
         num_read = num_kept = num_long = 0
         report = FilterReport()
-        columns = None
+        read: ExampleReader | None = None
         for rows in _blocks(iter_source(source)):
-            columns = columns or _columns(rows, source)
-            examples = [
-                replace(example, id=f"{name}:{num_read + number}")
-                for number, example in enumerate(map_rows(rows, source, columns, name=name), 1)
-            ]
+            read = read or ExampleReader.of_first(rows, source, name)
+            examples = read(rows, range(num_read, num_read + len(rows)))
             num_read += len(rows)
             examples = open_images(examples, images, cfg, report)
             for example, rendered in zip(
                 examples, renderer.prompts(examples, max_tokens=limit), strict=True
             ):
-                if held_out(example.id, rendered):
+                if is_held_out(rendered, seed=seed, fraction=fraction):
                     continue
                 if len(rendered.token_ids) <= limit:
                     num_kept += 1
@@ -109,9 +105,3 @@ def num_rows(cfg: DataConfig) -> int:
 def _blocks(rows: Iterator[SourceRow]) -> Iterator[list[SourceRow]]:
     while block := list(islice(rows, BLOCK_ROWS)):
         yield block
-
-
-def _columns(rows: Sequence[SourceRow], source: SourceBase) -> Columns:
-    columns = choose_columns(rows, source)
-    _log.info("%s: %s", source.path, columns)
-    return columns

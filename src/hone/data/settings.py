@@ -89,11 +89,13 @@ class SourceBase(Section):
     """One data set: JSONL, Parquet, or anything the `datasets` library opens."""
 
     path: str
-    """A `.jsonl`, `.json` or `.parquet` file, a folder of them, a data set saved by `datasets`, or
-    a hub name."""
+    """A `.jsonl`, `.json` or `.parquet` file (the first two also with `.gz`), a folder of them, a
+    pattern (`shards/*.parquet`, `**` for any folders), either of these at a URL (`s3://`, `gs://`,
+    `hf://`, `https://`), a data set saved by `datasets`, or a hub name."""
 
     split: str = "train"
-    """Split to read from a hub or saved data set; ignored for single files."""
+    """Split to read from a hub or saved data set, or from a folder whose files are named after
+    splits; ignored for single files and patterns."""
 
     subset: str | None = None
     """Configuration name of a hub data set."""
@@ -144,8 +146,18 @@ class DataConfig(Section):
     """Share of the training prompts held out for evaluation when `eval` is empty, each with all
     rows that repeat it."""
 
+    max_eval_rows: int = Field(default=512, ge=1)
+    """Most rows that `eval_fraction` holds out of a source that is not read whole; they are the
+    first ones of its files."""
+
     shuffle: bool = True
     """Draw each epoch's order from `run.seed`; off: file order."""
+
+    shuffle_window: int | None = Field(default=None, ge=1)
+    """Rows that are shuffled together. A source is then read as the run draws from it: its blocks
+    (row groups of Parquet, about 1 MiB of JSON lines) come in random order, and as many as hold so
+    many rows are shuffled. Unset: sources of up to 50,000 rows and 64 MiB are read and shuffled
+    whole, others are read as they are drawn, in windows of 65,536 rows or 16 MiB."""
 
     chat: Literal["auto", "always", "never"] = "auto"
     """Render prompts through the chat template. `auto`: where the tokenizer has one."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.tree import SFTDataConfig
 from hone.data.chat import Demonstration, Renderer
-from hone.data.columns import Example, read_examples
+from hone.data.columns import Example, ExampleReaders
 from hone.data.filters import LengthLimit
+from hone.data.loading import load_data
 from hone.data.prompts import is_put_into_template, show_template
-from hone.data.split import Data, load_data
+from hone.data.split import Data
 from hone.data.stream import Stream
 from hone.types import Row
 
@@ -33,12 +34,15 @@ def load_sft(
     seed: int,
     end_ids: Collection[int] = (),
     images: ImageReader | None = None,
+    cache: Path | None = None,
 ) -> SFTData:
     """Read, render, filter and split the demonstrations of all sources.
 
     Rows have `token_ids` and `loss_mask`, which is true on the completion and its end token and,
     with `train_on_prompt`, on the prompt except its first token. `end_ids` and `images` are those
-    of `Renderer`. Raises UserError for anything wrong with the data.
+    of `Renderer`, `cache` is a folder for indexes of large sources.
+
+    Raises UserError for anything wrong with the data.
     """
     renderer = Renderer(tokenizer, cfg, end_ids=end_ids, images=images)
     shown: list[str] = []
@@ -58,7 +62,7 @@ def load_sft(
 
     return load_data(
         cfg,
-        read=partial(read_examples, demonstrations=True),
+        readers=ExampleReaders(demonstrations=True),
         render=lambda examples: renderer.demonstrations(
             examples, max_prompt_tokens=cfg.max_prompt_tokens, max_tokens=cfg.max_tokens
         ),
@@ -70,6 +74,7 @@ def load_sft(
         content=lambda row: (row.id, row.token_ids, row.loss_mask, *row.model_input.key),
         seed=seed,
         images=images,
+        cache=cache,
     )
 
 

@@ -17,7 +17,7 @@ from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.errors import UserError
 from hone.observe.disk import writing
-from hone.paths import DATA_SUFFIXES, local_path
+from hone.paths import data_suffix, files_that_match, has_wildcards, is_url, local_path
 
 __all__ = ["require_same_inputs", "require_shared"]
 
@@ -121,13 +121,18 @@ def _inputs(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _digests(path: str) -> dict[str, str]:
-    """Digests by file name of the files under a local path. Empty for a name of the hub."""
+    """Digests by file name of the files under a local path, or that a pattern matches. Empty for a
+    URL and for a name of the hub."""
     place = local_path(path)
     if place.is_dir():
-        suffixes = {*_OF_MODELS, *DATA_SUFFIXES}
-        files = [file for file in place.iterdir() if file.is_file() and file.suffix in suffixes]
+        found = (file for file in place.iterdir() if file.is_file())
+        files = [file for file in found if file.suffix in _OF_MODELS or data_suffix(file)]
+    elif place.is_file():
+        files = [place]
+    elif has_wildcards(path) and not is_url(path):
+        return {str(file): _digest(file) for file in files_that_match(str(place))}
     else:
-        files = [place] if place.is_file() else []
+        files = []
     return {file.name: _digest(file) for file in files}
 
 

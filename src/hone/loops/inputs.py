@@ -33,6 +33,7 @@ from hone.models.load import load_config, load_end_ids
 from hone.models.settings import ModelConfig
 from hone.models.support import classifies, context_length
 from hone.models.tokenizer import load_tokenizer, require_known_tokens
+from hone.observe.run_folder import INDEXES
 from hone.rewards.environment import EnvFacts
 from hone.rewards.pool import describe
 from hone.rewards.scorer import Scorer
@@ -118,9 +119,10 @@ def prompts_of(
         keeps_messages=cfg.env.is_set,
         tools=tools,
         images=image_reader(cfg.model, cfg.data, tokenizer),
+        cache=cfg.run.dir / INDEXES,
     )
     vocab_size = load_config(cfg.model).vocab_size
-    require_known_tokens(data.all_rows(), tokenizer, vocab_size, cfg.model.path)
+    data.check(lambda rows: require_known_tokens(rows, tokenizer, vocab_size, cfg.model.path))
     return data
 
 

@@ -244,7 +244,7 @@ class RLRun(Run[Group]):
         self, step: int, batch: list[Group], rows: Sequence[Row], metrics: Metrics
     ) -> str | None:
         counts = self.collector.counts
-        metrics |= rollout_metrics(batch, counts)
+        metrics |= rollout_metrics(batch, counts) | self.sampling.data.metrics()
         correction = to_scalars(metrics).get("off_policy/correction")
         why = why_untrained(self.cfg, batch, rows, counts, correction=correction)
         self._untrained = [*self._untrained, why] if why else []
@@ -456,9 +456,9 @@ def _scoring(
         tool_format=tool_format,
         max_model_len=plan.max_model_len,
     ) as made:
-        transcripts = transcripts_of(plan, data.all_rows())
+        transcripts = transcripts_of(plan, data.known_rows())
         if is_first:
-            try_out(made.scorer, data.all_rows(), tokenizer, turns, transcripts)
+            try_out(made.scorer, data.known_rows(), tokenizer, turns, transcripts)
         yield made, transcripts
 
 

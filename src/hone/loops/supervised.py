@@ -19,6 +19,7 @@ from hone.config.tree import DPOConfig, PairsConfig, RewardModelingConfig, SFTCo
 from hone.data.pairs import load_pairs
 from hone.data.sft import load_sft
 from hone.data.split import Data
+from hone.data.stream import RowSource
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
 from hone.images.sending import prefetch_pixels
@@ -35,6 +36,7 @@ from hone.models.settings import ModelConfig
 from hone.models.tokenizer import load_tokenizer, require_known_tokens, require_padding
 from hone.observe.metrics import Mean, Metrics
 from hone.observe.pages import Pages
+from hone.observe.run_folder import INDEXES
 from hone.trainer.collating import collate
 from hone.trainer.frozen import WithoutAdapters
 from hone.trainer.kept_scores import KeptScores
@@ -102,7 +104,7 @@ class SupervisedRun(Run[Any]):
         return -evaluated["eval/loss"] if evaluated else None
 
     def record(self, step: int, batch: list[Any], rows: Sequence[Row], metrics: Metrics) -> None:
-        self.recorder.record(step, metrics, rows=rows)
+        self.recorder.record(step, metrics | self.data.metrics(), rows=rows)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"data": self.data.train.state_dict()}
@@ -115,7 +117,7 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
     tokenizer = load_tokenizer(policy)
     data = load_rows(cfg, tokenizer)
     vocab_size = load_config(policy).vocab_size
-    require_known_tokens(data.all_rows(), tokenizer, vocab_size, policy.path)
+    data.check(lambda rows: require_known_tokens(rows, tokenizer, vocab_size, policy.path))
     if isinstance(cfg, RewardModelingConfig):
         pad_id = require_padding(tokenizer)
         model = _value_model(policy, mesh, pad_id, seed=cfg.run.seed)
@@ -162,9 +164,11 @@ def _value_model(cfg: ModelConfig, mesh: Mesh, pad_id: int, *, seed: int) -> Pre
 def load_rows(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
     """Load the training and evaluation data of `cfg.data`. Raises UserError."""
     end_ids = load_end_ids(cfg.model, tokenizer)
-    images = image_reader(cfg.model, cfg.data, tokenizer)
+    images, cache = image_reader(cfg.model, cfg.data, tokenizer), cfg.run.dir / INDEXES
     if not isinstance(cfg, PairsConfig):
-        return load_sft(cfg.data, tokenizer, seed=cfg.run.seed, end_ids=end_ids, images=images)
+        return load_sft(
+            cfg.data, tokenizer, seed=cfg.run.seed, end_ids=end_ids, images=images, cache=cache
+        )
     return load_pairs(
         cfg.data,
         tokenizer,
@@ -173,6 +177,7 @@ def load_rows(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
         for_reward_model=cfg.for_reward_model,
         end_ids=end_ids,
         images=images,
+        cache=cache,
     )
 
 
@@ -200,8 +205,15 @@ def _models(start: Launch, model: PreTrainedModel, algorithm: Algorithm[Any]) ->
 
 def _kept_scores(cfg: DPOConfig, folder: Path, models: Models, data: Data[Any]) -> KeptScores:
     """Reference log-probabilities of all rows, computed with the untrained policy and cached in
-    `folder`."""
-    rows = [row for item in data.all_rows() for row in item.rows]
+    `folder`. Raises UserError for a source that is not read whole."""
+    streamed = [x.name for x in data.train.sources if isinstance(x, RowSource)]
+    if streamed:
+        raise UserError(
+            f"reference log-probabilities of all rows are to be kept, and {streamed[0]} is read as "
+            "rows are drawn: leave data.shuffle_window unset, give it fewer rows (max_rows), or "
+            "leave algorithm.reference_cache unset"
+        )
+    rows = [row for item in data.known_rows() for row in item.rows]
     settings = cfg.model.model_dump(exclude={"path"}), cfg.trainer.model_dump(exclude={"optimizer"})
     scorer = models.scorers.get("reference", models.trainer)
     return KeptScores.of(rows, scorer, models.trainer, folder, str(settings))

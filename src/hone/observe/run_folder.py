@@ -27,6 +27,7 @@ __all__ = [
     "EVAL_METRICS",
     "EVAL_SAMPLES",
     "IMAGES",
+    "INDEXES",
     "LOCK",
     "METRICS",
     "PICTURE_TYPES",
@@ -53,6 +54,8 @@ IMAGES = "images"
 """Folder with small pictures of the images that samples name."""
 PICTURE_TYPES = {".png": "image/png", ".jpg": "image/jpeg"}
 """Media types of pictures, by the suffix of their files."""
+INDEXES = "indexes"
+"""Folder with the indexes of large sources."""
 LOCK = ".lock"
 """File that a run locks in its folder while it is running."""
 _EVAL_FILES = (EVAL_CONFIG, EVAL_METRICS, EVAL_SAMPLES)

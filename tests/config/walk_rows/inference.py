@@ -49,6 +49,8 @@ def rendering_rows(shown: str) -> dict[str, Row]:
             "error", "log:raise the limit", ("--data.max_prompt_tokens=3",)
         ),
         "data.shuffle": not_used("data.shuffle", "false"),
+        "data.shuffle_window": not_used("data.shuffle_window", "2"),
+        "data.max_eval_rows": not_used("data.max_eval_rows", "2"),
         **image_rows(),
     }
 
@@ -94,6 +96,7 @@ EVALUATE["reward.functions.0.whole_groups"] = replace(
     WHOLE_GROUPS, shows="samples", given=(*WHOLE_GROUPS.given, "--eval.n_samples_per_prompt=2")
 )
 EVALUATE["data.eval_fraction"] = Row("0.8", "samples", HELD_OUT)
+EVALUATE["data.max_eval_rows"] = Row("1", "samples", (*HELD_OUT, "--data.shuffle_window=2"))
 UNUSED_EVAL = "log:data.eval is .*and has no effect"
 GENERATE: dict[str, Row] = {
     **run_rows(trains=False, has_dir=False),

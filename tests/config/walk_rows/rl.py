@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.config.row import Row
 from tests.config.walk_rows.shared import (
     CHAT,
+    FIRST_HELD_OUT,
     KL,
     MINI,
     WHOLE_GROUPS,
@@ -62,6 +63,8 @@ RL: dict[str, Row] = {
     **image_rows(),
     "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.every_n_steps=0")),
     "data.shuffle": Row("false", "samples"),
+    "data.shuffle_window": Row("2", "metrics"),
+    "data.max_eval_rows": Row("1", "metrics", FIRST_HELD_OUT),
     "data.chat": Row("always", "samples", ("--data.max_prompt_tokens=24",)),
     "data.system_prompt": Row("1", "samples", CHAT),
     "data.prompt_template": Row("1{prompt}", "samples"),

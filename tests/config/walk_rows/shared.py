@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tests.config.row import Row
 
+FIRST_HELD_OUT = ("--data.eval=[]", "--data.eval_fraction=0.5", "--data.shuffle_window=2")
 CHAT = ("--data.chat=always", "--data.max_prompt_tokens=24")
 HUB = ("--data.train=[{path: owner/name}]",)
 EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4}]",)

@@ -8,6 +8,7 @@ from tests.config.row import Row
 from tests.config.walk_rows.shared import (
     CHAT,
     EIGHT,
+    FIRST_HELD_OUT,
     NO_PICTURES,
     course_rows,
     image_rows,
@@ -59,6 +60,8 @@ SFT: dict[str, Row] = {
     "run.seed": Row("1", "metrics"),
     "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.every_n_steps=0")),
     "data.shuffle": Row("false", "metrics"),
+    "data.shuffle_window": Row("2", "metrics"),
+    "data.max_eval_rows": Row("1", "metrics", FIRST_HELD_OUT),
     "data.chat": Row("always", "metrics", ("--data.max_prompt_tokens=24",)),
     "data.system_prompt": Row("1", "metrics", CHAT),
     "data.prompt_template": Row("1{prompt}", "metrics"),

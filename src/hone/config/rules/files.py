@@ -29,7 +29,17 @@ from hone.families.tokens import (
     tokens_beyond,
     tokens_of,
 )
-from hone.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
+from hone.paths import (
+    DATA_SUFFIXES,
+    data_suffix,
+    files_that_match,
+    has_wildcards,
+    is_saved_dataset,
+    is_url,
+    local_path,
+    must_be_local,
+    package_for,
+)
 
 __all__ = ["RULES", "unwritable"]
 
@@ -422,18 +432,18 @@ def _sources(view: FileFacts, *sections: str) -> Iterator[tuple[str, SourceBase]
 def _missing_source(view: FileFacts) -> Found:
     for key, source in _sources(view):
         path = local_path(source.path)
+        if is_url(source.path) or (has_wildcards(source.path) and files_that_match(str(path))):
+            continue
         if must_be_local(source.path) and not path.exists():
-            present = sorted(x.name for x in path.parent.glob("*") if x.suffix in DATA_SUFFIXES)
+            present = sorted(x.name for x in path.parent.glob("*") if data_suffix(x))
             there = f"'{path.parent}' holds {', '.join(present[:5])}" if present else ""
-            if "://" in source.path:
-                there = "data are read from this machine or from the hub, not from other addresses"
             yield {"key": key, "path": source.path, "there": there, "make": _made(source.path)}
 
 
 def _unreadable_source(view: FileFacts) -> Found:
     for key, source in _sources(view):
         path = local_path(source.path)
-        if path.is_file() and path.suffix not in DATA_SUFFIXES:
+        if path.is_file() and data_suffix(path) is None:
             problem = f"ends in '{path.suffix}'" if path.suffix else "has no suffix"
             yield {"key": key, "path": source.path, "problem": problem}
 
@@ -443,9 +453,12 @@ def _missing_reader(view: FileFacts) -> Found:
     for key, source in _sources(view):
         path, given = local_path(source.path), f"{key}.path '{source.path}'"
         missing = None
-        if path.is_file() and path.suffix not in DATA_SUFFIXES:
+        if path.is_file() and data_suffix(path) is None:
             continue
-        if not path.exists():
+        if is_url(source.path):
+            if (package := package_for(source.path)) is not None:
+                missing = missing_extra(package, needed_by=given)
+        elif not path.exists():
             if must_be_local(source.path):
                 continue
             reading = (
@@ -459,7 +472,7 @@ def _missing_reader(view: FileFacts) -> Found:
         else:
             # Of a folder that also has others, the files of one split are read.
             files = [path] if path.is_file() else path.iterdir()
-            if {file.suffix for file in files if file.suffix in DATA_SUFFIXES} == {".parquet"}:
+            if {suffix for file in files if (suffix := data_suffix(file))} == {".parquet"}:
                 missing = missing_extra("pyarrow", needed_by=given)
         yield from [] if missing is None else [{"missing": missing}]
 
@@ -570,6 +583,12 @@ _DATA = (
            why="the model is one of text"),
     unused("data.shuffle", only=("eval", "generate"),
            why="what is not trained on is taken in the order of its files"),
+    *(unused("data.shuffle_window", given=given, only=(command,),
+             why="what is not trained on is taken in the order of its files")
+      for command, given in (("eval", ("not data.eval_fraction",)), ("generate", ()))),
+    unused("data.max_eval_rows", given=("not data.eval_fraction",), why="no rows are held out"),
+    unused("data.max_eval_rows", given=("data.eval_fraction",), only=("generate",),
+           why="`hone generate` leaves out all rows that `data.eval_fraction` holds out"),
     unused("data.(eval|eval_fraction)", only=("generate",),
            why="`hone generate` answers the prompts of data.train that are not held out"),
     warning(each=_unused_columns, only=tuple(_UNUSED),

@@ -27,7 +27,7 @@ from hone.extras import installed_version
 from hone.hardware import num_usable_cores
 from hone.observe.run_folder import METRICS, RunFolder, is_locked
 from hone.observe.whole_file import write_whole
-from hone.paths import local_path
+from hone.paths import files_that_match, local_path
 from hone.tools.plan.calibration import Measured
 from hone.tools.plan.comparison import recipe_of
 from hone.version import __version__
@@ -140,7 +140,7 @@ class ShortRuns:
         paths = [
             local_path(x) for x in (cfg.model.path, *(source.path for source in cfg.data.train))
         ]
-        files = [x for path in paths for x in (sorted(path.iterdir()) if path.is_dir() else [path])]
+        files = [file for path in paths for file in _files(path)]
         meant = {
             "recipe": recipe_of(cfg),
             "nproc": candidate.nproc,
@@ -155,6 +155,12 @@ class ShortRuns:
             "cores": num_usable_cores(),
         }
         return blake2b(json.dumps(meant, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.iterdir())
+    return [path] if path.exists() else files_that_match(str(path))
 
 
 def _run(main: Callable[[list[str]], int], words: list[str], log: Path) -> None:

@@ -1,0 +1,299 @@
+"""The index of a source: where the blocks of its rows lie, made without reading rows where the
+format allows it, kept in a file, and refused once a file of the source has changed.
+
+    index = SourceIndex.build(source, run_dir / "data")
+    first = index.rows(0)           # all rows of the first block
+    some = index.rows(7, [3, 0])    # two rows of the eighth one
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import time
+import zipfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hone.data.blocks import Block, Blocks, OpenBlocks, blocks_of
+from hone.data.files import DataFile, find_files
+from hone.data.order import BlockSizes
+from hone.data.rows import SourceRow
+from hone.data.settings import SourceBase
+from hone.data.tables import TableBlocks, load_hub, load_saved
+from hone.errors import UserError
+from hone.paths import is_saved_dataset, is_url, local_path, must_be_local
+
+__all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "count", "walk"]
+
+logger = logging.getLogger(__name__)
+
+BLOCK = np.dtype(
+    [
+        ("file", "<u4"),
+        ("num_rows", "<u4"),
+        ("place", "<u8"),
+        ("row", "<u8"),
+        ("line", "<u8"),
+        ("num_bytes", "<u8"),
+    ]
+)
+"""A block in the arrays of an index: the number of its file, and the fields of `Block`."""
+MAX_OPEN_BYTES = 256 * 2**20
+"""Unpacked blocks that an index keeps, in bytes."""
+
+_FORMAT = 1
+"""Number of the layout of cached indexes; another layout gets another number."""
+_PROGRESS_S = 2.0
+
+
+class SourceIndex:
+    """The blocks of a source, and their rows."""
+
+    def __init__(
+        self,
+        source: SourceBase,
+        parts: Sequence[Blocks],
+        blocks: npt.NDArray[Any],
+        opened: OpenBlocks,
+    ) -> None:
+        """`build` makes one."""
+        self.source, self.blocks = source, blocks
+        self._parts, self._opened = parts, opened
+        num_rows = blocks["num_rows"].astype(np.int64)
+        self.sizes = BlockSizes(
+            first_rows=np.cumsum(num_rows) - num_rows,
+            num_rows=num_rows,
+            num_bytes=blocks["num_bytes"].astype(np.int64),
+        )
+        """Rows and bytes of the blocks."""
+
+    @classmethod
+    def build(
+        cls,
+        source: SourceBase,
+        cache: Path | None = None,
+        *,
+        max_open_bytes: int = MAX_OPEN_BYTES,
+        least_kept_bytes: int = 0,
+    ) -> SourceIndex:
+        """The index of a source, of its first `max_rows` rows.
+
+        It is read from the folder `cache` if it is there and no file has changed; else it is made,
+        and written there, by one of the processes of a host while the others wait; that of files
+        of less than `least_kept_bytes` is made each time. Raises UserError for a source that is
+        missing, unreadable or without rows.
+        """
+        opened = OpenBlocks(max_open_bytes)
+        table = _table(source)
+        files = [] if table is not None else find_files(source)
+        if cache is None or sum(file.size for file in files) < max(least_kept_bytes, 1):
+            parts = _parts(files, opened, None) if table is None else [table]
+            return cls(source, parts, _scanned(source, parts), opened)
+        kept = cache / f"index-{_digest(source)}.npz"
+        with _locked(kept.with_suffix(".lock")):
+            parts = _parts(files, opened, kept)
+            blocks = _read(kept, files)
+            if blocks is None:
+                blocks = _scanned(source, parts)
+                _write(kept, parts, blocks)
+        return cls(source, parts, blocks, opened)
+
+    @property
+    def files(self) -> list[DataFile]:
+        """The files, in order. A data set of `datasets` is one."""
+        return [part.file for part in self._parts]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all blocks."""
+        return int(self.blocks["num_rows"].sum())
+
+    def all_rows(self) -> list[SourceRow]:
+        """The rows of all blocks."""
+        return [row for block in range(len(self.blocks)) for row in self.rows(block)]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hex digest of the files' names without folders, sizes and tags, and of the blocks."""
+        known = [[_bare(file.name), file.size, file.tag] for file in self.files]
+        digest = blake2b(json.dumps(known).encode(), digest_size=16)
+        digest.update(self.blocks.tobytes())
+        return digest.hexdigest()
+
+    def rows(self, block: int, numbers: Sequence[int] | None = None) -> list[SourceRow]:
+        """Rows of a block: those of some numbers, counted from 0 within the block, or all.
+
+        The blocks that were unpacked last stay in memory. Of a row group larger than that all rows
+        before the wanted ones are read each time. Raises UserError where the file has changed.
+        """
+        file, num_rows, place, row, line, num_bytes = (int(x) for x in self.blocks[block])
+        for number in numbers or ():
+            if not 0 <= number < num_rows:
+                raise IndexError(f"row {number} of block {block}, which has {num_rows}")
+        return self._parts[file].rows(Block(place, row, line, num_rows, num_bytes), numbers)
+
+
+def walk(source: SourceBase) -> Iterator[SourceRow]:
+    """All rows of a source, one after another, without an index of them."""
+    return chain.from_iterable(part.walk() for part in _opened_parts(source))
+
+
+def count(source: SourceBase) -> int:
+    """The rows of a source, at most `max_rows`, from its blocks alone. Raises UserError where it
+    has none."""
+    return sum(block.num_rows for _, block in _scan(source, _opened_parts(source)))
+
+
+def _opened_parts(source: SourceBase) -> Iterator[Blocks]:
+    table = _table(source)
+    if table is not None:
+        return iter([table])
+    # A file is looked into when its turn comes, and what was open of those before is forgotten.
+    return (
+        part
+        for file in find_files(source)
+        for part in _parts([file], OpenBlocks(MAX_OPEN_BYTES), None)
+    )
+
+
+def _table(source: SourceBase) -> TableBlocks | None:
+    """The data set of `datasets` that a source names, if it names one."""
+    if is_url(source.path):
+        return None
+    path = local_path(source.path)
+    if is_saved_dataset(path):
+        return load_saved(path, source.split)
+    is_here = path.exists() or must_be_local(source.path)
+    return None if is_here else load_hub(source)
+
+
+def _parts(files: Sequence[DataFile], opened: OpenBlocks, kept: Path | None) -> list[Blocks]:
+    """The blocks of each file. `kept` is the cached index that has their access points."""
+
+    def points_of(number: int) -> Callable[[], bytes]:
+        return lambda: b"" if kept is None else _access_points(kept, number)
+
+    return [blocks_of(file, opened, points_of(number)) for number, file in enumerate(files)]
+
+
+def _scan(source: SourceBase, parts: Iterable[Blocks]) -> Iterator[tuple[int, Block]]:
+    """The blocks of the first `max_rows` rows, each with the number of its file."""
+    left = source.max_rows
+    progress = _Progress(source)
+    for number, part in enumerate(parts):
+        for block in part.scan():
+            progress(block)
+            if left is None:
+                yield number, block
+                continue
+            yield number, block._replace(num_rows=min(block.num_rows, left))
+            left -= block.num_rows
+            if left <= 0:
+                return
+    if not progress.num_blocks:
+        raise UserError(f"{source.path} holds no rows")
+
+
+def _scanned(source: SourceBase, parts: Sequence[Blocks]) -> npt.NDArray[Any]:
+    found = (
+        (number, block.num_rows, block.place, block.row, block.line, block.num_bytes)
+        for number, block in _scan(source, parts)
+    )
+    return np.fromiter(found, dtype=BLOCK)
+
+
+class _Progress:
+    """Says once, after some seconds, how fast lines are found."""
+
+    def __init__(self, source: SourceBase) -> None:
+        self.num_blocks = 0
+        self._source, self._num_bytes = source, 0
+        self._start, self._is_told = time.monotonic(), False
+
+    def __call__(self, block: Block) -> None:
+        self.num_blocks += 1
+        self._num_bytes += block.num_bytes if block.line else 0
+        elapsed = time.monotonic() - self._start
+        if not self._is_told and elapsed > _PROGRESS_S and self._num_bytes:
+            self._is_told = True
+            rate = self._num_bytes / elapsed / 1e6
+            logger.info(
+                "%s: finding where its rows begin, at %s MB/s", self._source.path, f"{rate:,.0f}"
+            )
+
+
+def _bare(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+
+def _digest(source: SourceBase) -> str:
+    """A hex digest of what decides which rows a source has."""
+    path = source.path if is_url(source.path) else str(local_path(source.path).absolute())
+    known = [_FORMAT, path, source.split, source.subset, source.max_rows]
+    return blake2b(json.dumps(known).encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Keep other processes of this host out of the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file gives it back
+        yield
+
+
+def _read(kept: Path, files: Sequence[DataFile]) -> npt.NDArray[Any] | None:
+    """The blocks of a cached index; None where there is none, or files have changed since."""
+    if not kept.is_file():
+        return None
+    try:
+        with np.load(kept, allow_pickle=False) as arrays:
+            known = json.loads(arrays["files"].tobytes())
+            blocks = arrays["blocks"]
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        logger.warning("%s is damaged (%s) and is made anew", kept, error)
+        return None
+    if known == [list(astuple(file)) for file in files]:
+        return blocks
+    logger.info("%s is made anew: files of its source have changed", kept)
+    return None
+
+
+def _write(kept: Path, parts: Sequence[Blocks], blocks: npt.NDArray[Any]) -> None:
+    """Write an index, whole or not at all."""
+    files = json.dumps([astuple(part.file) for part in parts]).encode()
+    arrays = {"files": np.frombuffer(files, np.uint8), "blocks": blocks}
+    for number in np.unique(blocks["file"]):
+        if points := parts[number].access_points():
+            arrays[_points_name(number)] = np.frombuffer(points, np.uint8)
+    partial = kept.with_suffix(f".{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        partial.replace(kept)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _access_points(kept: Path, number: int) -> bytes:
+    with np.load(kept, allow_pickle=False) as arrays:
+        name = _points_name(number)
+        return arrays[name].tobytes() if name in arrays else b""
+
+
+def _points_name(number: int) -> str:
+    return f"points_{number}"

@@ -1,0 +1,283 @@
+"""The rows of a run: read, rendered, filtered by length, split into training and evaluation.
+
+By its size, a source is read whole before the run, or row by row as the run draws from it
+(`hone.data.streamed`); the order of its rows is the same where a window holds them all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from hone.data.filters import (
+    FilterReport,
+    LengthLimit,
+    Located,
+    RenderedRow,
+    filter_length,
+    too_long,
+)
+from hone.data.images import WithImages, open_images
+from hone.data.index import MAX_OPEN_BYTES, SourceIndex
+from hone.data.order import Window
+from hone.data.settings import DataConfig, SourceBase, SourceConfig
+from hone.data.sources import SourceRow, read_source, source_names
+from hone.data.split import Data, is_held_out
+from hone.data.stream import Item, RowSource, Skipped, Stream
+from hone.data.streamed import AHEAD_ROWS, StreamedRows
+from hone.errors import UserError
+from hone.model_input import prompt_digest
+
+if TYPE_CHECKING:
+    from hone.images.reader import ImageReader
+
+__all__ = ["WHOLE_BYTES", "WHOLE_ROWS", "WINDOW", "Readers", "load_data"]
+
+logger = logging.getLogger(__name__)
+
+WHOLE_ROWS, WHOLE_BYTES = 50_000, 64 << 20
+"""A source of more rows, or more bytes unpacked, is read as it is drawn from: so many prompts take
+some ten seconds to render."""
+KEPT_BYTES = 16 << 20
+"""The index of files of so many bytes is kept in the run folder."""
+WINDOW = Window(rows=65_536, bytes=16 << 20)
+"""What is shuffled together, where `data.shuffle_window` is unset."""
+
+
+class GivenRow(Located, WithImages, Protocol):
+    """A row before it is rendered, which may have images."""
+
+
+E = TypeVar("E", bound=GivenRow)
+R = TypeVar("R", bound=RenderedRow)
+T = TypeVar("T", bound=Item)
+E_co = TypeVar("E_co", bound=GivenRow, covariant=True)
+
+
+class Readers(Protocol[E_co]):
+    """How the rows of a source become examples, whose ids begin with its name."""
+
+    def whole(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> Sequence[E_co]:
+        """Examples of all rows. Raises UserError."""
+        ...
+
+    def by_first(
+        self, rows: Sequence[SourceRow], source: SourceBase, name: str, /
+    ) -> Callable[[Sequence[SourceRow], Sequence[int]], Sequence[E_co]]:
+        """From the first rows of a source, what makes examples of some rows with these numbers,
+        counted from 0. Raises UserError."""
+        ...
+
+
+def load_data(
+    cfg: DataConfig,
+    *,
+    readers: Readers[E],
+    render: Callable[[Sequence[E]], Sequence[R]],
+    limits: Sequence[LengthLimit[R]],
+    make: Callable[[E, R], T],
+    content: Callable[[T], object],
+    seed: int,
+    images: ImageReader | None = None,
+    cache: Path | None = None,
+) -> Data[T]:
+    """Load all sources, and split their rows into training and evaluation.
+
+    `readers` make examples of the rows of a source, `images` opens their images (None: the model
+    reads text alone), `render` renders them, rows beyond the `limits` are dropped, and `make`
+    builds the items. `content` is the part of an item by which `Stream` recognises the data.
+    `cache` is a folder for indexes of sources, which the processes of a host share.
+
+    Raises UserError for anything wrong with the data, and where a source has no training row left
+    or `eval_fraction` holds out no row.
+    """
+    if not cfg.train and not cfg.eval:
+        raise UserError("no data: name at least one source in data.train")
+    loader = _Loader(cfg, readers, render, limits, make, seed, images, cache)
+    names = source_names([*cfg.train, *cfg.eval])
+    train = [loader.train(source, name) for source, name in zip(cfg.train, names, strict=False)]
+    evaluation = [
+        row
+        for source, name in zip(cfg.eval, names[len(cfg.train) :], strict=True)
+        for row in loader.whole(source, name, read_source(source))
+    ]
+    if not cfg.eval and cfg.eval_fraction:
+        train, evaluation = loader.split(train)
+    report = loader.report
+    if report.num_rows or report.unreadable:
+        level = logging.WARNING if report.dropped or report.unreadable else logging.INFO
+        logger.log(level, "%s", report.summary(len(evaluation)))
+    weights = [source.weight for source in cfg.train]
+    stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)
+    return Data(stream, evaluation, report)
+
+
+@dataclass
+class _Loader(Generic[E, R, T]):
+    """Makes the rows of a run from those of its sources."""
+
+    cfg: DataConfig
+    readers: Readers[E]
+    render: Callable[[Sequence[E]], Sequence[R]]
+    limits: Sequence[LengthLimit[R]]
+    make: Callable[[E, R], T]
+    seed: int
+    images: ImageReader | None
+    cache: Path | None
+    report: FilterReport = field(default_factory=FilterReport)
+    held_out: list[T] = field(default_factory=list[T])
+    """Rows of streamed sources that are for evaluation."""
+    _held_out_ids: set[str] = field(default_factory=set[str])
+    _prompts: set[bytes] = field(default_factory=set[bytes])
+
+    @property
+    def fraction(self) -> float:
+        """Share of the prompts that are for evaluation."""
+        return 0.0 if self.cfg.eval else self.cfg.eval_fraction
+
+    def train(self, source: SourceConfig, name: str) -> list[T] | StreamedRows[T]:
+        """A source to train on, whole or streamed. Raises UserError."""
+        index = SourceIndex.build(source, self.cache, least_kept_bytes=KEPT_BYTES)
+        sizes = index.sizes
+        is_large = sizes.total_bytes > WHOLE_BYTES or sizes.total_rows > WHOLE_ROWS
+        if not (is_large or self.cfg.shuffle_window):
+            return self.whole(source, name, index.all_rows())
+        largest = int(sizes.num_bytes.max())
+        if largest > MAX_OPEN_BYTES:
+            raise UserError(
+                f"{source.path}: {largest >> 20:,} MiB of rows can only be read at once, and at "
+                f"most {MAX_OPEN_BYTES >> 20} are kept in memory. Write Parquet with smaller row "
+                "groups (pyarrow.parquet.write_table(..., row_group_size=10_000)), and a JSON "
+                "array as JSON lines"
+            )
+        return self._streamed(index, source, name)
+
+    def whole(self, source: SourceBase, name: str, found: Sequence[SourceRow]) -> list[T]:
+        """All rows `found` in a source that are within the limits. Raises UserError."""
+        rows = self.readers.whole(found, source, name)
+        examples = open_images(rows, self.images, self.cfg, self.report)
+        if rows and not examples:
+            raise UserError(
+                f"none of the {len(rows)} rows has images that can be read; the first: "
+                f"{self.report.unreadable[-len(rows)]}"
+            )
+        rendered = self.render(examples)
+        # Before the length filter: a changed limit must not move a prompt to the other split.
+        if self.fraction:
+            for example, row in zip(examples, rendered, strict=True):
+                self._prompts.add(prompt_digest(row.prompt_ids, row.model_input))
+                if self._is_held_out(row):
+                    self._held_out_ids.add(example.id)
+        kept = filter_length(
+            examples, rendered, self.limits, overlong=self.cfg.overlong_prompts, report=self.report
+        )
+        return [self.make(example, row) for example, row in kept]
+
+    def split(
+        self, sources: Sequence[list[T] | StreamedRows[T]]
+    ) -> tuple[list[list[T] | StreamedRows[T]], list[T]]:
+        """The training rows of each source, and all rows that are held out. Raises UserError."""
+        evaluation, kept = list(self.held_out), list[list[T] | StreamedRows[T]]()
+        num_rows = sum(len(rows) for rows in sources if not isinstance(rows, RowSource))
+        together = ""
+        if len(self._prompts) < num_rows:
+            together = (
+                f". Rows of a prompt stay together, and there are {len(self._prompts)} prompts in "
+                "all"
+            )
+        for source, rows in zip(self.cfg.train, sources, strict=True):
+            if isinstance(rows, RowSource):
+                kept.append(rows)
+                continue
+            evaluation += [row for row in rows if row.id in self._held_out_ids]
+            rest = [row for row in rows if row.id not in self._held_out_ids]
+            kept.append(rest)
+            if not rest:
+                raise UserError(
+                    f"data.eval_fraction = {self.cfg.eval_fraction} leaves none of the {len(rows)} "
+                    f"rows of {source.path} for training; lower it or name a data.eval source"
+                    f"{together}"
+                )
+        if not evaluation:
+            raise UserError(
+                f"data.eval_fraction = {self.cfg.eval_fraction} holds out none of {num_rows} rows; "
+                f"raise it or name a data.eval source{together}"
+            )
+        return kept, evaluation
+
+    def _streamed(self, rows: SourceIndex, source: SourceConfig, name: str) -> StreamedRows[T]:
+        first = rows.rows(0, range(min(AHEAD_ROWS, int(rows.sizes.num_rows[0]))))
+        read = self.readers.by_first(first, source, name)
+        made = StreamedRows(
+            rows,
+            partial(self._prepare, read),
+            name=name,
+            seed=self.seed,
+            shuffle=self.cfg.shuffle,
+            window=Window(rows=self.cfg.shuffle_window) if self.cfg.shuffle_window else WINDOW,
+        )
+        logger.info(
+            "%s: %s rows, read as they are drawn%s", source.path, f"{made.num_rows:,}", made.windows
+        )
+        if self.fraction:
+            self._hold_out(made, read, source)
+        return made
+
+    def _hold_out(
+        self,
+        rows: StreamedRows[T],
+        read: Callable[[Sequence[SourceRow], Sequence[int]], Sequence[E]],
+        source: SourceConfig,
+    ) -> None:
+        """Read a source from its beginning until `data.max_eval_rows` rows for evaluation are
+        found."""
+        found: list[T] = []
+        num_read = 0
+        while num_read < rows.num_rows and len(found) < self.cfg.max_eval_rows:
+            numbers = range(num_read, min(num_read + AHEAD_ROWS, rows.num_rows))
+            prepare = partial(self._prepare, read, held_out=True)
+            made = rows.prepared(numbers, prepare)
+            found += [row for row in made if not isinstance(row, Skipped)]
+            num_read = numbers.stop
+        self.held_out += found[: self.cfg.max_eval_rows]
+        logger.info(
+            "%s: %s rows held out of the first %s",
+            source.path,
+            f"{len(found[: self.cfg.max_eval_rows]):,}",
+            f"{num_read:,}",
+        )
+
+    def _prepare(
+        self,
+        read: Callable[[Sequence[SourceRow], Sequence[int]], Sequence[E]],
+        rows: Sequence[SourceRow],
+        numbers: Sequence[int],
+        *,
+        held_out: bool = False,
+    ) -> list[T | Skipped]:
+        """Rows for training, or with `held_out` those for evaluation; all others are skipped."""
+        examples = read(rows, numbers)
+        report = FilterReport()
+        opened = open_images(examples, self.images, self.cfg, report)
+        found: dict[str, T | Skipped] = {}
+        for example, row in zip(opened, self.render(opened), strict=True):
+            if self._is_held_out(row) != held_out:
+                found[example.id] = Skipped("held_out", example.location)
+                continue
+            lost = too_long(example, row, self.limits, overlong=self.cfg.overlong_prompts)
+            if lost is not None:
+                found[example.id] = Skipped("too_long", f"{lost.location} ({lost.length} tokens)")
+                continue
+            found[example.id] = self.make(example, row)
+        problems = iter(report.unreadable)
+        return [
+            found[example.id] if example.id in found else Skipped("image", next(problems))
+            for example in examples
+        ]
+
+    def _is_held_out(self, row: R) -> bool:
+        return is_held_out(row, seed=self.seed, fraction=self.fraction)

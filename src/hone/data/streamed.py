@@ -1,0 +1,141 @@
+"""A source that is read while a run draws from it.
+
+    place ─► row number (`EpochOrder`) ─► row of a block ─► prepared, or skipped
+
+Rows are read and prepared some at a time, ahead of the place that is asked for. What is ahead is
+thrown away when a run ends: a place has the same row whenever it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from hone.data.order import BlockSizes, EpochOrder, Window
+from hone.data.sources import SourceRow
+from hone.data.stream import Item, RowSource, Skipped, nothing_left
+
+__all__ = ["AHEAD_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
+
+AHEAD_ROWS = 256
+"""Rows that are read and prepared together."""
+_NUM_FIRST = 64
+
+T = TypeVar("T", bound=Item)
+Prepare = Callable[[Sequence[SourceRow], Sequence[int]], Sequence[T | Skipped]]
+"""From rows and their numbers, counted from 0 in the source, the rows of a run. Raises UserError
+for a row that is wrong."""
+
+
+class IndexedRows(Protocol):
+    """The part of `hone.data.index.SourceIndex` that is needed here."""
+
+    @property
+    def sizes(self) -> BlockSizes: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Of files and blocks."""
+        ...
+
+    def rows(self, block: int, numbers: Sequence[int], /) -> list[SourceRow]:
+        """Rows of a block, by their numbers within it."""
+        ...
+
+
+class StreamedRows(RowSource[T], Generic[T]):
+    """The rows of an index in the order of each epoch, prepared when they are drawn."""
+
+    def __init__(
+        self,
+        rows: IndexedRows,
+        prepare: Prepare[T],
+        *,
+        name: str,
+        seed: int,
+        shuffle: bool,
+        window: Window,
+    ) -> None:
+        self.name = name
+        self._rows, self._prepare = rows, prepare
+        self._seed, self._shuffle, self._window = seed, shuffle, window
+        self._order: tuple[int, EpochOrder] | None = None
+        self._ahead: dict[int, T | Skipped] = {}
+        self.checks: list[Callable[[Sequence[T]], None]] = []
+        """Called with rows before they are drawn; they raise UserError."""
+
+    @property
+    def num_rows(self) -> int:
+        return self._rows.sizes.total_rows
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self._rows.fingerprint, self.name, self._window)
+        return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+    def row(self, read: int) -> T | Skipped:
+        if read not in self._ahead:
+            self._ahead = self._read_ahead(read)
+        return self._ahead[read]
+
+    @property
+    def windows(self) -> str:
+        """How rows are shuffled, for the log."""
+        if not self._shuffle:
+            return ", in the order of the file"
+        num_windows = self._order_of(0).num_windows
+        if num_windows == 1:
+            return ", all shuffled together"
+        return f", shuffled in {num_windows:,} windows of about {self.num_rows // num_windows:,}"
+
+    def first_rows(self) -> list[T]:
+        blocks = self._rows.sizes
+        for start in range(0, blocks.total_rows, _NUM_FIRST):
+            numbers = range(start, min(start + _NUM_FIRST, blocks.total_rows))
+            rows = [row for row in self.prepared(numbers) if not isinstance(row, Skipped)]
+            if rows:
+                return rows
+        raise nothing_left(self)
+
+    def prepared(
+        self, numbers: Sequence[int], prepare: Prepare[T] | None = None
+    ) -> list[T | Skipped]:
+        """Rows by their numbers in the source, made by `prepare` in place of the source's own."""
+        blocks = self._rows.sizes
+        places = np.searchsorted(blocks.first_rows, np.asarray(numbers), side="right") - 1
+        found: dict[int, SourceRow] = {}
+        for block in dict.fromkeys(places.tolist()):
+            own = [n for n, place in zip(numbers, places, strict=True) if place == block]
+            first = int(blocks.first_rows[block])
+            rows = self._rows.rows(block, [number - first for number in own])
+            found |= zip(own, rows, strict=True)
+        return list((prepare or self._prepare)([found[number] for number in numbers], numbers))
+
+    def row_id(self, number: int) -> str:
+        """The id of a row by its number from 0; ids count from 1."""
+        return f"{self.name}:{number + 1}"
+
+    def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
+        epoch, place = divmod(read, self.num_rows)
+        order = self._order_of(epoch)
+        places = range(place, min(place + AHEAD_ROWS, self.num_rows))
+        rows = self.prepared([order[place] for place in places])
+        for check in self.checks:
+            check([row for row in rows if not isinstance(row, Skipped)])
+        return dict(enumerate(rows, start=read))
+
+    def _order_of(self, epoch: int) -> EpochOrder:
+        if self._order is None or self._order[0] != epoch:
+            order = EpochOrder(
+                self._rows.sizes,
+                seed=self._seed,
+                epoch=epoch,
+                shuffle=self._shuffle,
+                window=self._window,
+                row_id=self.row_id,
+            )
+            self._order = epoch, order
+        return self._order[1]

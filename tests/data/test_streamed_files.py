@@ -1,0 +1,206 @@
+"""Streamed sources over real files: the rows, splits and orders of sources that are read whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hone.config.tree import PairsDataConfig, SFTDataConfig
+from hone.data import loading
+from hone.data.pairs import load_pairs
+from hone.data.prompts import load_prompts
+from hone.data.reading import read_prompts
+from hone.data.settings import DataConfig, PairSourceConfig, SourceConfig
+from hone.data.sft import load_sft
+from hone.data.streamed import StreamedRows
+from hone.errors import UserError
+from tests.data.support import char_tokenizer, write_rows
+
+TOKENIZER = char_tokenizer()
+NUM_ROWS = 600
+
+
+def rows(num: int = NUM_ROWS) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"{i}+1=", "answer": f"{i + 1}", "completion": f"{i + 1}"} for i in range(num)
+    ]
+
+
+def write(folder: Path, kind: str, data: list[dict[str, Any]], num_files: int = 3) -> str:
+    """The rows in several files; Parquet in row groups of 50."""
+    folder.mkdir()
+    size = -(-len(data) // num_files)
+    for number in range(num_files):
+        part = data[number * size : (number + 1) * size]
+        if kind == "parquet":
+            table = pa.Table.from_pylist(part)
+            pq.write_table(table, folder / f"part-{number}.parquet", row_group_size=50)
+        else:
+            write_rows(folder / f"part-{number}.jsonl", part)
+    return str(folder)
+
+
+def load(path: str, *, seed: int = 0, **settings: Any):
+    cfg = DataConfig(train=(SourceConfig(path=path),), **settings)
+    return load_prompts(cfg, TOKENIZER, seed=seed)
+
+
+def ids(items) -> list[str]:
+    return [item.id for item in items]
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return write(tmp_path / "data", request.param, rows())
+
+
+def test_a_window_of_all_draws_what_a_source_that_is_read_whole_does(path: str):
+    whole, streamed = load(path), load(path, shuffle_window=NUM_ROWS)
+    assert isinstance(streamed.train.sources[0], StreamedRows)
+    drawn = whole.train.take(1500)
+    assert ids(streamed.train.take(1500)) == ids(drawn)
+    again = load(path, shuffle_window=NUM_ROWS).train.take(1500)
+    for one, other in zip(drawn, again, strict=True):
+        assert (one.id, one.token_ids, one.answer, one.text) == (
+            other.id,
+            other.token_ids,
+            other.answer,
+            other.text,
+        )
+
+
+def test_three_epochs_are_the_same_however_often_a_run_is_killed(path: str):
+    settings = {"shuffle_window": 100, "max_prompt_tokens": 6}
+    whole = ids(load(path, **settings).train.take(1300))
+    kept = {f"data:{i + 1}" for i in range(NUM_ROWS) if len(f"{i}+1=") + 1 <= 6}
+    assert sorted(whole[: len(kept)]) == sorted(kept)
+    found: list[str] = []
+    state: dict[str, Any] | None = None
+    for num in (1, 99, 200, 37, 263, 700):
+        stream = load(path, **settings).train
+        if state is not None:
+            stream.load_state_dict(json.loads(json.dumps(state)))
+        found += ids(stream.take(num))
+        state = stream.state_dict()
+        stream.take(11)  # lost by the kill
+    assert found == whole
+
+
+def test_what_is_dropped_is_counted_and_said_once(path: str, caplog: pytest.LogCaptureFixture):
+    data = load(path, shuffle_window=NUM_ROWS, max_prompt_tokens=5, shuffle=False)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        data.train.take(10)
+        data.train.take(1)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "part-0" in message
+    assert "(6 tokens)" in message
+    found = {name: metric.value for name, metric in data.metrics().items()}
+    assert found == {"data/rows_read": NUM_ROWS + 1, "data/skipped_too_long": NUM_ROWS - 10}
+
+
+def test_held_out_rows_are_the_first_ones_and_never_train(path: str):
+    settings = {"eval_fraction": 0.3}
+    whole = load(path, **settings)
+    streamed = load(path, shuffle_window=80, max_eval_rows=20, **settings)
+    assert ids(streamed.eval) == ids(whole.eval)[:20]
+    drawn = ids(streamed.train.take(len(whole.train)))
+    assert sorted(drawn) == sorted(ids(whole.train.sources[0]))
+    cfg = DataConfig(train=(SourceConfig(path=path),), **settings)
+    generated = read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=100)
+    assert sorted(ids(generated)) == sorted(drawn)
+
+
+def test_demonstrations_and_preferences_are_streamed_too(path: str, tmp_path: Path):
+    cfg = {"eval_fraction": 0.2, "max_tokens": 40}
+    demonstrations = [
+        load_sft(
+            SFTDataConfig(train=(SourceConfig(path=path),), shuffle_window=window, **cfg),
+            TOKENIZER,
+            seed=1,
+        )
+        for window in (None, NUM_ROWS)
+    ]
+    drawn = [data.train.take(700) for data in demonstrations]
+    assert [(x.id, x.token_ids, x.loss_mask) for x in drawn[0]] == [
+        (x.id, x.token_ids, x.loss_mask) for x in drawn[1]
+    ]
+    pairs = [{"prompt": "a", "chosen": f"a{i}", "rejected": f"a-{i}"} for i in range(99)]
+    source = PairSourceConfig(path=write_rows(tmp_path / "pairs.jsonl", pairs))
+    preferences = [
+        load_pairs(PairsDataConfig(train=(source,), shuffle_window=w), TOKENIZER, seed=1)
+        for w in (None, 99)
+    ]
+    drawn = [data.train.take(150) for data in preferences]
+    assert drawn[0] == drawn[1]
+    with pytest.raises(UserError, match="single completions only from sources that are read whole"):
+        load_pairs(
+            PairsDataConfig(train=(source,), shuffle_window=99), TOKENIZER, seed=1, is_unpaired=True
+        )
+
+
+def test_large_sources_are_streamed_by_themselves(path: str, monkeypatch: pytest.MonkeyPatch):
+    assert not isinstance(load(path).train.sources[0], StreamedRows)
+    monkeypatch.setattr(loading, "WHOLE_BYTES", 1000)
+    assert isinstance(load(path).train.sources[0], StreamedRows)
+
+
+def test_only_what_is_drawn_is_rendered(path: str, monkeypatch: pytest.MonkeyPatch):
+    from hone.data.chat import Renderer
+
+    rendered: list[int] = []
+    plain = Renderer.prompts
+
+    def prompts(self, examples, **rest):
+        rendered.append(len(examples))
+        return plain(self, examples, **rest)
+
+    monkeypatch.setattr(Renderer, "prompts", prompts)
+    data = load(path, shuffle_window=100)
+    data.train.take(10)
+    assert sum(rendered) <= 64 + 256
+
+
+def test_a_row_that_is_wrong_is_named_when_it_is_read(tmp_path: Path):
+    data = rows(400)
+    data[350]["prompt"] = None
+    path = write(tmp_path / "data", "jsonl", data, 1)
+    stream = load(path, shuffle_window=400, shuffle=False).train
+    assert len(stream.take(200)) == 200
+    with pytest.raises(UserError, match=r"part-0\.jsonl, line 351"):
+        stream.take(200)
+
+
+def test_rows_are_checked_as_they_are_read(path: str):
+    data = load(path, shuffle_window=NUM_ROWS)
+    seen: set[str] = set()
+    data.check(lambda rows: seen.update(ids(rows)))
+    drawn = ids(data.train.take(500))
+    assert set(drawn) <= seen
+
+
+def test_mixed_with_a_source_that_is_read_whole(path: str, tmp_path: Path, monkeypatch):
+    small = write_rows(tmp_path / "small.jsonl", [{"prompt": "p", "answer": "x"}] * 9)
+    sources = (SourceConfig(path=path, weight=3), SourceConfig(path=small))
+    monkeypatch.setattr(loading, "WHOLE_BYTES", 5000)
+    data = load_prompts(DataConfig(train=sources), TOKENIZER, seed=0)
+    kinds = [isinstance(source, StreamedRows) for source in data.train.sources]
+    assert kinds == [True, False]
+    for _ in range(20):
+        drawn = ids(data.train.take(4))
+        assert sum(name.startswith("small") for name in drawn) == 1
+
+
+def test_a_file_that_has_changed_is_other_data(tmp_path: Path):
+    path = write(tmp_path / "data", "jsonl", rows(100), 2)
+    saved = load(path, shuffle_window=100).train.state_dict()
+    with (tmp_path / "data" / "part-1.jsonl").open("a") as file:
+        file.write(json.dumps(rows(1)[0]) + "\n")
+    with pytest.raises(UserError, match="belongs to other data"):
+        load(path, shuffle_window=100).train.load_state_dict(saved)
