@@ -200,7 +200,7 @@ def test_mixed_with_a_source_that_is_read_whole(path: str, tmp_path: Path, monke
 def test_a_file_that_has_changed_is_other_data(tmp_path: Path):
     path = write(tmp_path / "data", "jsonl", rows(100), 2)
     saved = load(path, shuffle_window=100).train.state_dict()
-    with (tmp_path / "data" / "part-1.jsonl").open("a") as file:
-        file.write(json.dumps(rows(1)[0]) + "\n")
-    with pytest.raises(UserError, match="belongs to other data"):
+    load(path, shuffle_window=100).train.load_state_dict(saved)
+    write_rows(tmp_path / "data" / "part-1.jsonl", [{**row, "answer": "1"} for row in rows(50)])
+    with pytest.raises(UserError, match="belongs to other data: fingerprint"):
         load(path, shuffle_window=100).train.load_state_dict(saved)
