@@ -450,3 +450,19 @@ def test_unpacked_blocks_are_bounded(tmp_path, small_blocks):
     assert 1000 < opened.num_bytes <= 3000
     assert sum(num_bytes for _, num_bytes in opened._held.values()) == opened.num_bytes
     assert found.rows(0) == found.rows(0)
+
+
+def test_a_large_row_group_is_read_in_pages(tmp_path, monkeypatch):
+    """A whole column of it is never in memory."""
+    path = tmp_path / "a.parquet"
+    values = [random.Random(n).randbytes(4000) for n in range(5000)]
+    pyarrow.parquet.write_table(pyarrow.table({"a": values}), path, use_dictionary=False)
+    monkeypatch.setattr(blocks, "_BATCH_BYTES", 2**20)
+    monkeypatch.setitem(blocks._IN_PAGES, "buffer_size", 2**18)
+    before = pyarrow.total_allocated_bytes()
+    found = SourceIndex.build(source(path), max_open_bytes=2**20)
+    for number, row in enumerate(found._parts[0].walk()):
+        assert row.columns == {"a": values[number]}
+        if number % 500 == 0:
+            assert pyarrow.total_allocated_bytes() - before < 8 * 2**20
+    assert number == 4999

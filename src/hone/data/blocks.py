@@ -32,8 +32,8 @@ size. Each takes 32 KiB."""
 _BATCH_BYTES = 16 * 2**20
 _BATCH_ROWS = 4096
 """Bytes and rows of a row group that are turned into Python's values at once."""
-_BUFFER_BYTES = 8 * 2**20
-"""What is read at once of a column of a row group that is too large to keep, in bytes."""
+_IN_PAGES: dict[str, Any] = {"buffer_size": 2**23, "pre_buffer": False}
+"""How a row group is read that is too large to keep: so many bytes of a column at once."""
 _HANDLE_BYTES = 2**20
 """What an open file counts among unpacked blocks, in bytes."""
 
@@ -158,7 +158,7 @@ def _verify(file: DataFile, opened: OpenBlocks) -> None:
 
 class _LineBlocks:
     def __init__(self, file: DataFile, opened: OpenBlocks) -> None:
-        self.file, self._opened = file, opened
+        self.file, self._opened, self._folder = file, opened, file.folder
 
     def scan(self) -> Iterator[Block]:
         with _unpacked(self.file) as content:
@@ -207,7 +207,7 @@ class _LineBlocks:
 
     def _row(self, number: int, line: bytes) -> SourceRow:
         location = f"{self.file.name}, line {number}"
-        return json_row(parse_json(decode(line, location), location), location, self.file.folder)
+        return json_row(parse_json(decode(line, location), location), location, self._folder)
 
 
 class _GzipLineBlocks(_LineBlocks):
@@ -254,7 +254,7 @@ class _GzipLineBlocks(_LineBlocks):
 
 class _ArrayBlocks:
     def __init__(self, file: DataFile, opened: OpenBlocks) -> None:
-        self.file, self._opened = file, opened
+        self.file, self._opened, self._folder = file, opened, file.folder
 
     def scan(self) -> Iterator[Block]:
         if values := self._held():
@@ -282,7 +282,7 @@ class _ArrayBlocks:
         return parse_json(decode(data, self.file.name), self.file.name)
 
     def _row(self, number: int, value: Any) -> SourceRow:
-        return json_row(value, f"{self.file.name}, row {number + 1}", self.file.folder)
+        return json_row(value, f"{self.file.name}, row {number + 1}", self._folder)
 
 
 def _is_blank(line: bytes) -> bool:
@@ -295,7 +295,7 @@ def _is_blank(line: bytes) -> bool:
 
 class _ParquetBlocks:
     def __init__(self, file: DataFile, opened: OpenBlocks) -> None:
-        self.file, self._opened = file, opened
+        self.file, self._opened, self._folder = file, opened, file.folder
 
     def scan(self) -> Iterator[Block]:
         with self._reading() as parquet:
@@ -374,9 +374,9 @@ class _ParquetBlocks:
         sizes = (footer.row_group(n).total_byte_size for n in range(footer.num_row_groups))
         if max(sizes, default=0) > self._opened.max_bytes:
             # Page by page: else a column of a row group comes as a whole.
-            parquet = parquet_file(content, metadata=footer, buffer_size=_BUFFER_BYTES)
+            parquet = parquet_file(content, metadata=footer, **_IN_PAGES)
         return parquet, _HANDLE_BYTES
 
     def _row(self, number: int, columns: dict[str, Any]) -> SourceRow:
         location = f"{self.file.name}, row {number + 1}"
-        return SourceRow(columns, location, self.file.folder, is_padded=True)
+        return SourceRow(columns, location, self._folder, is_padded=True)

@@ -58,7 +58,7 @@ _PROGRESS_S = 2.0
 
 
 class SourceIndex:
-    """The blocks of a source, and their rows."""
+    """The blocks of a source, and their rows. One thread may use it at a time."""
 
     def __init__(
         self,
