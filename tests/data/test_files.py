@@ -196,6 +196,12 @@ def test_a_protocol_says_which_package_it_needs(url, message, monkeypatch):
         columns(url)
 
 
+def test_the_hub_that_cannot_be_reached_is_told(monkeypatch):
+    monkeypatch.setattr(files, "unreachable", lambda: "no route to it")
+    with pytest.raises(UserError, match=r"cannot read hf://datasets/a/b/c.jsonl: no route to it"):
+        columns("hf://datasets/a/b/c.jsonl")
+
+
 def test_a_server_that_fails_every_third_read(server, caplog):
     server.fails = lambda number: None if number % 3 else (503, "cut off")[number // 3 % 2]
     server.files = {
@@ -217,12 +223,14 @@ def test_a_server_that_fails_every_third_read(server, caplog):
 
 
 def test_a_server_that_always_fails(server):
-    server.files = {"a.jsonl": LINES}
+    server.files = {"a.jsonl": LINES, "a.jsonl.gz": LINES, "a.parquet": parquet_bytes(ROWS)}
     server.fails = lambda number: 500
-    url = server.url("a.jsonl")
-    with pytest.raises(UserError, match=rf"cannot read {url} at byte 0: 5 attempts failed .*500"):
-        columns(url)
-    assert server.num_reads == 5
+    for name in server.files:
+        url, server.num_reads = server.url(name), 0
+        told = rf"cannot read {url} at byte [\d,]+: 5 attempts failed .*500"
+        with pytest.raises(UserError, match=told):
+            columns(url)
+        assert server.num_reads == 5, name
 
 
 def test_the_place_of_a_failure_is_told(server):

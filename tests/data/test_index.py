@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hone.data import blocks, index
+from hone.data import blocks, index, parquet
 from hone.data.index import BLOCK, SourceIndex
 from hone.data.settings import SourceConfig
 from hone.data.sources import count_rows, iter_source, read_source
@@ -100,24 +100,24 @@ def test_random_lines_in_small_blocks(tmp_path, small_blocks):
 
 PLANTED = {
     "a block begins a byte late": (
-        blocks._LineBlocks,
+        blocks.LineBlocks,
         "_read",
         lambda real: (
             lambda self, block: real(self, block._replace(place=block.place + (block.place > 0)))
         ),
     ),
     "a block ends a byte early": (
-        blocks._LineBlocks,
+        blocks.LineBlocks,
         "_read",
         lambda real: lambda self, block: real(self, block)[:-2],
     ),
     "the first line of the second block is lost": (
-        blocks._LineBlocks,
+        blocks.LineBlocks,
         "_lines",
         lambda real: lambda self, block: (real(self, block)[0][block.place > 0 :], 0),
     ),
     "lines are counted without blank ones": (
-        blocks._LineBlocks,
+        blocks.LineBlocks,
         "scan",
         lambda real: lambda self: (x._replace(line=x.row + 1) for x in real(self)),
     ),
@@ -245,9 +245,9 @@ def test_of_a_large_row_group_rows_are_read_up_to_the_one_asked_for(tmp_path, mo
     path = tmp_path / "a.parquet"
     rows = [{"a": f"{n:05}" * 40} for n in range(5000)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, use_dictionary=False)
-    monkeypatch.setattr(blocks, "_BATCH_BYTES", 50_000)
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 50_000)
     found = SourceIndex.build(source(path), max_open_bytes=100_000)
-    parquet = pyarrow.parquet.ParquetFile(path)
+    footer = pyarrow.parquet.ParquetFile(path).metadata
     batches = []
     real = pyarrow.parquet.ParquetFile.iter_batches
 
@@ -257,7 +257,7 @@ def test_of_a_large_row_group_rows_are_read_up_to_the_one_asked_for(tmp_path, mo
             yield batch
 
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", count)
-    assert parquet.metadata.num_row_groups == 1
+    assert footer.num_row_groups == 1
     assert [row.columns for row in found.rows(0, [700, 3])] == [rows[700], rows[3]]
     assert 700 < sum(batches) < 1500
     assert [row.columns for row in found.rows(0)] == rows
@@ -347,13 +347,13 @@ def shards(tmp_path):
 def scans(monkeypatch):
     """The files that have been scanned from now on."""
     scanned = []
-    real = blocks._LineBlocks.scan
+    real = blocks.LineBlocks.scan
 
     def scan(self):
         scanned.append(Path(self.file.name).name)
         return real(self)
 
-    monkeypatch.setattr(blocks._LineBlocks, "scan", scan)
+    monkeypatch.setattr(blocks.LineBlocks, "scan", scan)
     return scanned
 
 
@@ -450,3 +450,19 @@ def test_unpacked_blocks_are_bounded(tmp_path, small_blocks):
     assert 1000 < opened.num_bytes <= 3000
     assert sum(num_bytes for _, num_bytes in opened._held.values()) == opened.num_bytes
     assert found.rows(0) == found.rows(0)
+
+
+def test_a_large_row_group_is_read_in_pages(tmp_path, monkeypatch):
+    """A whole column of it is never in memory."""
+    path = tmp_path / "a.parquet"
+    values = [random.Random(n).randbytes(4000) for n in range(5000)]
+    pyarrow.parquet.write_table(pyarrow.table({"a": values}), path, use_dictionary=False)
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 2**20)
+    monkeypatch.setitem(parquet._IN_PAGES, "buffer_size", 2**18)
+    before = pyarrow.total_allocated_bytes()
+    found = SourceIndex.build(source(path), max_open_bytes=2**20)
+    for number, row in enumerate(found._parts[0].walk()):
+        assert row.columns == {"a": values[number]}
+        if number % 500 == 0:
+            assert pyarrow.total_allocated_bytes() - before < 8 * 2**20
+    assert number == 4999

@@ -155,7 +155,7 @@ def test_R22_planted_counting_without_blank_lines_turns_red(tmp_path, monkeypatc
             location = f"{path}, line {number}"
             yield SourceRow(parse_json(line, location), location)
 
-    monkeypatch.setattr(blocks._LineBlocks, "walk", skips_blanks)
+    monkeypatch.setattr(blocks.LineBlocks, "walk", skips_blanks)
     with pytest.raises(AssertionError):
         check_bad_file(tmp_path, "after a blank line")
 

@@ -1,7 +1,7 @@
-"""Blocks of rows, by format: where those of a file lie, and the rows of one.
+"""Blocks of rows: what every format offers, and those of JSON.
 
-A block is a row group of a Parquet file, some lines of a file of JSON lines, or a whole JSON array.
-`Blocks` is what all formats offer.
+A block is a row group of a Parquet file (`hone.data.parquet`), some lines of a file of JSON lines,
+a whole JSON array, or rows of a data set of `datasets` (`hone.data.tables`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,24 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 from hone.data.files import DataFile, open_file, read_part, require_unchanged
-from hone.data.rows import BYTE_ORDER_MARK, SourceRow, decode, json_row, parse_json, shorten
+from hone.data.rows import BYTE_ORDER_MARK, SourceRow, decode, json_row, parse_json
 from hone.errors import UserError
 from hone.extras import import_extra
-from hone.paths import data_suffix
 
-__all__ = ["Block", "Blocks", "OpenBlocks", "blocks_of", "import_pyarrow", "is_array"]
+__all__ = [
+    "HANDLE_BYTES",
+    "ArrayBlocks",
+    "Block",
+    "Blocks",
+    "GzipLineBlocks",
+    "LineBlocks",
+    "OpenBlocks",
+    "is_array",
+    "verify",
+]
 
 _BLOCK_BYTES = 2**20
 """Bytes of lines that make a block, in bytes."""
@@ -29,12 +37,7 @@ _SPACING_BYTES = 2**20
 _MOST_SPACINGS = 1024
 """Access points of a compressed file are so many bytes apart, and in a large one a share of its
 size. Each takes 32 KiB."""
-_BATCH_BYTES = 16 * 2**20
-_BATCH_ROWS = 4096
-"""Bytes and rows of a row group that are turned into Python's values at once."""
-_BUFFER_BYTES = 8 * 2**20
-"""What is read at once of a column of a row group that is too large to keep, in bytes."""
-_HANDLE_BYTES = 2**20
+HANDLE_BYTES = 2**20
 """What an open file counts among unpacked blocks, in bytes."""
 
 
@@ -95,19 +98,6 @@ class OpenBlocks:
         return self._held[key][0]
 
 
-def blocks_of(file: DataFile, opened: OpenBlocks, access_points: Callable[[], bytes]) -> Blocks:
-    """The blocks of a file by its suffix. `access_points` gives those of an index; where it gives
-    none they are made."""
-    suffix = data_suffix(file.name) or ""
-    if suffix == ".parquet":
-        return _ParquetBlocks(file, opened)
-    if suffix in (".json", ".json.gz") and is_array(file):
-        return _ArrayBlocks(file, opened)
-    if suffix.endswith(".gz"):
-        return _GzipLineBlocks(file, opened, access_points)
-    return _LineBlocks(file, opened)
-
-
 def is_array(file: DataFile) -> bool:
     """Whether a file is one JSON array, which can only be parsed as a whole. Many `.json` data sets
     are JSON lines instead."""
@@ -116,14 +106,6 @@ def is_array(file: DataFile) -> bool:
             if text := head.removeprefix(BYTE_ORDER_MARK).lstrip():
                 return text.startswith(b"[")
     return False
-
-
-def import_pyarrow() -> Any:
-    """pyarrow with its Parquet reader; JSON files do not need it."""
-    import_extra("pyarrow", module="pyarrow.parquet", needed_by="this source")
-    import pyarrow
-
-    return pyarrow
 
 
 @contextmanager
@@ -144,7 +126,7 @@ def _unpacked(file: DataFile, *, in_order: bool = True) -> Generator[BinaryIO]:
             ) from error
 
 
-def _verify(file: DataFile, opened: OpenBlocks) -> None:
+def verify(file: DataFile, opened: OpenBlocks) -> None:
     """Raise UserError where a file has changed. A server is asked once as long as the answer stays
     in `opened`, this host each time."""
     if file.is_remote:
@@ -156,9 +138,11 @@ def _verify(file: DataFile, opened: OpenBlocks) -> None:
 # -- JSON -----------------------------------------------------------------------------------------
 
 
-class _LineBlocks:
+class LineBlocks:
+    """Lines of a file of JSON lines, a MiB in each block."""
+
     def __init__(self, file: DataFile, opened: OpenBlocks) -> None:
-        self.file, self._opened = file, opened
+        self.file, self._opened, self._folder = file, opened, file.folder
 
     def scan(self) -> Iterator[Block]:
         with _unpacked(self.file) as content:
@@ -202,15 +186,17 @@ class _LineBlocks:
         return rows, block.num_bytes + 128 * len(rows)
 
     def _read(self, block: Block) -> bytes:
-        _verify(self.file, self._opened)
+        verify(self.file, self._opened)
         return read_part(self.file, block.place, block.num_bytes)
 
     def _row(self, number: int, line: bytes) -> SourceRow:
         location = f"{self.file.name}, line {number}"
-        return json_row(parse_json(decode(line, location), location), location, self.file.folder)
+        return json_row(parse_json(decode(line, location), location), location, self._folder)
 
 
-class _GzipLineBlocks(_LineBlocks):
+class GzipLineBlocks(LineBlocks):
+    """The same of a compressed file, whose places are those of the unpacked one."""
+
     def __init__(
         self, file: DataFile, opened: OpenBlocks, access_points: Callable[[], bytes]
     ) -> None:
@@ -231,7 +217,7 @@ class _GzipLineBlocks(_LineBlocks):
         return content.getvalue()
 
     def _read(self, block: Block) -> bytes:
-        _verify(self.file, self._opened)
+        verify(self.file, self._opened)
         text = self._opened.get((self.file.name, "unpacked"), self._opened_at_points)
         text.seek(block.place)
         data = text.read(block.num_bytes)
@@ -243,7 +229,7 @@ class _GzipLineBlocks(_LineBlocks):
         points = self._known_points() or self.access_points()
         text = self._open()
         text.import_index(fileobj=io.BytesIO(points))
-        return text, _HANDLE_BYTES + len(points)
+        return text, HANDLE_BYTES + len(points)
 
     def _open(self) -> Any:
         indexed_gzip = import_extra("indexed_gzip", needed_by=f"an index of {self.file.name}")
@@ -252,9 +238,11 @@ class _GzipLineBlocks(_LineBlocks):
         return indexed_gzip.IndexedGzipFile(fileobj=content, spacing=spacing)
 
 
-class _ArrayBlocks:
+class ArrayBlocks:
+    """A JSON array, which is one block and is parsed as a whole."""
+
     def __init__(self, file: DataFile, opened: OpenBlocks) -> None:
-        self.file, self._opened = file, opened
+        self.file, self._opened, self._folder = file, opened, file.folder
 
     def scan(self) -> Iterator[Block]:
         if values := self._held():
@@ -282,101 +270,9 @@ class _ArrayBlocks:
         return parse_json(decode(data, self.file.name), self.file.name)
 
     def _row(self, number: int, value: Any) -> SourceRow:
-        return json_row(value, f"{self.file.name}, row {number + 1}", self.file.folder)
+        return json_row(value, f"{self.file.name}, row {number + 1}", self._folder)
 
 
 def _is_blank(line: bytes) -> bool:
     """Whether a line has nothing but white space, that of Unicode included."""
     return line[:1] != b"{" and not line.decode(errors="replace").strip()
-
-
-# -- Parquet --------------------------------------------------------------------------------------
-
-
-class _ParquetBlocks:
-    def __init__(self, file: DataFile, opened: OpenBlocks) -> None:
-        self.file, self._opened = file, opened
-
-    def scan(self) -> Iterator[Block]:
-        with self._reading() as parquet:
-            row = 0
-            for number in range(parquet.metadata.num_row_groups):
-                group = parquet.metadata.row_group(number)
-                if group.num_rows:
-                    yield Block(number, row, 0, group.num_rows, group.total_byte_size)
-                row += group.num_rows
-
-    def walk(self) -> Iterator[SourceRow]:
-        for block in self.scan():
-            for number, columns in enumerate(self._in_order(block), start=block.row):
-                yield self._row(number, columns)
-
-    def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:
-        if block.num_bytes > self._opened.max_bytes:
-            values = self._from_large(block, numbers)
-        else:
-            with self._reading():
-                key = (self.file.name, block.place)
-                table = self._opened.get(key, lambda: self._table(block))
-                if numbers is None:
-                    values = table.slice(0, block.num_rows).to_pylist()
-                else:
-                    values = [table.slice(number, 1).to_pylist()[0] for number in numbers]
-        wanted = range(block.num_rows) if numbers is None else numbers
-        return [self._row(block.row + n, row) for n, row in zip(wanted, values, strict=True)]
-
-    def access_points(self) -> bytes:
-        return b""
-
-    def _in_order(self, block: Block) -> Iterator[dict[str, Any]]:
-        """The rows of a block, a few of which are in memory at once."""
-        fitting = _BATCH_BYTES * block.num_rows // max(1, block.num_bytes)
-        batch_rows = min(max(1, fitting), _BATCH_ROWS)
-        with self._reading() as parquet:
-            batches = parquet.iter_batches(batch_rows, row_groups=[block.place])
-            yield from islice(
-                chain.from_iterable(batch.to_pylist() for batch in batches), block.num_rows
-            )
-
-    def _from_large(self, block: Block, numbers: Sequence[int] | None) -> list[dict[str, Any]]:
-        """Rows of a block that is too large to keep, read up to the last one that is wanted."""
-        _verify(self.file, self._opened)
-        if numbers is None:
-            return list(self._in_order(block))
-        wanted = set(numbers)
-        head = enumerate(islice(self._in_order(block), max(wanted, default=-1) + 1))
-        found = {number: row for number, row in head if number in wanted}
-        return [found[number] for number in numbers]
-
-    def _table(self, block: Block) -> tuple[Any, int]:
-        _verify(self.file, self._opened)
-        with self._reading() as parquet:
-            table = parquet.read_row_group(block.place)
-        return table, table.nbytes
-
-    @contextmanager
-    def _reading(self) -> Generator[Any]:
-        """The open file. Raises UserError where it cannot be read."""
-        pyarrow = import_pyarrow()
-        try:
-            yield self._opened.get((self.file.name, "open"), self._open)
-        except (pyarrow.ArrowException, OSError) as error:
-            problem = shorten(str(error), 200)
-            raise UserError(f"cannot read {self.file.name} as Parquet: {problem}") from error
-
-    def _open(self) -> tuple[Any, int]:
-        parquet_file = import_pyarrow().parquet.ParquetFile
-        require_unchanged(self.file)
-        is_remote = self.file.is_remote
-        content = open_file(self.file, in_order=False) if is_remote else self.file.name
-        parquet = parquet_file(content, pre_buffer=is_remote)
-        footer = parquet.metadata
-        sizes = (footer.row_group(n).total_byte_size for n in range(footer.num_row_groups))
-        if max(sizes, default=0) > self._opened.max_bytes:
-            # Page by page: else a column of a row group comes as a whole.
-            parquet = parquet_file(content, metadata=footer, buffer_size=_BUFFER_BYTES)
-        return parquet, _HANDLE_BYTES
-
-    def _row(self, number: int, columns: dict[str, Any]) -> SourceRow:
-        location = f"{self.file.name}, row {number + 1}"
-        return SourceRow(columns, location, self.file.folder, is_padded=True)

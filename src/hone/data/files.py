@@ -22,6 +22,7 @@ from hone.data.rows import shorten
 from hone.data.settings import SourceBase
 from hone.errors import UserError
 from hone.extras import import_extra
+from hone.hub import unreachable
 from hone.paths import (
     DATA_SUFFIXES,
     SAVED_DATASET_FILES,
@@ -228,11 +229,13 @@ def _tag(info: dict[str, Any]) -> str:
 
 def _file_system(url: str) -> tuple[Any, str]:
     """The file system of `fsspec` for a URL, and the path there. Raises UserError where it needs a
-    package that is missing."""
+    package that is missing, and where the hub cannot be reached."""
     import fsspec
 
     if (package := package_for(url)) is not None:
         import_extra(package, needed_by=f"reading {url}")
+    if url.startswith("hf://") and (reason := unreachable()) is not None:
+        raise UserError(f"cannot read {url}: {reason}")
     try:
         return fsspec.url_to_fs(url)
     except (ValueError, ImportError) as error:
@@ -319,6 +322,8 @@ def _failures() -> tuple[type[Exception], ...]:
         ("aiohttp", "ClientError"),
         ("botocore.exceptions", "BotoCoreError"),
         ("gcsfs.retry", "HttpError"),
+        ("httpx", "HTTPError"),  # of huggingface_hub
+        ("httpx2", "HTTPError"),
     )
     own = [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
     return (OSError, *own)
@@ -326,5 +331,6 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _is_final(error: Exception) -> bool:
     """Whether a server has refused a request for good."""
-    status = getattr(error, "status", None)
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)

@@ -25,14 +25,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hone.data.blocks import Block, Blocks, OpenBlocks, blocks_of
+from hone.data.blocks import (
+    ArrayBlocks,
+    Block,
+    Blocks,
+    GzipLineBlocks,
+    LineBlocks,
+    OpenBlocks,
+    is_array,
+)
 from hone.data.files import DataFile, find_files
 from hone.data.order import BlockSizes
+from hone.data.parquet import ParquetBlocks
 from hone.data.rows import SourceRow
 from hone.data.settings import SourceBase
 from hone.data.tables import TableBlocks, load_hub, load_saved
 from hone.errors import UserError
-from hone.paths import is_saved_dataset, is_url, local_path, must_be_local
+from hone.paths import data_suffix, is_saved_dataset, is_url, local_path, must_be_local
 
 __all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "count", "walk"]
 
@@ -58,7 +67,7 @@ _PROGRESS_S = 2.0
 
 
 class SourceIndex:
-    """The blocks of a source, and their rows."""
+    """The blocks of a source, and their rows. One thread may use it at a time."""
 
     def __init__(
         self,
@@ -184,7 +193,20 @@ def _parts(files: Sequence[DataFile], opened: OpenBlocks, kept: Path | None) -> 
     def points_of(number: int) -> Callable[[], bytes]:
         return lambda: b"" if kept is None else _access_points(kept, number)
 
-    return [blocks_of(file, opened, points_of(number)) for number, file in enumerate(files)]
+    return [_blocks_of(file, opened, points_of(number)) for number, file in enumerate(files)]
+
+
+def _blocks_of(file: DataFile, opened: OpenBlocks, access_points: Callable[[], bytes]) -> Blocks:
+    """The blocks of a file by its suffix. `access_points` gives those of an index; where it gives
+    none they are made."""
+    suffix = data_suffix(file.name) or ""
+    if suffix == ".parquet":
+        return ParquetBlocks(file, opened)
+    if suffix in (".json", ".json.gz") and is_array(file):
+        return ArrayBlocks(file, opened)
+    if suffix.endswith(".gz"):
+        return GzipLineBlocks(file, opened, access_points)
+    return LineBlocks(file, opened)
 
 
 def _scan(source: SourceBase, parts: Iterable[Blocks]) -> Iterator[tuple[int, Block]]:

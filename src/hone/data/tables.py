@@ -7,8 +7,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from hone.data.blocks import Block, import_pyarrow
+from hone.data.blocks import Block
 from hone.data.files import DataFile
+from hone.data.parquet import import_pyarrow
 from hone.data.rows import SourceRow, shorten
 from hone.data.settings import SourceBase
 from hone.errors import UserError
