@@ -37,8 +37,8 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext
 from hone.attention.recurrent import convolution, delta_rule, kernels
 from hone.attention.recurrent.delta_rule import Tokens
-from hone.attention.recurrent.launches import use_found
-from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
+from hone.attention.recurrent.launches import use_found_launches
+from hone.attention.recurrent.mixing import DeltaHeads, DeltaInputs, mix
 from hone.families.registry import inputs_of
 from hone.models.contents import follow_inputs
 from hone.segments import Segment, SegmentLevel, SegmentPlan, plan_segments
@@ -203,7 +203,7 @@ class Layer:
         tokens = draw_tokens(num_tokens, heads)
         channels = torch.cat([x.flatten(1) for x in (tokens.q, tokens.k, tokens.v)], 1)
         leaves = (channels, tokens.g, tokens.beta)
-        self.inputs = Mixed(*(x.requires_grad_() for x in leaves))
+        self.inputs = DeltaInputs(*(x.requires_grad_() for x in leaves))
         num_channels = channels.shape[1]
         self.weight = torch.randn(
             num_channels, 4, device=DEVICE, dtype=torch.bfloat16, requires_grad=True
@@ -382,7 +382,7 @@ def speed(run: Run) -> None:
 
 def main() -> None:
     run = Run(__doc__, SECTIONS, seconds=240)
-    use_found(DEVICE)
+    use_found_launches(DEVICE)
     work = (rule, convolutions, waits, passes, chunks, layer_times, speed)
     sys.exit(run.go({name: partial(part, run) for name, part in zip(SECTIONS, work, strict=True)}))
 
