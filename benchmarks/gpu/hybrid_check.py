@@ -49,9 +49,7 @@ from hone.types import MicroBatch, Row
 SECTIONS = ("rule", "convolution", "waits", "passes", "chunks", "layer", "speed")
 DEVICE = torch.device("cuda")
 LENGTHS = {"uneven": [1, 63, 64, 65, 700, 2], "one": [2048], "many": [129] * 30}
-HEADS = {
-    "0.8B": DeltaHeads(num_key_heads=16, num_value_heads=16, key_dim=128, value_dim=128),
-    "9B": DeltaHeads(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
+HEADS = hybrid_decode_check.HEADS | {
     "27B": DeltaHeads(num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128),
     "narrow": DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=32, value_dim=64),
 }
@@ -115,7 +113,7 @@ def differentiate(
 
 
 def draw_tokens(num_tokens: int, heads: DeltaHeads) -> Tokens:
-    """As a layer gives them: in bfloat16, decays in float32."""
+    """Random inputs in the dtypes that a layer gives: bfloat16, and float32 for decays."""
     draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
     shape = num_tokens, heads.num_value_heads
     return Tokens(
