@@ -40,6 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hone.attention.context import PagedContext
 from hone.attention.kernel_launch import launch, next_power_of_2
 from hone.attention.recurrent.delta_net import DeltaNet
+from hone.attention.recurrent.delta_rule import UNIT_EPS
 from hone.attention.recurrent.mixing import DeltaHeads
 
 __all__ = ["Tuning", "choose_tuning", "is_served", "mix_heads"]
@@ -49,6 +50,7 @@ MAX_HEAD_DIM = 128
 MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 
+_UNIT_EPS = tl.constexpr(UNIT_EPS)
 SOFTPLUS_IS_LINEAR = tl.constexpr(20.0)
 """From here on torch's softplus is the identity."""
 
@@ -268,7 +270,7 @@ def _add_pairs(
 
 @triton.jit
 def _unit(x: tl.tensor) -> tl.tensor:
-    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+    return x * tl.rsqrt(tl.sum(x * x, 0) + _UNIT_EPS)
 
 
 @triton.jit

@@ -35,8 +35,8 @@ class DeltaNet:
 
     @classmethod
     def of(cls, module: Any) -> Self:
-        """Those of a gated delta net of transformers. Numbers of heads follow from the sizes of
-        parameters, of which ranks may have shares."""
+        """The parameters of a gated delta net of transformers. Numbers of heads follow from the
+        sizes of parameters, of which ranks may have shares."""
         num_value_heads, value_dim = len(module.A_log), len(module.norm.weight)
         num_channels, key_dim = len(module.conv1d.weight), module.head_k_dim
         num_keys = num_channels - num_value_heads * value_dim

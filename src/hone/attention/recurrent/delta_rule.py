@@ -24,14 +24,15 @@ from torch import Tensor
 
 from hone.segments import CHUNK
 
-__all__ = ["Tokens", "chunked", "log_decay", "step", "unit"]
+__all__ = ["UNIT_EPS", "Tokens", "chunked", "log_decay", "step", "unit"]
 
-_EPS = 1e-6
+UNIT_EPS = 1e-6
+"""What transformers and `fla` add to the squared norm of a query or key."""
 
 
 def unit(x: Tensor) -> Tensor:
     """Vectors along the last dimension over their norms, as transformers and `fla` round them."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def log_decay(a: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
