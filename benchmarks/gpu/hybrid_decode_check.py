@@ -41,7 +41,7 @@ from hone.attention import PackedContext, PagedContext
 from hone.attention.recurrent import decode_kernel
 from hone.attention.recurrent.decode_kernel import Tuning
 from hone.attention.recurrent.mixing import DeltaHeads
-from hone.families.registry import inputs_of
+from hone.families.registry import spec_of
 from hone.families.spec import RecurrentLayers
 from hone.models.contents import follow_inputs
 from hone.models.decoder import alias_module, hidden_states
@@ -261,8 +261,7 @@ def all_mixed(steps: Sequence[Step], tuning: Tuning) -> None:
 
 
 def recurrent_layers(config: Any) -> RecurrentLayers | None:
-    is_hybrid = inputs_of(config).has_states
-    return RecurrentLayers.of(config.to_dict()) if is_hybrid else None
+    return spec_of(config.model_type).recurrent_layers(config.to_dict())
 
 
 @dataclass
