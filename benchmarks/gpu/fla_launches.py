@@ -1,11 +1,11 @@
 """Searches the launch parameters of the kernels of `fla-core` for gated delta nets.
 
-    python -m benchmarks.gpu.fla_launches FOLDER [--heads 0.8B]
+    python -m benchmarks.gpu.fla_launches FOLDER [--heads 0.8B] [--kernels NAME ...]
 
 Writes a file for each kernel into FOLDER, in the format that the package reads
-(`hone.attention.recurrent.launches`), and prints what each variant takes. Variants are compiled by
-several processes, then measured by one, on forward and backward of 16,384 tokens whose segments
-begin with states.
+(`hone.attention.recurrent.launches`), and prints the time of its three fastest variants and of the
+slowest. Variants are compiled by several processes, then measured by one, on forward and backward
+of 16,384 tokens.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-os.environ["FLA_CACHE_MODE"] = "disabled"
+os.environ["FLA_CACHE_MODE"] = "disabled"  # read when the package is imported, below
 
 WORKERS = 14
+"""Processes that compile; the machine of the measurements has 16 cores."""
 LENGTHS = [1024] * 16
 
 
 def autotuners() -> list[Any]:
-    """Those of all modules that are imported. Several kernels have the same name, of which this
-    process calls one."""
+    """The kernels with variants in all imported modules of the package. Several have the same name,
+    of which this process calls one."""
     from triton.runtime.autotuner import Autotuner
 
     found: dict[int, Any] = {}
@@ -48,15 +49,15 @@ def autotuners() -> list[Any]:
     return list(found.values())
 
 
-def keep_one_variant(but: Sequence[str]) -> None:
-    """Of all kernels that are not to be searched."""
+def keep_one_variant(searched: Sequence[str]) -> None:
+    """Leave one variant to each kernel that is not among the `searched` ones; none: search all."""
     for kernel in autotuners():
-        if but and kernel.base_fn.__name__ not in but:
+        if searched and kernel.base_fn.__name__ not in searched:
             kernel.configs = kernel.configs[:1]
 
 
 def compute(name: str) -> None:
-    """All kernels once: without gradients, then forward and backward, from zero and from states."""
+    """Call all kernels: forward and backward of the rule from states, and of a layer from zero."""
     import torch
     from benchmarks.gpu.hybrid_check import HEADS, Layer, draw_tokens, of_kernels, rows_plan
 
@@ -74,7 +75,8 @@ def compute(name: str) -> None:
 
 
 def compile_some(number: int, name: str, kernels: Sequence[str]) -> str:
-    """Each `WORKERS`th variant of each kernel. Empty, or why it cannot be."""
+    """Compile each `WORKERS`th variant of each kernel, from variant `number` on. Returns an empty
+    text, or why one cannot be compiled."""
     from hone.attention.recurrent import fla_convolution, fla_rule  # noqa: F401
 
     keep_one_variant(kernels)
@@ -88,6 +90,7 @@ def compile_some(number: int, name: str, kernels: Sequence[str]) -> str:
 
 
 def write(folder: Path, kernels: Sequence[str]) -> None:
+    """Write and print what was found for `kernels`; none: for all."""
     import torch
     import triton
 
@@ -123,7 +126,7 @@ def _first(times: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--heads", default="0.8B")
+    parser.add_argument("--heads", default="0.8B", help="of which model (`hybrid_check.HEADS`)")
     parser.add_argument("--kernels", nargs="*", default=(), help="these only")
     args = parser.parse_args()
     start = perf_counter()

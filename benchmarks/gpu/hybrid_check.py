@@ -37,8 +37,8 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext
 from hone.attention.recurrent import convolution, delta_rule, kernels
 from hone.attention.recurrent.delta_rule import Tokens
-from hone.attention.recurrent.launches import use_found
-from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
+from hone.attention.recurrent.launches import use_found_launches
+from hone.attention.recurrent.mixing import DeltaHeads, DeltaInputs, mix
 from hone.families.registry import inputs_of
 from hone.models.contents import follow_inputs
 from hone.segments import Segment, SegmentLevel, SegmentPlan, plan_segments
@@ -49,9 +49,7 @@ from hone.types import MicroBatch, Row
 SECTIONS = ("rule", "convolution", "waits", "passes", "chunks", "layer", "speed")
 DEVICE = torch.device("cuda")
 LENGTHS = {"uneven": [1, 63, 64, 65, 700, 2], "one": [2048], "many": [129] * 30}
-HEADS = {
-    "0.8B": DeltaHeads(num_key_heads=16, num_value_heads=16, key_dim=128, value_dim=128),
-    "9B": DeltaHeads(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
+HEADS = hybrid_decode_check.HEADS | {
     "27B": DeltaHeads(num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128),
     "narrow": DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=32, value_dim=64),
 }
@@ -115,7 +113,7 @@ def differentiate(
 
 
 def draw_tokens(num_tokens: int, heads: DeltaHeads) -> Tokens:
-    """As a layer gives them: in bfloat16, decays in float32."""
+    """Random inputs in the dtypes that a layer gives: bfloat16, and float32 for decays."""
     draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
     shape = num_tokens, heads.num_value_heads
     return Tokens(
@@ -203,7 +201,7 @@ class Layer:
         tokens = draw_tokens(num_tokens, heads)
         channels = torch.cat([x.flatten(1) for x in (tokens.q, tokens.k, tokens.v)], 1)
         leaves = (channels, tokens.g, tokens.beta)
-        self.inputs = Mixed(*(x.requires_grad_() for x in leaves))
+        self.inputs = DeltaInputs(*(x.requires_grad_() for x in leaves))
         num_channels = channels.shape[1]
         self.weight = torch.randn(
             num_channels, 4, device=DEVICE, dtype=torch.bfloat16, requires_grad=True
@@ -382,7 +380,7 @@ def speed(run: Run) -> None:
 
 def main() -> None:
     run = Run(__doc__, SECTIONS, seconds=240)
-    use_found(DEVICE)
+    use_found_launches(DEVICE)
     work = (rule, convolutions, waits, passes, chunks, layer_times, speed)
     sys.exit(run.go({name: partial(part, run) for name, part in zip(SECTIONS, work, strict=True)}))
 

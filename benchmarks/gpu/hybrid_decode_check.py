@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from benchmarks.gpu.models import build as build_shape
-from benchmarks.gpu.models import random_model
 from benchmarks.gpu.sections import Run, release
 from benchmarks.gpu.timing import device_ms
 from tests.recurrent.steps import Step, draw_net
@@ -42,7 +41,7 @@ from hone.attention import PackedContext, PagedContext
 from hone.attention.recurrent import decode_kernel
 from hone.attention.recurrent.decode_kernel import Tuning
 from hone.attention.recurrent.mixing import DeltaHeads
-from hone.families.registry import inputs_of
+from hone.families.registry import spec_of
 from hone.families.spec import RecurrentLayers
 from hone.models.contents import follow_inputs
 from hone.models.decoder import alias_module, hidden_states
@@ -58,47 +57,13 @@ BATCHES = (1, 64, 256)
 MAX_CACHE_GB = 100
 WORKERS = 12
 
-_SHARED: dict[str, Any] = {
-    "family": "qwen3_5_text",
-    "vocab_size": 248_320,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "0.8B": {
-        "num_hidden_layers": 24,
-        "hidden_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "intermediate_size": 3584,
-        "linear_num_value_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "9B": {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "intermediate_size": 12_288,
-        "linear_num_value_heads": 32,
-        "tie_word_embeddings": False,
-    },
-}
+MODELS = {"0.8B": "qwen3.5-0.8b", "9B": "qwen3.5-9b"}
+"""Names of their public shapes."""
 PEERS = {"0.8B": "qwen3-0.6b", "9B": "qwen3-8b"}
 """Models with attention in each layer, of about the same size."""
 HEADS = {
-    name: DeltaHeads(
-        num_key_heads=16,
-        num_value_heads=fields["linear_num_value_heads"],
-        key_dim=128,
-        value_dim=128,
-    )
-    for name, fields in MODELS.items()
+    "0.8B": DeltaHeads(num_key_heads=16, num_value_heads=16, key_dim=128, value_dim=128),
+    "9B": DeltaHeads(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
 }
 TUNINGS = (
     Tuning(16, 1),
@@ -120,8 +85,8 @@ TUNINGS = (
 
 
 def build(name: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> PreTrainedModel:
-    """With norms, decays and steps away from where they start."""
-    model = random_model(**(_SHARED | MODELS[name] | fields), dtype=dtype)
+    """One of `MODELS`, with norms, decays and steps away from where they start."""
+    model = build_shape(MODELS[name], dtype=dtype, **fields)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -296,8 +261,7 @@ def all_mixed(steps: Sequence[Step], tuning: Tuning) -> None:
 
 
 def recurrent_layers(config: Any) -> RecurrentLayers | None:
-    is_hybrid = inputs_of(config).has_states
-    return RecurrentLayers.of(config.to_dict()) if is_hybrid else None
+    return spec_of(config.model_type).recurrent_layers(config.to_dict())
 
 
 @dataclass

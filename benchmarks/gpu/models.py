@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hone.attention import ATTENTION_NAME
-from hone.attention.recurrent.launches import use_found
+from hone.attention.recurrent.launches import use_found_launches
 from hone.models.contents import follow_inputs
 from hone.models.decoder import decoder_layers
 from hone.models.tiny import SHAPES
@@ -44,7 +44,7 @@ def random_model(
 ) -> PreTrainedModel:
     """A model of a family with these fields of its config, drawn in bfloat16 whatever `dtype` is,
     so that models that differ in `dtype` alone have the same weights."""
-    use_found(torch.device(device))
+    use_found_launches(torch.device(device))
     config = AutoConfig.for_model(family, **fields)
     torch.manual_seed(0)
     with torch.device(device):

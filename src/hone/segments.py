@@ -48,12 +48,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentLevel:
-    """Segments of a pass that are computed together, since all their initial states are known."""
+    """Segments of a pass that are computed together, since all their initial states are known: s
+    segments with t tokens in c chunks."""
 
     index: Tensor | None  # [t] int64, their tokens in the pass, end to end; None: all, in order
     cu_seqlens: Tensor  # [s + 1] int64, borders of the segments among these tokens
     lengths: tuple[int, ...]  # [s], host copy of the differences of cu_seqlens
-    chunks: Tensor  # [c, 2] int64, of each chunk of `CHUNK` tokens its segment, and which one it is
+    chunks: Tensor  # [c, 2] int64, each chunk's segment in the level, and its number there
     parents: Tensor | None  # [s] int64 into the final states of all earlier levels; None: level 0
 
 

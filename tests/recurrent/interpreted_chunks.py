@@ -34,9 +34,9 @@ CASES = {
 class Draw:
     """Random inputs of one case, in float64."""
 
-    def __init__(self, case: str, seed: int) -> None:
+    def __init__(self, case: str) -> None:
         (self.num_key_heads, num_heads, key_dim, value_dim), lengths, self.tuning = CASES[case]
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         starts = [sum(lengths[:number]) for number in range(len(lengths))]
         segments = [Segment(*x) for x in zip(starts, lengths, strict=True)]
         (self.level,) = plan_segments(segments, torch.as_tensor).levels
@@ -105,7 +105,7 @@ class Draw:
 
 def compare(case: str, dtype: torch.dtype, change: Callable[[Draw], None] | None = None) -> float:
     """The largest distance of the four gradients."""
-    draw = Draw(case, seed=torch.seed() % 2**31)
+    draw = Draw(case)
     expected, values, d_values = draw.expected()
     if change is not None:
         change(draw)

@@ -58,7 +58,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_the_package_reads_them_on_hopper_gpus(environment: pytest.MonkeyPatch):
-    launches.use_found(GPU)
+    launches.use_found_launches(GPU)
     assert variables() == dict(zip(NAMES, ("default", str(launches.FOLDER)), strict=True))
 
 
@@ -73,7 +73,7 @@ def test_nothing_is_set_elsewhere(environment: pytest.MonkeyPatch, reason: str):
     elif reason == "own folder":
         environment.setenv("FLA_CONFIG_DIR", "/mine")
     before = variables()
-    launches.use_found(torch.device("cpu") if reason == "cpu" else GPU)
+    launches.use_found_launches(torch.device("cpu") if reason == "cpu" else GPU)
     assert variables() == before
 
 

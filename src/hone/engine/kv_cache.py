@@ -1,4 +1,4 @@
-"""The KV cache: its size, allocation, sleep and wake."""
+"""The KV cache, with the states of recurrent layers: its size, allocation, sleep and wake."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks and states, awake or asleep."""
+        """Bytes of all tensors, awake or asleep."""
         return sum(_aligned_bytes(*each) for each in self._tensors())
 
     @property

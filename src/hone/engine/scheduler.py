@@ -237,10 +237,12 @@ class Scheduler:
         """Tokens up to `stop` behind which the state of a prefill is kept, each with its row: where
         a published prefix without a snapshot ended, since others may have it too, and the last
         block border that leaves a token to compute. Publishes the blocks in front of them."""
+        if not self.blocks.enable_prefix_caching:
+            return
         size = self.blocks.block_size
         last = (len(sequence.token_ids) - 1) // size * size
         for border in sorted({sequence.num_matched, last}):
-            if not self.blocks.enable_prefix_caching or not sequence.num_computed < border <= stop:
+            if not sequence.num_computed < border <= stop:
                 continue
             self.blocks.publish(sequence, border)
             if sequence.chain in snapshots:

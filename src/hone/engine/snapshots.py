@@ -13,8 +13,8 @@ __all__ = ["Snapshots"]
 
 
 class Snapshots:
-    """Rows by the chain id of the prefix whose state they have (`BlockManager`), in the order of
-    their last use.
+    """The row of each prefix with a stored state, by the prefix's chain id (`BlockManager`), in the
+    order of their last use.
 
     A pass may write each row once, so rows that are taken in a step are not taken again before
     `next_step`. A row that a pass reads may be taken in the same step: all states are read before
@@ -39,7 +39,7 @@ class Snapshots:
         return chain in self._row_of
 
     def use(self, chain: int) -> int:
-        """The row of a prefix that has one."""
+        """The row of a prefix that has one, which is then the one used most recently."""
         self._row_of.move_to_end(chain)
         return self._row_of[chain]
 

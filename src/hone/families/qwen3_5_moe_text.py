@@ -1,6 +1,8 @@
 """The decoder of Qwen3.5 with experts: layers as in `qwen3_5_text`, each with a mixture of experts
 in place of the MLP, and a shared expert behind a gate. Qwen3.6 35B-A3B is a model of the family
-too."""
+too. It has no fused layers and no tensor plan: generation runs transformers' modules, and tensor
+parallelism cannot divide its layers.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_si
 """Sizes in `config.json` that are divided by the number of ranks."""
 
 RECURRENT_DIVIDED_FIELDS = ("linear_num_key_heads", "linear_num_value_heads")
-"""Further ones of a hybrid family."""
+"""Sizes of a hybrid family that are divided besides."""
 
 UNSERVED_FIELDS = (
     "quantization_config",
@@ -263,7 +263,7 @@ class RecurrentLayers:
     """
 
     indices: tuple[int, ...]
-    """Which layers they are."""
+    """Numbers of these layers in the model, from 0, in ascending order."""
     num_key_heads: int
     num_value_heads: int
     """A multiple of the key heads, each of which serves as many value heads."""
@@ -274,7 +274,7 @@ class RecurrentLayers:
 
     @classmethod
     def of(cls, config: Json) -> Self:
-        """Those of a `config.json`. Raises KeyError where a size is missing."""
+        """The layers that a `config.json` describes. Raises KeyError where a size is missing."""
         number = config["num_hidden_layers"]
         every = config.get("full_attention_interval") or 4
         types = config.get("layer_types") or [

@@ -25,7 +25,7 @@ from transformers.core_model_loading import WeightConverter
 
 from hone.attention import ATTENTION_NAME
 from hone.attention.backends import choose_packed_backend
-from hone.attention.recurrent.launches import use_found as use_found_launches
+from hone.attention.recurrent.launches import use_found_launches
 from hone.errors import UserError
 from hone.families.config_values import impossible_values
 from hone.families.registry import SPECS

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder or repository: written, and read by region.
+"""The safetensors files of a Hugging Face folder or repository, read by region.
 
 Only files that hold a model's tensors under the names and in the shapes of its modules are read
 here. Everything else that transformers loads (`.bin` files, formats that it converts) it has to

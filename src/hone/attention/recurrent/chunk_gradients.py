@@ -5,14 +5,17 @@ and the package refuses to run it there (its issue 640); torch 2.11 brings Trito
 computes what that one would. Its loop is unrolled, so that no loads are moved between its products.
 With a newer Triton the package's own backward is used.
 
-Of a chunk with decays G (cumulated, in log), first state h and new values v, outputs and last state
-are, with s = 1 / sqrt(K):
+Of a chunk of L tokens with decays G (cumulated, in log), first state h and new values v, outputs
+and last state are, with s = 1 / sqrt(K):
 
     o_i = s q_i (exp(G_i) h + sum_{j <= i} exp(G_i - G_j) k_j v_j^T)
     h'  = exp(G_L) h + sum_j exp(G_L - G_j) k_j v_j^T
 
-and new values are v = u - w h. Letters: T tokens, C chunks, G key heads, H value heads, K and V
-sizes of a head.
+and new values are v = u - w h. All terms with q_i have the factor exp(G_i), and all terms with k_j
+the factor exp(-G_j), so the gradient of G_i is q_i . dq_i - k_i . dk_i. All of h' has the factor
+exp(G_L), whose gradient h' . dh' comes to G_L.
+
+Letters: T tokens, C chunks, Hk key heads, H value heads, K and V sizes of a head.
 
 This module imports triton.
 """
@@ -41,8 +44,8 @@ __all__ = ["ChunkGradients", "ChunkInputs", "Tuning", "chunk_gradients"]
 class ChunkInputs(NamedTuple):
     """Tokens of segments, end to end, and what their chunks begin and end with; all contiguous."""
 
-    q: Tensor  # [T, G, K], normalised
-    k: Tensor  # [T, G, K], normalised
+    q: Tensor  # [T, Hk, K], normalised
+    k: Tensor  # [T, Hk, K], normalised
     v: Tensor  # [T, H, V], new values
     do: Tensor  # [T, H, V], gradient of the output
     dv: Tensor  # [T, H, V], gradient of the new values, from outputs and later states
@@ -187,7 +190,7 @@ def _chunk_kernel(
     scores = tl.where(seen, scores * between * scale, 0.0).to(k.dtype)
     dq = tl.dot(scores, k, dq * (tl.exp2(decays) * scale)[:, None])
     dk *= tl.where(is_token, tl.exp2(total - decays), 0.0)[:, None]
-    of_end = tl.exp2(total) * of_states + tl.sum(dk * k.to(tl.float32))
+    of_end = tl.exp2(total) * of_states + tl.sum(dk * k.to(tl.float32))  # h' . dh'
     dk = tl.dot(tl.trans(scores), q, dk)
     dg = tl.sum(dq * q.to(tl.float32), 1) - tl.sum(dk * k.to(tl.float32), 1)
     dg += tl.where(number == last, of_end, 0.0)

@@ -40,15 +40,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hone.attention.context import PagedContext
 from hone.attention.kernel_launch import launch, next_power_of_2
 from hone.attention.recurrent.delta_net import DeltaNet
+from hone.attention.recurrent.delta_rule import UNIT_EPS
 from hone.attention.recurrent.mixing import DeltaHeads
 
 __all__ = ["Tuning", "choose_tuning", "is_served", "mix_heads"]
 
 MAX_HEAD_DIM = 128
 """Largest size of a head whose states fit into registers."""
-FEW_PROGRAMS = 132
-"""Programs that are fewer than the multiprocessors of a Hopper GPU."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
 
+_UNIT_EPS = tl.constexpr(UNIT_EPS)
 SOFTPLUS_IS_LINEAR = tl.constexpr(20.0)
 """From here on torch's softplus is the identity."""
 
@@ -62,9 +64,10 @@ class Tuning(NamedTuple):
 
 
 def choose_tuning(heads: DeltaHeads, batch: int) -> Tuning:
-    """Many small tiles fill the device where there are many sequences; whole states by many threads
-    take the shortest time where there are few."""
-    if batch * heads.num_key_heads < FEW_PROGRAMS:
+    """Launch parameters for a `batch` of sequences. Where programs fill the device, small tiles let
+    several share a multiprocessor; where they do not, many threads take a whole state at once. The
+    numbers are guesses: `python -m benchmarks.gpu.hybrid_decode_check tune` times others."""
+    if batch * heads.num_key_heads < MULTIPROCESSORS:
         return Tuning(heads.value_dim, 16)
     return Tuning(min(32, heads.value_dim), 4, max_registers=128)
 
@@ -267,7 +270,7 @@ def _add_pairs(
 
 @triton.jit
 def _unit(x: tl.tensor) -> tl.tensor:
-    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+    return x * tl.rsqrt(tl.sum(x * x, 0) + _UNIT_EPS)
 
 
 @triton.jit

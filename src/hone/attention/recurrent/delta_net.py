@@ -15,7 +15,7 @@ from torch import Tensor
 from hone.attention.context import PagedContext
 from hone.attention.recurrent.delta_rule import log_decay
 from hone.attention.recurrent.layer import gated_rms_norm
-from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
+from hone.attention.recurrent.mixing import DeltaHeads, DeltaInputs, mix
 
 __all__ = ["DeltaNet", "mix_heads"]
 
@@ -35,8 +35,8 @@ class DeltaNet:
 
     @classmethod
     def of(cls, module: Any) -> Self:
-        """Those of a gated delta net of transformers. Numbers of heads follow from the sizes of
-        parameters, of which ranks may have shares."""
+        """The parameters of a gated delta net of transformers. Numbers of heads follow from the
+        sizes of parameters, of which ranks may have shares."""
         num_value_heads, value_dim = len(module.A_log), len(module.norm.weight)
         num_channels, key_dim = len(module.conv1d.weight), module.head_k_dim
         num_keys = num_channels - num_value_heads * value_dim
@@ -62,7 +62,9 @@ def mix_heads(projected: Tensor, net: DeltaNet, context: PagedContext) -> Tensor
     num_heads = net.heads.num_value_heads
     sizes = (len(net.conv), num_heads * net.heads.value_dim, num_heads, num_heads)
     channels, gate, b, a = projected.split(sizes, -1)
-    inputs = Mixed(channels=channels, g=log_decay(a, net.log_rate, net.step_bias), beta=b.sigmoid())
+    inputs = DeltaInputs(
+        channels=channels, g=log_decay(a, net.log_rate, net.step_bias), beta=b.sigmoid()
+    )
     output = mix(inputs, net.conv.squeeze(1), net.heads, net, context)
     gate = gate.unflatten(-1, output.shape[1:])
     return gated_rms_norm(output, gate, net.norm, net.eps).flatten(1)

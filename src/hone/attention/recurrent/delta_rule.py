@@ -8,12 +8,14 @@ A head has a state S [K, V]. For each token, with decay a = exp(g) in (0, 1] and
 
 Queries and keys are divided by their norms first. `chunked` computes the same in chunks of 64
 tokens: inside of a chunk by matrix products (the UT transform of section 3.3), from chunk to chunk
-by the state. Letters: T tokens, S segments, H value heads, K and V sizes of a head.
+by the state. Letters: T tokens, S segments, C chunks, Hk key heads, H value heads, K and V sizes of
+a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -22,19 +24,20 @@ from torch import Tensor
 
 from hone.segments import CHUNK
 
-__all__ = ["Tokens", "chunked", "log_decay", "step", "unit"]
+__all__ = ["UNIT_EPS", "Tokens", "chunked", "log_decay", "step", "unit"]
 
-_EPS = 1e-6
+UNIT_EPS = 1e-6
+"""What transformers and `fla` add to the squared norm of a query or key."""
 
 
 def unit(x: Tensor) -> Tensor:
     """Vectors along the last dimension over their norms, as transformers and `fla` round them."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def log_decay(a: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
-    """Log of the decay, -exp(log_rate) * softplus(a + bias), [T, H], in float32 or wider: of a
-    [T, H], and log_rate and bias [H], the parameters `A_log` and `dt_bias`."""
+    """Log of the decay [T, H], -exp(log_rate) * softplus(a + bias), in float32 or wider. a is
+    [T, H]; log_rate and bias are [H], the parameters `A_log` and `dt_bias`."""
     wide = torch.promote_types(log_rate.dtype, torch.float32)
     return -log_rate.to(wide).exp() * F.softplus(a.to(wide) + bias)
 
@@ -78,18 +81,19 @@ def chunked(
     q, k = (unit(x.to(dtype)).repeat_interleave(repeats, 1) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     counts = [-(-length // CHUNK) for length in lengths]
-    places = _places(lengths, counts, v.device)
-    num_chunks = sum(counts)
+    *starts, num_chunks = accumulate(counts, initial=0)  # number of each segment's first chunk
+    places = _places(lengths, starts, v.device)
 
     def cut(x: Tensor) -> Tensor:
         """Values [T, H, ...] in chunks [C, H, CHUNK, ...], with zeros behind a segment's end."""
         padded = x.new_zeros(num_chunks * CHUNK, *x.shape[1:]).index_copy(0, places, x)
         return padded.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)
 
-    q, k, v_, g, beta = (cut(x.to(dtype)) for x in (q, k, v, g, beta))
+    q, k, values, g, beta = (cut(x.to(dtype)) for x in (q, k, v, g, beta))
     total = g.cumsum(-1)  # log of the decay since the chunk's beginning
+    # Zero for later tokens: before `exp`, which would overflow there, and after it.
     pairs = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-    kb, vb = k * beta[..., None], v_ * beta[..., None]
+    kb, vb = k * beta[..., None], values * beta[..., None]
     system = (kb @ k.mT * pairs).tril(-1)
     solved = torch.linalg.solve_triangular(
         system, torch.cat((vb, kb * total.exp()[..., None]), -1), upper=False, unitriangular=True
@@ -103,26 +107,23 @@ def chunked(
     # From chunk to chunk, for all segments that still have one. Longest first, so that those are
     # always the first ones.
     order = sorted(range(len(counts)), key=lambda number: -counts[number])
-    firsts = [sum(counts[:number]) for number in order]
+    firsts = [starts[number] for number in order]
     shape = (len(counts), v.shape[1], k.shape[-1], v.shape[-1])
-    state = v_.new_zeros(shape) if initial is None else initial.to(dtype)[order]
+    state = values.new_zeros(shape) if initial is None else initial.to(dtype)[order]
     outputs: list[Tensor] = []
     finals: list[Tensor] = []
+    chunks: list[int] = []  # in the order of `outputs`
     for number in range(max(counts)):
         alive = sum(count > number for count in counts)
         finals.append(state[alive:])
         state = state[:alive]
-        c = torch.tensor([first + number for first in firsts[:alive]], device=v.device)
+        now = [first + number for first in firsts[:alive]]
+        chunks += now
+        c = torch.tensor(now, device=v.device)
         new = own[c] - from_state[c] @ state
         outputs.append(decayed_q[c] @ state + inside[c] @ new)
         state = state * ending[c] + decayed_k[c].mT @ new
     finals.append(state)
-    chunks = [
-        first + number
-        for number in range(max(counts))
-        for first, segment in zip(firsts, order, strict=True)
-        if counts[segment] > number
-    ]
     back = torch.empty(num_chunks, dtype=torch.int64)
     back[torch.tensor(chunks)] = torch.arange(num_chunks)
     output = torch.cat(outputs)[back.to(v.device)]
@@ -133,19 +134,8 @@ def chunked(
     return flat[places].to(v.dtype), ended[ranks.to(v.device)]
 
 
-def _places(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Where each token lies among the padded chunks, [T] int64."""
-    places = torch.cat(
-        [
-            torch.arange(length) + start * CHUNK
-            for length, start in zip(lengths, _starts(counts), strict=True)
-        ]
-    )
-    return places.to(device)
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return starts[:-1]
+def _places(lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Tensor:
+    """Where each token lies among the padded chunks, [T] int64. `starts` are the numbers of the
+    segments' first chunks."""
+    parts = zip(lengths, starts, strict=True)
+    return torch.cat([torch.arange(length) + start * CHUNK for length, start in parts]).to(device)

@@ -2,8 +2,8 @@
 """The gated delta rule by the kernels of `fla-core` 0.6, with gradients.
 
 Where the package refuses its own backward (`chunk_gradients`), the same kernels run around the
-part that is computed here instead. Letters: T tokens, S segments, H value heads, K and V sizes of a
-head.
+part that is computed here instead. Letters: T tokens, S segments, Hk key heads, H value heads, K
+and V sizes of a head.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class _Rule(torch.autograd.Function):
 
 
 def _of_key_heads(x: Tensor, keys: Tensor) -> Tensor:
-    """Gradients [T, H, K] of value heads, summed for each of the heads of keys [1, T, G, K]."""
+    """Gradients [T, Hk, K] of key heads: the sums of those [T, H, K] of the value heads that each
+    serves. `keys` are [1, T, Hk, K]."""
     num_key_heads = keys.shape[2]
     if x.shape[1] == num_key_heads:
         return x

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.attention.recurrent.delta_rule import log_decay
-from hone.attention.recurrent.mixing import DeltaHeads, Mixed, mix
+from hone.attention.recurrent.mixing import DeltaHeads, DeltaInputs, mix
 
 __all__ = [
     "DeltaWeights",
@@ -52,7 +52,8 @@ def set_heads(module: nn.Module, *, num_key_heads: int, num_value_heads: int) ->
 
 
 class DeltaWeights(NamedTuple):
-    """The weights of a gated delta net outside of its linear layers, of this rank's heads."""
+    """The weights of a gated delta net outside of its linear layers, of this rank's heads: C
+    channels of the convolution, W weights of a channel, H value heads, V size of a value head."""
 
     convolution: Tensor  # [C, W]
     A_log: Tensor  # [H]
@@ -85,7 +86,7 @@ class PackedDeltaNet:
             value_dim=module.head_v_dim,
         )
         weights = self.weights()
-        inputs = Mixed(
+        inputs = DeltaInputs(
             channels=module.in_proj_qkv(x),
             g=log_decay(module.in_proj_a(x), weights.A_log, weights.dt_bias),
             beta=module.in_proj_b(x).sigmoid(),

@@ -4,7 +4,8 @@
     prefill      the same over chunks of prompts; states are read from and stored in rows
     decode       one token of each sequence, whose states are updated in their rows
 
-Letters: T tokens, C channels of the convolution, H value heads, K and V sizes of a head.
+Letters: T tokens, C channels of the convolution, W weights of a channel, Hk key heads, H value
+heads, K and V sizes of a head.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hone.attention.recurrent.delta_rule import Tokens
 from hone.distributed.mesh import Axis
 from hone.segments import Segment, SegmentLevel, SegmentPlan, plan_segments
 
-__all__ = ["DeltaHeads", "Mixed", "mix"]
+__all__ = ["DeltaHeads", "DeltaInputs", "mix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +58,19 @@ class DeltaHeads:
         )
 
 
-class Mixed(NamedTuple):
-    """The inputs of the recurrence."""
+class DeltaInputs(NamedTuple):
+    """What a layer's projections give to convolution and recurrence."""
 
     channels: Tensor  # [T, C], before the convolution
-    g: Tensor  # [T, H], log of the decay, float32 or wider
-    beta: Tensor  # [T, H]
+    g: Tensor  # [T, H], log of the decay, at most 0, float32 or wider
+    beta: Tensor  # [T, H], in (0, 1)
 
 
-def _mix(inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer: Any, context: object) -> Tensor:
-    """Outputs [T, H, V] of a `layer` whose convolution has `weight` [C, W]. Stores states where the
-    context has them. Differentiable in training. Raises ValueError without a context.
+def _mix(
+    inputs: DeltaInputs, weight: Tensor, heads: DeltaHeads, layer: Any, context: object
+) -> Tensor:
+    """Outputs [T, H, V] of a `layer` whose convolution has `weight` [C, W]. Reads and stores states
+    where the context has them. Differentiable in training. Raises ValueError without a context.
 
     It gets the module, not the layer's number: a compiler would compile anew for each number.
     """
@@ -89,7 +92,9 @@ def _mix(inputs: Mixed, weight: Tensor, heads: DeltaHeads, layer: Any, context: 
     return _over_segments(inputs, weight, heads, context.segments, states)
 
 
-mix = cast("Callable[[Mixed, Tensor, DeltaHeads, Any, AttentionContext], Tensor]", disable(_mix))
+mix = cast(
+    "Callable[[DeltaInputs, Tensor, DeltaHeads, Any, AttentionContext], Tensor]", disable(_mix)
+)
 """`_mix`, for which a compiled layer leaves the compiler, as it does for attention."""
 
 
@@ -105,7 +110,7 @@ def _plan_of(context: PackedContext) -> SegmentPlan:
 
 
 def _over_processes(
-    inputs: Mixed,
+    inputs: DeltaInputs,
     weight: Tensor,
     heads: DeltaHeads,
     context: PackedContext,
@@ -117,7 +122,8 @@ def _over_processes(
 
     axis = parallel.ulysses
     assert parallel.ring.size == 1, "recurrent layers read a row from its first token on"
-    kinds = tokens_to_heads(heads.split(inputs.channels), axis)
+    qkv = tokens_to_heads(heads.split(inputs.channels), axis)
+    # Of one dtype, so that both go in one exchange.
     g, beta = tokens_to_heads(
         [inputs.g[..., None], inputs.beta.to(inputs.g.dtype)[..., None]], axis
     )
@@ -127,8 +133,8 @@ def _over_processes(
         num_value_heads=heads.num_value_heads // axis.size,
     )
     own_weight = _own_channels(weight, heads, axis)
-    whole = Mixed(
-        channels=torch.cat([x.flatten(1) for x in kinds], -1),
+    whole = DeltaInputs(
+        channels=torch.cat([x.flatten(1) for x in qkv], -1),
         g=g.squeeze(-1),
         beta=beta.squeeze(-1).to(inputs.beta.dtype),
     )
@@ -141,20 +147,21 @@ def _own_channels(weight: Tensor, heads: DeltaHeads, axis: Axis) -> Tensor:
 
 
 def _over_segments(
-    inputs: Mixed,
+    inputs: DeltaInputs,
     weight: Tensor,
     heads: DeltaHeads,
     plan: SegmentPlan,
     states: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
+    """Outputs [T, H, V], level by level. Training has no stored `states`."""
     output: Tensor | None = None
-    ended: list[tuple[Tensor, Tensor | None]] = []
+    ended: list[tuple[Tensor, Tensor | None]] = []  # of each level: last inputs, final states
     for number, level in enumerate(plan.levels):
         tails, initial = _initial(level, plan, ended, states)
-        some = inputs if level.index is None else Mixed(*(x[level.index] for x in inputs))
-        mixed, last = kernels.convolve(some.channels, weight, level, tails)
+        own = inputs if level.index is None else DeltaInputs(*(x[level.index] for x in inputs))
+        convolved, last = kernels.convolve(own.channels, weight, level, tails)
         needs_final = number + 1 < len(plan.levels) or plan.writes is not None
-        tokens = Tokens(*heads.split(mixed), some.g, some.beta)
+        tokens = Tokens(*heads.split(convolved), own.g, own.beta)
         found, final = kernels.gated_delta_rule(tokens, level, initial, gives_final=needs_final)
         ended.append((last, final))
         if level.index is None:
@@ -192,13 +199,14 @@ def _initial(
 
 
 def _all(ended: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
+    """Last inputs and final states of the segments of all levels, end to end."""
     finals = [final for _, final in ended if final is not None]
     assert len(finals) == len(ended)
     return torch.cat([last for last, _ in ended]), torch.cat(finals)
 
 
 def _decode(
-    inputs: Mixed,
+    inputs: DeltaInputs,
     weight: Tensor,
     heads: DeltaHeads,
     states: tuple[Tensor, Tensor],
@@ -206,8 +214,8 @@ def _decode(
 ) -> Tensor:
     rows, (tails, recurrent) = context.state_rows, states
     assert rows is not None, "decode needs the rows of its sequences' states"
-    mixed, last = convolution.convolve_step(inputs.channels, weight, tails[rows])
-    tokens = Tokens(*heads.split(mixed), inputs.g, inputs.beta)
+    convolved, last = convolution.convolve_step(inputs.channels, weight, tails[rows])
+    tokens = Tokens(*heads.split(convolved), inputs.g, inputs.beta)
     output, state = delta_rule.step(tokens, recurrent[rows])
     tails.index_copy_(0, rows, last.to(tails.dtype))
     recurrent.index_copy_(0, rows, state)
