@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from tests.config.row import Row
 from tests.config.walk_rows.bench import BENCH_ENGINE, BENCH_TRAIN
-from tests.config.walk_rows.inference import EVALUATE, GENERATE, HELD_OUT, SCORED
+from tests.config.walk_rows.inference import EVALUATE, GENERATE, SCORED
 from tests.config.walk_rows.rl import AHEAD, GAE, JUDGE, PARTIAL, RL, TEACHER
 from tests.config.walk_rows.serving import SERVE
-from tests.config.walk_rows.shared import EVAL_HUB, HUB, KL, LORA, MUON, TRACED
+from tests.config.walk_rows.shared import EVAL_HUB, FIRST_HELD_OUT, HUB, KL, LORA, MUON, TRACED
 from tests.config.walk_rows.simulated import SIMULATE
 from tests.config.walk_rows.simulated import TEACHER as PLANNED_TEACHER
 from tests.config.walk_rows.training import DPO, KTO, REWARD_MODEL, SFT, SFT_EVAL_HUB, SFT_HUB
@@ -60,7 +60,7 @@ TOO_LONG = ("--data.max_prompt_tokens=3", "--data.overlong_prompts=error")
 REFUSED_RUNS = (TOO_LONG,)
 """Runs that end with an error, as they should."""
 FROM_THE_HUB = (*HUB, *EVAL_HUB)
-NO_EVAL = ("--data.eval=[]", "--eval.every_n_steps=0")
+NO_EVAL = (*FIRST_HELD_OUT, "--eval.every_n_steps=0")
 OTHER_STEPS = ("--trainer.optimizer.schedule=linear", "--trainer.recompute=full", *MUON)
 ENV = ("--env.path=envs.py:Live", "--reward.max_failure_rate=1")
 PASSES = ("--eval.pass_function=even",)
@@ -202,7 +202,7 @@ WALKED: dict[str, Tree] = {
         ),
         runs=(
             (*EVAL_HUB, *ENV),
-            (*JUDGE, *PASSES, *HELD_OUT[:1], *HUB, *HELD_OUT[2:]),
+            (*JUDGE, *PASSES, *FIRST_HELD_OUT, *HUB),
         ),
         unread={"engine.gpu_memory_utilization": OF_A_GPU},
         cost_s=1.8,
