@@ -182,6 +182,42 @@ def test_a_remote_file_that_changes_is_refused(memory):
         index.rows(0)
 
 
+def test_what_a_file_system_remembers_of_a_file_is_not_believed(memory, monkeypatch):
+    remembered = {}
+    real = type(memory).info
+
+    def info(self, path, **settings):
+        return remembered.setdefault(path, real(self, path, **settings))
+
+    monkeypatch.setattr(type(memory), "info", info)
+    monkeypatch.setattr(type(memory), "invalidate_cache", lambda self, path: remembered.clear())
+    memory.pipe("/a.jsonl", LINES)
+    before = look_at("memory://a.jsonl")
+    memory.pipe("/a.jsonl", LINES[:100])
+    with pytest.raises(UserError, match=r"a.jsonl has changed .* has 100"):
+        require_unchanged(before)
+
+
+@pytest.mark.parametrize("num_cut", [2, 5])
+def test_an_answer_that_is_cut_off_is_asked_for_again(memory, monkeypatch, num_cut):
+    monkeypatch.setattr(files, "_WAITS_S", (0.0, 0.0, 0.0, 0.0))
+    memory.pipe("/a.jsonl", LINES)
+    real, answers = type(memory).cat_file, []
+
+    def cat_file(self, path, **part):
+        answers.append(real(self, path, **part))
+        return answers[-1][:-1] if len(answers) <= num_cut else answers[-1]
+
+    monkeypatch.setattr(type(memory), "cat_file", cat_file)
+    if num_cut < 5:
+        assert columns("memory://a.jsonl") == ROWS
+        assert len(answers) == num_cut + 1
+        return
+    told = r"at byte 0: 5 attempts failed .* [\d,]+ bytes came of [\d,]+\. Start again"
+    with pytest.raises(UserError, match=told):
+        columns("memory://a.jsonl")
+
+
 @table(
     "url, message",
     [
