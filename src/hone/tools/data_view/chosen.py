@@ -65,16 +65,11 @@ def choose(words: Sequence[str], command: str | None) -> Viewed:
     recipe, flags = _split(words)
     if command is not None and command not in VIEWS:
         raise UserError(f"--for takes one of {', '.join(VIEWS)}, got {command!r}")
-    names, since = [command], "--for says so"
-    if command is None:
-        names = _fitting(recipe, flags)
-        since = f"only it has keys such as {_own_key(recipe, flags, names[0])}"
-    name, extra = names[0], list[str]()
-    assert name is not None
-    cfg = load_noted(VIEWS[name], recipe, flags)[0]
-    if len(names) > 1:
-        name, since, extra = _by_columns(cfg, [name for name in names if name is not None])
-        cfg = load_noted(VIEWS[name], recipe, [*extra, *flags])[0]
+    if command is not None:
+        name, since = command, "--for says so"
+        cfg = load_noted(VIEWS[name], recipe, flags)[0]
+    else:
+        name, since, cfg = _recognised(recipe, flags)
     if not cfg.data.train and not cfg.data.eval:
         raise UserError(
             "no data are named: give a SOURCE (a file, a folder, or a name on the hub such as "
@@ -83,6 +78,23 @@ def choose(words: Sequence[str], command: str | None) -> Viewed:
     facts = ModelFacts.known(cfg.model.path, may_fetch=True) if cfg.model.path else None
     cfg, notes = fit_to_context(cfg, None if facts is None else facts.context_length)
     return Viewed(cfg, name, since, notes)
+
+
+def _recognised(recipe: Path | None, flags: Sequence[str]) -> tuple[str, str, ViewConfig]:
+    """The command that keys or columns are for, how that is known, and its configuration. Raises
+    UserError."""
+    names = _fitting(recipe, flags)
+    if len(names) == 1:
+        cfg = load_noted(VIEWS[names[0]], recipe, flags)[0]
+        return names[0], f"only it has keys such as {_own_key(recipe, flags, names[0])}", cfg
+    loaded: dict[str, ViewConfig] = {}
+    for name in names:
+        with suppress(UserError):
+            loaded[name] = load_noted(VIEWS[name], recipe, flags)[0]
+    if not loaded:
+        load_noted(VIEWS[names[0]], recipe, flags)  # raises
+    name, since, extra = _by_columns(next(iter(loaded.values())), list(loaded))
+    return name, since, load_noted(VIEWS[name], recipe, [*extra, *flags])[0]
 
 
 def _split(words: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -122,7 +134,7 @@ def _paths(recipe: Path | None, flags: Sequence[str]) -> list[tuple[str, ...]]:
     return [*key_paths(values, into_lists=True), *in_flags]
 
 
-def _fitting(recipe: Path | None, flags: Sequence[str]) -> list[str | None]:
+def _fitting(recipe: Path | None, flags: Sequence[str]) -> list[str]:
     """The commands that know the most of the keys."""
     paths = _paths(recipe, flags)
     known = {
@@ -131,13 +143,12 @@ def _fitting(recipe: Path | None, flags: Sequence[str]) -> list[str | None]:
     return [name for name, number in known.items() if number == max(known.values())]
 
 
-def _own_key(recipe: Path | None, flags: Sequence[str], name: str | None) -> str:
+def _own_key(recipe: Path | None, flags: Sequence[str], name: str) -> str:
     """A key that this command has, and another one lacks."""
     found = (
         path
         for path in _paths(recipe, flags)
         if any(locate(tree, path) is None for tree in VIEWS.values())
-        and name is not None
         and locate(VIEWS[name], path) is not None
     )
     return ".".join(next(found, ("data",)))
@@ -158,7 +169,7 @@ def _by_columns(cfg: ViewConfig, names: Sequence[str]) -> tuple[str, str, list[s
         return name, since, extra
     if name == "dpo" and "reward-model" in names:
         return "reward-model", since, []
-    return names[0], "it is the first of those that have all keys", []
+    return names[0], f"of those that have all keys ({', '.join(names)}) it is the first", []
 
 
 def _guess(rows: Sequence[SourceRow], source: SourceBase) -> tuple[str, str, list[str]]:

@@ -262,7 +262,7 @@ def _labels(item: Item) -> list[str]:
         return ["prompt" if item.completion is None else "demonstration"]
     if len(item.labels) > 1:
         return ["chosen", "rejected"]
-    return ["good completion" if item.labels[0] else "bad completion"]
+    return ["good completion" if all(item.labels) else "bad completion"]
 
 
 def _facts(items: Sequence[Item]) -> Iterator[tuple[str, str]]:

@@ -97,7 +97,8 @@ def _print_source(console: Console, source: ShownSource, unit: str) -> None:
     if source.layout:
         console.print(f"layout: {source.layout}", markup=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("column", "holds", "read as"):
+    table.add_column("column", no_wrap=True)
+    for name in ("holds", "read as"):
         table.add_column(name, overflow="fold")
     table.add_column("for example", overflow="ellipsis", no_wrap=True, style="dim")
     for column in source.columns:
