@@ -256,6 +256,19 @@ def test_prompts_are_taken_off_pairs_only_where_all_repeat_them(tmp_path: Path) 
     assert checked.longest == len("q399") + len("q399 a")
 
 
+def test_the_last_bar_has_the_longest_rows() -> None:
+    lengths = [*range(1, 1001), 90_000]
+    found = Lengths(Counter(lengths))
+    require_lengths(found, lengths)
+    assert found.bars()[-1].high == 90_001
+    assert found.bars()[0].low == 0
+    alone = Lengths(Counter({7: 3}))
+    assert [(bar.low, bar.high, bar.number) for bar in alone.bars()] == [(7, 8, 3)]
+    assert alone.limits() == [4, 8]
+    assert alone.limits(5) == [4, 5, 8]
+    assert Lengths(Counter({0: 1})).limits() == [1]
+
+
 # Showing rows.
 
 
@@ -315,7 +328,7 @@ def test_columns_are_described_with_what_they_are_read_as(
     assert "reward_model.ground_truth text answer 0" in out
     assert "prompt messages prompt" in out
     assert "data_source text task m" in out
-    assert "n whole number passed on by its name 0" in out
+    assert "n whole number passed on 0" in out
     assert [f"rows:{n}" in out for n in (1, 2, 3, 4)] == [False, True, True, False]
 
 

@@ -83,7 +83,7 @@ class Lengths:
         """Limits worth a look, ascending: powers of two from below the lower quartile up to one
         that drops nothing, at most `most` of them, and the run's `own`."""
         first = max(self.quantile(0.25), 1).bit_length() - 1
-        last = max(self.longest - 1, 1).bit_length()
+        last = max(self.longest - 1, 0).bit_length()
         powers = [1 << power for power in range(max(min(first, last), last - most + 1), last + 1)]
         return sorted({*powers, *own})
 

@@ -20,7 +20,7 @@ from hone.tools.data_view.text import Language, Text, said
 
 __all__ = ["Column", "Piece", "Shown", "ShownRow", "ShownSource", "ShownText", "show"]
 
-_REST = "passed on by its name"
+_REST = "passed on"
 _ARGUMENTS = {
     "tools": "what the chat template shows of tools",
     "chat_template_kwargs": "variables of the chat template",

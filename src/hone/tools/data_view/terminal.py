@@ -96,11 +96,11 @@ def _print_source(console: Console, source: ShownSource, unit: str) -> None:
     console.print(Rule(Text(printable(title), style="bold"), align="left", style="dim"))
     if source.layout:
         console.print(f"layout: {source.layout}", markup=False)
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0), expand=True)
     table.add_column("column", no_wrap=True)
-    for name in ("holds", "read as"):
-        table.add_column(name, overflow="fold")
-    table.add_column("for example", overflow="ellipsis", no_wrap=True, style="dim")
+    for name, width in (("holds", 14), ("read as", 10)):
+        table.add_column(name, min_width=width)
+    table.add_column("for example", overflow="ellipsis", no_wrap=True, style="dim", ratio=1)
     for column in source.columns:
         cells = (column.name, column.kind, column.read_as, column.example)
         table.add_row(*(Text(printable(cell)) for cell in cells))
