@@ -26,7 +26,7 @@ from hone.tools.data_view.stats import count
 from hone.tools.data_view.terminal import print_check, print_show, print_stats
 from hone.tools.data_view.text import Language, NoTokenizerError, plain_text
 
-__all__ = ["run"]
+__all__ = ["Progress", "run"]
 
 _USAGE = """\
 usage: hone data show  [RECIPE] [SOURCE ...] [--rows N] [--from N]
@@ -111,7 +111,7 @@ def _show(words: list[str]) -> int:
 
 def _stats(words: list[str]) -> int:
     given = _given(words)
-    with _Progress() as progress:
+    with Progress() as progress:
         stats = count(given.viewed, _language(given.viewed), progress.tell)
     if not stats.num_rows and stats.problems:
         raise UserError(next(iter(stats.problems.kinds.values())).told[0])
@@ -123,7 +123,7 @@ def _stats(words: list[str]) -> int:
 def _check(words: list[str]) -> int:
     given = _given(words)
     language = _language(given.viewed, is_strict=True)
-    with _Progress() as progress:
+    with Progress() as progress:
         checked = check(given.viewed, language, progress.tell)
     print_check(given.console(), checked)
     given.write(check_page(given.viewed, checked))
@@ -168,7 +168,7 @@ def _language(viewed: Viewed, *, is_strict: bool = False) -> Language:
         return plain_text(f"rows are not rendered and lengths are in characters, since {error}")
 
 
-class _Progress:
+class Progress:
     """A line on the terminal that says how far reading has come. In the block Ctrl-C takes effect
     at the end of a block of rows, so that figures are of whole rows; a second one at once."""
 
@@ -180,7 +180,7 @@ class _Progress:
         self._first_bytes = _bytes_read()
         self._has_line = False
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Progress:
         self._handler = signal.signal(signal.SIGINT, self._interrupt)
         return self
 

@@ -52,13 +52,12 @@ PROMPTS = [
 ]
 DEMONSTRATIONS = [{"prompt": f"Say {n}.", "completion": "yes " * (n % 11 + 1)} for n in range(300)]
 PAIRS = [
-    {"prompt": f"Is it {n}?", "chosen": "yes " * (n % 5 + 1), "rejected": "no"} for n in range(300)
+    {"prompt": f"Is it {n}?", "chosen": "yes " * (n % 5 + 1), "rejected": "no " * (n % 7) + "no"}
+    for n in range(300)
 ]
-WRITERS: Mapping[str, Callable[[Rows, Path], None]] = {
-    "jsonl": lambda rows, path: (
-        path.write_text("".join(f"{json.dumps(x)}\n" for x in rows)) and None
-    ),
-    "parquet": lambda rows, path: pq.write_table(pa.Table.from_pylist(list(rows)), path),
+WRITERS: Mapping[str, Callable[[Rows, Path], object]] = {
+    "jsonl": lambda rows, path: path.write_text("".join(f"{json.dumps(x)}\n" for x in rows)),
+    "parquet": lambda rows, path: pq.write_table(pa.Table.from_pylist([*rows]), path),
 }
 
 
@@ -247,13 +246,14 @@ def test_prompts_are_taken_off_pairs_only_where_all_repeat_them(tmp_path: Path) 
         return {"prompt": prompt, "chosen": f"{start} a", "rejected": f"{start} b"}
 
     rows = [pair(f"q{n}", f"q{n}") for n in range(400)]
+    rows[0] = pair("a long question", "a long question")
     checked = check(choose([in_lines(rows, tmp_path / "rows.jsonl")], None), PLAIN)
     assert "all 400 rows begin with the prompt" in checked.warnings[0]
-    assert checked.longest == len("q399 a")
+    assert checked.longest == len("a long question a")
     rows.append(pair("q400", "x"))
     checked = check(choose([in_lines(rows, tmp_path / "rows.jsonl")], None), PLAIN)
     assert not checked.warnings
-    assert checked.longest == len("q399") + len("q399 a")
+    assert checked.longest == 2 * len("a long question") + len(" a"), "a row of the first block"
 
 
 def test_the_last_bar_has_the_longest_rows() -> None:
@@ -302,7 +302,7 @@ def test_prompts_and_pairs_are_shown_as_a_run_has_them(
     out = capsys.readouterr().out
     assert "read as `hone dpo` would" in out
     assert "⟦yes <|im_end|>⟧" in out
-    assert "⟦no<|im_end|>⟧" in out
+    assert "⟦no<|im_end|>⟧" in out, "of the first row"
     path = write(PROMPTS[:2])
     viewed = choose([str(path), f"--model.path={model}"], None)
     (row, _) = show(viewed, language_of(viewed), first=1, number=2).sources[0].rows
@@ -484,7 +484,7 @@ def test_what_is_dropped_is_what_a_run_drops(
 def test_rows_that_are_held_out_are_those_of_a_run(
     write: Callable[[Rows], Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(write(PROMPTS))
+    path = str(write([{"prompt": f"Say {n}.", "answer": "1"} for n in range(700)]))
     words = [path, f"--model.path={model}", "--data.eval_fraction=0.3"]
     viewed = choose(words, None)
     checked = check(viewed, language_of(viewed))
@@ -706,7 +706,7 @@ def test_ctrl_c_ends_with_what_was_counted(
 ) -> None:
     path = in_lines(PROMPTS * 3, tmp_path / "rows.jsonl")
     told: list[int] = []
-    tell = command._Progress.tell
+    tell = command.Progress.tell
 
     def interrupted(self: Any, num_rows: int) -> None:
         told.append(num_rows)
@@ -714,7 +714,7 @@ def test_ctrl_c_ends_with_what_was_counted(
             signal.raise_signal(signal.SIGINT)
         tell(self, num_rows)
 
-    monkeypatch.setattr(command._Progress, "tell", interrupted)
+    monkeypatch.setattr(command.Progress, "tell", interrupted)
     before = signal.getsignal(signal.SIGINT)
     assert threading.current_thread() is threading.main_thread()
     for action, words in {
@@ -755,14 +755,14 @@ def test_progress_says_rows_and_bytes(
 
 def test_memory_is_that_of_counts() -> None:
     """Values keep 8 bytes a row, and so many texts that they do not grow with the rows."""
-    from hone.tools.data_view.counts import _KEPT, Values
+    from hone.tools.data_view.counts import MOST_KEPT, Values
 
     values = Values()
-    for number in range(_KEPT + 100):
+    for number in range(MOST_KEPT + 100):
         values.add(number, "text", "place")
     assert values.digests.itemsize == 8
-    assert len(values.texts) == _KEPT
-    values.add(_KEPT + 50, "text", "place")
+    assert len(values.texts) == MOST_KEPT
+    values.add(MOST_KEPT + 50, "text", "place")
     (found,) = values.most_frequent(3, at_least=2)
     assert (found.number, found.text) == (2, None)
 
@@ -774,3 +774,16 @@ def test_the_help_page_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         for text in ("hone data show", "hone data stats", "hone data check", "--output"):
             assert text in out
         assert all(len(line) <= 90 for line in out.split("\n"))
+
+
+def test_kto_reads_pairs_as_two_completions_of_a_row(tmp_path: Path, model: Path) -> None:
+    path = in_lines(PAIRS, tmp_path / "rows.jsonl")
+    viewed = choose([path, f"--model.path={model}", "--algorithm.loss=kto"], None)
+    language = language_of(viewed)
+    checked = check(viewed, language)
+    assert (checked.num_rows, checked.sources[0].num_kept) == (300, 300)
+    stats = count(viewed, language)
+    assert (stats.num_read, stats.lengths["completion"].number) == (300, 600)
+    assert stats.prompts.num_repeats == 0
+    (row,) = show(viewed, language, first=1, number=1).sources[0].rows
+    assert [text.label for text in row.texts] == ["good completion", "bad completion"]

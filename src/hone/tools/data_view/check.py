@@ -135,12 +135,16 @@ class _Checker:
             for message in report.unreadable:
                 checked.drop(_AN_IMAGE, message)
             done = attempt(opened, lambda some: self._language.render(some, True), checked.problems)
+            last = ""
             for item, entry in done:
                 is_held_out = self._language.has_tokens and held_out(item.id, entry)
                 dropped = self._is_dropped(item, entry)
                 if dropped is None:
-                    source.num_kept += 1
-                    source.num_held_out += is_held_out
+                    # Two completions of a pair may be items of their own.
+                    is_new = item.location != last
+                    source.num_kept += is_new
+                    source.num_held_out += is_held_out and is_new
+                    last = item.location
                 elif not shortest[0] or dropped[0] < shortest[0]:
                     shortest = dropped
             self._tell(checked.num_rows)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Bar", "Lengths", "Repeated", "Values", "digest_of"]
+__all__ = ["MOST_KEPT", "Bar", "Lengths", "Repeated", "Values", "digest_of"]
 
-_KEPT = 1 << 14
+MOST_KEPT = 1 << 14
 """Values whose text is remembered, to be shown as examples."""
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
@@ -144,7 +144,7 @@ class Values:
     def add(self, digest: int, text: str, place: str) -> None:
         """Count the value of a row."""
         self.digests.append(digest)
-        if len(self.texts) < _KEPT:
+        if len(self.texts) < MOST_KEPT:
             self.texts.setdefault(digest, (text, place))
 
     @property

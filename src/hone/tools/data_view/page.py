@@ -19,7 +19,7 @@ from hone.tools.data_view.chosen import Viewed
 from hone.tools.data_view.counts import Bar
 from hone.tools.data_view.show import Piece, Shown, ShownRow, ShownSource, ShownText
 from hone.tools.data_view.stats import Stats
-from hone.tools.data_view.terminal import answers_of, conclusion, elided, share
+from hone.tools.data_view.terminal import answers_of, conclusion, elided, range_of, share
 
 __all__ = ["check_page", "show_page", "stats_page"]
 
@@ -163,6 +163,7 @@ def _run(piece: Piece | int, *, has_mask: bool) -> _Run:
 def stats_page(viewed: Viewed, stats: Stats) -> str:
     """The page of `hone data stats`."""
     page = _page("Data in numbers", viewed)
+    page.notes += filter(None, [stats.note])
     if stats.is_interrupted:
         page.notes.append(
             f"Interrupted: these are the figures of the first {stats.num_rows:,} rows alone."
@@ -282,7 +283,7 @@ def _chart(title: str, unit: str, bars: Sequence[Bar]) -> _Chart:
             y=_HEIGHT - _BELOW - room * bar.number / most,
             width=max(step - 1, 1),
             height=room * bar.number / most,
-            said=f"{bar.low:,} to {bar.high - 1:,} {unit}: {bar.number:,}",
+            said=f"{range_of(bar)} {unit}: {bar.number:,}",
         )
         for place, bar in enumerate(bars)
     ]

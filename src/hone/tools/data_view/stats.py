@@ -59,6 +59,8 @@ class Stats:
     """What has been counted."""
 
     unit: str
+    note: str = ""
+    """What a person should know about the lengths."""
     sources: list[SourceCounts] = field(default_factory=list[SourceCounts])
     tasks: Counter[str] = field(default_factory=Counter[str])
     num_read: int = 0
@@ -109,11 +111,11 @@ class _Counter:
     ) -> None:
         self._viewed, self._language, self._readers = viewed, language, readers
         self._tell = tell
-        self.stats = Stats(language.unit)
+        self.stats = Stats(language.unit, language.note)
 
     def counted(self) -> bool:
         """Count all rows. False where the pass has to begin anew."""
-        self.stats = Stats(self._language.unit)
+        self.stats = Stats(self._language.unit, self._language.note)
         for limit in self._language.limits:
             what = "whole row" if limit.name == "data.max_tokens" else "prompt"
             self.stats.limits[what] = (limit.name, limit.max_tokens)

@@ -24,6 +24,7 @@ __all__ = [
     "print_check",
     "print_show",
     "print_stats",
+    "range_of",
     "share",
 ]
 
@@ -174,6 +175,9 @@ def print_stats(console: Console, stats: Stats) -> None:
     _print_duplicates(console, stats)
     _print_answers(console, stats)
     _print_refused(console, stats.problems)
+    if stats.note:
+        console.print()
+        console.print(Text(f"note: {printable(stats.note)}", style="dim"))
 
 
 def _print_sources(console: Console, stats: Stats) -> None:
@@ -230,7 +234,7 @@ def _print_lengths(console: Console, name: str, lengths: Lengths, stats: Stats) 
     bars = lengths.bars()
     most = max(bar.number for bar in bars)
     for bar in bars:
-        table.add_row(_range(bar), Text("█" * _cells(bar, most)), f"{bar.number:,}")
+        table.add_row(range_of(bar), Text("█" * _cells(bar, most)), f"{bar.number:,}")
     console.print(table)
     if name == "completion":
         return
@@ -248,7 +252,8 @@ def _print_lengths(console: Console, name: str, lengths: Lengths, stats: Stats) 
     console.print(table)
 
 
-def _range(bar: Bar) -> str:
+def range_of(bar: Bar) -> str:
+    """The lengths of a bar."""
     return f"{bar.low:,}" if bar.high - bar.low == 1 else f"{bar.low:,} to {bar.high - 1:,}"
 
 
