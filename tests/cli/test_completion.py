@@ -36,6 +36,10 @@ CASES: list[tuple[str, set[str], set[str]]] = [
     ("hone env try gs", {"gsm8k"}, {"check"}),
     ("hone env try gsm8k --r", {"--rows", "--raw", "--rollout.stop"}, {"--trainer.recompute"}),
     ("hone env check --env.ret", {"--env.retries"}, {"--env.max_turns"}),
+    ("hone data ", {"show", "stats", "check"}, {"gsm8k"}),
+    ("hone data stats gs", {"gsm8k"}, {"check"}),
+    ("hone data show --f", {"--from", "--for"}, {"--gpu"}),
+    ("hone data check --data.max_t", {"--data.max_tokens"}, {"--trainer.recompute"}),
     ("hone check --g", {"--gpu"}, {"--json"}),
 ]
 

@@ -177,6 +177,12 @@ COMMANDS: Mapping[str, Command] = {
             "hone eval gsm8k --eval.n_samples_per_prompt 8 --eval.temperature 1 # pass@8",
         ),
     ),
+    "data": Command(
+        summary="show what a run would read of its data, count it, or check it",
+        other_names=("dataset", "datasets", "inspect"),
+        actions={"show": None, "stats": None, "check": None},
+        flags=("--rows", "--from", "--for", "--output"),
+    ),
     "env": Command(
         summary="play an environment turn by turn, or check it; needs no model",
         other_names=("environment", "play"),

@@ -52,7 +52,20 @@ if TYPE_CHECKING:
 
     from hone.images.reader import ImageReader, RowImage
 
-__all__ = ["Compared", "PairReader", "PairsData", "load_pairs", "map_pairs", "read_pairs"]
+__all__ = [
+    "Compared",
+    "PairReader",
+    "PairReaders",
+    "PairsData",
+    "choose_pair_columns",
+    "load_pairs",
+    "map_chosen_pairs",
+    "map_pairs",
+    "read_pairs",
+    "single_completions",
+    "weak_pairs",
+    "without_prompt",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -195,16 +208,20 @@ def read_pairs(
 
     Raises UserError naming row and remedy.
     """
-    columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
+    columns = choose_pair_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
     roles = ", ".join(f"{role} from '{column}'" for role, column in columns.items() if column)
     logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", roles)
-    rows, repeated = _without_prompt(rows, columns)
-    items = _map_rows(rows, source, columns, name)
-    for problem in repeated + _degenerate_rows(items):
+    rows, repeated = without_prompt(rows, columns)
+    items = map_chosen_pairs(rows, source, columns, name)
+    for problem in repeated + weak_pairs(items):
         logger.warning("%s: %s", source.path, problem)
     log_truncated(source, [example for item in items for example in item.completions])
     has_pairs = "chosen" in columns
-    return [each for x in items for each in _singles(x)] if is_unpaired and has_pairs else items
+    return (
+        [each for x in items for each in single_completions(x)]
+        if is_unpaired and has_pairs
+        else items
+    )
 
 
 def map_pairs(
@@ -216,10 +233,10 @@ def map_pairs(
 ) -> tuple[list[Compared], list[str]]:
     """The preferences of `rows`, the first of a source, and the warnings that `read_pairs` would
     log; nothing is logged. Raises the errors of `read_pairs`."""
-    columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
-    rows, repeated = _without_prompt(rows, columns, "first ")
-    items = _map_rows(rows, source, columns, source.path)
-    return items, repeated + _degenerate_rows(items, "first ")
+    columns = choose_pair_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
+    rows, repeated = without_prompt(rows, columns, "first ")
+    items = map_chosen_pairs(rows, source, columns, source.path)
+    return items, repeated + weak_pairs(items, "first ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +273,7 @@ class PairReader:
         """Raises the errors of `read_pairs`, and for pairs that are to be read as single
         completions."""
         self._source, self._name = source, name
-        self._columns = _choose_columns(
+        self._columns = choose_pair_columns(
             rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin
         )
         if is_unpaired and "chosen" in self._columns:
@@ -267,7 +284,7 @@ class PairReader:
             )
         roles = ", ".join(f"{role} from '{x}'" for role, x in self._columns.items() if x)
         logger.info("%s: %s", source.path, roles)
-        shortened, problems = _without_prompt(rows, self._columns, "first ")
+        shortened, problems = without_prompt(rows, self._columns, "first ")
         self._repeats = shortened is not rows
         for problem in problems:
             logger.warning("%s: %s", source.path, problem)
@@ -276,7 +293,7 @@ class PairReader:
         """Preferences of the rows with these numbers, counted from 0. Raises UserError naming row
         and remedy."""
         if self._repeats:
-            shortened, _ = _without_prompt(rows, self._columns)
+            shortened, _ = without_prompt(rows, self._columns)
             if shortened is rows:
                 raise UserError(
                     f"{self._source.path}: the completions of the first rows begin with their "
@@ -284,13 +301,14 @@ class PairReader:
                     "prompts off the completions of all rows"
                 )
             rows = shortened
-        return _map_rows(rows, self._source, self._columns, self._name, numbers)
+        return map_chosen_pairs(rows, self._source, self._columns, self._name, numbers)
 
 
-def _choose_columns(
+def choose_pair_columns(
     rows: Sequence[SourceRow], source: SourceBase, *, is_unpaired: bool, reads_margin: bool
 ) -> dict[str, str | None]:
-    """The column of each role: the roles of pairs, or those of completions with labels."""
+    """The column of each role: the roles of pairs, or those of completions with labels. Raises
+    UserError where a role has no column, or several columns fit it."""
     choose = partial(choose_column, rows, source)
     prompt = choose("prompt", required=False)
     if prompt == "messages" and source.columns.prompt is None:
@@ -306,7 +324,7 @@ def _choose_columns(
     return columns | {"images": choose("images", required=False)}
 
 
-def _without_prompt(
+def without_prompt(
     rows: Sequence[SourceRow], columns: Mapping[str, str | None], which: str = ""
 ) -> tuple[Sequence[SourceRow], list[str]]:
     """The rows without a repetition of the prompt in their completions, and a warning if there was
@@ -327,13 +345,16 @@ def _without_prompt(
     return shortened, [f"{what}, which is taken off them"]
 
 
-def _map_rows(
+def map_chosen_pairs(
     rows: Sequence[SourceRow],
     source: SourceBase,
     columns: Mapping[str, str | None],
     name: str,
     numbers: Sequence[int] | None = None,
 ) -> list[Compared]:
+    """The preferences of `rows` with the `columns` that `choose_pair_columns` has chosen, and ids
+    `<name>:<row>` counted from 1; `numbers` are those of the rows, counted from 0. Raises UserError
+    naming row and remedy."""
     read = _pair if "chosen" in columns else _labelled
     numbers = range(len(rows)) if numbers is None else numbers
     return [
@@ -342,7 +363,7 @@ def _map_rows(
     ]
 
 
-def _degenerate_rows(items: Sequence[Compared], which: str = "") -> list[str]:
+def weak_pairs(items: Sequence[Compared], which: str = "") -> list[str]:
     """Warnings of rows whose two completions are equal, and of rows whose chosen completion is
     empty: the number of such rows and the location of the first."""
     pairs = [x for x in items if len(x.completions) > 1]
@@ -359,7 +380,8 @@ def _degenerate_rows(items: Sequence[Compared], which: str = "") -> list[str]:
     ]
 
 
-def _singles(pair: Compared) -> list[Compared]:
+def single_completions(pair: Compared) -> list[Compared]:
+    """The two completions of a pair, each as a preference with its label."""
     return [
         Compared(f"{pair.id}:{name}", pair.location, (x,), (label,), is_split=pair.is_split)
         for x, label, name in zip(pair.completions, pair.labels, _NAMES, strict=True)

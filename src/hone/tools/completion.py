@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from hone.config.base import Section
 from hone.config.bench_data import BenchDataConfig
 from hone.config.commands import COMMAND, COMMANDS, RECIPE
+from hone.config.data_view import VIEWS
 from hone.config.env_try import EnvTryConfig
 from hone.config.recipe import recipe_names
 from hone.config.schema import fields, is_section, members
@@ -35,6 +36,10 @@ _WITH_TREES = tuple(name for name in _WITH_ACTIONS if any(COMMANDS[name].actions
 _OTHERS = tuple(name for name in _WITH_ACTIONS if name not in _WITH_TREES)
 
 
+_OF_DATA = ("--data.", "--model.")
+"""The keys with which `hone data` has most to do."""
+
+
 def _second_words() -> dict[str, list[str]]:
     """What may follow a command, files apart."""
     groups = {RECIPE: recipe_names(), COMMAND: RECIPE_COMMANDS}
@@ -49,6 +54,8 @@ def _flags() -> dict[str, list[str]]:
     """The flags of each command, `bench` by its benchmarks; of `check` those of all that it
     checks."""
     found = {name: [*_keys(tree), "--help"] for name, tree in _TREES.items()}
+    viewed = (key for tree in VIEWS.values() for key in _keys(tree))
+    found["data"] = [*dict.fromkeys(key for key in viewed if key.startswith(_OF_DATA)), "--help"]
     for name, entry in COMMANDS.items():
         if entry.has_recipes:
             found[name].append("--nproc")

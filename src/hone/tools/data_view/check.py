@@ -1,0 +1,230 @@
+"""`hone data check`: every row as a run would read it, and what a run would refuse or drop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hone.config.tree import SFTConfig
+from hone.data.filters import FilterReport
+from hone.data.pairs import Compared, weak_pairs
+from hone.data.split import is_held_out
+from hone.tools.data_view.chosen import Viewed
+from hone.tools.data_view.problems import MOST_SHOWN, Problems
+from hone.tools.data_view.reading import AgainError, Item, Reader, attempt, blocks, quiet
+from hone.tools.data_view.text import Entry, Language, open_all
+
+__all__ = ["Checked", "Dropped", "SourceChecked", "check"]
+
+Tell = Callable[[int], None]
+_AN_IMAGE = "an image that cannot be read (data.image_errors is drop)"
+
+
+@dataclass(slots=True)
+class Dropped:
+    """Rows that a run drops for one reason."""
+
+    reason: str
+    number: int = 0
+    told: list[str] = field(default_factory=list[str])
+    """The first ones, each with its place."""
+
+    def add(self, message: str) -> None:
+        """Count a row."""
+        self.number += 1
+        if len(self.told) < MOST_SHOWN:
+            self.told.append(message)
+
+
+@dataclass(slots=True)
+class SourceChecked:
+    """What became of the rows of a source."""
+
+    path: str
+    key: str
+    layout: str = ""
+    roles: dict[str, str] = field(default_factory=dict[str, str])
+    num_rows: int = 0
+    num_kept: int = 0
+    num_held_out: int = 0
+    """Of those that are kept, for evaluation."""
+    weak: Counter[str] = field(default_factory=Counter[str])
+    """Rows from which little can be learned, by what they have."""
+    weak_first: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(slots=True)
+class Checked:
+    """What a run would say of its data."""
+
+    unit: str
+    note: str = ""
+    sources: list[SourceChecked] = field(default_factory=list[SourceChecked])
+    problems: Problems = field(default_factory=Problems)
+    """What a run refuses."""
+    dropped: dict[str, Dropped] = field(default_factory=dict[str, Dropped])
+    warnings: list[str] = field(default_factory=list[str])
+    longest: int = 0
+    """The longest row that is kept, in the unit."""
+    is_interrupted: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(source.num_rows for source in self.sources)
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(dropped.number for dropped in self.dropped.values())
+
+    def drop(self, reason: str, message: str) -> None:
+        """Count a row that a run drops."""
+        self.dropped.setdefault(reason, Dropped(reason)).add(message)
+
+
+def check(viewed: Viewed, language: Language, tell: Tell = lambda num_rows: None) -> Checked:
+    """Read all rows of all sources. Ctrl-C ends it; what was found until then is returned."""
+    readers = [Reader(viewed.cfg, *source) for source in viewed.sources]
+    checker = _Checker(viewed, language, readers, tell)
+    try:
+        with quiet():
+            while not checker.is_done():
+                for reader in readers:
+                    reader.start_again()
+    except KeyboardInterrupt:
+        checker.checked.is_interrupted = True
+    return checker.checked
+
+
+class _Checker:
+    """One pass over all sources, or several where rows say something else than the first ones."""
+
+    def __init__(
+        self, viewed: Viewed, language: Language, readers: Sequence[Reader], tell: Tell
+    ) -> None:
+        self._data, self._seed = viewed.cfg.data, viewed.cfg.run.seed
+        self._is_paired = isinstance(viewed.cfg, SFTConfig)
+        self._language, self._readers, self._tell = language, readers, tell
+        self.checked = Checked(language.unit, language.note)
+
+    def is_done(self) -> bool:
+        """Read all rows. False where the pass has to begin anew."""
+        self.checked = Checked(self._language.unit, self._language.note)
+        try:
+            for reader in self._readers:
+                self._source(reader)
+        except AgainError:
+            return False
+        self._require_split()
+        return True
+
+    def _source(self, reader: Reader) -> None:
+        checked, data = self.checked, self._data
+        fraction = 0.0 if data.eval else data.eval_fraction
+        source = SourceChecked(reader.source.path, reader.key)
+        checked.sources.append(source)
+        num_problems, shortest = len(checked.problems), (0, "")
+        for rows, read in blocks(reader, checked.problems):
+            source.layout, source.roles = reader.layout, reader.roles
+            source.num_rows += len(rows)
+            items = [item for _, items in read for item in items]
+            self._weak(source, items)
+            report = FilterReport()
+            opened = open_all(items, self._language, checked.problems, report)
+            for message in report.unreadable:
+                checked.drop(_AN_IMAGE, message)
+            done = attempt(opened, lambda some: self._language.render(some, True), checked.problems)
+            last = ""
+            for item, entry in done:
+                goes_out = self._language.has_tokens and is_held_out(
+                    entry, seed=self._seed, fraction=fraction
+                )
+                dropped = self._is_dropped(item, entry)
+                if dropped is None:
+                    # Two completions of a pair may be items of their own.
+                    is_new = item.location != last
+                    source.num_kept += is_new
+                    source.num_held_out += goes_out and is_new
+                    last = item.location
+                elif not shortest[0] or dropped[0] < shortest[0]:
+                    shortest = dropped
+            self._tell(checked.num_rows)
+        self._say_weak(reader, source)
+        if source.num_rows and not source.num_kept and len(checked.problems) == num_problems:
+            checked.problems.add(
+                f"{source.path}: a run would have no row left. {shortest[1]}; raise the limit, or "
+                "shorten the rows"
+            )
+
+    def _is_dropped(self, item: Item, entry: Entry) -> tuple[int, str] | None:
+        """The length of a row that a limit of the run drops, and a message; None for others."""
+        checked, language = self.checked, self._language
+        broken = next((x for x in language.limits if x.length(entry) > x.max_tokens), None)
+        if broken is None:
+            self._require_known(item, entry)
+            checked.longest = max(checked.longest, entry.num_whole)
+            return None
+        length = broken.length(entry)
+        shown = f"at least {length}" if entry.is_cut else f"{length}"
+        message = f"{item.location}: {shown} tokens, but {broken}"
+        if self._data.overlong_prompts == "error":
+            checked.problems.add(
+                f"{message}; raise the limit, shorten the row, or set data.overlong_prompts to "
+                "'drop'"
+            )
+        else:
+            checked.drop(f"more tokens than {broken}", message)
+        return length, message
+
+    def _require_known(self, item: Item, entry: Entry) -> None:
+        for text in entry.texts:
+            if found := self._language.unknown(text.token_ids):
+                self.checked.problems.add(
+                    f"{item.location}: the row has {found}: its tokenizer has more. Name the "
+                    "model's own in model.tokenizer, or leave such rows out"
+                )
+                return
+
+    def _weak(self, source: SourceChecked, items: Sequence[Item]) -> None:
+        """Count pairs from which little is learned."""
+        for item in items:
+            if isinstance(item, Compared):
+                for problem in weak_pairs([item]):
+                    what = problem.partition(" rows ")[2].partition(";")[0]
+                    source.weak[what] += 1
+                    source.weak_first.setdefault(what, item.location)
+
+    def _say_weak(self, reader: Reader, source: SourceChecked) -> None:
+        warnings = self.checked.warnings
+        if reader.num_repeats and reader.repeats_prompt:
+            warnings.append(
+                f"{source.path}: the completions of all {reader.num_repeats:,} rows begin with the "
+                "prompt, which is taken off them"
+            )
+        warnings += [
+            f"{source.path}: {number:,} of the {source.num_rows:,} rows {what}; the first is "
+            f"{source.weak_first[what]}"
+            for what, number in source.weak.items()
+        ]
+
+    def _require_split(self) -> None:
+        """Problems of `data.eval_fraction`, as a run has them."""
+        data, checked = self._data, self.checked
+        if data.eval or not data.eval_fraction:
+            return
+        if not self._language.has_tokens:
+            checked.warnings.append(
+                "which rows data.eval_fraction holds out is not known without a model's tokens"
+            )
+            return
+        key = f"data.eval_fraction = {data.eval_fraction}"
+        for source in checked.sources:
+            if source.num_kept and source.num_held_out == source.num_kept:
+                checked.problems.add(
+                    f"{key} leaves none of the {source.num_kept:,} rows of {source.path} for "
+                    "training; lower it or name a data.eval source"
+                )
+        if checked.num_rows and not any(source.num_held_out for source in checked.sources):
+            checked.problems.add(
+                f"{key} holds out none of the rows; raise it or name a data.eval source"
+            )
