@@ -83,6 +83,6 @@ def test_models_are_built_after_it(environment: pytest.MonkeyPatch):
     from hone.models.settings import ModelConfig
 
     seen: list[torch.device] = []
-    environment.setattr(load, "use_found_launches", seen.append)
+    environment.setattr(launches, "use_found_launches", seen.append)
     load._options(ModelConfig(path="somewhere"), GPU)
     assert seen == [GPU]

@@ -25,7 +25,6 @@ from transformers.core_model_loading import WeightConverter
 
 from hone.attention import ATTENTION_NAME
 from hone.attention.backends import choose_packed_backend
-from hone.attention.recurrent.launches import use_found_launches
 from hone.errors import UserError
 from hone.families.config_values import impossible_values
 from hone.families.registry import SPECS
@@ -369,7 +368,10 @@ def _place(cfg: ModelConfig) -> str:
 
 
 def _options(cfg: ModelConfig, device: torch.device) -> dict[str, Any]:
-    use_found_launches(device)  # before transformers imports the package
+    if device.type == "cuda":
+        from hone.attention.recurrent.launches import use_found_launches
+
+        use_found_launches(device)  # before transformers imports the package
     return {
         "dtype": compute_dtype(cfg, device),
         "attn_implementation": ATTENTION_NAME,

@@ -166,7 +166,7 @@ def test_lengths_in_tokens_are_those_of_a_run(write: Callable[[Rows], Path], mod
     cfg: Any = viewed.cfg
     tokenizer = AutoTokenizer.from_pretrained(model)
     data = load_sft(cfg.data, tokenizer, seed=0, end_ids=(tokenizer.eos_token_id,))
-    rows = data.all_rows()
+    rows = data.known_rows()
     assert len(rows) == len(DEMONSTRATIONS)
     require_lengths(stats.lengths["whole row"], [len(row.token_ids) for row in rows])
     require_lengths(stats.lengths["completion"], [sum(row.loss_mask) for row in rows])
@@ -183,7 +183,7 @@ def test_pairs_count_both_completions(write: Callable[[Rows], Path], model: Path
     stats = count(viewed, language_of(viewed))
     cfg: Any = viewed.cfg
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = load_pairs(cfg.data, tokenizer, seed=0).all_rows()
+    rows = load_pairs(cfg.data, tokenizer, seed=0).known_rows()
     both = [sum(row.loss_mask) for pair in rows for row in pair.rows]
     require_lengths(stats.lengths["completion"], both)
     whole = [max(len(row.token_ids) for row in pair.rows) for pair in rows]
@@ -279,7 +279,7 @@ def test_the_mask_is_that_of_a_run(write: Callable[[Rows], Path], model: Path) -
         viewed = choose([str(path), f"--model.path={model}", *flags], None)
         shown = show(viewed, language_of(viewed), first=1, number=3)
         cfg: Any = viewed.cfg
-        rows = load_sft(cfg.data, tokenizer, seed=0).all_rows()
+        rows = load_sft(cfg.data, tokenizer, seed=0).known_rows()
         for row, own in zip(shown.sources[0].rows, rows, strict=True):
             (text,) = row.texts
             assert row.id == own.id
@@ -307,7 +307,7 @@ def test_prompts_and_pairs_are_shown_as_a_run_has_them(
     viewed = choose([str(path), f"--model.path={model}"], None)
     (row, _) = show(viewed, language_of(viewed), first=1, number=2).sources[0].rows
     cfg: Any = viewed.cfg
-    prompt = load_prompts(cfg.data, tokenizer).all_rows()[0]
+    prompt = load_prompts(cfg.data, tokenizer).known_rows()[0]
     assert "".join(piece.text for piece in row.texts[0].pieces) == prompt.text
     assert row.texts[0].num_whole == len(prompt.token_ids)
     assert not row.texts[0].has_mask
