@@ -170,6 +170,28 @@ def test_rows_that_are_dropped_are_read_and_not_served():
     assert stream.state_dict() == state
 
 
+def test_a_look_ahead_reads_no_row_twice():
+    rows = source([2000], window=2000)
+    stream = Stream([rows], seed=3)
+    prepared: list[int] = []
+    rows.checks.append(lambda items: prepared.extend(item.token_ids[0] for item in items))
+    for _ in range(100):
+        stream.take(7)
+        stream.peek(7)
+    assert len(prepared) <= 700 + 2 * AHEAD_ROWS
+
+
+def test_a_position_with_one_counter_is_taken_over():
+    whole = [Prompt(id=f"b:{i}", token_ids=(i,), text="") for i in range(7)]
+    stream = Stream([whole], seed=0)
+    drawn = [row.id for row in stream.take(9)]
+    state = stream.state_dict()
+    old = {key: x for key, x in state.items() if key not in ("read", "served", "skipped")}
+    other = Stream([whole], seed=0)
+    other.load_state_dict({**old, "drawn": [4]})
+    assert [row.id for row in other.take(5)] == drawn[4:]
+
+
 def test_a_share_counts_rows_that_are_served():
     halved = source([50], window=50, drop=lambda number: number % 2 == 0)
     whole = [Prompt(id=f"b:{i}", token_ids=(i,), text="") for i in range(7)]

@@ -181,9 +181,10 @@ class Stream(Generic[T]):
                     f"and is now {value!r}. Restore the data settings of that run, or start anew "
                     "in another `run.dir`."
                 )
-        self._read = [int(number) for number in state["read"]]
-        self._served = [int(number) for number in state["served"]]
-        self._skipped = Counter(state["skipped"])
+        # Checkpoints from before sources could be streamed have one counter a source.
+        self._read = [int(number) for number in state.get("read", state.get("drawn", ()))]
+        self._served = [int(number) for number in state.get("served", self._read)]
+        self._skipped = Counter(state.get("skipped", {}))
 
     def _draw(self) -> T:
         number = self._next_source()

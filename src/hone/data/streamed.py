@@ -78,7 +78,9 @@ class StreamedRows(RowSource[T], Generic[T]):
 
     def row(self, read: int) -> T | Skipped:
         if read not in self._ahead:
-            self._ahead = self._read_ahead(read)
+            # What was read last may be asked for again, by a look ahead of it.
+            near = {place: row for place, row in self._ahead.items() if place > read - AHEAD_ROWS}
+            self._ahead = near | self._read_ahead(read)
         return self._ahead[read]
 
     @property
