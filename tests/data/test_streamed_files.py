@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from hone.data.prompts import load_prompts
 from hone.data.reading import read_prompts
 from hone.data.settings import DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
+from hone.data.stream import Stream
 from hone.data.streamed import StreamedRows
 from hone.errors import UserError
+from hone.types import Prompt
 from tests.data.support import char_tokenizer, write_rows
 
 TOKENIZER = char_tokenizer()
@@ -204,3 +207,36 @@ def test_a_file_that_has_changed_is_other_data(tmp_path: Path):
     write_rows(tmp_path / "data" / "part-1.jsonl", [{**row, "answer": "1"} for row in rows(50)])
     with pytest.raises(UserError, match="belongs to other data: fingerprint"):
         load(path, shuffle_window=100).train.load_state_dict(saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [300, 2500, 10_000])
+def test_R18_three_epochs_killed_at_200_places(tmp_path: Path, window: int):
+    """With one, two and five resumes: each goes on at the saved row, whatever was read ahead."""
+    path = write(tmp_path / "data", "parquet", rows(10_000), 8)
+    settings = {"shuffle_window": window, "max_prompt_tokens": 7, "eval_fraction": 0.05}
+
+    def start(state: dict[str, Any]) -> Stream[Prompt]:
+        stream = load(path, max_eval_rows=1, **settings).train
+        stream.load_state_dict(state)
+        return stream
+
+    stream = load(path, max_eval_rows=1, **settings).train
+    first = stream.state_dict()
+    places = sorted(random.Random(window).sample(range(1, 28_000), 200))
+    whole, states = list[str](), dict[int, str]()
+    for place in places:
+        whole += ids(stream.take(place - len(whole)))
+        states[place] = json.dumps(stream.state_dict())
+    whole += ids(stream.take(400))
+    served = whole[: len(set(whole))]
+    assert len(served) == len(set(served)), "a row was drawn twice within an epoch"
+    assert first["num_rows"] == [10_000]
+    for number, place in enumerate(places):
+        state, found = json.loads(states[place]), list[str]()
+        for _ in range((1, 2, 5)[number % 3]):
+            again = start(state)
+            found += ids(again.take(7))
+            state = json.loads(json.dumps(again.state_dict()))
+            again.take(3)  # lost by the kill
+        assert found == whole[place : place + len(found)]
