@@ -13,7 +13,7 @@ import pytest
 from hone.algorithms.preferences.kto import KTO
 from hone.algorithms.settings import PreferenceConfig
 from hone.data.chat import Rendered
-from hone.data.split import HeldOut
+from hone.data.split import is_held_out
 from hone.model_input import TEXT, Content, InputSpec, ModelInput, prompt_digest, same_until
 from hone.rollout.state import group_from_dict, group_to_dict, request_from_dict, request_to_dict
 from hone.trainer.collating import check_rows
@@ -104,11 +104,13 @@ def test_a_text_has_the_digest_of_its_ids_and_an_image_another():
 
 
 def test_prompts_with_other_images_are_held_out_one_by_one():
-    held_out = HeldOut(seed=0, fraction=0.5)
-    for number in range(20):
-        image = replace(IMAGE, hash=str(number % 10))
-        held_out(f"a:{number}", Rendered("", (1, 9, 9, 9), model_input=ModelInput((image,))))
-    assert held_out.num_prompts == 10
+    def sides(seed: int) -> list[bool]:
+        images = (replace(IMAGE, hash=str(number)) for number in range(10))
+        rows = [Rendered("", (1, 9, 9, 9), model_input=ModelInput((image,))) for image in images]
+        return [is_held_out(row, seed=seed, fraction=0.5) for row in rows]
+
+    assert all(0 < sum(sides(seed)) < 10 for seed in range(5))
+    assert sides(0) == sides(0)
 
 
 def row(number: int, model_input: ModelInput) -> Row:

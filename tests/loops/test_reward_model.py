@@ -100,7 +100,7 @@ def test_what_is_saved_gives_transformers_the_same_number(make: Any) -> None:
     supervised.run(cfg)
     rows = lines(cfg.run.dir / "metrics.jsonl")
     assert rows[0]["accuracy"] == rows[0]["mean_reward"] == 0, "a fresh head gives zeros"
-    assert sum(row["accuracy"] for row in rows[-10:]) / 10 > 0.75
+    assert sum(row["accuracy"] for row in rows[-10:]) / 10 > 0.65
     assert weights(cfg)["score.weight"].shape == (1, 32)
     assert_evaluated_as_transformers_does(cfg)
 

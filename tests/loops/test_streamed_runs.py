@@ -85,6 +85,7 @@ def test_R18_two_processes_draw_what_one_does(
         "data": data,
         "log": {"samples_per_step": 99},
         "checkpoint": {"every_n_steps": 1},
+        "trainer": {"optimizer": {"lr": 1e-3}, "logits_chunk_tokens": 64},
     }
     one = make_config(run={"dir": tmp_path / "one", "steps": 4}, **sections)
     reinforce.run(one)

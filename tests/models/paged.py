@@ -57,7 +57,8 @@ class PagedRun:
         ]
         sizes = tuple(chunks.values())
         lengths = tuple(self.done[i] + n for i, n in chunks.items())
-        is_decode = set(sizes) == {1}
+        # As in an engine, a sequence's first token is prefill: its rows have states of others.
+        is_decode = set(sizes) == {1} and all(self.done[i] for i in chunks)
         context = PagedContext(
             kv_caches=self.kv_caches,
             block_tables=self.tables[list(chunks)],
