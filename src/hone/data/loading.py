@@ -237,18 +237,15 @@ class _Loader(Generic[E, R, T]):
         found."""
         found: list[T] = []
         num_read = 0
-        while num_read < rows.num_rows and len(found) < self.cfg.max_eval_rows:
-            numbers = range(num_read, min(num_read + AHEAD_ROWS, rows.num_rows))
-            prepare = partial(self._prepare, read, held_out=True)
-            made = rows.prepared(numbers, prepare)
-            found += [row for row in made if not isinstance(row, Skipped)]
-            num_read = numbers.stop
-        self.held_out += found[: self.cfg.max_eval_rows]
+        for num_so_far, some in rows.walk(partial(self._prepare, read, held_out=True)):
+            found += some
+            num_read = num_so_far
+            if len(found) >= self.cfg.max_eval_rows:
+                break
+        del found[self.cfg.max_eval_rows :]
+        self.held_out += found
         logger.info(
-            "%s: %s rows held out of the first %s",
-            source.path,
-            f"{len(found[: self.cfg.max_eval_rows]):,}",
-            f"{num_read:,}",
+            "%s: %s rows held out of the first %s", source.path, f"{len(found):,}", f"{num_read:,}"
         )
 
     def _prepare(

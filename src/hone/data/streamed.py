@@ -8,7 +8,7 @@ thrown away when a run ends: a place has the same row whenever it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
@@ -22,7 +22,8 @@ __all__ = ["AHEAD_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
 
 AHEAD_ROWS = 256
 """Rows that are read and prepared together."""
-_NUM_FIRST = 64
+_WALKED_ROWS = 64
+"""Rows that are read together where a few are wanted."""
 
 T = TypeVar("T", bound=Item)
 Prepare = Callable[[Sequence[SourceRow], Sequence[int]], Sequence[T | Skipped]]
@@ -64,6 +65,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         self._seed, self._shuffle, self._window = seed, shuffle, window
         self._order: tuple[int, EpochOrder] | None = None
         self._ahead: dict[int, T | Skipped] = {}
+        self._first: list[T] = []
         self.checks: list[Callable[[Sequence[T]], None]] = []
         """Called with rows before they are drawn; they raise UserError."""
 
@@ -94,18 +96,21 @@ class StreamedRows(RowSource[T], Generic[T]):
         return f", shuffled in {num_windows:,} windows of about {self.num_rows // num_windows:,}"
 
     def first_rows(self) -> list[T]:
-        blocks = self._rows.sizes
-        for start in range(0, blocks.total_rows, _NUM_FIRST):
-            numbers = range(start, min(start + _NUM_FIRST, blocks.total_rows))
-            rows = [row for row in self.prepared(numbers) if not isinstance(row, Skipped)]
-            if rows:
-                return rows
-        raise nothing_left(self)
+        if not self._first:
+            self._first = next((rows for _, rows in self.walk() if rows), [])
+        if not self._first:
+            raise nothing_left(self)
+        return self._first
 
-    def prepared(
-        self, numbers: Sequence[int], prepare: Prepare[T] | None = None
-    ) -> list[T | Skipped]:
-        """Rows by their numbers in the source, made by `prepare` in place of the source's own."""
+    def walk(self, prepare: Prepare[T] | None = None) -> Iterator[tuple[int, list[T]]]:
+        """The rows in the order of the files, some at a time: how many have been read, and those
+        that are not skipped. They are made by `prepare` in place of the source's own."""
+        for start in range(0, self.num_rows, _WALKED_ROWS):
+            numbers = range(start, min(start + _WALKED_ROWS, self.num_rows))
+            yield numbers.stop, _drawn(self._prepared(numbers, prepare or self._prepare))
+
+    def _prepared(self, numbers: Sequence[int], prepare: Prepare[T]) -> Sequence[T | Skipped]:
+        """Rows by their numbers in the source."""
         blocks = self._rows.sizes
         places = np.searchsorted(blocks.first_rows, np.asarray(numbers), side="right") - 1
         found: dict[int, SourceRow] = {}
@@ -114,7 +119,7 @@ class StreamedRows(RowSource[T], Generic[T]):
             first = int(blocks.first_rows[block])
             rows = self._rows.rows(block, [number - first for number in own])
             found |= zip(own, rows, strict=True)
-        return list((prepare or self._prepare)([found[number] for number in numbers], numbers))
+        return prepare([found[number] for number in numbers], numbers)
 
     def row_id(self, number: int) -> str:
         """The id of a row by its number from 0; ids count from 1."""
@@ -124,9 +129,9 @@ class StreamedRows(RowSource[T], Generic[T]):
         epoch, place = divmod(read, self.num_rows)
         order = self._order_of(epoch)
         places = range(place, min(place + AHEAD_ROWS, self.num_rows))
-        rows = self.prepared([order[place] for place in places])
+        rows = self._prepared([order[place] for place in places], self._prepare)
         for check in self.checks:
-            check([row for row in rows if not isinstance(row, Skipped)])
+            check(_drawn(rows))
         return dict(enumerate(rows, start=read))
 
     def _order_of(self, epoch: int) -> EpochOrder:
@@ -141,3 +146,7 @@ class StreamedRows(RowSource[T], Generic[T]):
             )
             self._order = epoch, order
         return self._order[1]
+
+
+def _drawn(rows: Sequence[T | Skipped]) -> list[T]:
+    return [row for row in rows if not isinstance(row, Skipped)]

@@ -12,7 +12,7 @@ from hone.data.pairs import Compared, weak_pairs
 from hone.data.split import is_held_out
 from hone.tools.data_view.chosen import Viewed
 from hone.tools.data_view.problems import MOST_SHOWN, Problems
-from hone.tools.data_view.reading import AgainError, Item, Reader, attempt, blocks, quiet
+from hone.tools.data_view.reading import Item, Reader, attempt, blocks, read_in_passes
 from hone.tools.data_view.text import Entry, Language, open_all
 
 __all__ = ["Checked", "Dropped", "SourceChecked", "check"]
@@ -84,14 +84,11 @@ class Checked:
 
 def check(viewed: Viewed, language: Language, tell: Tell = lambda num_rows: None) -> Checked:
     """Read all rows of all sources. Ctrl-C ends it; what was found until then is returned."""
+    checker = _Checker(viewed, language, tell)
     readers = [Reader(viewed.cfg, *source) for source in viewed.sources]
-    checker = _Checker(viewed, language, readers, tell)
-    try:
-        with quiet():
-            while not checker.is_done():
-                for reader in readers:
-                    reader.start_again()
-    except KeyboardInterrupt:
+    if read_in_passes(readers, checker.begin, checker.read):
+        checker.require_split()
+    else:
         checker.checked.is_interrupted = True
     return checker.checked
 
@@ -99,26 +96,18 @@ def check(viewed: Viewed, language: Language, tell: Tell = lambda num_rows: None
 class _Checker:
     """One pass over all sources, or several where rows say something else than the first ones."""
 
-    def __init__(
-        self, viewed: Viewed, language: Language, readers: Sequence[Reader], tell: Tell
-    ) -> None:
+    def __init__(self, viewed: Viewed, language: Language, tell: Tell) -> None:
         self._data, self._seed = viewed.cfg.data, viewed.cfg.run.seed
         self._is_paired = isinstance(viewed.cfg, SFTConfig)
-        self._language, self._readers, self._tell = language, readers, tell
-        self.checked = Checked(language.unit, language.note)
+        self._language, self._tell = language, tell
+        self.begin()
 
-    def is_done(self) -> bool:
-        """Read all rows. False where the pass has to begin anew."""
+    def begin(self) -> None:
+        """Forget what an earlier pass has found."""
         self.checked = Checked(self._language.unit, self._language.note)
-        try:
-            for reader in self._readers:
-                self._source(reader)
-        except AgainError:
-            return False
-        self._require_split()
-        return True
 
-    def _source(self, reader: Reader) -> None:
+    def read(self, reader: Reader) -> None:
+        """Check the rows of a source."""
         checked, data = self.checked, self._data
         fraction = 0.0 if data.eval else data.eval_fraction
         source = SourceChecked(reader.source.path, reader.key)
@@ -207,7 +196,7 @@ class _Checker:
             for what, number in source.weak.items()
         ]
 
-    def _require_split(self) -> None:
+    def require_split(self) -> None:
         """Problems of `data.eval_fraction`, as a run has them."""
         data, checked = self._data, self.checked
         if data.eval or not data.eval_fraction:

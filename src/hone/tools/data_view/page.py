@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Template
 
 from hone.observe.printable import printable
 from hone.tools.data_view.check import Checked
@@ -20,6 +20,7 @@ from hone.tools.data_view.counts import Bar
 from hone.tools.data_view.show import Piece, Shown, ShownRow, ShownSource, ShownText
 from hone.tools.data_view.stats import Stats
 from hone.tools.data_view.terminal import answers_of, conclusion, elided, range_of, share
+from hone.tools.report.write import template_environment
 
 __all__ = ["check_page", "show_page", "stats_page"]
 
@@ -298,14 +299,7 @@ def _render(page: _Page) -> str:
 
 @cache
 def _template() -> Template:
-    packages = ("hone.tools.data_view", "hone.tools.report")
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, ".") for package in packages]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = template_environment("hone.tools.data_view", "hone.tools.report")
     environment.filters["printable"] = _printable
     return environment.get_template("data.html.jinja")
 

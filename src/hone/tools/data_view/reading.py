@@ -7,15 +7,14 @@ all rows would have decided otherwise, and then the pass begins anew with what t
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from re import compile as pattern
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from hone.config.data_view import ViewConfig
 from hone.config.tree import PairsConfig, SFTConfig
@@ -23,8 +22,8 @@ from hone.data.columns import (
     USUAL_NAMES,
     Columns,
     Example,
+    ExampleReader,
     choose_columns,
-    map_rows,
     value_of,
 )
 from hone.data.pairs import (
@@ -34,12 +33,13 @@ from hone.data.pairs import (
     single_completions,
     without_prompt,
 )
+from hone.data.rows import decode, json_row, parse_json
 from hone.data.settings import SourceBase
-from hone.data.sources import SourceRow, iter_source, shorten
+from hone.data.sources import SourceRow, iter_source
 from hone.errors import UserError
 from hone.tools.data_view.problems import Problems
 
-__all__ = ["AgainError", "Item", "Reader", "attempt", "blocks", "examples_of", "quiet"]
+__all__ = ["Item", "Reader", "attempt", "blocks", "examples_of", "quiet", "read_in_passes"]
 
 BLOCK_ROWS = 256
 Item: TypeAlias = Example | Compared
@@ -183,10 +183,11 @@ class Reader:
         if isinstance(self.columns, dict):
             return self._pairs(rows, first, self.columns)
         anchored = [*([] if self._anchor is None else [self._anchor]), *rows]
-        examples = map_rows(anchored, self.source, self.columns, name=self.name)
+        num_before = len(anchored) - len(rows)
+        read = ExampleReader(self.source, self.columns, self.name)
+        examples = read(anchored, range(first - 1 - num_before, first - 1 + len(rows)))
         self._anchor = self._anchor or rows[0]
-        own = examples[len(anchored) - len(rows) :]
-        return [[replace(each, id=f"{self.name}:{n}")] for n, each in enumerate(own, first)]
+        return [[each] for each in examples[num_before:]]
 
     def _pairs(
         self, rows: Sequence[SourceRow], first: int, columns: dict[str, str | None]
@@ -200,8 +201,8 @@ class Reader:
             else:
                 self.num_repeats += len(rows)
             rows = shortened
-        read = map_chosen_pairs(rows, self.source, columns, self.name)
-        items = [replace(item, id=f"{self.name}:{n}") for n, item in enumerate(read, first)]
+        numbers = range(first - 1, first - 1 + len(rows))
+        items = map_chosen_pairs(rows, self.source, columns, self.name, numbers)
         if isinstance(self.cfg, PairsConfig) and self.cfg.is_unpaired and self.has_pairs:
             return [[*single_completions(item)] for item in items]
         return [[item] for item in items]
@@ -260,23 +261,36 @@ def _lines_after(path: Path, number: int, problems: Problems) -> Iterator[Source
                 continue
             location = f"{path}, line {line_number}"
             try:
-                value: Any = json.loads(line)
-            except json.JSONDecodeError as error:
-                problems.add(
-                    f"{location}: not valid JSON ({error.msg} at column {error.colno}), near: "
-                    f"{shorten(error.doc[max(0, error.pos - 40) :])}"
-                )
-                continue
-            except (ValueError, RecursionError) as error:
-                problems.add(f"{location}: JSON that Python cannot read: {shorten(str(error))}")
-                continue
-            if isinstance(value, dict):
-                yield SourceRow(value, location, path.parent)
-            else:
-                problems.add(
-                    f"{location}: a row must be a JSON object with named columns, got "
-                    f"{type(value).__name__}: {shorten(json.dumps(value))}"
-                )
+                yield json_row(parse_json(decode(line, location), location), location, path.parent)
+            except UserError as error:
+                problems.add(f"{error}")
+
+
+def read_in_passes(
+    readers: Sequence[Reader], begin: Callable[[], None], read: Callable[[Reader], None]
+) -> bool:
+    """Call `read` with each reader, and all over again where one raises AgainError; `begin` forgets
+    what an earlier pass has found. Returns False where Ctrl-C has ended it."""
+    try:
+        with quiet():
+            begin()
+            while not _is_read(readers, read):
+                for reader in readers:
+                    reader.start_again()
+                begin()
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _is_read(readers: Sequence[Reader], read: Callable[[Reader], None]) -> bool:
+    """One pass. False where it has to begin anew."""
+    try:
+        for reader in readers:
+            read(reader)
+    except AgainError:
+        return False
+    return True
 
 
 def blocks(

@@ -19,13 +19,12 @@ from hone.tools.data_view.chosen import Viewed
 from hone.tools.data_view.counts import Lengths, Repeated, Values, digest_of
 from hone.tools.data_view.problems import Problems
 from hone.tools.data_view.reading import (
-    AgainError,
     Item,
     Reader,
     attempt,
     blocks,
     examples_of,
-    quiet,
+    read_in_passes,
 )
 from hone.tools.data_view.text import Entry, Language, open_all, said
 
@@ -91,14 +90,9 @@ class Stats:
 
 def count(viewed: Viewed, language: Language, tell: Tell = lambda num_rows: None) -> Stats:
     """Count all rows of all sources. Ctrl-C ends it; what was counted until then is returned."""
+    counter = _Counter(viewed, language, tell)
     readers = [Reader(viewed.cfg, *source) for source in viewed.sources]
-    counter = _Counter(viewed, language, readers, tell)
-    try:
-        with quiet():
-            while not counter.counted():
-                for reader in readers:
-                    reader.start_again()
-    except KeyboardInterrupt:
+    if not read_in_passes(readers, counter.begin, counter.read):
         counter.stats.is_interrupted = True
     return counter.stats
 
@@ -106,27 +100,19 @@ def count(viewed: Viewed, language: Language, tell: Tell = lambda num_rows: None
 class _Counter:
     """One pass over all sources, or several where rows say something else than the first ones."""
 
-    def __init__(
-        self, viewed: Viewed, language: Language, readers: Sequence[Reader], tell: Tell
-    ) -> None:
-        self._viewed, self._language, self._readers = viewed, language, readers
-        self._tell = tell
-        self.stats = Stats(language.unit, language.note)
+    def __init__(self, viewed: Viewed, language: Language, tell: Tell) -> None:
+        self._viewed, self._language, self._tell = viewed, language, tell
+        self.begin()
 
-    def counted(self) -> bool:
-        """Count all rows. False where the pass has to begin anew."""
+    def begin(self) -> None:
+        """Forget what an earlier pass has counted."""
         self.stats = Stats(self._language.unit, self._language.note)
         for limit in self._language.limits:
             what = "whole row" if limit.name == "data.max_tokens" else "prompt"
             self.stats.limits[what] = (limit.name, limit.max_tokens)
-        try:
-            for reader in self._readers:
-                self._source(reader)
-        except AgainError:
-            return False
-        return True
 
-    def _source(self, reader: Reader) -> None:
+    def read(self, reader: Reader) -> None:
+        """Count the rows of a source."""
         stats = self.stats
         source = SourceCounts(reader.source.path, reader.key)
         stats.sources.append(source)

@@ -18,6 +18,7 @@ from hone.data.images import without_bytes
 from hone.errors import UserError
 from hone.images.parts import has_images
 from hone.model_input import TEXT, ModelInput
+from hone.tools.data_view.counts import digest_of
 from hone.tools.data_view.problems import Problems
 from hone.tools.data_view.reading import Item, attempt, examples_of
 
@@ -136,9 +137,7 @@ def _entry(item: Item) -> Entry:
     asked = examples[0]
     values = [_identity(value) for value in asked.given_images.values]
     key = json.dumps([asked.prompt, values], sort_keys=True, default=str)
-    return Entry(
-        texts, int.from_bytes(blake2b(key.encode(errors="replace"), digest_size=8).digest())
-    )
+    return Entry(texts, digest_of(key))
 
 
 def _text(example: Example) -> Text:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from hone.errors import UserError
@@ -26,7 +26,7 @@ from hone.observe.run_folder import RunFolder
 from hone.observe.whole_file import write_whole
 from hone.tools.report.content import Page, describe
 
-__all__ = ["render", "write_report"]
+__all__ = ["render", "template_environment", "write_report"]
 
 
 def write_report(
@@ -73,15 +73,20 @@ def render(page: Page) -> str:
     return _template().render(page=page)
 
 
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("hone.tools.report", "."),
+def template_environment(*packages: str) -> Environment:
+    """The environment of pages whose templates are in the folders of these packages."""
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(package, ".") for package in packages]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+@cache
+def _template() -> Template:
+    environment = template_environment("hone.tools.report")
     environment.filters["script_json"] = _script_json
     return environment.get_template("page.html.jinja")
 
