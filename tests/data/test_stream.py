@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.data.mixture import Mixture
 from hone.data.prompts import PromptStream
-from hone.data.stream import Stream, epoch_order
+from hone.data.row_source import epoch_order
+from hone.data.stream import Stream
 from hone.errors import UserError
 from hone.types import Prompt
 from tests.tables import table
@@ -98,9 +100,9 @@ class ReplaysFirstEpoch(Stream):
     def load_state_dict(self, state):
         super().load_state_dict(state)
         for number, source in enumerate(self.sources):
-            epoch = state["read"][number] // len(source)
-            first = epoch_order(ids(source), seed=self.seed, epoch=0, shuffle=self.shuffle)
-            self._orders[number] = (epoch, first)
+            epoch = state["read"][number] // source.num_rows
+            names = ids(source.first_rows())
+            source._order = (epoch, epoch_order(names, seed=self.seed, epoch=0))
 
 
 class SecondResumeShifts(Stream):
@@ -122,7 +124,8 @@ class ReseedsEachStart(Stream):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self.seed += 1
+        for source in self.sources:
+            source._seed += 1
 
 
 class OneOrderForAll(Stream):
@@ -130,7 +133,7 @@ class OneOrderForAll(Stream):
 
     def _draw(self):
         item = super()._draw()
-        return random.Random(sum(self._read)).choice(self.sources[0]) if item else item
+        return random.Random(sum(self._read)).choice(self.sources[0].first_rows()) if item else item
 
 
 @table(
@@ -181,12 +184,14 @@ def test_orders_are_uniform():
     assert max(abs(count - 1000) for count in counts.values()) < 150  # 5 standard deviations
 
 
-def check_mix(kind: type[Stream], weights: list[float], num: int) -> None:
+def check_mix(kind: type[Mixture], weights: list[float], num: int) -> None:
     """After every draw each source has given its share of the draws, to within one row."""
     sources = [prompts(3 + i, f"s{i}") for i in range(len(weights))]
     total = sum(Fraction(str(weight)) for weight in weights)
     counts = Counter()
-    for k, item in enumerate(kind(sources, weights=weights, seed=0).take(num), start=1):
+    stream = Stream(sources, weights=weights, seed=0)
+    stream._mixture = kind(weights)
+    for k, item in enumerate(stream.take(num), start=1):
         counts[item.id.split(":")[0]] += 1
         for i, weight in enumerate(weights):
             assert abs(counts[f"s{i}"] - Fraction(str(weight)) / total * k) < 1, (k, counts)
@@ -198,23 +203,23 @@ WEIGHTS = st.lists(st.floats(0.01, 100).map(lambda w: round(w, 3)), min_size=1, 
 @settings(max_examples=80, deadline=None)
 @given(weights=WEIGHTS)
 def test_weights_hold_to_within_one_row_at_every_moment(weights):
-    check_mix(Stream, weights, 150)
+    check_mix(Mixture, weights, 150)
 
 
-class RoundRobin(Stream):
-    def _next_source(self):
-        return sum(self._served) % len(self.sources)
+class RoundRobin(Mixture):
+    def next_source(self, served):
+        return sum(served) % len(served)
 
 
-class RandomMix(Stream):
-    def _next_source(self):
+class RandomMix(Mixture):
+    def next_source(self, served):
         weights = [float(share) for share in self.shares]
-        return random.Random(sum(self._read)).choices(range(len(weights)), weights)[0]
+        return random.Random(sum(served)).choices(range(len(weights)), weights)[0]
 
 
-class InBlocks(Stream):
-    def _next_source(self):
-        return 0 if sum(self._served) % 10 < 10 * self.shares[0] else 1
+class InBlocks(Mixture):
+    def next_source(self, served):
+        return 0 if sum(served) % 10 < 10 * self.shares[0] else 1
 
 
 @table("bug", [RoundRobin, RandomMix, InBlocks])

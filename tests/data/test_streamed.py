@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.data.order import BlockSizes, EpochOrder, Window
+from hone.data.row_source import Skipped, epoch_order
 from hone.data.sources import SourceRow
-from hone.data.stream import Skipped, Stream, epoch_order
+from hone.data.stream import Stream
 from hone.data.streamed import AHEAD_ROWS, StreamedRows
 from hone.errors import UserError
 from hone.types import Prompt
@@ -174,7 +175,7 @@ def test_a_look_ahead_reads_no_row_twice():
     rows = source([2000], window=2000)
     stream = Stream([rows], seed=3)
     prepared: list[int] = []
-    rows.checks.append(lambda items: prepared.extend(item.token_ids[0] for item in items))
+    rows.add_check(lambda items: prepared.extend(item.token_ids[0] for item in items))
     for _ in range(100):
         stream.take(7)
         stream.peek(7)
@@ -227,7 +228,7 @@ def test_only_blocks_that_are_needed_are_read():
 def test_rows_are_checked_before_they_are_drawn():
     seen: list[int] = []
     rows = source([600], window=600)
-    rows.checks.append(lambda items: seen.extend(item.token_ids[0] for item in items))
+    rows.add_check(lambda items: seen.extend(item.token_ids[0] for item in items))
     stream = Stream([rows], seed=3)
     drawn = [row.token_ids[0] for row in stream.take(300)]
     assert seen[:300] == drawn

@@ -24,10 +24,11 @@ from hone.data.filters import (
 from hone.data.images import WithImages, open_images
 from hone.data.index import MAX_OPEN_BYTES, SourceIndex
 from hone.data.order import Window
+from hone.data.row_source import Item, RowSource, Skipped
 from hone.data.settings import DataConfig, SourceBase, SourceConfig
 from hone.data.sources import SourceRow, read_source, source_names
 from hone.data.split import Data, is_held_out
-from hone.data.stream import Item, RowSource, Skipped, Stream
+from hone.data.stream import Stream
 from hone.data.streamed import AHEAD_ROWS, StreamedRows
 from hone.errors import UserError
 from hone.model_input import prompt_digest

@@ -2,7 +2,7 @@
 
 Blocks of rows are sorted by a keyed hash, as many as fill a *window* come together, and the rows of
 a window are sorted by the keyed hash of their ids. So every place has its row without the places
-before it, and a window of all rows is the order of `hone.data.stream.epoch_order`.
+before it, and a window of all rows is the order of `hone.data.row_source.epoch_order`.
 """
 
 from __future__ import annotations

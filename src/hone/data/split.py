@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from hone.data.filters import FilterReport, RenderedRow
 from hone.data.hashing import keyed_hash
-from hone.data.stream import Item, Stream
-from hone.data.streamed import StreamedRows
+from hone.data.row_source import Item
+from hone.data.stream import Stream
 from hone.model_input import prompt_digest
 from hone.observe.metrics import Last, Metrics
 
@@ -40,9 +40,7 @@ class Data(Generic[T]):
         """Call `check` with the rows that are known, and with those that are read later before they
         are drawn. It raises UserError for a row that the run cannot use."""
         check(self.known_rows())
-        for source in self.train.sources:
-            if isinstance(source, StreamedRows):
-                source.checks.append(check)
+        self.train.add_check(check)
 
 
 def is_held_out(prompt: RenderedRow, *, seed: int, fraction: float) -> bool:

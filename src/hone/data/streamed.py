@@ -9,14 +9,13 @@ thrown away when a run ends: a place has the same row whenever it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from hone.data.order import BlockSizes, EpochOrder, Window
+from hone.data.row_source import Item, RowSource, Skipped, nothing_left
 from hone.data.sources import SourceRow
-from hone.data.stream import Item, RowSource, Skipped, nothing_left
 
 __all__ = ["AHEAD_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
 
@@ -50,6 +49,8 @@ class IndexedRows(Protocol):
 class StreamedRows(RowSource[T], Generic[T]):
     """The rows of an index in the order of each epoch, prepared when they are drawn."""
 
+    is_streamed = True
+
     def __init__(
         self,
         rows: IndexedRows,
@@ -66,17 +67,18 @@ class StreamedRows(RowSource[T], Generic[T]):
         self._order: tuple[int, EpochOrder] | None = None
         self._ahead: dict[int, T | Skipped] = {}
         self._first: list[T] = []
-        self.checks: list[Callable[[Sequence[T]], None]] = []
-        """Called with rows before they are drawn; they raise UserError."""
+        self._checks: list[Callable[[Sequence[T]], None]] = []
 
     @property
     def num_rows(self) -> int:
         return self._rows.sizes.total_rows
 
     @property
-    def fingerprint(self) -> str:
-        parts = (self._rows.fingerprint, self.name, self._window)
-        return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+    def identity(self) -> Sequence[object]:
+        return [(self._rows.fingerprint, self.name, self._window)]
+
+    def add_check(self, check: Callable[[Sequence[T]], None]) -> None:
+        self._checks.append(check)
 
     def row(self, read: int) -> T | Skipped:
         if read not in self._ahead:
@@ -130,7 +132,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         order = self._order_of(epoch)
         places = range(place, min(place + AHEAD_ROWS, self.num_rows))
         rows = self._prepared([order[place] for place in places], self._prepare)
-        for check in self.checks:
+        for check in self._checks:
             check(_drawn(rows))
         return dict(enumerate(rows, start=read))
 

@@ -19,7 +19,6 @@ from hone.config.tree import DPOConfig, PairsConfig, RewardModelingConfig, SFTCo
 from hone.data.pairs import load_pairs
 from hone.data.sft import load_sft
 from hone.data.split import Data
-from hone.data.stream import RowSource
 from hone.distributed.mesh import Mesh
 from hone.errors import UserError
 from hone.images.sending import prefetch_pixels
@@ -206,7 +205,7 @@ def _models(start: Launch, model: PreTrainedModel, algorithm: Algorithm[Any]) ->
 def _kept_scores(cfg: DPOConfig, folder: Path, models: Models, data: Data[Any]) -> KeptScores:
     """Reference log-probabilities of all rows, computed with the untrained policy and cached in
     `folder`. Raises UserError for a source that is not read whole."""
-    streamed = [x.name for x in data.train.sources if isinstance(x, RowSource)]
+    streamed = [x.name for x in data.train.sources if x.is_streamed]
     if streamed:
         raise UserError(
             f"reference log-probabilities of all rows are to be kept, and {streamed[0]} is read as "
