@@ -152,7 +152,7 @@ def test_split_of_a_prompt_that_is_there_once_depends_on_seed_and_id_alone(tmp_p
     assert ids(other.eval) != ids(alone.eval)
     more = load(source(tmp_path, "a", distinct(300)), eval_fraction=0.4)
     assert ids(alone.eval) < ids(more.eval)
-    train = [prompt for part in alone.train.sources for prompt in part]
+    train = alone.train.first_rows()
     for prompt in (*train, *alone.eval):
         row = Rendered(prompt.text, prompt.token_ids)
         assert is_held_out(row, seed=0, fraction=0.2) == (prompt.id in ids(alone.eval))
@@ -175,7 +175,7 @@ def test_rows_that_repeat_a_prompt_stay_together(tmp_path):
     """Also over sources, and in what is read as it is needed."""
     sources = source(tmp_path, "a", REPEATED[:130]), source(tmp_path, "b", REPEATED[130:])
     data = load(*sources, eval_fraction=0.2)
-    train = [prompt for part in data.train.sources for prompt in part]
+    train = data.train.first_rows()
     check_no_prompt_is_on_both_sides((p.token_ids for p in train), (p.token_ids for p in data.eval))
     cfg = DataConfig(train=sources, eval_fraction=0.2)
     found = read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=400)
@@ -191,7 +191,7 @@ def test_demonstrations_of_a_prompt_stay_together(tmp_path, max_tokens):
     assert len(loaded.train) + len(loaded.eval) == num_kept
     prompts = load(source(tmp_path, "a", data), eval_fraction=0.2)
     assert ids(loaded.eval) == {i for i in ids(prompts.eval) if int(i[2:]) > 400 - num_kept}
-    sides = ids(loaded.train.sources[0]), ids(loaded.eval)
+    sides = ids(loaded.train.first_rows()), ids(loaded.eval)
     train, held_out = ({REPEATED[int(i[2:]) - 1]["prompt"] for i in side} for side in sides)
     assert len(train) + len(held_out) == 40
     assert not train & held_out

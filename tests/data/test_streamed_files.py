@@ -114,7 +114,7 @@ def test_held_out_rows_are_the_first_ones_and_never_train(path: str):
     streamed = load(path, shuffle_window=80, max_eval_rows=20, **settings)
     assert ids(streamed.eval) == ids(whole.eval)[:20]
     drawn = ids(streamed.train.take(len(whole.train)))
-    assert sorted(drawn) == sorted(ids(whole.train.sources[0]))
+    assert sorted(drawn) == sorted(ids(whole.train.first_rows()))
     cfg = DataConfig(train=(SourceConfig(path=path),), **settings)
     generated = read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=100)
     assert sorted(ids(generated)) == sorted(drawn)

@@ -109,7 +109,7 @@ def test_models_that_read_what_the_policy_writes_have_all_its_tokens(
     config = judge / "config.json"
     config.write_text(config.read_text().replace("ForCausalLM", "ForSequenceClassification"))
     cfg = make_config(reward={"model": {"path": str(judge)}})
-    prompts = prompts_of(cfg, load_tokenizer(cfg.model)).train.sources[0]
+    prompts = prompts_of(cfg, load_tokenizer(cfg.model)).train.first_rows()
     plan = plan_run(cfg, "cpu", world_size=1)
     refuses(lambda: transcripts_of(plan, prompts), "reward.model.path", f"its model has {SIZE}")
 

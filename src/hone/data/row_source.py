@@ -84,7 +84,7 @@ class WholeRows(RowSource[T], Generic[T]):
     ) -> None:
         self._rows = tuple(rows)
         self._seed, self._shuffle, self._content = seed, shuffle, content
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._order: tuple[int, list[int]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -92,7 +92,7 @@ class WholeRows(RowSource[T], Generic[T]):
 
     def row(self, read: int) -> T:
         epoch, place = divmod(read, len(self._rows))
-        if self._order[0] != epoch:
+        if self._order is None or self._order[0] != epoch:
             ids = [row.id for row in self._rows]
             order = epoch_order(ids, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._order = epoch, order
