@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tests.config.row import Row
@@ -56,6 +57,14 @@ def rendering_rows(shown: str) -> dict[str, Row]:
 
 
 RUNS = ("--run.", "--rollout.", "--eval.every_n_steps")
+
+
+def without_runs(flags: Iterable[str], section: str) -> tuple[str, ...]:
+    """Flags of `hone rl` for a command whose settings of sampling are in `section`."""
+    kept = (flag.replace("--rollout.stop=", f"--{section}.stop=") for flag in flags)
+    return tuple(flag for flag in kept if not flag.startswith(RUNS))
+
+
 REWARDS = {key: row for key, row in RL.items() if key.startswith(("env.", "reward."))}
 EVALUATE: dict[str, Row] = {
     **run_rows(trains=False),
@@ -67,7 +76,7 @@ EVALUATE: dict[str, Row] = {
         key: replace(
             row,
             shows="samples" if row.shows == "metrics" else row.shows,
-            given=tuple(x for x in row.given if not x.startswith(RUNS)),
+            given=without_runs(row.given, "eval"),
         )
         for key, row in REWARDS.items()
     },
@@ -94,6 +103,10 @@ EVALUATE = {
 }
 EVALUATE["reward.functions.0.whole_groups"] = replace(
     WHOLE_GROUPS, shows="samples", given=(*WHOLE_GROUPS.given, "--eval.n_samples_per_prompt=2")
+)
+# Of the first rows of eval.jsonl none is left for training.
+EVALUATE["data.train.0.max_rows"] = Row(
+    "30", "samples", (*HELD_OUT, "--data.train=[{path: train.jsonl}]")
 )
 EVALUATE["data.eval_fraction"] = Row("0.8", "samples", HELD_OUT)
 EVALUATE["data.max_eval_rows"] = Row("1", "samples", (*HELD_OUT, "--data.shuffle_window=2"))
@@ -137,7 +150,7 @@ GENERATE: dict[str, Row] = {
             shows="samples" if row.shows == "metrics" else row.shows,
             given=(
                 *SCORED[1:],
-                *(flag for flag in row.given or SCORED[:1] if not flag.startswith(RUNS)),
+                *without_runs(row.given or SCORED[:1], "generation"),
             ),
         )
         for key, row in REWARDS.items()
