@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.data.observation_limit import cut_middle, cut_observation
+from hone.data.template_check import RenderError
 from hone.types import Observation
 from tests.data.support import bpe_tokenizer, char_tokenizer
 
@@ -54,6 +55,20 @@ def test_no_half_of_a_character_is_left_at_the_cut():
 
 def test_a_limit_below_the_note_keeps_the_start():
     assert cut("x" * 100, 5, CHARS) == "x" * 5
+
+
+def test_without_words_for_the_note_the_start_stays():
+    def encode(text: str) -> list[int]:
+        if unknown := set(text) - set("0123456789"):
+            raise RenderError(f"unknown: {sorted(unknown)}")
+        return [int(digit) for digit in text]
+
+    def decode(ids) -> str:
+        return "".join(map(str, ids))
+
+    assert cut_middle("0123456789" * 5, 7, encode, decode) == "0123456"
+    assert cut_middle("0123456789" * 500, 7, encode, decode) == "0123456"
+    assert cut_middle("01234", 7, encode, decode) == "01234"
 
 
 def test_a_text_that_is_encoded_otherwise_than_its_parts_fits_too():

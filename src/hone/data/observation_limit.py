@@ -88,9 +88,10 @@ def _cut_parts(
 def cut_middle(text: str, max_tokens: int, encode: Encode, decode: Decode) -> str:
     """The text where it has at most `max_tokens` tokens, else its start and its end with a note of
     how many tokens lie between. With the note it has at most `max_tokens`; where the note alone has
-    more, the result is the start of the text.
+    more, or `encode` cannot encode it, the result is the start of the text.
 
-    `encode` adds no special tokens, and `decode` is its inverse for whole texts.
+    `encode` adds no special tokens, and raises RenderError for a text that it cannot encode;
+    `decode` is its inverse for whole texts.
     """
     length = _CHARS_PER_TOKEN * max_tokens
     if len(text) > 2 * length:
@@ -102,7 +103,7 @@ def cut_middle(text: str, max_tokens: int, encode: Encode, decode: Decode) -> st
             return text
         start = end = ids
         num_left_out = ""
-    room = max_tokens - len(encode(_NOTE.format(num_left_out or f"{len(start):,} tokens")))
+    room = _room(max_tokens, num_left_out or f"{len(start):,} tokens", encode)
     # A text is not always encoded as its parts were: fewer tokens are tried until it fits.
     while room > 0:
         first, last = (room + 1) // 2, room // 2
@@ -116,6 +117,14 @@ def cut_middle(text: str, max_tokens: int, encode: Encode, decode: Decode) -> st
             return made
         room = min(room - 1, room * max_tokens // num_tokens)
     return _start(start, max_tokens, encode, decode)
+
+
+def _room(max_tokens: int, num_left_out: str, encode: Encode) -> int:
+    """How many tokens of the text fit with the note; 0 where the tokenizer has no words for it."""
+    try:
+        return max_tokens - len(encode(_NOTE.format(num_left_out)))
+    except RenderError:
+        return 0
 
 
 def _start(ids: Sequence[int], max_tokens: int, encode: Encode, decode: Decode) -> str:

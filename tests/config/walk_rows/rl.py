@@ -99,10 +99,7 @@ RL: dict[str, Row] = {
     "env.tool_format": not_used("env.tool_format", "hermes"),
     "env.max_tool_calls": not_used("env.max_tool_calls", "3"),
     "env.max_parallel_calls": not_used("env.max_parallel_calls", "3"),
-    # The tokenizer of these runs cannot encode the mark that stands for what is cut.
-    "env.max_observation_tokens": Row(
-        "1", "log:tokens left out", (*ECHO, "--env.args={says: '-+'}")
-    ),
+    "env.max_observation_tokens": Row("1", "samples", (*ECHO, "--env.args={says: '-+'}")),
     "env.max_turn_tokens": Row("1", "metrics", ECHO),
     "env.turn_timeout_s": Row("0.1", "metrics", LIVE),
     "env.episode_timeout_s": Row("0.001", "metrics", LIVE),
