@@ -413,7 +413,7 @@ def test_more_sequences_than_memory_holds_are_refused_with_numbers(
             big_cache(),
             EngineConfig(max_num_seqs=count, **fields),
             max_model_len=4096,
-            bytes_per_sequence=64 * 2**20,
+            bytes_of=lambda number: number * 64 * 2**20,
             resident_bytes=5 * GIB,
         )
 
@@ -424,5 +424,5 @@ def test_as_many_sequences_as_memory_holds_are_allowed(gpu):
         big_cache(),
         EngineConfig(max_num_seqs=487),
         max_model_len=4096,
-        bytes_per_sequence=64 * 2**20,
+        bytes_of=lambda number: number * 64 * 2**20,
     )

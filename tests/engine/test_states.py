@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.engine.settings import num_snapshots, num_state_rows
+from hone.engine.settings import num_state_rows
 from hone.types import Request, SamplingParams
 from tests.engine.test_generation import run, tight_cache_gib
 from tests.engine.test_sync import change_weights, push
@@ -117,7 +117,7 @@ def test_aborted_and_resumed_at_every_position(models, stop):
 
 
 def test_more_prompts_than_snapshots(models, monkeypatch):
-    monkeypatch.setattr("hone.engine.engine.num_snapshots", lambda _: 2)
+    monkeypatch.setattr("hone.engine.engine.num_snapshots", lambda _, **__: 2)
     engine = models.engine()
     for round_ in range(2):
         for number in range(5):
@@ -240,9 +240,11 @@ def test_the_largest_prefill_reads_and_stores_states_as_others_do(models):
         assert changed == [engine._runner.max_num_seqs]
 
 
-def test_bytes_of_states_are_counted(models):
-    engine = models.engine(max_num_seqs=6)
-    rows, tensors = num_state_rows(6), [x for pair in engine._cache.states if pair for x in pair]
+@table("shares", [True, False])
+def test_bytes_of_states_are_counted(models, shares):
+    engine = models.engine(max_num_seqs=6, enable_prefix_caching=shares)
+    rows = num_state_rows(6, enable_prefix_caching=shares)
+    tensors = [x for pair in engine._cache.states if pair for x in pair]
     assert len(tensors) == 2 * 3
-    assert all(len(tensor) == rows == 6 + 1 + num_snapshots(6) for tensor in tensors)
+    assert all(len(tensor) == rows == 6 + 1 + 8 * shares for tensor in tensors)
     assert sum(tensor.nbytes for tensor in tensors) == engine._cache.state_bytes

@@ -55,7 +55,7 @@ def cache_of(name: str, max_num_seqs: int) -> kv_cache.KVCache:
         block_size=BLOCK_SIZE,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        num_state_rows=num_state_rows(max_num_seqs),
+        num_state_rows=num_state_rows(max_num_seqs, enable_prefix_caching=True),
     )
     cache.device = torch.device("cuda")
     return cache
@@ -65,7 +65,10 @@ def cache_of(name: str, max_num_seqs: int) -> kv_cache.KVCache:
 def test_every_sequence_has_a_state_and_four_share_one_of_a_prompt(
     number: int, snapshots: int, rows: int
 ) -> None:
-    assert (num_snapshots(number), num_state_rows(number)) == (snapshots, rows)
+    found = [f(number, enable_prefix_caching=True) for f in (num_snapshots, num_state_rows)]
+    assert found == [snapshots, rows]
+    found = [f(number, enable_prefix_caching=False) for f in (num_snapshots, num_state_rows)]
+    assert found == [0, number + 1]
 
 
 @table("name, max_num_seqs", [("0.8b", 256), ("9b", 64), ("27b", 16)])

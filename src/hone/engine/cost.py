@@ -123,7 +123,8 @@ class EngineMemory:
         num_seqs, batch = self.settings.max_num_seqs, self._plan.batch
         if self._plan.is_on_cpu and batch is not None:  # where memory is taken when it is written
             num_seqs = min(num_seqs, batch.samples_per_step)
-        return num_state_rows(num_seqs) * (self._shape.state_bytes(self._num_bytes) // self._size)
+        rows = num_state_rows(num_seqs, enable_prefix_caching=self.settings.enable_prefix_caching)
+        return rows * (self._shape.state_bytes(self._num_bytes) // self._size)
 
     @property
     def kv_bytes_per_token(self) -> int:

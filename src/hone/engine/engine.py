@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -338,7 +339,8 @@ class EmbeddedEngine(EngineBase):
         if not self._inputs.has_states:
             return None
         first = self._runner.max_num_seqs + 1
-        return Snapshots(range(first, first + num_snapshots(cfg.max_num_seqs)))
+        number = num_snapshots(cfg.max_num_seqs, enable_prefix_caching=cfg.enable_prefix_caching)
+        return Snapshots(range(first, first + number))
 
     def _advance(self) -> None:
         """Launch a step and process the tokens of an earlier one."""
@@ -475,24 +477,25 @@ def make_cache(
                 "engine.kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or more, "
                 f"{torch.cuda.get_device_name(device)} has {capability}; use auto"
             )
+    num_rows = partial(num_state_rows, enable_prefix_caching=cfg.enable_prefix_caching)
     cache = KVCache(
         config,
         block_size=block_size,
         dtype=cache_dtype(cfg, dtype),
         device=device,
         records_routes=records_routes,
-        num_state_rows=num_state_rows(cfg.max_num_seqs),
+        num_state_rows=num_rows(cfg.max_num_seqs),
         model_dtype=dtype,
     )
-    rows_per_sequence = num_state_rows(cfg.max_num_seqs) / cfg.max_num_seqs
+    # float32 logits and a block table; states, with those of prompts
+    bytes_per_sequence = 4 * (int(config.vocab_size) + max_model_len // block_size + 1)
     check_max_num_seqs(
         cache,
         cfg,
         max_model_len=max_model_len,
-        # float32 logits, a block table, and states with those of prompts
-        bytes_per_sequence=4 * int(config.vocab_size)
-        + 4 * (max_model_len // block_size + 1)
-        + int(rows_per_sequence * cache.state_row_bytes),
+        bytes_of=lambda number: (
+            number * bytes_per_sequence + num_rows(number) * cache.state_row_bytes
+        ),
         resident_bytes=resident_bytes,
     )
     # Raises here the errors of `choose_num_blocks` that are already certain.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -294,14 +296,14 @@ def check_max_num_seqs(
     cfg: EngineConfig,
     *,
     max_model_len: int,
-    bytes_per_sequence: int,
+    bytes_of: Callable[[int], int],
     resident_bytes: int = 0,
 ) -> None:
     """Raise ValueError where `max_num_seqs` sequences can never fit together with the smallest
     cache.
 
-    `bytes_per_sequence` of memory go to one running sequence besides keys and values: its state and
-    its row of logits. The smallest cache holds one sequence of `max_model_len` tokens. To be called
+    `bytes_of` so many running sequences go to what they need besides keys and values: states and
+    rows of logits. The smallest cache holds one sequence of `max_model_len` tokens. To be called
     before any of this is taken; `resident_bytes` as in `choose_num_blocks`.
     """
     smallest = blocks_for(max_model_len, cache.block_size) * cache.block_bytes
@@ -314,16 +316,17 @@ def check_max_num_seqs(
         free = available_bytes(cache.device)
         limits = [(free, f"{free / GIB:.2f} GiB available on {cache.device}")]
     budget, source = min(limits)
-    most = (budget - smallest) // bytes_per_sequence
-    if cfg.max_num_seqs <= most:
+    if bytes_of(cfg.max_num_seqs) <= budget - smallest:
         return
+    numbers = range(1, cfg.max_num_seqs)
+    most = bisect_right(numbers, budget - smallest, key=bytes_of)
     remedy = f"at most {most} would; lower engine.max_num_seqs"
     if most < 1:
         remedy = "not even one does; free memory or shorten sequences"
     raise ValueError(
         f"engine.max_num_seqs={cfg.max_num_seqs} sequences do not fit: besides keys and values "
-        f"each takes {bytes_per_sequence / 2**20:.2f} MiB, "
-        f"{cfg.max_num_seqs * bytes_per_sequence / GIB:.2f} GiB in all, and the smallest KV cache "
+        f"each takes {bytes_of(cfg.max_num_seqs) / cfg.max_num_seqs / 2**20:.2f} MiB, "
+        f"{bytes_of(cfg.max_num_seqs) / GIB:.2f} GiB in all, and the smallest KV cache "
         f"for max_model_len={max_model_len} {smallest / GIB:.3f} GiB, of {source}; {remedy}"
     )
 

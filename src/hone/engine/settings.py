@@ -43,15 +43,19 @@ _MIN_SNAPSHOTS = 8
 _SEQUENCES_PER_SNAPSHOT = 4
 
 
-def num_snapshots(max_num_seqs: int) -> int:
+def num_snapshots(max_num_seqs: int, *, enable_prefix_caching: bool) -> int:
     """Number of states of prompts that an engine of a model with recurrent layers keeps, in
-    addition to those of its sequences: enough where four sequences share a prompt."""
+    addition to those of its sequences: enough where four sequences share a prompt, and none where
+    they share nothing."""
+    if not enable_prefix_caching:
+        return 0
     return max(_MIN_SNAPSHOTS, max_num_seqs // _SEQUENCES_PER_SNAPSHOT)
 
 
-def num_state_rows(max_num_seqs: int) -> int:
+def num_state_rows(max_num_seqs: int, *, enable_prefix_caching: bool) -> int:
     """Rows of the stored states of such an engine: sequences, one row for padding, snapshots."""
-    return max_num_seqs + 1 + num_snapshots(max_num_seqs)
+    snapshots = num_snapshots(max_num_seqs, enable_prefix_caching=enable_prefix_caching)
+    return max_num_seqs + 1 + snapshots
 
 
 class EngineConfig(Section):

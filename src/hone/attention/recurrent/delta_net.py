@@ -13,9 +13,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from hone.attention.context import PagedContext
-from hone.attention.recurrent.delta_rule import log_decay
-from hone.attention.recurrent.layer import gated_rms_norm
-from hone.attention.recurrent.mixing import DeltaHeads, DeltaInputs, mix
+from hone.attention.recurrent.layer import DeltaWeights, Projected, mix_projected
+from hone.attention.recurrent.mixing import DeltaHeads
 
 __all__ = ["DeltaNet", "mix_heads"]
 
@@ -61,10 +60,6 @@ def mix_heads(projected: Tensor, net: DeltaNet, context: PagedContext) -> Tensor
     gates of the outputs, b and a. Reads and stores states as the context says."""
     num_heads = net.heads.num_value_heads
     sizes = (len(net.conv), num_heads * net.heads.value_dim, num_heads, num_heads)
-    channels, gate, b, a = projected.split(sizes, -1)
-    inputs = DeltaInputs(
-        channels=channels, g=log_decay(a, net.log_rate, net.step_bias), beta=b.sigmoid()
-    )
-    output = mix(inputs, net.conv.squeeze(1), net.heads, net, context)
-    gate = gate.unflatten(-1, output.shape[1:])
-    return gated_rms_norm(output, gate, net.norm, net.eps).flatten(1)
+    given = Projected(*projected.split(sizes, -1))
+    weights = DeltaWeights(net.conv.squeeze(1), net.log_rate, net.step_bias, net.norm)
+    return mix_projected(given, weights, net.heads, net, context, eps=net.eps)

@@ -20,9 +20,11 @@ from hone.attention.recurrent.mixing import DeltaHeads, DeltaInputs, mix
 __all__ = [
     "DeltaWeights",
     "PackedDeltaNet",
+    "Projected",
     "follow_segments",
     "gated_rms_norm",
     "is_recurrent",
+    "mix_projected",
     "set_heads",
 ]
 
@@ -85,16 +87,42 @@ class PackedDeltaNet:
             key_dim=module.head_k_dim,
             value_dim=module.head_v_dim,
         )
-        weights = self.weights()
-        inputs = DeltaInputs(
+        projected = Projected(
             channels=module.in_proj_qkv(x),
-            g=log_decay(module.in_proj_a(x), weights.A_log, weights.dt_bias),
-            beta=module.in_proj_b(x).sigmoid(),
+            gate=module.in_proj_z(x),
+            b=module.in_proj_b(x),
+            a=module.in_proj_a(x),
         )
-        output = mix(inputs, weights.convolution, heads, module, attention_context)
-        gate = module.in_proj_z(x).unflatten(-1, output.shape[1:])
-        normed = gated_rms_norm(output, gate, weights.norm, module.layer_norm_epsilon)
-        return module.out_proj(normed.flatten(1).unsqueeze(0))
+        weights, eps = self.weights(), module.layer_norm_epsilon
+        output = mix_projected(projected, weights, heads, module, attention_context, eps=eps)
+        return module.out_proj(output.unsqueeze(0))
+
+
+class Projected(NamedTuple):
+    """What the projections of a gated delta net give for T tokens, of this rank's heads."""
+
+    channels: Tensor  # [T, C], before the convolution
+    gate: Tensor  # [T, H * V], gates of the outputs
+    b: Tensor  # [T, H], from which step sizes follow
+    a: Tensor  # [T, H], from which decays follow
+
+
+def mix_projected(
+    projected: Projected,
+    weights: DeltaWeights,
+    heads: DeltaHeads,
+    layer: Any,
+    context: Any,
+    *,
+    eps: float,
+) -> Tensor:
+    """Outputs [T, H * V] of the heads. `layer` and `context` are those of `mix`."""
+    channels, gate, b, a = projected
+    g = log_decay(a, weights.A_log, weights.dt_bias)
+    inputs = DeltaInputs(channels=channels, g=g, beta=b.sigmoid())
+    output = mix(inputs, weights.convolution, heads, layer, context)
+    gate = gate.unflatten(-1, output.shape[1:])
+    return gated_rms_norm(output, gate, weights.norm, eps).flatten(1)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

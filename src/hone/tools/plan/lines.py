@@ -14,7 +14,7 @@ from hone.address import names_code
 from hone.config.plan import BatchArithmetic, Role, RunPlan
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.distributed.settings import AxisSizes
-from hone.engine.settings import BLOCK_SIZE, num_snapshots, num_state_rows
+from hone.engine.settings import BLOCK_SIZE, EngineConfig, num_snapshots, num_state_rows
 from hone.families.shape import ModelShape
 from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
 from hone.hardware import GIB
@@ -290,7 +290,7 @@ def _engine(plan: RunPlan) -> Iterator[Line]:
             f"{blocks} blocks x {BLOCK_SIZE} tokens",
         )
     if plan.shape is not None and plan.shape.recurrent_indices:
-        yield from _states(plan, plan.shape, engine.max_num_seqs)
+        yield from _states(plan, plan.shape, engine)
 
 
 def _with_keys(shape: ModelShape | None) -> str:
@@ -300,14 +300,16 @@ def _with_keys(shape: ModelShape | None) -> str:
     return f"the {shape.num_attention_layers} layers with attention"
 
 
-def _states(plan: RunPlan, shape: ModelShape, max_num_seqs: int) -> Iterator[Line]:
+def _states(plan: RunPlan, shape: ModelShape, engine: EngineConfig) -> Iterator[Line]:
     """Memory of recurrent layers' states, as the embedded engine keeps them."""
     size = shape.state_bytes(plan.num_bytes)
     how = f"of the {len(shape.recurrent_indices)} layers without attention, whatever its length"
     yield Line("state_bytes_per_sequence", size, how)
     if plan.roles["engine"].engine.backend == "embedded":
-        rows, snapshots = num_state_rows(max_num_seqs), num_snapshots(max_num_seqs)
-        how = f"{rows} states: engine.max_num_seqs {max_num_seqs}, {snapshots} of prompts, 1 unused"
+        number, shares = engine.max_num_seqs, engine.enable_prefix_caching
+        rows = num_state_rows(number, enable_prefix_caching=shares)
+        snapshots = num_snapshots(number, enable_prefix_caching=shares)
+        how = f"{rows} states: engine.max_num_seqs {number}, {snapshots} of prompts, 1 unused"
         yield Line("state_gib", round(rows * size / GIB, 3), how)
 
 
