@@ -17,12 +17,15 @@ QUICK = (7, 8)
 prompts, samples that were carried over to the next step, several optimizer steps a rollout, tokens
 that are clipped, and a divergence in the reward."""
 SEEDS = range(50)
+WITHOUT_UPDATE = {18}
+"""Seeds whose runs are left with a few tokens of samples with equal rewards, so that no weight
+changes."""
 
 
 def check(seed: int, folder: Path) -> None:
     found = replayed(seed, folder)
     assert found.num_tokens > 0
-    assert found.moved > 0
+    assert (found.moved > 0) == (seed not in WITHOUT_UPDATE)
     assert {"weights", "moments", "engine", "trainer", "loss"} <= found.largest.keys()
     for kind, error in found.largest.items():
         assert error < LIMITS[kind], f"{kind}: {error:.1e} in {found.where[kind]}"
