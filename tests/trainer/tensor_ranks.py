@@ -22,8 +22,11 @@ from hone.attention import PackedContext
 from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.processes import processes
 from hone.families.registry import TENSOR_FAMILIES
+from hone.models.adapted import adapters_off
+from hone.models.adapters import adapt
 from hone.models.contents import follow_inputs
 from hone.models.decoder import hidden_states
+from hone.models.settings import LoraConfig
 from hone.trainer import logprobs, tensor
 from hone.trainer.logprobs import token_scores
 from hone.trainer.sharded import ShardedPolicy
@@ -100,13 +103,18 @@ def loss_of(scores: tuple[Tensor, ...], seed: int = 0) -> Tensor:
     return (factors[0] * values + factors[1] * entropy + at @ of_words).sum()
 
 
-def make(case: str, **fields: Any) -> PreTrainedModel:
-    """Biases and norms away from where they start, so that they matter."""
+ADAPTERS = LoraConfig(rank=3, alpha=5)
+
+
+def make(case: str, *, lora: LoraConfig | None = None, **fields: Any) -> PreTrainedModel:
+    """Biases, norms and adapters away from where they start, so that they matter."""
     model = tiny_model(**CASES[case] | fields)
+    if lora is not None:
+        adapt(model, lora, seed=3)
     draw = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("lora_B"):
                 parameter += 0.3 * torch.randn(parameter.shape, generator=draw)
     follow_inputs(model)
     return model
@@ -118,8 +126,8 @@ def gradient_error(actual: PreTrainedModel, expected: PreTrainedModel) -> float:
     Of one that is zero but for rounding (queries and keys of a single token) the difference is
     relative to the largest gradient.
     """
-    wanted = {n: p.grad for n, p in expected.named_parameters()}
-    found = {n: p.grad for n, p in actual.named_parameters()}
+    wanted = {n: p.grad for n, p in expected.named_parameters() if p.grad is not None}
+    found = {n: p.grad for n, p in actual.named_parameters() if p.grad is not None}
     assert found.keys() == wanted.keys()
     errors, largest = [], max(gradient.norm() for gradient in wanted.values())
     for name, gradient in found.items():
@@ -160,7 +168,9 @@ def step(case: str, lengths: tuple[int, ...], mesh: Mesh, prepare: Any = None, *
         ),
         "equal on all ranks": same_everywhere(scores[1][0], mesh.tensor.group),
         "largest part": max(
-            p.to_local().numel() / p.numel() for p in split.parameters() if p.ndim == 2
+            p.to_local().numel() / p.numel()
+            for name, p in split.named_parameters()
+            if p.ndim == 2 and "lora" not in name
         ),
     }
 
@@ -203,6 +213,10 @@ def frozen() -> Found:
     return {"trained": [name for name, p in model.named_parameters() if p.grad is not None]}
 
 
+ADAPTED = (
+    *("qwen3", "qwen3_5_text", "llama, untied, all biases"),
+    "qwen3, untied, odd vocabulary",
+)
 STEPS: dict[str, tuple[str, tuple[int, ...], Any]] = {
     **{case: (case, LENGTHS["odd"], None) for case in CASES},
     **{f"tokens {name}": ("qwen3", LENGTHS[name], None) for name in LENGTHS},
@@ -216,6 +230,29 @@ def steps() -> Found:
         name: step(case, lengths, tensor_mesh(), prepare)
         for name, (case, lengths, prepare) in STEPS.items()
     }
+
+
+def adapted() -> Found:
+    """Models with adapters, and what a reference computes without them."""
+    found, prepare = {}, recompute
+    for case in ADAPTED:
+        found[case] = step(case, LENGTHS["odd"], tensor_mesh(), prepare, lora=ADAPTERS)
+        found[case] |= {"reference": without_adapters(case)}
+        prepare = None
+    return found
+
+
+def without_adapters(case: str) -> float:
+    """Difference of the frozen base, computed by split layers whose adapters are off."""
+    whole = make(case, lora=ADAPTERS)
+    split = copy.deepcopy(whole)
+    parallelize(split, tensor_mesh())
+    with torch.no_grad(), adapters_off(split), adapters_off(whole):
+        scores = score(split, LENGTHS["odd"], tensor_mesh().tensor)
+        expected = score(whole, LENGTHS["odd"], None)
+    with torch.no_grad():
+        assert compare(expected, score(whole, LENGTHS["odd"], None)) > 0.01
+    return compare(scores, expected)
 
 
 # ---------------------------------------------------------------- planted bugs
@@ -254,7 +291,34 @@ BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "recurrent norm gradients not added up": lambda: patch.object(
         tensor, "_sum", lambda x, mesh: x
     ),
+    "adapters: gradients of whole ones not added up": lambda: patch.object(
+        tensor, "_sum", lambda x, mesh: x
+    ),
+    "adapters: added on each rank to what is added up": lambda: patch.object(
+        tensor.RowLora, "forward", adapter_behind_the_sum
+    ),
+    "recurrent adapters: rows of B as they lie": lambda: patch.object(
+        tensor, "own_rows", only_adapters_as_they_lie
+    ),
 }
+
+
+def adapter_behind_the_sum(self: Any, x: Tensor) -> Tensor:
+    y = tensor._scatter_sum(
+        torch.nn.functional.linear(x, tensor.own_part(self.weight)), tensor._mesh(self.weight)
+    )
+    a, b = tensor.own_part(self.lora_A), tensor._shared(self.lora_B)
+    own = self.add_adapter(torch.zeros_like(x @ x.new_zeros(x.shape[-1], len(b))), x, a, b)
+    return y + own[:, : y.shape[1]]
+
+
+own_rows = tensor.own_rows
+
+
+def only_adapters_as_they_lie(parameter: Tensor, blocks: Any) -> Tensor:
+    if parameter.shape[-1] == ADAPTERS.rank:
+        return tensor.own_part(parameter)
+    return own_rows(parameter, blocks)
 
 
 def planted() -> Found:
@@ -262,7 +326,8 @@ def planted() -> Found:
     for name, plant in BUGS.items():
         with plant():
             case = "qwen3_5_text" if name.startswith("recurrent") else "qwen3"
-            result = step(case, LENGTHS["odd"], mesh)
+            lora = ADAPTERS if "adapters" in name else None
+            result = step(case, LENGTHS["odd"], mesh, lora=lora)
         found[name] = {key: result[key] for key in ("values", "gradients")}
     return found
 
@@ -272,7 +337,8 @@ def planted() -> Found:
 
 def sharded(case: str, mesh: Mesh, *, stage: int, is_recomputed: bool) -> Found:
     """Two micro-batches on each place of the data axis, whose gradients add up."""
-    whole = make(case)
+    case, _, adapters = case.partition(" with ")
+    whole = make(case, lora=ADAPTERS if adapters else None)
     split = copy.deepcopy(whole)
     parallelize(split, mesh)
     if is_recomputed:
@@ -304,7 +370,10 @@ def shards() -> Found:
         f"{case}, stage {stage}": sharded(
             case, tensor_mesh(), stage=stage, is_recomputed=stage == 3
         )
-        for case in ("qwen3", "llama, untied, all biases", "qwen3, untied, odd vocabulary")
+        for case in (
+            *("qwen3", "llama, untied, all biases", "qwen3, untied, odd vocabulary"),
+            *("qwen3 with adapters", "llama, untied, all biases with adapters"),
+        )
         for stage in (2, 3)
     }
 
@@ -317,4 +386,4 @@ def main(part: str = "") -> None:
     if part:
         start([compiled])
     else:
-        start([steps, frozen, planted] if processes().world_size == 2 else [shards])
+        start([steps, adapted, frozen, planted] if processes().world_size == 2 else [shards])

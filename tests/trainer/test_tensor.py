@@ -11,7 +11,7 @@ from hone.trainer.tensor import parallelize
 from tests.ranks import Parts, parts_of, run_ranks
 from tests.tables import check_rows
 from tests.trainer.examples import tiny_model
-from tests.trainer.tensor_ranks import BUGS, STEPS
+from tests.trainer.tensor_ranks import ADAPTED, BUGS, STEPS
 
 RANKS = "tests.trainer.tensor_ranks"
 VALUES, GRADIENTS = 1e-5, 1e-4
@@ -35,6 +35,19 @@ def test_R8_numbers_are_those_of_one_process(two):
     check_rows(STEPS.keys(), check)
 
 
+def test_R8_adapters_have_the_numbers_of_one_process(two):
+    def check(case):
+        for found in (rank["adapted"][case] for rank in two):
+            assert found["values"] < VALUES
+            assert found["values without gradient"] < VALUES
+            assert found["gradients"] < GRADIENTS
+            assert found["equal on all ranks"]
+            assert found["largest part"] < 0.52, "every frozen matrix is split"
+            assert found["reference"] < VALUES
+
+    check_rows(ADAPTED, check)
+
+
 def test_frozen_parameters_stay_frozen(two):
     assert two[0]["frozen"]["trained"] == ["model.layers.0.self_attn.q_proj.weight"]
 
@@ -51,7 +64,7 @@ def test_R8_planted_bugs_are_caught(two):
 @pytest.mark.slow
 def test_R8_together_with_shards_over_data():
     for rank in parts_of(run_ranks(RANKS, 4)):
-        assert len(rank["shards"]) == 6
+        assert len(rank["shards"]) == 10
         for found in rank["shards"].values():
             assert found["values"] < VALUES
             assert found["gradients"] < GRADIENTS

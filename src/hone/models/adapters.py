@@ -144,9 +144,14 @@ class LoraLinear(AdaptedLayer):
             y = y if self.bias is None else y + self.bias
         else:
             y = F.linear(x, self.weight, self.bias)
+        return self.add_adapter(y, x, self.lora_A, self.lora_B)
+
+    def add_adapter(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """y [..., out] with what the adapter `a` [rank, in], `b` [out, rank] adds for x [..., in],
+        while it is on."""
         if not self.is_on:
             return y
-        return y + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
+        return y + F.linear(F.linear(x, a), b) * self.scaling
 
     @property
     def stored(self) -> frozenset[str]:

@@ -367,8 +367,9 @@ class _Step:
             self._count_padding(tensor, self.num_bytes)
         if is_adapted:
             rank, (rows, columns) = self.lora.rank, tensor.size
-            self._count_trained(TensorShape("lora_A", (rank, columns), None, tensor.count))
-            self._count_trained(TensorShape("lora_B", (rows, rank), None, tensor.count))
+            of_rows, of_columns = (i if tensor.split == i else None for i in (0, 1))
+            self._count_trained(TensorShape("lora_A", (rank, columns), of_columns, tensor.count))
+            self._count_trained(TensorShape("lora_B", (rows, rank), of_rows, tensor.count))
 
     def _count_trained(self, tensor: TensorShape) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer

@@ -352,10 +352,9 @@ _FORMATS = (
           fix="name some of these | none for all of them"),
     unused(_TARGETS, f"not {_RANK}",
            why="there are no adapters, and all weights are trained", instead=f"{_RANK} = 16"),
-    error(_RANK, f"{_TENSOR} > 1",
-          why="adapters are not split over the tensor axis",
-          fix=f"{_TENSOR} = 1 | with {_PARALLEL}.zero_stage 3 let each process hold a part of the "
-          "frozen weights"),
+    error("model.lora.load_in_4bit", f"{_TENSOR} > 1", given=(_RANK,),
+          why="codes of four bits are not split over the tensor axis",
+          fix=f"{_TENSOR} = 1 | model.lora.load_in_4bit = false"),
     # Products.
     *excludes(f"{_PRECISION} = tf32", f"{_PRECISION} = default", {
         "run.device = cpu": ("only GPUs have it", "cuda"),

@@ -11,6 +11,8 @@ arXiv:2205.05198):
                              queries, keys and values, which lie behind each other in one weight
     norms                    whole on every rank, each sees its share of tokens or of heads
     head of values           whole on every rank, each sees all tokens
+    adapters                 B is split where W has rows, A where it has columns; the other one is
+                             whole, and each rank computes a part of its gradient
 
 A layer gathers all tokens before attention and before the MLP, and scatters them again after it.
 The number of tokens is arbitrary: the last ranks' shares are padded with rows that nobody reads.
@@ -49,6 +51,7 @@ from hone.attention.recurrent.layer import DeltaWeights, PackedDeltaNet, is_recu
 from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS, TENSOR_FAMILIES
 from hone.families.spec import Split
+from hone.models.adapters import LoraLinear
 from hone.models.decoder import Elsewhere, decoder_layers, head_weight
 from hone.models.heads import has_value_head, value_head
 from hone.trainer.row_shares import first_row, gather_rows
@@ -113,6 +116,9 @@ def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[Spl
 def _class_of(module: nn.Module, split: Split) -> type[SplitModule]:
     if is_recurrent(module):
         return SplitHeads
+    if isinstance(module, LoraLinear):
+        assert not module.is_4bit, "codes of four bits are not split"
+        return _ADAPTED[split]
     if split == "qkv_rows":
         return QkvLinear if isinstance(module, nn.Linear) else SplitConvolution
     if split == "shared" and hasattr(module, "eps"):  # as families with `1 + weight` name it
@@ -157,6 +163,39 @@ class RowLinear(SplitModule, nn.Linear):
         share = _scatter_sum(F.linear(input, own_part(self.weight)), _mesh(self.weight))
         bias = cast(Tensor | None, self.bias)
         return share if bias is None else share + _shared(bias)
+
+
+class ColumnLora(SplitModule, LoraLinear):
+    """`ColumnLinear` with an adapter."""
+
+    placements: ClassVar = {
+        "weight": Shard(0),
+        "bias": Shard(0),
+        "lora_A": Replicate(),
+        "lora_B": Shard(0),
+    }
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else own_part(self.bias)
+        y = F.linear(x, own_part(self.weight), bias)
+        return self.add_adapter(y, x, _shared(self.lora_A), own_part(self.lora_B))
+
+
+class RowLora(SplitModule, LoraLinear):
+    """`RowLinear` with an adapter, whose partial sums are added up with those of the weight."""
+
+    placements: ClassVar = {
+        "weight": Shard(1),
+        "bias": Replicate(),
+        "lora_A": Shard(1),
+        "lora_B": Replicate(),
+    }
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, own_part(self.weight))
+        y = self.add_adapter(y, x, own_part(self.lora_A), _shared(self.lora_B))
+        share = _scatter_sum(y, _mesh(self.weight))
+        return share if self.bias is None else share + _shared(self.bias)
 
 
 class VocabularyEmbedding(SplitModule, nn.Embedding):
@@ -233,6 +272,18 @@ class QkvLinear(SplitModule, nn.Linear):
         return F.linear(input, own_rows(self.weight, self.all_rows))
 
 
+class QkvLora(SplitModule, LoraLinear):
+    """`QkvLinear` with an adapter."""
+
+    placements: ClassVar = {"weight": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
+    all_rows: tuple[int, int, int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, own_rows(self.weight, self.all_rows))
+        b = own_rows(self.lora_B, self.all_rows)
+        return self.add_adapter(y, x, _shared(self.lora_A), b)
+
+
 class SplitConvolution(SplitModule):
     """A convolution of each channel of queries, keys and values, whose weight others read."""
 
@@ -261,6 +312,11 @@ _CLASSES: dict[Split, type[SplitModule]] = {
     "rows": ColumnLinear,
     "columns": RowLinear,
     "shared": SharedNorm,
+}
+_ADAPTED: dict[Split, type[SplitModule]] = {
+    "rows": ColumnLora,
+    "columns": RowLora,
+    "qkv_rows": QkvLora,
 }
 
 
