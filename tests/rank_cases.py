@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hone.algorithms.settings import AlgorithmConfig
 from hone.algorithms.sft import SFT, CrossEntropy
@@ -29,6 +30,8 @@ from hone.distributed.joined import JoinedMesh
 from hone.distributed.mesh import Mesh
 from hone.distributed.settings import AxisSizes, ParallelConfig
 from hone.loops.supervised import evaluate
+from hone.models.adapters import adapt
+from hone.models.settings import LoraConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.models import Models
 from hone.trainer.settings import SFTTrainerConfig
@@ -66,6 +69,7 @@ class Case:
     alike: Mapping[str, Any] = field(default_factory=dict)
     """Settings of both trainers: what rounds otherwise, or replays."""
     model: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoraConfig | None = None
     objective: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     trainer_class: type[Trainer] = Trainer
@@ -74,15 +78,27 @@ class Case:
 
     def trainer(self, **settings: Any) -> Trainer:
         model = tiny_model(dtype=self.dtype, **self.model)
+        if self.lora is not None:
+            adapt(model, self.lora, seed=0)
+            stir_adapters(model)
         cfg = AlgorithmConfig.model_validate(self.objective)
         return make_trainer(model, cfg, **{**STEP, **self.alike, **settings})
 
     def alone(self) -> OneProcess:
         """The same for all cases that differ in the group alone."""
-        what = repr((self.rows, self.alike, self.model, self.objective, self.dtype))
+        what = repr((self.rows, self.alike, self.model, self.lora, self.objective, self.dtype))
         if what not in _ALONE:
             _ALONE[what] = OneProcess(self)
         return _ALONE[what]
+
+
+def stir_adapters(model: PreTrainedModel) -> None:
+    """Adapters away from where they start: with B of zeros A would have no gradient."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
 
 
 class OneProcess:

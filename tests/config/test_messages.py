@@ -20,8 +20,9 @@ ROWS = [
     ),
     (
         "rl",
-        "--nproc=2 model.lora.rank=8 trainer.parallel.tensor_parallel_size=2",
-        ["model.lora.rank is 8", "trainer.parallel.zero_stage 3"],
+        "--nproc=2 model.lora.rank=8 model.lora.load_in_4bit=true "
+        "trainer.parallel.tensor_parallel_size=2",
+        ["model.lora.load_in_4bit is", "Set trainer.parallel.tensor_parallel_size to 1"],
         ["fsdp_size"],
     ),
     (

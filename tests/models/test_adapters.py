@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from hone.checkpoint.export import export_adapter
 from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS
 from hone.models import adapters
-from hone.models.adapted import adapters_off, is_adapted, merged_weights
-from hone.models.adapters import NF4_BLOCK, LoraLinear, adapt, dequantise, quantise
+from hone.models.adapted import adapters_of, adapters_off, attach_adapters, merged_weights
+from hone.models.adapters import NF4_BLOCK, LoraAdapters, LoraLinear, adapt, dequantise, quantise
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
@@ -113,9 +114,9 @@ def test_merged_weights_compute_what_the_adapted_model_computes(folder, cfg):
     torch.testing.assert_close(logits(plain), logits(adapted), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(changed, logits(plain), atol=1e-3)
     # A merge that forgets the scale would not be seen where alpha is the rank.
-    for module in adapted.modules():
-        if isinstance(module, LoraLinear):
-            module.scaling = 1.0
+    found = adapters_of(adapted)
+    assert found is not None
+    attach_adapters(adapted, replace(found, scaling=1.0))
     wrong = dict(merged_weights(adapted, export_weights(adapted)))
     plain.load_state_dict(wrong)
     assert not torch.allclose(changed, logits(plain), atol=1e-3)
@@ -129,8 +130,9 @@ def test_a_merged_weight_is_rounded_once(cfg, dtype):
     stored = dict(export_weights(layer))
     for name in ("lora_A", "lora_B"):
         stored[name] = torch.randn(stored[name].shape).to(dtype)
-    assert stored.keys() == layer.stored
-    merged = layer.merge(stored)
+    found = LoraAdapters(frozenset({"layer"}), 2.0, cfg.load_in_4bit)
+    assert stored.keys() == found.stored
+    merged = found.merge(stored)
     base = layer.base_weight(torch.float32).double()
     expected = base + 2.0 * stored["lora_B"].double() @ stored["lora_A"].double()
     assert merged.dtype == dtype
@@ -150,7 +152,7 @@ def test_only_adapters_learn_and_they_begin_as_nothing(folder):
     model = load(folder)
     before = logits(model).detach()
     adapt(model, LORA, seed=3)
-    assert is_adapted(model)
+    assert adapters_of(model) is not None
     assert torch.equal(logits(model).detach(), before)
     logits(model).sum().backward()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -65,6 +65,17 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"trainer": MUON},
     "bfloat16 states": {"trainer": STATES},
     "adapters": {"lora": LORA, "parallel": {"zero_stage": 3}},
+    "adapters, tensor 2": {"lora": LORA, "parallel": {"tensor_parallel_size": 2}},
+    "adapters, two stages of pipeline": {
+        "model": {"num_hidden_layers": 3},
+        "lora": LORA,
+        "parallel": {"zero_stage": 1, "pipeline_parallel_size": 2},
+    },
+    "4-bit, two stages of pipeline": {
+        "model": {"num_hidden_layers": 3},
+        "lora": QLORA,
+        "parallel": {"zero_stage": 1, "pipeline_parallel_size": 2},
+    },
     **{
         f"experts over {size}, stage {stage}": {
             "model": EXPERTS,

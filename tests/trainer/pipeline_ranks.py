@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hone.attention import ATTENTION_NAME
 from hone.checkpoint.export import export_hf
 from hone.checkpoint.sharded import local_part
+from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
+from hone.models.adapters import adapt
 from hone.models.deferred import Weight, defer
 from hone.models.manifest import export_weights
+from hone.models.settings import LoraConfig
 from hone.trainer import pipeline
 from hone.trainer.pipeline import Pipeline
 from hone.trainer.policy import BasePolicy
@@ -33,6 +36,7 @@ from tests.rank_cases import (
     outcomes,
     shared,
     start,
+    stir_adapters,
     supervised_steps,
     worst_of,
 )
@@ -40,6 +44,8 @@ from tests.trainer.examples import make_trainer, random_rows, tiny_model
 from tests.weights.test_sync import ModuleEngine
 
 MODEL = {"num_hidden_layers": 5}
+ADAPTERS = LoraConfig(rank=3, alpha=5)
+ADAPTERS_4BIT = LoraConfig(rank=3, alpha=5, load_in_4bit=True)
 UNTIED = {**MODEL, "tie_word_embeddings": False}
 COSTLY = {**MODEL, "vocab_size": 16384}
 """Its head takes as long as three layers."""
@@ -92,6 +98,11 @@ def cases(world):
     found = {
         **{name: replace(base, parallel=layout) for name, layout in LAYOUTS[world].items()},
         "untied": replace(plain, model=UNTIED),
+        "adapters": replace(plain, lora=ADAPTERS),
+        "adapters over four bits": replace(plain, lora=ADAPTERS_4BIT),
+        "adapters, two groups each": replace(
+            plain, parallel=GROUPS | {"zero_stage": 3}, model=UNTIED, lora=ADAPTERS
+        ),
         "costly head": replace(base, model=COSTLY),
         "costly head, two groups each": replace(plain, parallel=GROUPS, model=deep),
         "one micro-batch": replace(plain, rows=few, settings={}),
@@ -111,6 +122,7 @@ def cases(world):
     if world == 2:
         return found
     tensor = TENSOR | {"zero_stage": 1}
+    found["tensor 2, adapters"] = replace(plain, parallel=tensor, lora=ADAPTERS)
     each("tensor 2, ", tensor, ("full", "selective", "uniform:2"), on_host)
     each("two groups each, ", groups, ("full", "selective", "block:1"), on_host)
     deeper, deepest = UNTIED | {"num_hidden_layers": 9}, COSTLY | {"num_hidden_layers": 9}
@@ -278,10 +290,18 @@ def delivered():
             ("tied", MODEL, torch.float32, stages()),
             ("untied", UNTIED, narrow, stages()),
             ("groups", MODEL, torch.float32, GROUPS),
+            ("adapters", MODEL, torch.float32, stages()),
         ):
-            alone = make_trainer(tiny_model(dtype=dtype, **fields), **ONE_ROW, **STEP)
+
+            def make(of: Mesh | None, lora=name == "adapters", dtype=dtype, fields=fields):
+                model = tiny_model(dtype=dtype, **fields)
+                if lora:
+                    adapt(model, ADAPTERS, seed=0)
+                    stir_adapters(model)
+                return make_trainer(model, mesh=of, **ONE_ROW, **STEP)
+
             mesh = on_mesh(parallel)
-            trainer = make_trainer(tiny_model(dtype=dtype, **fields), mesh=mesh, **ONE_ROW, **STEP)
+            alone, trainer = make(None), make(mesh)
             for each in (alone, trainer):
                 each.update(random_rows(6))
             engine = ModuleEngine(tiny_model(dtype=dtype, seed=1, **fields))
@@ -289,10 +309,11 @@ def delivered():
             held, expected = dict(export_weights(engine.model)), dict(alone.named_weights())
             folder = Path(shared(own_folder)) / name
             policy, tokenizer = trainer.policy, SimpleNamespace(save_pretrained=lambda _: None)
-            weights = policy.named_masters()
+            is_merged = name == "adapters"
+            weights = trainer.named_weights() if is_merged else policy.named_masters()
             export_hf(policy.model, tokenizer, folder, torch.float32, weights, mesh=mesh)
             exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            masters = dict(alone.policy.named_masters())
+            masters = expected if is_merged else dict(alone.policy.named_masters())
             trainer.sleep()
             asleep = dict(trainer.named_weights())
             trainer.wake()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AdaptedLayer", "adapters_off", "is_adapted", "merged_weights"]
+__all__ = [
+    "AdaptedLayer",
+    "Adapters",
+    "adapters_of",
+    "adapters_off",
+    "attach_adapters",
+    "merged_weights",
+]
+
+_ATTRIBUTE = "_hone_adapters"
 
 
 class AdaptedLayer(nn.Module):
@@ -17,20 +26,34 @@ class AdaptedLayer(nn.Module):
 
     is_on = True
 
+
+class Adapters(Protocol):
+    """Which layers of a model have adapters, and how they are merged. It knows all layers, also
+    those that other pipeline stages have."""
+
     @property
-    @abstractmethod
+    def paths(self) -> frozenset[str]:
+        """The adapted layers, by their paths in the model."""
+        ...
+
+    @property
     def stored(self) -> frozenset[str]:
-        """Names of the tensors from which the merged weight is computed."""
+        """Names, in a layer, of the tensors from which its merged weight is computed."""
+        ...
 
-    @abstractmethod
     def merge(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """The weight of an equivalent layer without adapter, computed from tensors by their names
-        in this layer."""
+        """The weight of an equivalent layer without adapter, from tensors by these names."""
+        ...
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether some layer has an adapter."""
-    return any(isinstance(module, AdaptedLayer) for module in model.modules())
+def attach_adapters(model: nn.Module, adapters: Adapters) -> None:
+    """Note what adapters a model has got."""
+    setattr(model, _ATTRIBUTE, adapters)
+
+
+def adapters_of(model: nn.Module) -> Adapters | None:
+    """The adapters of a model; None where it has none."""
+    return getattr(model, _ATTRIBUTE, None)
 
 
 @contextmanager
@@ -53,27 +76,29 @@ def merged_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of an equivalent model without adapters, under its names.
 
-    `named` iterates over the adapted model's own tensors, whole. At most the tensors of one layer
-    are kept at a time. Without adapters they pass through. Raises RuntimeError if parts of a
-    projection are missing.
+    `named` iterates over the adapted model's own tensors, whole, also over those of other pipeline
+    stages. At most the tensors of one layer are kept at a time. Without adapters they pass through.
+    Raises RuntimeError if parts of a projection are missing.
     """
-    layers = {path: m for path, m in model.named_modules() if isinstance(m, AdaptedLayer)}
+    adapters = adapters_of(model)
+    if adapters is None:
+        yield from named
+        return
     incomplete: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named:
         path, _, leaf = name.rpartition(".")
-        layer = layers.get(path)
-        if layer is None or leaf not in layer.stored:
+        if path not in adapters.paths or leaf not in adapters.stored:
             yield name, tensor
             continue
         held = incomplete.setdefault(path, {})
         held[leaf] = tensor
-        if held.keys() == layer.stored:
+        if held.keys() == adapters.stored:
             del incomplete[path]
-            yield f"{path}.weight", layer.merge(held)
+            yield f"{path}.weight", adapters.merge(held)
     if incomplete:
         missing = [
             f"{path}.{leaf}"
             for path, held in incomplete.items()
-            for leaf in sorted(layers[path].stored - held.keys())
+            for leaf in sorted(adapters.stored - held.keys())
         ]
         raise RuntimeError(f"parts of adapted projections are missing: {', '.join(missing)}")

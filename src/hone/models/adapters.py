@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
-from hone.models.adapted import AdaptedLayer
+from hone.models.adapted import AdaptedLayer, attach_adapters
 from hone.models.contents import whole_of
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hone.models.vision import WholeModel
 
 __all__ = [
+    "LoraAdapters",
     "LoraLinear",
     "adapt",
     "peft_adapter",
@@ -153,16 +154,25 @@ class LoraLinear(AdaptedLayer):
             return y
         return y + F.linear(F.linear(x, a), b) * self.scaling
 
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapters:
+    """The adapters of a model (`hone.models.adapted.Adapters`)."""
+
+    paths: frozenset[str]
+    scaling: float
+    is_4bit: bool
+
     @property
     def stored(self) -> frozenset[str]:
-        """Names of the tensors that its merged weight is made of."""
+        """Names of the tensors that a layer's merged weight is made of."""
         return frozenset(("codes", "scales") if self.is_4bit else ("weight",)) | _ADAPTER
 
     def merge(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """`W + (alpha / rank) B A` in A's dtype, from tensors by their names in this layer."""
+        """`W + (alpha / rank) B A` in A's dtype, from tensors by their names in the layer."""
         a, b = stored["lora_A"], stored["lora_B"]
         if self.is_4bit:
-            shape = self.out_features, self.in_features
+            shape = len(b), a.shape[1]
             base = dequantise(stored["codes"], stored["scales"], shape, torch.float32)
         else:
             base = stored["weight"]
@@ -187,6 +197,8 @@ def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
     for path, layer in layers.items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer)
+    adapters = LoraAdapters(frozenset(layers), cfg.alpha / cfg.rank, cfg.load_in_4bit)
+    attach_adapters(model, adapters)
     if source is not None:
         defer(model, _AdaptedWeights(source, layers, dtype, seed))
         return

@@ -470,9 +470,6 @@ _AXES = (
           why="what its forward does beside its layers is not known, and would be done by every "
           "stage",
           fix=f"{_STAGES} = 1 | shard by {_PARALLEL}.zero_stage 3"),
-    error(f"{_STAGES} > 1", f"{_RANK} > 0",
-          why="adapters are merged where all layers are",
-          fix=f"{_RANK} = 0 | {_STAGES} = 1"),
     error(f"{_STAGES} > 1", "trainer.offload = gradients|parameters",
           why="the first and the last stage add up their gradients of a tied embedding on the "
           "device",

@@ -27,7 +27,7 @@ from hone.algorithms.settings import Output
 from hone.checkpoint.export import export_hf
 from hone.checkpoint.sharded import StoredTensor, bytes_on
 from hone.distributed.mesh import Mesh
-from hone.models.adapted import is_adapted, merged_weights
+from hone.models.adapted import adapters_of, merged_weights
 from hone.observe.metrics import Mean, Metrics, Sum, merge
 from hone.trainer.batcher import Batcher
 from hone.trainer.build import attempts, trained_model
@@ -248,7 +248,7 @@ class Trainer:
         """
         policy = self.policy
         dtype = dtype or policy.dtype
-        is_as_computed = is_adapted(policy.model) or dtype == policy.dtype
+        is_as_computed = adapters_of(policy.model) is not None or dtype == policy.dtype
         weights = self.named_weights() if is_as_computed else policy.named_masters()
         return export_hf(policy.model, tokenizer, folder, dtype, weights, mesh=self.mesh, step=step)
 

@@ -18,8 +18,6 @@ ROWS: list[Row] = [
      "trainer.parallel.pipeline_parallel_size model.path"),
     ("rl", "--nproc=2 model.exact=true trainer.parallel.pipeline_parallel_size=2", "error",
      "model.exact trainer.parallel.pipeline_parallel_size"),
-    ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 model.lora.rank=8", "error",
-     "trainer.parallel.pipeline_parallel_size model.lora.rank"),
     ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 trainer.offload=gradients", "error",
      "trainer.parallel.pipeline_parallel_size trainer.offload"),
     ("sft", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 "
@@ -87,8 +85,9 @@ ROWS: list[Row] = [
     ("rl", "model.lora.load_in_4bit=true", "error", "model.lora.load_in_4bit model.lora.rank"),
     ("rl", "model.lora.rank=8 model.exact=true run.device=cuda", "error",
      "model.lora.rank model.exact"),
-    ("sft", "model.lora.rank=8 trainer.parallel.tensor_parallel_size=2", "error",
-     "model.lora.rank trainer.parallel.tensor_parallel_size"),
+    ("sft", "model.lora.rank=8 model.lora.load_in_4bit=true "
+     "trainer.parallel.tensor_parallel_size=2", "error",
+     "model.lora.load_in_4bit trainer.parallel.tensor_parallel_size"),
     ("rl", "model.lora.rank=8 model.lora.target_modules=[q_proj,v_prj]", "error",
      "model.lora.target_modules"),
     ("sft", "model.path=Qwen/Qwen3-0.6B model.lora.rank=8 model.lora.target_modules=[lm_head]",
