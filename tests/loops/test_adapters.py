@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
 from tests.loops.test_processes import ALL_SAMPLES, assert_same_run, run_hone
-from tests.tiny_runs import lines
+from tests.tiny_runs import lines, tiny_config, write_inputs
 
 from hone.loops import reinforce
 
@@ -55,17 +56,22 @@ def test_adapters_learn_and_the_engine_samples_what_is_exported(
 
 
 @pytest.mark.slow
-def test_adapters_of_two_processes_are_those_of_one(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "axis", ["zero_stage 3", "tensor_parallel_size 2", "pipeline_parallel_size 2"]
+)
+def test_adapters_of_two_processes_are_those_of_one(tmp_path: Path, axis: str) -> None:
+    write_inputs(tmp_path / "inputs", num_kv_heads=2)
+    make_config = partial(tiny_config, tmp_path / "inputs", tmp_path / "run")
     one = config(make_config, tmp_path / "one", LORA)
     reinforce.run(one)
     two = config(make_config, tmp_path / "two", LORA)
-    run_hone("rl", two, tmp_path, "--nproc", "2", "--trainer.parallel.zero_stage", "3")
+    key, value = axis.split()
+    run_hone("rl", two, tmp_path, "--nproc", "2", f"--trainer.parallel.{key}", value)
     assert_same_run(one.run.dir, two.run.dir)
     adapters = [
         load_file(cfg.run.dir / "adapter" / "adapter_model.safetensors") for cfg in (one, two)
     ]
     assert adapters[0].keys() == adapters[1].keys()
     for name, tensor in adapters[0].items():
-        torch.testing.assert_close(adapters[1][name], tensor, rtol=0, atol=1e-5)
+        # Three moves of 0.03: sums over ranks are rounded otherwise.
+        torch.testing.assert_close(adapters[1][name], tensor, rtol=0, atol=5e-5)

@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import random
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import TextIO
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.checkpoint.export import export_adapter, rehearse_export
@@ -55,7 +54,6 @@ from hone.observe.run_folder import ENVIRONMENT, LOCK, lock_holder
 from hone.observe.tracing import Tracing
 from hone.planner.smaller_start import smaller_start
 from hone.trainer.frozen import FrozenScorer
-from hone.trainer.gathering import wholes
 from hone.trainer.trainer import Trainer
 
 __all__ = [
@@ -396,7 +394,7 @@ def export(
     dtype = _export_dtype(trainer, launch)
     trainer.export_hf(launch.dir / "model", tokenizer, dtype=dtype, step=step)
     if lora is not None and lora.rank:
-        adapters, folder = _wholes(policy.masters), launch.dir / "adapter"
+        adapters, folder = policy.named_trained(), launch.dir / "adapter"
         export_adapter(policy.model, lora, folder, adapters, mesh=mesh, step=step)
 
 
@@ -435,9 +433,3 @@ def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedM
     if mesh.world.size > 1:
         return load_deferred(cfg, device=mesh.device, seed=seed)
     return load_model(cfg, device=mesh.device, seed=seed)
-
-
-def _wholes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over (name, whole tensor) of tensors that are sharded over processes."""
-    values = ((tensor.detach(), tensor.dtype) for tensor in tensors.values())
-    yield from zip(tensors, wholes(values), strict=True)

@@ -204,6 +204,11 @@ class BasePolicy(ABC):
         """The float32 masters, under the names of `named_weights`. Collective."""
 
     @abstractmethod
+    def named_trained(self) -> Iterator[tuple[str, Tensor]]:
+        """The float32 masters of what is trained, without frozen weights: whole tensors of all
+        pipeline stages. Collective."""
+
+    @abstractmethod
     def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
         """Write rounded masters into the module, for masters on the host: `moved` has their pieces
         on the device, those of each parameter in order."""
@@ -357,6 +362,10 @@ class Policy(BasePolicy):
         masters = self.masters
         for name, value in export_weights(self.model):
             yield name, masters.get(name, value).detach()
+
+    def named_trained(self) -> Iterator[tuple[str, Tensor]]:
+        for name, master in self.masters.items():
+            yield name, master.detach()
 
     @torch.no_grad()
     def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:

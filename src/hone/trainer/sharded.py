@@ -21,7 +21,7 @@ normalisation over all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -217,17 +217,22 @@ class ShardedPolicy(BasePolicy):
         self._require_awake()
         return self._named_wholes(lambda value: value.dtype)
 
+    def named_trained(self) -> Iterator[tuple[str, Tensor]]:
+        self._require_awake()
+        return self._named_wholes(lambda value: value.dtype, frozenset(self.masters))
+
     @torch.no_grad()
     def _named_wholes(
-        self, dtype_of: Callable[[Tensor], torch.dtype]
+        self, dtype_of: Callable[[Tensor], torch.dtype], wanted: Container[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of all stages in the dtypes of `dtype_of`, a tied one under each of its
-        names."""
+        names; with `wanted` only this stage's tensors of these names."""
         names: dict[Tensor, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
-            names.setdefault(value, []).append(name)
+            if wanted is None or name in wanted:
+                names.setdefault(value, []).append(name)
         if self._tied is not None and self.mesh.is_last_stage:
-            del names[self._tied]  # the first stage gives it
+            names.pop(self._tied, None)  # the first stage gives it
         dtypes = [dtype_of(value) for value in names]
         own = [(tuple(names[v]), v.shape, dtype) for v, dtype in zip(names, dtypes, strict=True)]
         gathered = wholes(zip(map(self._on_device, names), dtypes, strict=True))
