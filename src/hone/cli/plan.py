@@ -46,9 +46,9 @@ usage: hone plan [RECIPE] [--section.key VALUE ...]
 Finds how to run a recipe of `hone rl` on GPUs of a type, before any is rented:
 every mode (synchronous, partial rollouts, asynchronous), every split into
 trainers and engines, engines over one GPU or several, and for each how trainers
-share rows and matrices (tensor, Ulysses and ring parallelism), budgets of
-tokens, ZeRO stage, recomputation, offloads and sleep: what fits its memory at
-the least cost, and `hone check` accepts.
+share rows, matrices and layers (tensor, Ulysses and ring parallelism, pipeline
+stages over hosts), budgets of tokens, ZeRO stage, recomputation, offloads and
+sleep: what fits its memory at the least cost, and `hone check` accepts.
 It simulates the steps of each and ranks them: seconds a step, tokens/s, who is
 idle, how stale samples are; then memory by phase, and why each of the first
 beats the next. What fits nowhere is refused with what would make it possible.
@@ -82,6 +82,12 @@ _NUM_EXPLAINED = 4
 _MIN_SHARE_SHOWN = 0.01
 """Smallest share of a step that is reported as a difference."""
 
+_WORK = {
+    "settings": "settings of each split of GPUs into trainers and engines",
+    "steps": "simulated steps of each split and mode",
+}
+"""What `compare` reports, for the line on the terminal."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +101,12 @@ def run(argv: Sequence[str]) -> int:
     if any(word.partition("=")[0] == "--nproc" for word in argv):
         raise UserError("--nproc is not served by `hone plan`; set plan.gpus instead")
     cfg = load_checked(PlanConfig, argv, lambda cfg, n: findings(plan_here(cfg, n)))
-    result = compare(_with_own_host(cfg))
+    with Console(stderr=True).status("") as line:  # on terminals alone
+
+        def report(what: str, done: int, total: int) -> None:
+            line.update(f"{_WORK[what]}: {done} of {total}")
+
+        result = compare(_with_own_host(cfg), report)
     written = None if cfg.output is None else _write(result, cfg.output)
     _print(result, Console(highlight=False))
     if written is not None:

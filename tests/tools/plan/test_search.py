@@ -29,7 +29,7 @@ from hone.planner.fitting import changed, does_fit, does_fit_host, errors, gpu_h
 from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.rules import findings
 from hone.tools.plan.comparison import Outcome, compare, planned_config
-from hone.tools.plan.search import plan_of, search
+from hone.tools.plan.search import Notes, _placements, plan_of, search
 from hone.tools.plan.simulator import Placement
 from hone.tools.plan.training_time import TrainingTime
 from tests.tables import table
@@ -444,7 +444,7 @@ def test_no_choice_of_settings_is_better_than_the_one_found(name: str, goal: str
     shape, gpu = public_shape("qwen3-1.7b"), known_gpu(name)
     assert shape is not None
     placement = Placement(num_trainers=4, num_engines=4, colocated=True)
-    found = search(cfg, shape, gpu, 4, [])[placement]
+    found = search(cfg, shape, gpu, 4, Notes())[placement]
     rows, num_trained = [256 + 800] * 512, 800 * 512
 
     def cost(plan: RunPlan) -> float:
@@ -483,7 +483,7 @@ def test_layers_recomputed_together_or_in_a_block_are_found_where_they_alone_are
     cfg, shape = PlanConfig.model_validate(tree), public_shape(model)
     assert shape is not None
     placement = Placement(num_trainers=8, num_engines=8, colocated=True)
-    found = search(cfg, shape, known_gpu(gpu), 8, [])[placement]
+    found = search(cfg, shape, known_gpu(gpu), 8, Notes())[placement]
     assert found.trainer is not None
     assert found.trainer.recompute == way
     rows, num_trained = [256 + 800] * 512, 800 * 512
@@ -493,6 +493,43 @@ def test_layers_recomputed_together_or_in_a_block_are_found_where_they_alone_are
 
     others = [each for each in ways_to_recompute(shape.num_layers) if each[0] != way]
     assert min(map(seconds, every_choice(cfg, placement, others))) > seconds(found)
+
+
+def found_on(gpus: int, shape: str, *engines: int) -> dict[Placement, RunPlan]:
+    """The plans with engines of these sizes on H100s, eight a host."""
+    found: dict[Placement, RunPlan] = {}
+    for size in engines:
+        tree: dict[str, Any] = {
+            "model": {"shape": shape},
+            "plan": {"gpus": gpus, "gpu": "h100", "steps": 4},
+            "engine": {"tensor_parallel_size": size},
+            "cluster": {"num_engines": gpus // 2 // size, "num_trainers": gpus // 2},
+            "rollout": {"prompts_per_step": 128},
+        }
+        public = public_shape(shape)
+        assert public is not None
+        cfg = PlanConfig.model_validate(tree)
+        found |= search(cfg, public, known_gpu("h100"), gpus, Notes())
+    return found
+
+
+@pytest.mark.slow
+def test_stages_are_tried_between_hosts_and_nowhere_else() -> None:
+    """32B on two hosts, where what ZeRO gathers would cross the slow links."""
+    (of_hosts,) = (x for p, x in found_on(16, "qwen3-32b", 4).items() if p.num_engines == 4)
+    assert of_hosts.policy.axes.pipeline == 2
+    assert not any(x.policy.axes.pipeline > 1 for x in found_on(8, "qwen3-8b", 2).values())
+
+
+def test_engines_of_several_gpus_beside_trainers_are_tried() -> None:
+    shape = public_shape("llama-3.1-8b")
+    assert shape is not None
+    tree = {"model": {"shape": "llama-3.1-8b"}, "plan": {"gpus": 4, "gpu": "h200"}}
+    colocated = [x for x in _placements(PlanConfig.model_validate(tree), shape, 4) if x.colocated]
+    assert [x.tensor_parallel_size for x in colocated] == [1, 2, 4]
+    tree |= {"engine": {"tensor_parallel_size": 4}}
+    colocated = [x for x in _placements(PlanConfig.model_validate(tree), shape, 4) if x.colocated]
+    assert [x.tensor_parallel_size for x in colocated] == [1, 4]
 
 
 QWEN_7B = 7_615_616_512

@@ -32,7 +32,7 @@ from hone.planner.knobs import GPUS_OF_A_NODE
 from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
-from hone.tools.plan.search import plan_of, search
+from hone.tools.plan.search import Notes, Report, no_report, plan_of, search
 from hone.tools.plan.simulated_engine import EngineRates
 from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, simulate
 from hone.tools.plan.training_time import TrainingTime
@@ -169,8 +169,9 @@ class Comparison:
         return verdict
 
 
-def compare(cfg: PlanConfig) -> Comparison:
-    """Simulate every mode for every split. Raises UserError for what cannot be simulated."""
+def compare(cfg: PlanConfig, report: Report = no_report) -> Comparison:
+    """Simulate every mode for every split. `report` is called before each part of the work. Raises
+    UserError for what cannot be simulated."""
     gpu, shape = known_gpu(cfg.plan.gpu, key="plan.gpu"), _shape(cfg.model)
     num_gpus, rng = _num_gpus(cfg), np.random.default_rng(cfg.run.seed)
     rollout, notes = cfg.rollout, list[str]()
@@ -183,7 +184,7 @@ def compare(cfg: PlanConfig) -> Comparison:
     )
     groups = np.reshape(drawn, (num_groups, rollout.n_samples_per_prompt)).tolist()
     lengths = tuple(tuple(group) for group in groups)
-    plans = search(cfg, shape, gpu, num_gpus, notes)
+    plans = search(cfg, shape, gpu, num_gpus, Notes(notes, report))
     rates = {placement: plan_rates(cfg.plan, placement, plan) for placement, plan in plans.items()}
     rates = _with_room(cfg, rates, notes)
     if not rates:
@@ -214,7 +215,7 @@ def compare(cfg: PlanConfig) -> Comparison:
         num_gpus=num_gpus,
         num_params=shape.num_params,
         lengths=lengths,
-        outcomes=tuple(_simulated(candidates)),
+        outcomes=tuple(_simulated(candidates, report)),
         notes=tuple(notes),
     )
 
@@ -252,11 +253,14 @@ class _Candidate(NamedTuple):
         return min(max(steps // 8, 3) + self.pipeline.max_staleness, steps)
 
 
-def _simulated(candidates: Sequence[_Candidate]) -> list[Outcome]:
+def _simulated(candidates: Sequence[_Candidate], report: Report) -> list[Outcome]:
     """Outcomes of all candidates, best first. All are first simulated for a few steps; only the
     leading ones, and the best of each mode, are simulated for all steps."""
     cfg = candidates[0].cfg
-    found = [x.outcome(x.few_steps) for x in candidates]
+    found: list[Outcome] = []
+    for candidate in candidates:
+        report("steps", len(found), len(candidates))
+        found.append(candidate.outcome(candidate.few_steps))
     while True:
         ranked = sorted(range(len(candidates)), key=lambda number: _rank(cfg, found[number]))
         best_of_mode = {candidates[number].mode: number for number in reversed(ranked)}
@@ -313,7 +317,7 @@ def _with_host_memory(
             yield f"{', '.join(words)} (which saves no checkpoint)"
     planning = cfg.plan.model_copy(update={"host_gib": None})
     unlimited = cfg.model_copy(update={"plan": planning})
-    plans = search(unlimited, shape, gpu, num_gpus, []).values()
+    plans = search(unlimited, shape, gpu, num_gpus, Notes()).values()
     needs = [sum(role.num_bytes for role in gpu_host_roles(plan)) for plan in plans]
     if needs:
         yield f"{math.ceil(min(needs) / 2**30)} GiB of memory on each host (plan.host_gib)"
@@ -335,7 +339,7 @@ def _with_adapters(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int
 
 
 def _can_run(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> bool:
-    plans = search(cfg, shape, gpu, num_gpus, [])
+    plans = search(cfg, shape, gpu, num_gpus, Notes())
     return bool(
         _with_room(cfg, {x: plan_rates(cfg.plan, x, plan) for x, plan in plans.items()}, [])
     )

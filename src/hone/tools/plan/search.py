@@ -4,16 +4,18 @@ each.
     plans = search(cfg, shape, gpu, num_gpus, notes)     # a plan for each placement that can be
 
 A placement divides the GPUs among trainers and engines, colocated or separate, with one or several
-GPUs for each engine. Of the ways in which its trainers share rows and matrices (tensor, Ulysses and
-ring parallelism, budgets of tokens), and of the settings that decide about memory (ZeRO's stage,
-recomputation, offloads, sleep), each takes those that fit, keep every rule of `hone rl`, and cost
-least. Settings that change the training method (LoRA, numbers of bits) stay unchanged.
+GPUs for each engine. Of the ways in which its trainers share rows, matrices and layers (tensor,
+Ulysses and ring parallelism, pipeline stages over hosts, budgets of tokens), and of the settings
+that decide about memory (ZeRO's stage, recomputation, offloads, sleep), each takes those that fit,
+keep every rule of `hone rl`, and cost least. Settings that change the training method (LoRA,
+numbers of bits) stay unchanged.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -22,7 +24,7 @@ import numpy as np
 from hone.config.plan import Devices, RunPlan, known_models, resolve
 from hone.config.rules.finding import Finding
 from hone.config.tree import PlanConfig
-from hone.distributed.settings import ClusterConfig, ulysses_problem
+from hone.distributed.settings import AxisSizes, ClusterConfig, ulysses_problem
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.hardware import Peaks
@@ -42,13 +44,14 @@ from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.tools.plan.simulator import Placement
 from hone.tools.plan.training_time import TrainingTime
 
-__all__ = ["plan_of", "search"]
+__all__ = ["Notes", "Report", "no_report", "plan_of", "search"]
 
 _MAX_SPLITS = 16
+_MAX_STAGES = 8
 _ENGINE_SIZES = (1, 2, 4, 8)
 _AXES = tuple(
     f"trainer.parallel.{axis}_size"
-    for axis in ("tensor_parallel", "ulysses", "ring", "expert_parallel")
+    for axis in ("tensor_parallel", "ulysses", "ring", "pipeline_parallel", "expert_parallel")
 )
 _Rank: TypeAlias = tuple[float, int]
 """The cost of a plan, and the number of settings in which it differs from the recipe."""
@@ -56,13 +59,29 @@ _NONE: _Rank = (math.inf, 0)
 _MIN_SIGNIFICANT_RATIO = 1.05
 """Smallest predicted speed-up for which rows, matrices or experts are shared."""
 _CHOSEN = (
-    *(*_AXES[:3], "trainer.max_tokens", "engine.gpu_memory_utilization"),
+    *(*_AXES[:4], "trainer.max_tokens", "engine.gpu_memory_utilization"),
     *("engine.tensor_parallel_size", "cluster"),
     *(key for knob in SEARCHED for key in knob.keys),
 )
 """Settings that the search chooses."""
 _DECIDED = (*_CHOSEN, "trainer.parallel", "engine.weight_dtype")
 """Settings that the plan decides: a rule's error about one of them excludes a plan."""
+
+
+Report: TypeAlias = Callable[[str, int, int], None]
+"""Called with what is done, how much of it is, and how much there is."""
+
+
+def no_report(what: str, done: int, total: int, /) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What a search has to say: what it leaves out, as sentences, and how far it is."""
+
+    lines: list[str] = field(default_factory=list[str])
+    report: Report = no_report
 
 
 def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement) -> RunPlan:
@@ -88,11 +107,11 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
 
 
 def search(
-    cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int, notes: list[str]
+    cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int, notes: Notes
 ) -> dict[Placement, RunPlan]:
     """A plan for each placement that can be laid out and fits: colocated, then the recipe's split,
-    or at most `_MAX_SPLITS` of all splits. Colocated engines have the recipe's number of devices
-    each. `notes` receive the omitted placements."""
+    or at most `_MAX_SPLITS` of all splits. Engines have the recipe's number of devices each, or any
+    where it has one. `notes` receive the omitted placements."""
     refused: dict[str, tuple[str, list[int]]] = {}
     laid_out: dict[Placement, RunPlan] = {}
     for placement in _placements(cfg, shape, num_gpus):
@@ -105,17 +124,15 @@ def search(
             refused.setdefault(kind, (reason, []))[1].append(placement.num_trainers)
     size = cfg.engine.tensor_parallel_size
     if num_gpus <= size:
-        notes.append(f"an engine takes {size} of {num_gpus} GPUs, which leaves none to trainers")
-    kept = _evenly_spread(laid_out, notes)
+        notes.lines.append(
+            f"an engine takes {size} of {num_gpus} GPUs, which leaves none to trainers"
+        )
+    kept = [*_evenly_spread(laid_out, notes.lines)]
     trainers: dict[int, RunPlan | None] = {}
     plans: dict[Placement, RunPlan] = {}
-    for placement in kept:
-        fitted = _fastest_that_fits(laid_out[placement], _cost(cfg), trainers)
-        if fitted is not None:
-            fitted = _where_it_fits(fitted, two_rows(fitted))
-        if fitted is not None and cfg.plan.goal != "memory":
-            fitted = _with_more_cache(fitted, _num_keys(cfg, placement))
-            fitted = _where_it_fits(fitted, next(LOGITS.time(fitted), {}))
+    for number, placement in enumerate(kept):
+        notes.report("settings", number, len(kept))
+        fitted = _fitted(cfg, placement, laid_out[placement], trainers)
         if fitted is None:
             what = "share GPUs with engines" if placement.colocated else "have GPUs of their own"
             reason = f"where they {what}, a step needs more than the {gpu.memory_gib} GiB of a GPU"
@@ -124,15 +141,41 @@ def search(
             refused.setdefault(what, (reason, []))[1].append(placement.num_trainers)
         else:
             plans[placement] = fitted
-    notes += [f"{_listed(numbers)} trainers: {reason}" for reason, numbers in refused.values()]
+    notes.lines.extend(
+        f"{_listed(numbers)} trainers: {reason}" for reason, numbers in refused.values()
+    )
     if any(plan is not laid_out[placement] for placement, plan in plans.items()):
-        notes.append("the flags below also change what the recipe says about memory")
+        notes.lines.append("the flags below also change what the recipe says about memory")
     return plans
+
+
+def _fitted(
+    cfg: PlanConfig,
+    placement: Placement,
+    plan: RunPlan,
+    trainers: dict[int, RunPlan | None],
+) -> RunPlan | None:
+    """The plan of a placement with the settings that fit and cost least; None where none fits.
+    `trainers` is that of `_fastest_that_fits`."""
+    fitted = _fastest_that_fits(plan, _cost(cfg), trainers)
+    if fitted is None:
+        return None
+    fitted = _where_it_fits(fitted, two_rows(fitted))
+    if cfg.plan.goal == "memory":
+        return fitted
+    fitted = _with_more_cache(fitted, _num_keys(cfg, placement))
+    return _where_it_fits(fitted, next(LOGITS.time(fitted), {}))
 
 
 def _placements(cfg: PlanConfig, shape: ModelShape, num_gpus: int) -> Iterator[Placement]:
     asked, given = cfg.cluster.num_engines, cfg.engine.tensor_parallel_size
-    for size in dict.fromkeys((1, given)):
+    facts = ModelFacts.of_shape(shape)
+    sizes = [
+        size
+        for size in ([given] if given > 1 or asked else _ENGINE_SIZES)
+        if size in {1, given} or (facts.is_divided and not facts.undivided(size))
+    ]
+    for size in dict.fromkeys((1, *sizes)):
         if num_gpus % size == 0:
             yield Placement(
                 num_trainers=num_gpus,
@@ -140,12 +183,7 @@ def _placements(cfg: PlanConfig, shape: ModelShape, num_gpus: int) -> Iterator[P
                 tensor_parallel_size=size,
                 colocated=True,
             )
-    sizes = [given] if given > 1 or asked else _ENGINE_SIZES
     for size in sizes:
-        facts = ModelFacts.of_shape(shape)
-        is_divided = facts.is_divided and not facts.undivided(size)
-        if size > 1 and size != given and not is_divided:
-            continue
         for number in [asked] if asked else range(1, (num_gpus - 1) // size + 1):
             yield Placement(
                 num_trainers=num_gpus - number * size,
@@ -213,8 +251,7 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
 
     def weighed(plan: RunPlan) -> float:
         axes = plan.policy.axes
-        shares_more = axes.tensor * axes.context > own.tensor * own.context
-        must_gain = shares_more or axes.expert > own.expert
+        must_gain = _sharers(axes) > _sharers(own) or axes.expert > own.expert
         return cost(plan) * (_MIN_SIGNIFICANT_RATIO if must_gain else 1.0)
 
     def serves(plan: RunPlan) -> bool:
@@ -252,6 +289,11 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
     return min(served, key=cost, default=None)
 
 
+def _sharers(axes: AxisSizes) -> int:
+    """Processes that train the same rows together."""
+    return axes.tensor * axes.context * axes.pipeline
+
+
 def _cheapest(
     base: RunPlan,
     recompute: Change,
@@ -279,27 +321,30 @@ def _cheapest(
 
 
 def _layouts(plan: RunPlan) -> Iterator[Change]:
-    """Ways in which trainers can share matrices, the tokens of a row and experts, the recipe's way
-    first, each with token budgets that hold a device's share of the longest row."""
+    """Ways in which trainers can share matrices, the tokens of a row, layers and experts, the
+    recipe's way first, each with token budgets that hold a device's share of the longest row."""
     trainer, shape, world = plan.trainer, plan.shape, plan.world_size or 1
     assert trainer is not None
     assert shape is not None
     parallel, budget = trainer.parallel, trainer.max_tokens_per_microbatch
-    sizes = [(parallel.tensor_parallel_size, parallel.ulysses_size, parallel.ring_size)]
+    own = tuple(getattr(parallel, key.rpartition(".")[2]) for key in _AXES[:4])
+    sizes = [own]
     if parallel.replica_size == 1:  # a recipe's own axes stay
         most = min(world, plan.devices.per_node or GPUS_OF_A_NODE)
         powers = [1 << n for n in range(most.bit_length())]
-        every = (x for x in product(powers, repeat=3) if math.prod(x) <= most)
+        every = [(*x, 1) for x in product(powers, repeat=3) if math.prod(x) <= most]
+        every += [(tensor, 1, 1, stages) for tensor in powers for stages in _stages(plan, most)]
         sizes = sorted((x for x in every if world % math.prod(x) == 0), key=math.prod)
-    sharers = world // parallel.pipeline_parallel_size
     shared = (
-        (*size, expert) for size in sizes for expert in _expert_sizes(plan, sharers // size[0])
+        (*size, expert)
+        for size in sizes
+        for expert in _expert_sizes(plan, world // size[0] // size[3])
     )
-    for tensor, ulysses, ring, expert in shared:
+    for tensor, ulysses, ring, stages, expert in shared:
         if ulysses_problem(ulysses, shape.num_heads // tensor, shape.num_kv_heads // tensor):
             continue
         layout: dict[str, Any] = {}
-        for key, size in zip(_AXES, (tensor, ulysses, ring, expert), strict=True):
+        for key, size in zip(_AXES, (tensor, ulysses, ring, stages, expert), strict=True):
             if size != getattr(parallel, key.rpartition(".")[2]):
                 layout[key] = size
         longest = plan.max_sequence_tokens
@@ -312,6 +357,16 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
                 yield layout
             elif ulysses * ring == 1 or tokens < longest:  # otherwise sharing rows saves nothing
                 yield {**layout, "trainer.max_tokens_per_microbatch": tokens}
+
+
+def _stages(plan: RunPlan, of_node: int) -> Iterator[int]:
+    """Numbers of pipeline stages, of trainers on several hosts: inside of one, links are fast
+    enough for what the other axes send."""
+    assert plan.shape is not None
+    stages, world = 2, plan.world_size or 1
+    while stages <= min(world // of_node, plan.shape.num_layers, _MAX_STAGES):
+        yield stages
+        stages *= 2
 
 
 def _expert_sizes(plan: RunPlan, num_sharing: int) -> list[int]:
@@ -366,9 +421,10 @@ def _with_started_engine(plan: RunPlan) -> RunPlan:
 
 
 def _lacks_engine(plan: RunPlan) -> bool:
-    """Whether remote engines do not fit their devices."""
+    """Whether remote engines do not fit their devices, or the weights of colocated ones do not."""
     if not plan.is_apart:
-        return False
+        assert plan.devices.gpu is not None
+        return RunMemory(plan).engine.weights > (plan.devices.gpu.memory_gib or 0) << 30
     lacks_room = RunMemory(plan).lacks_room_for_one
     return lacks_room or _excess_of(plan, "generate") or _excess_of(plan, "sync", "engine")
 
