@@ -17,7 +17,7 @@ import pytest
 from hone.data import blocks, index, parquet
 from hone.data.index import BLOCK, SourceIndex
 from hone.data.settings import SourceConfig
-from hone.data.sources import count_rows, iter_source, read_source
+from hone.data.sources import iter_source, read_source
 from hone.errors import UserError
 from tests.tables import table
 
@@ -36,10 +36,13 @@ def expect_same(path, expected, cache=None, **settings):
     """Every way of reading gives the rows `expected`: lists of columns, by locations."""
     asked = source(path, **settings)
     found = SourceIndex.build(asked, cache)
-    assert count_rows(asked) == found.num_rows == len(expected)
+    to_walk = SourceIndex.to_walk(asked, None if cache is None else cache / "walked")
+    assert to_walk.num_rows == found.num_rows == len(expected)
     walked = list(iter_source(asked))
     assert [(row.columns, row.location) for row in walked] == expected
     assert rows_of(found) == walked
+    for start in {0, len(expected) // 3, len(expected) // 2, len(expected) - 1}:
+        assert list(to_walk.walk(start)) == walked[start:]
     # In another order, some rows of a block at a time, as if nothing had been read before.
     found = SourceIndex.build(asked, cache, max_open_bytes=1)
     draw = random.Random(0)
@@ -176,7 +179,7 @@ def test_the_first_rows_alone_are_indexed(tmp_path, small_blocks):
 def test_a_damaged_compressed_file_is_refused(tmp_path, damage, message):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(damage(gzip.compress(json.dumps(ROWS[0]).encode() + b"\n" * 99)))
-    for read in (read_source, count_rows, SourceIndex.build):
+    for read in (read_source, SourceIndex.to_walk, SourceIndex.build):
         with pytest.raises(UserError, match=message):
             read(source(path))
 
@@ -194,7 +197,8 @@ def test_an_index_of_a_compressed_file_says_which_package_it_needs(tmp_path, mon
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": 1}\n'))
     monkeypatch.setattr("hone.extras.is_installed", lambda package: False)
-    assert count_rows(source(path)) == len(read_source(source(path))) == 1
+    assert len(read_source(source(path))) == 1
+    assert len(list(SourceIndex.to_walk(source(path), tmp_path / "kept").walk())) == 1
     with pytest.raises(UserError, match=r"an index of .*a.jsonl.gz needs .*'indexed-gzip>=1.9'"):
         SourceIndex.build(source(path)).rows(0)
 

@@ -16,7 +16,7 @@ from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data import loading
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
-from hone.data.reading import read_prompts
+from hone.data.reading import PromptReader
 from hone.data.settings import DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
 from hone.data.stream import Stream
@@ -116,8 +116,8 @@ def test_held_out_rows_are_the_first_ones_and_never_train(path: str):
     drawn = ids(streamed.train.take(len(whole.train)))
     assert sorted(drawn) == sorted(ids(whole.train.first_rows()))
     cfg = DataConfig(train=(SourceConfig(path=path),), **settings)
-    generated = read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=100)
-    assert sorted(ids(generated)) == sorted(drawn)
+    generated = PromptReader(cfg, TOKENIZER, seed=0, max_prompt_tokens=100).read()
+    assert sorted(ids(prompt for _, prompt in generated)) == sorted(drawn)
 
 
 def test_demonstrations_and_preferences_are_streamed_too(path: str, tmp_path: Path):

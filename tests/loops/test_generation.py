@@ -231,10 +231,10 @@ def test_episodes_go_on_where_they_were_ended(here, monkeypatch):
     (here / "envs.py").write_text(ENVS)
     expected, append = made(*ECHO), PartFileWriter.append
 
-    def dies(self, number, samples, rows):
+    def dies(self, number, samples, rows, *, row):
         if number == 9:
             raise KeyboardInterrupt
-        append(self, number, samples, rows)
+        append(self, number, samples, rows, row=row)
 
     Path("completions.jsonl").unlink()
     with monkeypatch.context() as patch:
@@ -280,8 +280,8 @@ def test_who_samples_cannot_be_seen_in_what_is_written(
     (here / "envs.py").write_text(ENVS)
     expected, append = made(*ECHO), PartFileWriter.append
 
-    def kills(self, number, samples, rows):
-        append(self, number, samples, rows)
+    def kills(self, number, samples, rows, *, row):
+        append(self, number, samples, rows, row=row)
         if number == 9:
             kill_an_engine()
 

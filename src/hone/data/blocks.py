@@ -64,8 +64,9 @@ class Blocks(Protocol):
         """All blocks that have rows, in order, each as soon as it is found."""
         ...
 
-    def walk(self) -> Iterator[SourceRow]:
-        """All rows in order, without a scan before; memory does not grow with the file."""
+    def walk(self, first: Block | None = None) -> Iterator[SourceRow]:
+        """All rows in order, or those of the block `first` and of the blocks after it. Needs no
+        scan before; memory does not grow with the file."""
         ...
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:
@@ -156,9 +157,11 @@ class LineBlocks:
                     yield Block(offset, row, line, num_rows, num_bytes)
                 offset, row, line = offset + num_bytes, row + num_rows, line + len(lines)
 
-    def walk(self) -> Iterator[SourceRow]:
+    def walk(self, first: Block | None = None) -> Iterator[SourceRow]:
         with _unpacked(self.file) as content:
-            for number, line in enumerate(content, start=1):
+            if first is not None:
+                content.seek(first.place)  # a compressed file is unpacked up to there
+            for number, line in enumerate(content, start=1 if first is None else first.line):
                 # A byte-order mark may open the file; blank lines are no rows.
                 line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
                 if not _is_blank(line):
@@ -248,8 +251,9 @@ class ArrayBlocks:
         if values := self._held():
             yield Block(0, 0, 0, len(values), self.file.size)
 
-    def walk(self) -> Iterator[SourceRow]:
-        for number, value in enumerate(self._values()):
+    def walk(self, first: Block | None = None) -> Iterator[SourceRow]:
+        # Held, so that a scan before has parsed it for both.
+        for number, value in enumerate(self._held()):
             yield self._row(number, value)
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:

@@ -35,7 +35,15 @@ from hone.paths import (
     package_for,
 )
 
-__all__ = ["DataFile", "find_files", "look_at", "open_file", "read_part", "require_unchanged"]
+__all__ = [
+    "DataFile",
+    "find_files",
+    "look_at",
+    "open_file",
+    "read_part",
+    "require_same",
+    "require_unchanged",
+]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -116,14 +124,18 @@ def look_at(name: str) -> DataFile:
 
 def require_unchanged(file: DataFile) -> None:
     """Raise UserError where a file is no longer as it was found."""
-    now = look_at(file.name)
-    if now == file:
+    require_same(file, look_at(file.name))
+
+
+def require_same(before: DataFile, now: DataFile) -> None:
+    """Raise UserError, with the name and the difference, where a file has changed."""
+    if now == before:
         return
-    change = f"it had {file.size:,} bytes and has {now.size:,}"
-    if now.size == file.size:
-        change = f"it has as many bytes, but its tag was {file.tag} and is {now.tag}"
+    change = f"it had {before.size:,} bytes and has {now.size:,}"
+    if now.size == before.size:
+        change = f"it has as many bytes, but its tag was {before.tag} and is {now.tag}"
     raise UserError(
-        f"{file.name} has changed since it was indexed: {change}. Put the former file back, or "
+        f"{now.name} has changed since it was indexed: {change}. Put the former file back, or "
         "start anew; rows that are still being written belong into another file"
     )
 

@@ -45,8 +45,10 @@ class ParquetBlocks:
                     yield Block(number, row, 0, group.num_rows, group.total_byte_size)
                 row += group.num_rows
 
-    def walk(self) -> Iterator[SourceRow]:
+    def walk(self, first: Block | None = None) -> Iterator[SourceRow]:
         for block in self.scan():
+            if first is not None and block.place < first.place:
+                continue
             for number, columns in enumerate(self._in_order(block), start=block.row):
                 yield self._row(number, columns)
 

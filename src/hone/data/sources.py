@@ -22,7 +22,6 @@ from hone.paths import data_suffix, has_wildcards, is_url
 
 __all__ = [
     "SourceRow",
-    "count_rows",
     "is_json_array",
     "iter_source",
     "read_source",
@@ -49,12 +48,6 @@ def iter_source(source: SourceBase) -> Iterator[SourceRow]:
         yield row
     if is_empty:
         raise UserError(f"{source.path} holds no rows")
-
-
-def count_rows(source: SourceBase) -> int:
-    """The number of rows that `iter_source` yields, of which only those of JSON arrays are parsed.
-    Raises UserError for a source that is missing, unreadable or empty."""
-    return index.count(source)
 
 
 def is_json_array(path: Path) -> bool:

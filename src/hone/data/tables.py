@@ -35,8 +35,10 @@ class TableBlocks:
         for row in range(0, self.file.size, _BLOCK_ROWS):
             yield Block(row, row, 0, min(_BLOCK_ROWS, self.file.size - row), 0)
 
-    def walk(self) -> Iterator[SourceRow]:
-        for number, columns in enumerate(self._data):
+    def walk(self, first: Block | None = None) -> Iterator[SourceRow]:
+        start = 0 if first is None else first.row
+        rows = self._data.select(range(start, self.file.size)) if start else self._data
+        for number, columns in enumerate(rows, start=start):
             yield self._row(number, columns)
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:
