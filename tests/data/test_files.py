@@ -253,6 +253,8 @@ def test_a_server_that_fails_every_third_read(server, caplog):
                 index = SourceIndex.build(SourceConfig(path=server.url(name)))
                 rows = [row for block in range(len(index.blocks)) for row in index.rows(block)]
                 assert [row.columns for row in rows] == ROWS, name
+                walked = SourceIndex.to_walk(SourceConfig(path=server.url(name))).walk(17)
+                assert [row.columns for row in walked] == ROWS[17:], name
     told = "\n".join(caplog.messages)
     assert re.search(r"a.jsonl at byte 0: .*503.*; asking again", told)
     assert re.search(r"; asking again", told)

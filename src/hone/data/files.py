@@ -53,6 +53,8 @@ SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _SUFFIXES = ", ".join(DATA_SUFFIXES)
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
 """Waits before a failed request is repeated, in seconds."""
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
+"""Errors of `botocore` before it asks a server."""
 _REQUEST_BYTES = 8 * 2**20
 """What one request brings of a remote file that is read from its start to its end."""
 _TAGS = (
@@ -342,7 +344,9 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether a server has refused a request for good."""
+    """Whether a request is refused for good, by a server or for want of credentials."""
+    if type(error).__name__ in _NO_CREDENTIALS:
+        return True
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
