@@ -169,6 +169,8 @@ def choose_columns(
 class ExampleReader:
     """Reads rows of one source, some at a time, by chosen columns."""
 
+    item_names = ("",)
+
     def __init__(self, source: SourceBase, columns: Columns, name: str) -> None:
         self._reader, self._name = _RowReader(source, columns), name
         self._kinds: dict[str, tuple[str, str]] = {}

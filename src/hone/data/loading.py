@@ -23,6 +23,7 @@ from hone.data.filters import (
 )
 from hone.data.images import WithImages, open_images
 from hone.data.index import MAX_OPEN_BYTES, SourceIndex
+from hone.data.items import RowsOfItems
 from hone.data.order import Window
 from hone.data.row_source import Item, RowSource, Skipped
 from hone.data.settings import DataConfig, SourceBase, SourceConfig
@@ -59,6 +60,21 @@ T = TypeVar("T", bound=Item)
 E_co = TypeVar("E_co", bound=GivenRow, covariant=True)
 
 
+class RowReader(Protocol[E_co]):
+    """Makes examples of rows of one source."""
+
+    @property
+    def item_names(self) -> Sequence[str]:
+        """Names of the items that each row has, which their ids end with; of a row that is one item
+        a single empty one."""
+        ...
+
+    def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int], /) -> Sequence[E_co]:
+        """Examples of the items with these numbers, counted from 0, from the row of each. Raises
+        UserError."""
+        ...
+
+
 class Readers(Protocol[E_co]):
     """How the rows of a source become examples, whose ids begin with its name."""
 
@@ -68,9 +84,8 @@ class Readers(Protocol[E_co]):
 
     def by_first(
         self, rows: Sequence[SourceRow], source: SourceBase, name: str, /
-    ) -> Callable[[Sequence[SourceRow], Sequence[int]], Sequence[E_co]]:
-        """From the first rows of a source, what makes examples of some rows with these numbers,
-        counted from 0. Raises UserError."""
+    ) -> RowReader[E_co]:
+        """The reader of a source of which these rows are the first. Raises UserError."""
         ...
 
 
@@ -213,13 +228,15 @@ class _Loader(Generic[E, R, T]):
     def _streamed(self, rows: SourceIndex, source: SourceConfig, name: str) -> StreamedRows[T]:
         first = rows.rows(0, range(min(AHEAD_ROWS, int(rows.sizes.num_rows[0]))))
         read = self.readers.by_first(first, source, name)
+        names = read.item_names
         made = StreamedRows(
-            rows,
+            rows if len(names) == 1 else RowsOfItems(rows, len(names)),
             partial(self._prepare, read),
             name=name,
             seed=self.seed,
             shuffle=self.cfg.shuffle,
             window=Window(rows=self.cfg.shuffle_window) if self.cfg.shuffle_window else WINDOW,
+            item_names=names,
         )
         logger.info(
             "%s: %s rows, read as they are drawn%s", source.path, f"{made.num_rows:,}", made.windows

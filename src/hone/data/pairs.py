@@ -270,18 +270,12 @@ class PairReader:
         is_unpaired: bool = False,
         reads_margin: bool = False,
     ) -> None:
-        """Raises the errors of `read_pairs`, and for pairs that are to be read as single
-        completions."""
+        """Raises the errors of `read_pairs`."""
         self._source, self._name = source, name
         self._columns = choose_pair_columns(
             rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin
         )
-        if is_unpaired and "chosen" in self._columns:
-            raise UserError(
-                f"{source.path}: pairs are read as single completions only from sources that are "
-                "read whole: leave data.shuffle_window unset, or write the completions one a row "
-                "with a label"
-            )
+        self._is_split = is_unpaired and "chosen" in self._columns
         roles = ", ".join(f"{role} from '{x}'" for role, x in self._columns.items() if x)
         logger.info("%s: %s", source.path, roles)
         shortened, problems = without_prompt(rows, self._columns, "first ")
@@ -289,9 +283,14 @@ class PairReader:
         for problem in problems:
             logger.warning("%s: %s", source.path, problem)
 
+    @property
+    def item_names(self) -> Sequence[str]:
+        """The completions of a pair, where each is an item of its own."""
+        return _NAMES if self._is_split else ("",)
+
     def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int]) -> list[Compared]:
-        """Preferences of the rows with these numbers, counted from 0. Raises UserError naming row
-        and remedy."""
+        """Preferences with these numbers, counted from 0: of rows, or of the items of rows, which
+        come with the row of each. Raises UserError naming row and remedy."""
         if self._repeats:
             shortened, _ = without_prompt(rows, self._columns)
             if shortened is rows:
@@ -301,7 +300,14 @@ class PairReader:
                     "prompts off the completions of all rows"
                 )
             rows = shortened
-        return map_chosen_pairs(rows, self._source, self._columns, self._name, numbers)
+        places = [divmod(number, len(self.item_names)) for number in numbers]
+        row_numbers = [number for number, _ in places]
+        items = map_chosen_pairs(rows, self._source, self._columns, self._name, row_numbers)
+        if not self._is_split:
+            return items
+        return [
+            single_completions(pair)[item] for pair, (_, item) in zip(items, places, strict=True)
+        ]
 
 
 def choose_pair_columns(

@@ -60,8 +60,11 @@ class StreamedRows(RowSource[T], Generic[T]):
         seed: int,
         shuffle: bool,
         window: Window,
+        item_names: Sequence[str] = ("",),
     ) -> None:
-        self.name = name
+        """`item_names` are those of the items that each row has; `rows` and `prepare` then count
+        items (`hone.data.items`)."""
+        self.name, self._item_names = name, item_names
         self._rows, self._prepare = rows, prepare
         self._seed, self._shuffle, self._window = seed, shuffle, window
         self._order: tuple[int, EpochOrder] | None = None
@@ -124,8 +127,10 @@ class StreamedRows(RowSource[T], Generic[T]):
         return prepare([found[number] for number in numbers], numbers)
 
     def row_id(self, number: int) -> str:
-        """The id of a row by its number from 0; ids count from 1."""
-        return f"{self.name}:{number + 1}"
+        """The id of a row, or of an item of one, by its number from 0; ids count from 1."""
+        row, item = divmod(number, len(self._item_names))
+        ending = self._item_names[item]
+        return f"{self.name}:{row + 1}:{ending}" if ending else f"{self.name}:{row + 1}"
 
     def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
         epoch, place = divmod(read, self.num_rows)
