@@ -64,6 +64,8 @@ MAX_OPEN_BYTES = 256 * 2**20
 _FORMAT = 1
 """Number of the layout of cached indexes; another layout gets another number."""
 _PROGRESS_S = 2.0
+_SHOWN_BYTES = 100_000_000
+"""A pass over so many bytes of lines is logged, also where it is a short one."""
 
 
 class SourceIndex:
@@ -250,18 +252,18 @@ def _scan(source: SourceBase, parts: Iterable[Blocks]) -> Iterator[tuple[int, Bl
     """The blocks of the first `max_rows` rows, each with the number of its file."""
     left = source.max_rows
     progress = _Progress(source)
-    for number, part in enumerate(parts):
-        for block in part.scan():
-            progress(block)
-            if left is None:
-                yield number, block
-                continue
-            yield number, block._replace(num_rows=min(block.num_rows, left))
-            left -= block.num_rows
-            if left <= 0:
-                return
+    for number, block in ((n, x) for n, part in enumerate(parts) for x in part.scan()):
+        progress(block)
+        if left is None:
+            yield number, block
+            continue
+        yield number, block._replace(num_rows=min(block.num_rows, left))
+        left -= block.num_rows
+        if left <= 0:
+            break
     if not progress.num_blocks:
         raise UserError(f"{source.path} holds no rows")
+    progress.end()
 
 
 def _scanned(source: SourceBase, parts: Sequence[Blocks]) -> npt.NDArray[Any]:
@@ -273,7 +275,7 @@ def _scanned(source: SourceBase, parts: Sequence[Blocks]) -> npt.NDArray[Any]:
 
 
 class _Progress:
-    """Says once, after some seconds, how fast lines are found."""
+    """Says how fast lines are found: once after some seconds, and at the end."""
 
     def __init__(self, source: SourceBase) -> None:
         self.num_blocks = 0
@@ -286,10 +288,22 @@ class _Progress:
         elapsed = time.monotonic() - self._start
         if not self._is_told and elapsed > _PROGRESS_S and self._num_bytes:
             self._is_told = True
-            rate = self._num_bytes / elapsed / 1e6
+            logger.info("%s: finding where its rows begin, at %s", self._source.path, self._rate)
+
+    def end(self) -> None:
+        """Say what the pass took, where it was a long one."""
+        if self._num_bytes >= _SHOWN_BYTES:
             logger.info(
-                "%s: finding where its rows begin, at %s MB/s", self._source.path, f"{rate:,.0f}"
+                "%s: found where its rows begin, in %.1f s at %s",
+                self._source.path,
+                time.monotonic() - self._start,
+                self._rate,
             )
+
+    @property
+    def _rate(self) -> str:
+        rate = self._num_bytes / (time.monotonic() - self._start) / 1e6
+        return f"{rate:,.0f} MB/s"
 
 
 def _bare(name: str) -> str:
