@@ -7,7 +7,7 @@ before it, and a window of all rows is the order of `hone.data.row_source.epoch_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,12 +107,35 @@ class EpochOrder:
             self._known = window, self._rows_of(window)
         return self._known[1][place - int(self._first_places[window])]
 
-    def _rows_of(self, window: int) -> list[int]:
+    def rows_before(self, place: int) -> Iterator[tuple[int, NDArray[np.bool_] | None]]:
+        """Blocks with the rows of all places before one, in an order of their own: which of the
+        rows of a block they are, [rows of the block], or None for all."""
+        if not self._shuffle:
+            last = int(np.searchsorted(self._blocks.first_rows, place, side="left"))
+            for block in range(last):
+                ends = int(self._blocks.first_rows[block] + self._blocks.num_rows[block])
+                mask = np.arange(ends - int(self._blocks.num_rows[block]), ends) < place
+                yield block, None if ends <= place else mask
+            return
+        window = int(np.searchsorted(self._first_places, place, side="right")) - 1
+        for block in self._order[: self._starts[window]].tolist():
+            yield block, None
+        rows = self._rows_of(window)[: place - int(self._first_places[window])]
+        for block in self._blocks_of(window):
+            first, number = int(self._blocks.first_rows[block]), int(self._blocks.num_rows[block])
+            mask = np.isin(np.arange(first, first + number), rows)
+            if mask.any():
+                yield block, mask
+
+    def _blocks_of(self, window: int) -> list[int]:
+        """Blocks of a window, in the order of the files."""
         bounds = [*self._starts.tolist(), len(self._order)]
-        chosen = self._order[bounds[window] : bounds[window + 1]]
+        return sorted(self._order[bounds[window] : bounds[window + 1]].tolist())
+
+    def _rows_of(self, window: int) -> list[int]:
         rows = [
             row
-            for block in sorted(chosen.tolist())
+            for block in self._blocks_of(window)
             for row in range(
                 int(self._blocks.first_rows[block]),
                 int(self._blocks.first_rows[block] + self._blocks.num_rows[block]),

@@ -59,6 +59,8 @@ class ParquetBlocks:
                 table = self._opened.get(key, lambda: self._table(block))
                 if numbers is None:
                     values = table.slice(0, block.num_rows).to_pylist()
+                elif isinstance(numbers, range) and numbers.step == 1:
+                    values = table.slice(numbers.start, len(numbers)).to_pylist()
                 else:
                     values = [table.slice(number, 1).to_pylist()[0] for number in numbers]
         wanted = range(block.num_rows) if numbers is None else numbers
