@@ -102,30 +102,36 @@ class EpochOrder:
             raise IndexError(place)
         if not self._shuffle:
             return place
-        window = int(np.searchsorted(self._first_places, place, side="right")) - 1
-        if self._known[0] != window:
-            self._known = window, self._rows_of(window)
-        return self._known[1][place - int(self._first_places[window])]
+        window, rows = self._window_of(place)
+        return rows[place - int(self._first_places[window])]
 
     def rows_before(self, place: int) -> Iterator[tuple[int, NDArray[np.bool_] | None]]:
         """Blocks with the rows of all places before one, in an order of their own: which of the
         rows of a block they are, [rows of the block], or None for all."""
         if not self._shuffle:
-            last = int(np.searchsorted(self._blocks.first_rows, place, side="left"))
-            for block in range(last):
-                ends = int(self._blocks.first_rows[block] + self._blocks.num_rows[block])
-                mask = np.arange(ends - int(self._blocks.num_rows[block]), ends) < place
-                yield block, None if ends <= place else mask
-            return
-        window = int(np.searchsorted(self._first_places, place, side="right")) - 1
-        for block in self._order[: self._starts[window]].tolist():
+            blocks = list(range(int(np.searchsorted(self._blocks.first_rows, place))))
+            whole, rows = blocks[:-1], np.arange(place)
+        else:
+            window, ordered = self._window_of(place)
+            whole = self._order[: self._starts[window]].tolist()
+            blocks = [*whole, *self._blocks_of(window)]
+            rows = np.sort(np.array(ordered[: place - int(self._first_places[window])], np.int64))
+        for block in whole:
             yield block, None
-        rows = self._rows_of(window)[: place - int(self._first_places[window])]
-        for block in self._blocks_of(window):
+        for block in blocks[len(whole) :]:
             first, number = int(self._blocks.first_rows[block]), int(self._blocks.num_rows[block])
-            mask = np.isin(np.arange(first, first + number), rows)
-            if mask.any():
+            begin, end = np.searchsorted(rows, [first, first + number])
+            if begin < end:
+                mask = np.zeros(number, dtype=np.bool_)
+                mask[rows[begin:end] - first] = True
                 yield block, mask
+
+    def _window_of(self, place: int) -> tuple[int, Sequence[int]]:
+        """The number of the window of a place, and its rows in their order."""
+        window = int(np.searchsorted(self._first_places, place, side="right")) - 1
+        if self._known[0] != window:
+            self._known = window, self._rows_of(window)
+        return self._known
 
     def _blocks_of(self, window: int) -> list[int]:
         """Blocks of a window, in the order of the files."""

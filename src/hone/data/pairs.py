@@ -262,7 +262,8 @@ class PairColumns:
         start = 0
         if self.repeats:
             prompt = value_of(row.columns, self.by_role["prompt"])
-            start = len(prompt) if isinstance(prompt, str) else 0
+            has_start = isinstance(prompt, str) and all(text.startswith(prompt) for text in texts)
+            start = len(prompt) if has_start else 0
         elif len(texts) == 2 and self.by_role["prompt"] is None:
             start = _common_start(*texts)
         for role, value in values.items():

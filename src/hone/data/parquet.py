@@ -9,7 +9,7 @@ from typing import Any
 
 from hone.data.blocks import HANDLE_BYTES, Block, OpenBlocks, verify
 from hone.data.files import DataFile, open_file, require_unchanged
-from hone.data.rows import SourceRow, shorten
+from hone.data.rows import OnBad, SourceRow, shorten
 from hone.errors import UserError
 from hone.extras import import_extra
 
@@ -45,10 +45,15 @@ class ParquetBlocks:
                     yield Block(number, row, 0, group.num_rows, group.total_byte_size)
                 row += group.num_rows
 
-    def walk(self) -> Iterator[SourceRow]:
+    def walk(self, on_bad: OnBad = None) -> Iterator[SourceRow]:
         for block in self.scan():
-            for number, columns in enumerate(self._in_order(block), start=block.row):
-                yield self._row(number, columns)
+            try:
+                for number, columns in enumerate(self._in_order(block), start=block.row):
+                    yield self._row(number, columns)
+            except UserError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:
         if block.num_bytes > self._opened.max_bytes:

@@ -12,6 +12,7 @@ from hone.data.columns import ExampleReader
 from hone.data.filters import FilterReport
 from hone.data.images import open_images
 from hone.data.prompts import make_prompt, show_first
+from hone.data.row_filters import InFileOrder, Sieve, load_filter, passing, split
 from hone.data.settings import DataConfig
 from hone.data.sources import SourceRow, count_rows, iter_source, source_names
 from hone.data.split import is_held_out
@@ -51,15 +52,20 @@ def read_prompts(
     renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
     limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
     fraction = 0.0 if cfg.eval else cfg.eval_fraction
+    keep = load_filter(cfg.filter)
     is_shown = False
     for source, name in zip(cfg.train, source_names(cfg.train), strict=True):
         num_read = num_kept = num_long = 0
         report = FilterReport()
         read: ExampleReader | None = None
-        for rows in _blocks(iter_source(source)):
-            read = read or ExampleReader.of_first(rows, source, name)
-            examples = read(rows, range(num_read, num_read + len(rows)))
-            num_read += len(rows)
+        in_order: InFileOrder | None = None
+        for block in _blocks(iter_source(source)):
+            numbers = range(num_read, num_read + len(block))
+            num_read += len(block)
+            rows, numbers = split(block, numbers, passing(keep, block), report)
+            read = read or ExampleReader.of_first(rows or block, source, name)
+            in_order = in_order or InFileOrder(Sieve(cfg, read, None))
+            examples = read(*in_order.kept(rows, numbers, report))
             examples = open_images(examples, images, cfg, report)
             for example, rendered in zip(
                 examples, renderer.prompts(examples, max_tokens=limit), strict=True
@@ -84,6 +90,7 @@ def read_prompts(
         summary = f"{source.path}: {num_kept:,} of {num_read:,} rows kept"
         if num_long:
             summary += f"; {num_long:,} dropped as too long, of more than {limit} tokens"
+        summary = "; ".join([summary, *report.skipped_in_words])
         if report.unreadable:
             summary += (
                 f"; {len(report.unreadable):,} dropped for an image, the first: "
@@ -93,7 +100,7 @@ def read_prompts(
             raise UserError(
                 f"{summary}. Raise data.max_prompt_tokens, or lower data.eval_fraction."
             )
-        is_short = num_long or report.unreadable
+        is_short = num_long or report.has_dropped
         _log.log(logging.WARNING if is_short else logging.INFO, "%s", summary)
 
 
