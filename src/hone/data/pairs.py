@@ -226,10 +226,16 @@ def map_pairs(
     *,
     is_unpaired: bool = False,
     reads_margin: bool = False,
+    drops_missing: bool = False,
 ) -> tuple[list[Compared], list[str]]:
     """The preferences of `rows`, the first of a source, and the warnings that `read_pairs` would
-    log; nothing is logged. Raises the errors of `read_pairs`."""
+    log; nothing is logged. With `drops_missing` rows with a completion that says nothing are left
+    out. Raises the errors of `read_pairs`."""
     columns = choose_pair_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
+    if drops_missing:
+        rows = [row for row in rows if PairColumns(columns).missing(row) is None]
+    if not rows:
+        return [], []
     rows, repeated = without_prompt(rows, columns, "first ")
     items = map_chosen_pairs(rows, source, columns, source.path)
     return items, repeated + weak_pairs(items, "first ")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import random
 import re
 import signal
 import statistics
@@ -584,14 +586,32 @@ def test_check_says_of_sources_that_are_not_there(
         assert "errors: 1" in said(capsys)
 
 
-def test_files_that_break_in_their_middle_end_the_reading(tmp_path: Path) -> None:
+def test_reading_goes_on_after_bad_rows_and_bad_files(tmp_path: Path) -> None:
     folder = tmp_path / "many"
     folder.mkdir()
-    in_lines([*PROMPTS[:5], "{", *PROMPTS[:5]], folder / "a.jsonl")
-    in_lines(PROMPTS[:5], folder / "b.jsonl")
-    checked = check(choose([str(folder)], None), PLAIN)
-    assert checked.num_rows == 5
-    assert checked.problems.stopped == [f"{folder}, after 5 rows"]
+    in_lines([*PROMPTS[:5], "{", *PROMPTS[:5], "{"], folder / "a.jsonl")
+    rows = "".join(f"{json.dumps(row)}\n" for row in [*PROMPTS[:4], 3, *PROMPTS[:4]])
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(random.randbytes(9000).hex().encode())[:-900])
+    (folder / "d.json").write_text(json.dumps([PROMPTS[0], "no row", PROMPTS[1]]))
+    (folder / "e.parquet").write_bytes(b"PAR1 and nothing of it")
+    broken = folder / "f.parquet"
+    pq.write_table(pa.Table.from_pylist(PROMPTS[:90]), broken, row_group_size=30)
+    page = pq.ParquetFile(broken).metadata.row_group(1).column(0)
+    begin, data = page.dictionary_page_offset, bytearray(broken.read_bytes())
+    data[begin : begin + page.total_compressed_size] = bytes(page.total_compressed_size)
+    broken.write_bytes(data)
+    in_lines(PROMPTS[:3], folder / "g.jsonl")
+    for path in (str(folder), str(folder / "*")):
+        checked = check(choose([path], None), PLAIN)
+        assert checked.num_rows == 10 + 8 + 2 + 60 + 3
+        told = [message for kind in checked.problems.kinds.values() for message in kind.told]
+        places = ("a.jsonl, line 6", "a.jsonl, line 12", "b.jsonl.gz, line 5", "c.jsonl.gz")
+        for place in (*places, "d.json, row 2", "e.parquet", "f.parquet"):
+            assert sum(place in message for message in told) == 1, place
+        assert len(told) == 7
+        ends = [f"{path}, after {number} rows" for number in (18, 20, 50)]
+        assert checked.problems.stopped == ends
 
 
 # Where it is shown.
