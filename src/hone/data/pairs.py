@@ -231,13 +231,12 @@ def map_pairs(
     """The preferences of `rows`, the first of a source, and the warnings that `read_pairs` would
     log; nothing is logged. With `drops_missing` rows with a completion that says nothing are left
     out. Raises the errors of `read_pairs`."""
-    columns = choose_pair_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
+    by_role = choose_pair_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
+    columns, repeated = PairColumns.settled(rows, by_role, "first ", drops_missing=drops_missing)
     if drops_missing:
-        rows = [row for row in rows if PairColumns(columns).missing(row) is None]
-    if not rows:
-        return [], []
-    rows, repeated = without_prompt(rows, columns, "first ")
-    items = map_chosen_pairs(rows, source, columns, source.path)
+        rows = [row for row in rows if columns.missing(row) is None]
+    rows = without_prompt(rows, by_role)[0] if columns.repeats else rows
+    items = map_chosen_pairs(rows, source, by_role, source.path)
     return items, repeated + weak_pairs(items, "first ")
 
 
@@ -248,6 +247,22 @@ class PairColumns:
     by_role: Mapping[str, str | None]
     repeats: bool = False
     """Whether completions begin with the prompt."""
+
+    @classmethod
+    def settled(
+        cls,
+        rows: Sequence[SourceRow],
+        by_role: Mapping[str, str | None],
+        which: str = "",
+        *,
+        drops_missing: bool,
+    ) -> tuple[PairColumns, list[str]]:
+        """The columns, once rows have shown whether all repeat their prompts, and a warning if they
+        do. With `drops_missing` completions that say nothing show nothing."""
+        if drops_missing:
+            rows = [row for row in rows if cls(by_role).missing(row) is None]
+        shortened, repeated = without_prompt(rows, by_role, which) if rows else (rows, [])
+        return cls(by_role, repeats=shortened is not rows), repeated
 
     @property
     def content_columns(self) -> Sequence[str]:
@@ -325,12 +340,9 @@ class PairReader:
         roles = ", ".join(f"{role} from '{x}'" for role, x in by_role.items() if x)
         num_rows = f"{len(rows):,} rows, " if is_whole else ""
         logger.info("%s: %s%s", source.path, num_rows, roles)
-        if options.drops_missing:
-            chosen = PairColumns(by_role)
-            rows = [row for row in rows if chosen.missing(row) is None]
-        which = "" if is_whole else "first "
-        shortened, problems = without_prompt(rows, by_role, which) if rows else (rows, [])
-        self.columns = PairColumns(by_role, repeats=shortened is not rows)
+        self.columns, problems = PairColumns.settled(
+            rows, by_role, "" if is_whole else "first ", drops_missing=options.drops_missing
+        )
         for problem in problems:
             logger.warning("%s: %s", source.path, problem)
 

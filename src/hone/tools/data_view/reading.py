@@ -285,10 +285,9 @@ class Reader:
         one by one. Raises UserError as a run would."""
         self.choose(rows)
         if isinstance(self.columns, dict):
-            if self.cfg.data.missing_answers == "drop":
-                chosen = PairColumns(self.columns)
-                rows = [row for row in rows if chosen.missing(row) is None]
-            self.repeats_prompt = bool(rows and without_prompt(rows, self.columns)[1])
+            drops_missing = self.cfg.data.missing_answers == "drop"
+            settled, _ = PairColumns.settled(rows, self.columns, drops_missing=drops_missing)
+            self.repeats_prompt = settled.repeats
 
     def start_again(self) -> None:
         """Forget the rows, and keep what was learned of them."""
