@@ -39,20 +39,23 @@ _MOMENT_S = 2.0
 def digest(row: SourceRow, columns: Sequence[str], images: str | None = None) -> int:
     """64 bits of the content of a row, which is what it has in these columns, and in that of its
     images; never 0."""
-    values = [_plain(value_of(row.columns, name), row) for name in columns]
-    text = json.dumps(values, sort_keys=True, default=_other)
+    values: list[Any] = []
+    for name in columns:
+        value = row.columns.get(name)
+        if value is None and "." in name:
+            value = value_of(row.columns, name)
+        values.append(value if value is None or isinstance(value, str) else _plain(value, row))
+    text = _encode(values)
     pictures = value_of(row.columns, images)
     if pictures or '"image' in text:
         # A relative path is another file in another folder.
-        text += json.dumps([_plain(pictures, row), str(row.folder)], default=_other)
+        text += _encode([_plain(pictures, row), str(row.folder)])
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) or 1
 
 
 def _plain(value: Any, row: SourceRow) -> Any:
     """A value as a run sees it: without fields that only other rows have, and of an image that is
     given by its bytes without its name."""
-    if value is None or isinstance(value, str):
-        return value
     if isinstance(value, Mapping) and value.get("bytes") is not None:
         return value["bytes"]
     if isinstance(value, list):
@@ -65,6 +68,9 @@ def _other(value: Any) -> str:
     if isinstance(value, bytes):
         return f"bytes {blake2b(value, digest_size=16).hexdigest()}"
     return f"{type(value).__name__} {value!r}"
+
+
+_encode = json.JSONEncoder(sort_keys=True, default=_other).encode
 
 
 class Digests:
