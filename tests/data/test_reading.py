@@ -99,6 +99,35 @@ def test_from_any_row_on_it_is_the_rest(tmp_path, kind, settings):
         assert list(again.read(kept[place])) == whole[place:], place
 
 
+@table("kind", KINDS)
+def test_filters_leave_the_same_rows_out_where_it_goes_on(tmp_path, kind):
+    """Those that repeat a row before the one it begins with, too."""
+    draw = random.Random(kind)
+    data = random_rows(draw, 60)
+    data += [{**draw.choice(data[1:]), "answer": draw.choice(["0", "", "1"])} for _ in range(60)]
+    data = [row | {"answer": "0"} if row["answer"] not in ("", "1") else row for row in data]
+    path = write(tmp_path / "a", kind, data)
+    (tmp_path / "keep.py").write_text("def keep(row): return row['prompt'][0] != '3'\n")
+    settings = {
+        "duplicates": "drop",
+        "missing_answers": "drop",
+        "filter": f"{tmp_path / 'keep.py'}:keep",
+    }
+    whole = list(reader(path, **settings).read())
+    seen, expected = set(), []
+    for number, row in enumerate(data):
+        if row["prompt"][0] != "3" and row["answer"]:
+            is_new = (content := (row["prompt"], row["answer"])) not in seen
+            seen.add(content)
+            if is_new and len(row["prompt"]) < 6:
+                expected.append(number)
+    assert [row for row, _ in whole] == expected
+    assert 20 < len(whole) < 70
+    for place in range(0, len(whole), 3):
+        again = reader(path, **settings)
+        assert list(again.read(whole[place][0])) == whole[place:], place
+
+
 def test_what_lies_before_is_not_read(tmp_path, monkeypatch):
     """But for the first rows of a source, from which its columns are chosen."""
     draw = random.Random(0)

@@ -167,6 +167,22 @@ def test_pairs_are_streamed_as_single_completions(kind: str, tmp_path: Path):
     num_kept = len(whole.train)
     assert 333 < num_kept < 666
     assert whole.train.take(2 * num_kept) == streamed.train.take(2 * num_kept)
+    # Ten prompts are repeated with their completions: of each pair, both completions once.
+    repeated = write(tmp_path / "repeated", kind, pairs[:100] + pairs[:10])
+    settings: dict[str, Any] = {"train": (PairSourceConfig(path=repeated),), "duplicates": "drop"}
+    both = [
+        load_pairs(
+            PairsDataConfig(shuffle_window=window, max_tokens=9, **settings),
+            TOKENIZER,
+            seed=1,
+            is_unpaired=True,
+        ).train
+        for window in (None, 50, 220)
+    ]
+    num_once = len(both[0])
+    once = [sorted((x.token_ids, x.labels) for x in stream.take(num_once)) for stream in both]
+    assert once[0] == once[1] == once[2]
+    assert num_once == sum(int(x.id.split(":")[1]) <= 100 for x in whole.train.first_rows())
     drawn, state = list[Any](), None
     for num in (1, 63, 100):
         stream = load(100).train

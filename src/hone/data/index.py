@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -37,7 +38,7 @@ from hone.data.blocks import (
 from hone.data.files import DataFile, find_files, require_same
 from hone.data.order import BlockSizes
 from hone.data.parquet import ParquetBlocks
-from hone.data.rows import SourceRow
+from hone.data.rows import OnBad, SourceRow
 from hone.data.settings import SourceBase
 from hone.data.tables import TableBlocks, load_hub, load_saved
 from hone.errors import UserError
@@ -198,21 +199,29 @@ class SourceIndex:
         return file, Block(place, row, line, num_rows, num_bytes)
 
 
-def walk(source: SourceBase) -> Iterator[SourceRow]:
-    """All rows of a source, one after another, without an index of them."""
-    return chain.from_iterable(part.walk() for part in _opened_parts(source))
+def walk(source: SourceBase, on_bad: OnBad = None) -> Iterator[SourceRow]:
+    """All rows of a source, one after another, without an index of them. Raises UserError for what
+    cannot be read and `on_bad` is not told of."""
+    for open_part in _unopened_parts(source):
+        try:
+            yield from open_part().walk(on_bad=on_bad)
+        except UserError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
 
 
-def _opened_parts(source: SourceBase) -> Iterator[Blocks]:
+def _unopened_parts(source: SourceBase) -> list[Callable[[], Blocks]]:
+    """What opens each file. It is looked into when its turn comes, and what was open of those
+    before is forgotten."""
     table = _table(source)
     if table is not None:
-        return iter([table])
-    # A file is looked into when its turn comes, and what was open of those before is forgotten.
-    return (
-        part
-        for file in find_files(source)
-        for part in _parts([file], OpenBlocks(MAX_OPEN_BYTES), None)
-    )
+        return [lambda: table]
+    return [partial(_opened_part, file) for file in find_files(source)]
+
+
+def _opened_part(file: DataFile) -> Blocks:
+    return _parts([file], OpenBlocks(MAX_OPEN_BYTES), None)[0]
 
 
 def _table(source: SourceBase) -> TableBlocks | None:

@@ -8,7 +8,7 @@ Rows are numbered from 0 over all sources, in the order of the files, whether th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from hone.data.filters import FilterReport, too_long
 from hone.data.images import open_images
 from hone.data.index import SourceIndex
 from hone.data.prompts import make_prompt, prompt_limit, show_first
+from hone.data.row_filters import InFileOrder, Sieve, load_filter, passing, split
 from hone.data.settings import DataConfig
 from hone.data.sources import SourceRow, source_names
 from hone.data.split import is_held_out
@@ -64,6 +65,7 @@ class PromptReader:
             tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images
         )
         self._limit = prompt_limit(cfg, max_prompt_tokens)
+        self._keep = load_filter(cfg.filter)
         self._indexes = [
             SourceIndex.to_walk(source, cache, must_be_same=must_be_same) for source in cfg.train
         ]
@@ -79,7 +81,8 @@ class PromptReader:
         of a prompt that was kept.
 
         The columns of a source are chosen from its first block of rows. What else lies before the
-        row is not read. Raises UserError for anything wrong with the data when it reads that row.
+        row is not read, but for its digests with `data.duplicates` drop. Raises UserError for
+        anything wrong with the data when it reads that row.
         """
         num_before = 0
         for index, name in zip(self._indexes, source_names(self._cfg.train), strict=True):
@@ -94,15 +97,16 @@ class PromptReader:
         source, cfg = index.source, self._cfg
         num_read, num_kept, num_long = first, 0, 0
         report = FilterReport()
-        read: ExampleReader | None = None
-        if first:
-            head = next(_blocks(index.walk()))
-            read = ExampleReader.of_first(head, source, name)
-            read(head, range(len(head)))  # from which it knows the kinds of values
-        for rows in _blocks(index.walk(first)):
-            read = read or ExampleReader.of_first(rows, source, name)
-            numbers = range(num_read, num_read + len(rows))
+        begun = self._begun(index, name, first) if first else None
+        for block in _blocks(index.walk(first)):
+            numbers = range(num_read, num_read + len(block))
             num_read = numbers.stop
+            rows, numbers = split(block, numbers, passing(self._keep, block), report)
+            if begun is None:
+                read = ExampleReader.of_first(rows or block, source, name)
+                begun = read, InFileOrder(Sieve(cfg, read, None))
+            read, in_order = begun
+            rows, numbers = in_order.kept(rows, numbers, report)
             examples = read(rows, numbers)
             number_of = {example.id: n for n, example in zip(numbers, examples, strict=True)}
             examples = open_images(examples, self._images, cfg, report)
@@ -124,6 +128,7 @@ class PromptReader:
             summary += f", from row {first + 1:,} on"
         if num_long:
             summary += f"; {num_long:,} dropped as too long: {self._limit}"
+        summary = "; ".join([summary, *report.skipped_in_words])
         if report.unreadable:
             summary += (
                 f"; {len(report.unreadable):,} dropped for an image, the first: "
@@ -133,8 +138,30 @@ class PromptReader:
             raise UserError(
                 f"{summary}. Raise data.max_prompt_tokens, or lower data.eval_fraction."
             )
-        is_short = num_long or report.unreadable
+        is_short = num_long or report.has_dropped
         _log.log(logging.WARNING if is_short else logging.INFO, "%s", summary)
+
+    def _begun(
+        self, index: SourceIndex, name: str, first: int
+    ) -> tuple[ExampleReader, InFileOrder]:
+        """The reader of a source and its filters, as they are before the row `first`."""
+        (head, numbers), nothing = self._passing(next(_blocks(index.walk())), 0), FilterReport()
+        read = ExampleReader.of_first(head or next(_blocks(index.walk())), index.source, name)
+        sieve = Sieve(self._cfg, read, None)
+        # From these it knows the kinds of values.
+        read(*InFileOrder(sieve).kept(head, numbers, nothing))
+        in_order, num_read = InFileOrder(sieve), 0
+        if sieve.drops_duplicates:
+            for block in _blocks(islice(index.walk(), first)):
+                in_order.kept(*self._passing(block, num_read), nothing)
+                num_read += len(block)
+        return read, in_order
+
+    def _passing(self, block: Sequence[SourceRow], first: int) -> tuple[list[SourceRow], list[int]]:
+        """Rows of a block that the user's function wants, with their numbers, counted from that of
+        the first row of the block."""
+        numbers = range(first, first + len(block))
+        return split(block, numbers, passing(self._keep, block), FilterReport())
 
     @property
     def _fraction(self) -> float:
