@@ -13,7 +13,7 @@ from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.columns import is_silent
 from hone.data.pairs import load_pairs, map_pairs
 from hone.data.prompts import load_prompts
-from hone.data.reading import read_prompts
+from hone.data.reading import PromptReader
 from hone.data.row_filters import load_filter
 from hone.data.rows import SourceRow
 from hone.data.settings import (
@@ -95,8 +95,8 @@ def test_whole_streamed_and_generated_rows_are_those_of_a_slow_pass(path: str, r
     left = expected(data, range(len(data)))
     whole = load_prompts(config(path, **settings), TOKENIZER, seed=4)
     assert ids(whole.train.first_rows()) == names(left)
-    generated = read_prompts(config(path, **settings), TOKENIZER, seed=4, max_prompt_tokens=99)
-    assert ids(generated) == names(left)
+    reader = PromptReader(config(path, **settings), TOKENIZER, seed=4, max_prompt_tokens=99)
+    assert ids(prompt for _, prompt in reader.read()) == names(left)
     cfg = config(path, shuffle_window=100, missing_answers="drop")
     plain = load_prompts(cfg, TOKENIZER, seed=4)
     made = plain.train.sources[0]
@@ -356,7 +356,7 @@ def test_a_function_that_fails_or_returns_no_bool_is_refused(
         with pytest.raises(UserError, match=problem):
             load_prompts(cfg, TOKENIZER)
         with pytest.raises(UserError, match=problem):
-            list(read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=99))
+            list(PromptReader(cfg, TOKENIZER, seed=0, max_prompt_tokens=99).read())
     with pytest.raises(UserError, match=r"data\.filter: no file"):
         load_filter(str(tmp_path / "none.py") + ":keep")
 
@@ -384,7 +384,7 @@ def test_where_nothing_is_left_the_reasons_are_named(tmp_path: Path, rules: str)
     with pytest.raises(UserError, match=r"none of the 9 rows is left: 9 dropped with false"):
         load_prompts(cfg, TOKENIZER)
     with pytest.raises(UserError, match=r"0 of 9 rows kept; 9 dropped with false from"):
-        list(read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=99))
+        list(PromptReader(cfg, TOKENIZER, seed=0, max_prompt_tokens=99).read())
     cfg = config(path, filter=f"{rules}:none", shuffle_window=9)
     with pytest.raises(UserError, match="all 9 rows were read, and none is left"):
         load_prompts(cfg, TOKENIZER)
