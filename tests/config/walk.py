@@ -104,6 +104,12 @@ def write_walk_inputs(folder: Path) -> None:
     write_jsonl(folder / "preferred.jsonl", labelled)
     single = ("prompt", "completion", "c", "label", "good")
     write_jsonl(folder / "labelled.jsonl", [{k: row[k] for k in single} for row in labelled])
+    holes = [{**row, **pair, "completion": "1"} for row, pair in zip(problems, pairs, strict=True)]
+    blank = {**holes[5], **dict.fromkeys(("answer", "completion", "chosen"))}
+    write_jsonl(folder / "holes.jsonl", [*holes[:4], *holes[:4], blank])
+    (folder / "filters.py").write_text(
+        f"def some(row):\n    return row['prompt'] != {holes[0]['prompt']!r}\n"
+    )
     (folder / "template.jinja").write_text("{% for m in messages %}1{{ m['content'] }}{% endfor %}")
     (folder / "lengths.jsonl").write_text('{"tokens": 7}\n{"tokens": 99}\n')
     (folder / "requests.jsonl").write_text('{"prompt_tokens": 4, "max_tokens": 3}\n')

@@ -14,7 +14,7 @@ from hone.data import files
 from hone.data.files import DataFile, find_files, look_at, natural_order, require_unchanged
 from hone.data.index import SourceIndex
 from hone.data.settings import SourceConfig
-from hone.data.sources import count_rows, read_source, short_name
+from hone.data.sources import read_source, short_name
 from hone.errors import UserError
 from tests.data.file_server import serving
 from tests.data.support import write_rows
@@ -156,7 +156,7 @@ def test_the_memory_file_system_of_fsspec(memory):
     assert columns("memory://set") == columns("memory://set/train*") == ROWS[:3] + ROWS
     assert columns("memory://set/", split="test") == columns("memory://set/test.jsonl.gz") == ROWS
     assert names("memory://**/*.parquet") == ["memory://set/train-9.parquet"]
-    assert count_rows(SourceConfig(path="memory://set/*")) == 83
+    assert SourceIndex.build(SourceConfig(path="memory://set/*")).num_rows == 83
     (row,) = read_source(SourceConfig(path="memory://set/train-10.jsonl", max_rows=1))
     assert (row.location, row.folder) == ("memory://set/train-10.jsonl, line 1", None)
     with pytest.raises(
@@ -253,6 +253,8 @@ def test_a_server_that_fails_every_third_read(server, caplog):
                 index = SourceIndex.build(SourceConfig(path=server.url(name)))
                 rows = [row for block in range(len(index.blocks)) for row in index.rows(block)]
                 assert [row.columns for row in rows] == ROWS, name
+                walked = SourceIndex.to_walk(SourceConfig(path=server.url(name))).walk(17)
+                assert [row.columns for row in walked] == ROWS[17:], name
     told = "\n".join(caplog.messages)
     assert re.search(r"a.jsonl at byte 0: .*503.*; asking again", told)
     assert re.search(r"; asking again", told)

@@ -14,7 +14,7 @@ from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.given import GivenRows, given_rows
 from hone.data.pairs import load_pairs
 from hone.data.prompts import PromptData, load_prompts
-from hone.data.reading import read_prompts
+from hone.data.reading import PromptReader
 from hone.data.settings import ColumnsConfig, DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
 from hone.data.split import is_held_out
@@ -280,10 +280,11 @@ def test_rows_with_bad_images_are_dropped_and_counted(family: Family, folder: Pa
     assert "1 dropped for an image: " in data.report.summary(0)
     assert "line 2, column 'images': image 1 does not exist" in data.report.summary(0)
     cfg = DataConfig(train=(SourceConfig(path=path),), image_errors="drop")
-    read = read_prompts(
+    reader = PromptReader(
         cfg, family.tokenizer, seed=0, max_prompt_tokens=400, images=family.reader()
     )
-    assert [prompt.id for prompt in read] == ["train:1", "train:3"]
+    read = [(row, prompt.id) for row, prompt in reader.read()]
+    assert read == [(0, "train:1"), (2, "train:3")]
     path = write_rows(folder / "train.jsonl", [broken])
     with pytest.raises(UserError, match=r"none of the 1 rows has images .*cannot be decoded"):
         load(family, path, image_errors="drop")

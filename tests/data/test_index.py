@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import random
 import string
+import time
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from hone.data import blocks, index, parquet
 from hone.data.index import BLOCK, SourceIndex
 from hone.data.settings import SourceConfig
-from hone.data.sources import count_rows, iter_source, read_source
+from hone.data.sources import iter_source, read_source
 from hone.errors import UserError
 from tests.tables import table
 
@@ -36,10 +37,13 @@ def expect_same(path, expected, cache=None, **settings):
     """Every way of reading gives the rows `expected`: lists of columns, by locations."""
     asked = source(path, **settings)
     found = SourceIndex.build(asked, cache)
-    assert count_rows(asked) == found.num_rows == len(expected)
+    to_walk = SourceIndex.to_walk(asked, None if cache is None else cache / "walked")
+    assert to_walk.num_rows == found.num_rows == len(expected)
     walked = list(iter_source(asked))
     assert [(row.columns, row.location) for row in walked] == expected
     assert rows_of(found) == walked
+    for start in {0, len(expected) // 3, len(expected) // 2, len(expected) - 1}:
+        assert list(to_walk.walk(start)) == walked[start:]
     # In another order, some rows of a block at a time, as if nothing had been read before.
     found = SourceIndex.build(asked, cache, max_open_bytes=1)
     draw = random.Random(0)
@@ -176,7 +180,7 @@ def test_the_first_rows_alone_are_indexed(tmp_path, small_blocks):
 def test_a_damaged_compressed_file_is_refused(tmp_path, damage, message):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(damage(gzip.compress(json.dumps(ROWS[0]).encode() + b"\n" * 99)))
-    for read in (read_source, count_rows, SourceIndex.build):
+    for read in (read_source, SourceIndex.to_walk, SourceIndex.build):
         with pytest.raises(UserError, match=message):
             read(source(path))
 
@@ -194,7 +198,8 @@ def test_an_index_of_a_compressed_file_says_which_package_it_needs(tmp_path, mon
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": 1}\n'))
     monkeypatch.setattr("hone.extras.is_installed", lambda package: False)
-    assert count_rows(source(path)) == len(read_source(source(path))) == 1
+    assert len(read_source(source(path))) == 1
+    assert len(list(SourceIndex.to_walk(source(path), tmp_path / "kept").walk())) == 1
     with pytest.raises(UserError, match=r"an index of .*a.jsonl.gz needs .*'indexed-gzip>=1.9'"):
         SourceIndex.build(source(path)).rows(0)
 
@@ -401,44 +406,71 @@ def test_names_of_folders_are_no_part_of_the_fingerprint(shards, tmp_path):
     assert SourceIndex.build(source(tmp_path / "elsewhere")).fingerprint != first
 
 
-def _build(path, cache, barrier, log):
-    real = index._scanned
+def _build(path, make, cache, barrier, log):
+    real = blocks.LineBlocks.scan
 
-    def scanned(*args):
+    def scan(self):
         with open(log, "a") as file:
-            file.write("made\n")
-        barrier_left.wait(0.2)
-        return real(*args)
+            file.write(f"{Path(self.file.name).name}\n")
+        time.sleep(0.1)  # meanwhile the others come to the lock
+        return real(self)
 
-    from threading import Event
-
-    barrier_left = Event()
-    index._scanned = scanned
+    blocks.LineBlocks.scan = scan
     barrier.wait()
-    assert SourceIndex.build(source(path), cache).num_rows == 30
+    found = make(source(path), cache)
+    assert found.num_rows == 30
+    assert [row.columns for row in found.walk(7)] == ROWS[7:30]
 
 
-def test_processes_of_a_host_make_an_index_once(shards, tmp_path):
-    spawn = multiprocessing.get_context("fork")
-    barrier, log = spawn.Barrier(3), tmp_path / "log"
+@pytest.mark.parametrize("make", [SourceIndex.build, SourceIndex.to_walk])
+def test_eight_processes_of_a_host_make_one_pass(shards, tmp_path, make):
+    context = multiprocessing.get_context("fork")
+    barrier, log = context.Barrier(8), tmp_path / "log"
     workers = [
-        spawn.Process(target=_build, args=(shards, tmp_path / "run", barrier, log))
-        for _ in range(3)
+        context.Process(target=_build, args=(shards, make, tmp_path / "run", barrier, log))
+        for _ in range(8)
     ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    assert log.read_text() == "made\n"
+    assert [worker.exitcode for worker in workers] == [0] * 8
+    assert log.read_text() == "0.jsonl\n1.jsonl\n2.jsonl\n"
 
 
-def test_a_slow_pass_says_its_rate_once(shards, monkeypatch, caplog, small_blocks):
+def test_planted_an_index_without_a_lock_is_made_more_than_once(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(index.fcntl, "flock", lambda *args: None)
+    real, barrier = index._read, multiprocessing.get_context("fork").Barrier(8)
+
+    def reads_late(*args, **settings):
+        found = real(*args, **settings)
+        barrier.wait()  # all have looked before one writes
+        return found
+
+    monkeypatch.setattr(index, "_read", reads_late)
+    with pytest.raises(AssertionError):
+        test_eight_processes_of_a_host_make_one_pass(shards, tmp_path, SourceIndex.build)
+
+
+def test_a_slow_pass_says_its_rate(shards, monkeypatch, caplog, small_blocks):
+    """Once while it goes on, and at the end; a short one only at its end, if it has many bytes."""
+    caplog.set_level("INFO", logger="hone")
+    SourceIndex.build(source(shards))
+    assert not [text for text in caplog.messages if "MB/s" in text]
+    monkeypatch.setattr(index, "_SHOWN_BYTES", 100)
+    for settings in ({}, {"max_rows": 12}):
+        caplog.clear()
+        SourceIndex.build(source(shards, **settings))
+        (told,) = (text for text in caplog.messages if "MB/s" in text)
+        assert told.startswith(f"{shards}: found where its rows begin, in 0.")
     monkeypatch.setattr(index, "_PROGRESS_S", -1.0)
-    with caplog.at_level("INFO", logger="hone"):
-        SourceIndex.build(source(shards))
-    (told,) = (text for text in caplog.messages if "MB/s" in text)
-    assert str(shards) in told
+    caplog.clear()
+    SourceIndex.build(source(shards))
+    told = [text for text in caplog.messages if "MB/s" in text]
+    assert [text.partition("begin, ")[0] for text in told] == [
+        f"{shards}: finding where its rows ",
+        f"{shards}: found where its rows ",
+    ]
 
 
 def test_unpacked_blocks_are_bounded(tmp_path, small_blocks):

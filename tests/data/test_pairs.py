@@ -241,7 +241,7 @@ def test_an_empty_completion_is_its_end_token(tmp_path: Path) -> None:
     tokenizer = make_char_tokenizer("2+=4")
     cfg = PairsDataConfig(train=(written(tmp_path, rows),), chat="never")
     data = load_pairs(cfg, tokenizer, seed=0, for_reward_model=True)
-    (pair,) = data.train.sources[0]
+    (pair,) = data.train.first_rows()
     assert [sum(row.loss_mask) for row in pair.rows] == [2, 1]
     assert pair.rows[1].token_ids[-1] == tokenizer.eos_token_id
     assert pair.margin == 2
@@ -256,7 +256,7 @@ def test_a_reward_model_is_trained_with_what_it_scores(tmp_path: Path, end: str)
     cfg = PairsDataConfig(
         train=(written(tmp_path, [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}]),)
     )
-    (pair,) = load_pairs(cfg, tokenizer, seed=0, for_reward_model=True).train.sources[0]
+    (pair,) = load_pairs(cfg, tokenizer, seed=0, for_reward_model=True).train.first_rows()
     transcripts = Transcripts(tokenizer, cfg, max_tokens=64, vocab_size=99, path="model")
     prompt = Prompt(id="1", text="2+2=", token_ids=(1,), unrendered="2+2=")
     for row, said in zip(pair.rows, ("4", "5"), strict=True):
@@ -276,7 +276,7 @@ def test_completions_alone_are_trained_and_both_keep_the_limits(tmp_path: Path) 
     )
     cfg = PairsDataConfig(train=(source,), chat="never", max_tokens=16)
     data = load_pairs(cfg, make_char_tokenizer("0123456789+="), seed=0, is_unpaired=False)
-    (item,) = data.train.sources[0]
+    (item,) = data.train.first_rows()
     assert [len(row.token_ids) for row in item.rows] == [6, 6]
     assert [row.loss_mask for row in item.rows] == [[False] * 4 + [True] * 2] * 2
     assert len(data.report.dropped) == 1

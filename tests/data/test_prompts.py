@@ -10,7 +10,7 @@ from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.chat import Rendered
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
-from hone.data.reading import read_prompts
+from hone.data.reading import PromptReader
 from hone.data.settings import ColumnsConfig, DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
 from hone.data.split import is_held_out
@@ -78,7 +78,8 @@ def test_prompts_that_are_read_as_they_are_needed_show_the_first_once(tmp_path, 
     """`hone generate` has no list of them."""
     cfg = DataConfig(train=(source(tmp_path, "a", rows(2)), source(tmp_path, "b", rows(2))))
     with caplog.at_level(logging.INFO):
-        found = [*read_prompts(cfg, char_tokenizer(CHATML), seed=0, max_prompt_tokens=400)]
+        reader = PromptReader(cfg, char_tokenizer(CHATML), seed=0, max_prompt_tokens=400)
+        found = [prompt for _, prompt in reader.read()]
     assert len(found) == 4
     assert caplog.text.count(f"the first one: {found[0].text!r}"[:40]) == 1
 
@@ -178,8 +179,8 @@ def test_rows_that_repeat_a_prompt_stay_together(tmp_path):
     train = data.train.first_rows()
     check_no_prompt_is_on_both_sides((p.token_ids for p in train), (p.token_ids for p in data.eval))
     cfg = DataConfig(train=sources, eval_fraction=0.2)
-    found = read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=400)
-    assert ids(found) == ids(train)
+    found = PromptReader(cfg, TOKENIZER, seed=0, max_prompt_tokens=400).read()
+    assert ids(prompt for _, prompt in found) == ids(train)
 
 
 @pytest.mark.parametrize("max_tokens", [100, 20])

@@ -148,7 +148,7 @@ def test_R22_a_bad_file_names_the_place(tmp_path, case):
 
 
 def test_R22_planted_counting_without_blank_lines_turns_red(tmp_path, monkeypatch):
-    def skips_blanks(self):
+    def skips_blanks(self, on_bad=None):
         path = Path(self.file.name)
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         for number, line in enumerate(lines, start=1):

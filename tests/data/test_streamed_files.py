@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data import loading
+from hone.data.items import RowsOfItems
+from hone.data.order import BlockSizes
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
-from hone.data.reading import read_prompts
+from hone.data.reading import PromptReader
 from hone.data.settings import DataConfig, PairSourceConfig, SourceConfig
 from hone.data.sft import load_sft
+from hone.data.sources import SourceRow
 from hone.data.stream import Stream
 from hone.data.streamed import StreamedRows
 from hone.errors import UserError
@@ -116,8 +121,8 @@ def test_held_out_rows_are_the_first_ones_and_never_train(path: str):
     drawn = ids(streamed.train.take(len(whole.train)))
     assert sorted(drawn) == sorted(ids(whole.train.first_rows()))
     cfg = DataConfig(train=(SourceConfig(path=path),), **settings)
-    generated = read_prompts(cfg, TOKENIZER, seed=0, max_prompt_tokens=100)
-    assert sorted(ids(generated)) == sorted(drawn)
+    generated = PromptReader(cfg, TOKENIZER, seed=0, max_prompt_tokens=100).read()
+    assert sorted(ids(prompt for _, prompt in generated)) == sorted(drawn)
 
 
 def test_demonstrations_and_preferences_are_streamed_too(path: str, tmp_path: Path):
@@ -142,10 +147,78 @@ def test_demonstrations_and_preferences_are_streamed_too(path: str, tmp_path: Pa
     ]
     drawn = [data.train.take(150) for data in preferences]
     assert drawn[0] == drawn[1]
-    with pytest.raises(UserError, match="single completions only from sources that are read whole"):
+
+
+@pytest.mark.parametrize("kind", ["lines", "parquet"])
+def test_pairs_are_streamed_as_single_completions(kind: str, tmp_path: Path):
+    """Two items a row, each where it comes in a source that is read whole. Some are too long."""
+    draw = random.Random(kind)
+    pairs = [
+        {"prompt": f"{i % 70}=", "chosen": f"{i}", "rejected": "-" * draw.randrange(1, 9)}
+        for i in range(333)
+    ]
+    source = PairSourceConfig(path=write(tmp_path / "pairs", kind, pairs))
+
+    def load(window: int | None, **settings: Any):
+        cfg = PairsDataConfig(train=(source,), shuffle_window=window, max_tokens=9, **settings)
+        return load_pairs(cfg, TOKENIZER, seed=1, is_unpaired=True)
+
+    whole, streamed = load(None), load(666)
+    num_kept = len(whole.train)
+    assert 333 < num_kept < 666
+    assert whole.train.take(2 * num_kept) == streamed.train.take(2 * num_kept)
+    # Ten prompts are repeated with their completions: of each pair, both completions once.
+    repeated = write(tmp_path / "repeated", kind, pairs[:100] + pairs[:10])
+    settings: dict[str, Any] = {"train": (PairSourceConfig(path=repeated),), "duplicates": "drop"}
+    both = [
         load_pairs(
-            PairsDataConfig(train=(source,), shuffle_window=99), TOKENIZER, seed=1, is_unpaired=True
+            PairsDataConfig(shuffle_window=window, max_tokens=9, **settings),
+            TOKENIZER,
+            seed=1,
+            is_unpaired=True,
+        ).train
+        for window in (None, 50, 220)
+    ]
+    num_once = len(both[0])
+    once = [sorted((x.token_ids, x.labels) for x in stream.take(num_once)) for stream in both]
+    assert once[0] == once[1] == once[2]
+    assert num_once == sum(int(x.id.split(":")[1]) <= 100 for x in whole.train.first_rows())
+    drawn, state = list[Any](), None
+    for num in (1, 63, 100):
+        stream = load(100).train
+        if state is not None:
+            stream.load_state_dict(json.loads(json.dumps(state)))
+        drawn += stream.take(num)
+        state = stream.state_dict()
+    assert drawn == load(100).train.take(164)
+    names = [x.id for x in load(100).train.take(num_kept)]
+    assert sorted(names) == sorted(x.id for x in whole.train.first_rows())
+    assert {name.rpartition(":")[2] for name in names} == {"chosen", "rejected"}
+    split = load(100, eval_fraction=0.2, max_eval_rows=31)
+    held_out = {x.id.rpartition(":")[0] for x in load(None, eval_fraction=0.2).eval}
+    assert ids(split.eval) == ids(load(None, eval_fraction=0.2).eval)[:31]
+    num_train = len(load(None, eval_fraction=0.2).train)
+    assert not held_out & {x.id.rpartition(":")[0] for x in split.train.take(num_train)}
+
+
+def test_a_pair_is_read_once_for_both_of_its_items():
+    asked = list[Any]()
+
+    class Rows:
+        fingerprint = "of the rows"
+        sizes = BlockSizes(
+            first_rows=np.array([0, 3]), num_rows=np.array([3, 2]), num_bytes=np.array([9, 5])
         )
+
+        def rows(self, block: int, numbers: Sequence[int], /) -> list[SourceRow]:
+            asked.append((block, list(numbers)))
+            return [SourceRow({"n": number}, "") for number in numbers]
+
+    items = RowsOfItems(Rows(), 2)
+    assert (items.sizes.total_rows, items.sizes.total_bytes) == (10, 14)
+    assert items.sizes.first_rows.tolist() == [0, 6]
+    assert [row.columns["n"] for row in items.rows(1, [3, 0, 2, 1])] == [1, 0, 1, 0]
+    assert asked == [(1, [1, 0])]
 
 
 def test_large_sources_are_streamed_by_themselves(path: str, monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ import pytest
 
 from hone.data.chat import Renderer
 from hone.data.prompts import load_prompts
-from hone.data.reading import read_prompts
+from hone.data.reading import PromptReader
 from hone.data.settings import DataConfig, SourceConfig
 from hone.data.turns import TurnRenderer
 from hone.errors import UserError
@@ -48,7 +48,8 @@ def in_transformers(messages, tools):
 def test_prompts_show_the_environments_tools_then_the_rows(row, shown, tmp_path):
     cfg, tokenizer = config(tmp_path, row), char_tokenizer(TAKES_TOOLS)
     loaded = load_prompts(cfg, tokenizer, keeps_messages=True, tools=[ADD, MUL]).known_rows()
-    read = [*read_prompts(cfg, tokenizer, seed=0, max_prompt_tokens=3000, tools=[ADD, MUL])]
+    reader = PromptReader(cfg, tokenizer, seed=0, max_prompt_tokens=3000, tools=[ADD, MUL])
+    read = [prompt for _, prompt in reader.read()]
     expected = in_transformers(ASKED, shown)
     assert [prompt.text for prompt in (*loaded, *read)] == [expected] * 2
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hone.rewards.play import Player
-from hone.rewards.resolve import resolve
 from hone.rewards.score import InvalidScoreError
 from hone.types import Observation
+from hone.user_code.resolve import resolve
 from tests.tables import table
 
 GIVEN: dict[str, Any] = {

@@ -18,7 +18,9 @@ import pytest
 from tests.tiny_runs import lines
 
 from hone.cli.main import main
+from hone.data import blocks, reading
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.data.chat import Renderer
 from hone.loops import sampling
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.observe.resumable_jsonl import PartFileWriter, parts_folder
@@ -231,10 +233,10 @@ def test_episodes_go_on_where_they_were_ended(here, monkeypatch):
     (here / "envs.py").write_text(ENVS)
     expected, append = made(*ECHO), PartFileWriter.append
 
-    def dies(self, number, samples, rows):
+    def dies(self, number, samples, rows, *, row):
         if number == 9:
             raise KeyboardInterrupt
-        append(self, number, samples, rows)
+        append(self, number, samples, rows, row=row)
 
     Path("completions.jsonl").unlink()
     with monkeypatch.context() as patch:
@@ -248,6 +250,77 @@ def test_episodes_go_on_where_they_were_ended(here, monkeypatch):
     for row, other in zip(found, expected, strict=True):
         assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)
     assert found == expected
+
+
+def test_runs_that_are_ended_anywhere_go_on_by_the_index(here, monkeypatch, caplog):
+    """In the middle of blocks, with rows that are dropped and held out: each run renders the rows
+    from the last prompt that was done, and all together write what an unbroken one does."""
+    caplog.set_level("INFO", "hone")
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 200)
+    monkeypatch.setattr(reading, "BLOCK_ROWS", 4)
+    rows = [row | {"prompt": row["prompt"] * (1 + n % 3)} for n, row in enumerate(generate(90, 1))]
+    Path("rows").mkdir()
+    for number in range(3):
+        write_jsonl(here / f"rows/{number}.jsonl", rows[number * 30 : number * 30 + 30])
+    flags = ("--data.train.0.path=rows", "--data.eval_fraction=0.2", "--data.max_prompt_tokens=6")
+    expected, append, prompts = made(*flags), PartFileWriter.append, Renderer.prompts
+    row_of = [int(name.rpartition(":")[2]) for name in groups_of(expected)]
+    assert 20 < len(row_of) < 60
+    output, rendered = Path("completions.jsonl"), []
+    output.unlink()
+
+    def dies(self, number, samples, rows, *, row):
+        assert row == row_of[number] - 1
+        if number == end:
+            raise KeyboardInterrupt
+        append(self, number, samples, rows, row=row)
+
+    def count(self, examples, **settings):
+        rendered.extend(int(example.id.rpartition(":")[2]) for example in examples)
+        return prompts(self, examples, **settings)
+
+    monkeypatch.setattr(PartFileWriter, "append", dies)
+    monkeypatch.setattr(Renderer, "prompts", count)
+    before = 0
+    for end in (0, 1, 2, 9, 17, len(row_of) - 1, -1):
+        rendered.clear()
+        with suppress(KeyboardInterrupt):
+            main(["generate", *FLAGS, *flags])
+        assert rendered[0] == (row_of[before - 1] if before else 1)
+        if before:
+            assert f"with row {row_of[before - 1]:,} of 90" in caplog.text
+        before = end
+    found = lines(output)
+    for row, other in zip(found, expected, strict=True):
+        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)
+    assert found == expected
+    assert not parts_folder(output).exists()
+
+
+def test_data_that_have_changed_are_not_gone_on_with(here, monkeypatch, capsys):
+    """A shard, whose content the settings do not have. Before a prompt is done they may change."""
+    Path("rows").mkdir()
+    for number in range(3):
+        write_jsonl(here / f"rows/{number}.jsonl", generate(10, number))
+    flags, append = ("--data.train.0.path=rows",), PartFileWriter.append
+
+    def dies(self, number, samples, rows, *, row):
+        if number == end:
+            raise KeyboardInterrupt
+        append(self, number, samples, rows, row=row)
+
+    monkeypatch.setattr(PartFileWriter, "append", dies)
+    for end in (0, 12):
+        write_jsonl(here / "rows/2.jsonl", generate(10, end))
+        with suppress(KeyboardInterrupt):
+            main(["generate", *FLAGS, *flags])
+    parts = parts_folder(Path("completions.jsonl"))
+    assert len(lines(parts / "0-of-1.jsonl")) == 12 * 4
+    write_jsonl(here / "rows/2.jsonl", generate(10, 1))
+    assert main(["generate", *FLAGS, *flags]) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "rows/2.jsonl has changed since it was indexed" in told
+    assert len(lines(parts / "0-of-1.jsonl")) == 12 * 4
 
 
 def test_an_environment_that_answers_nonsense_is_told_before_the_model_is_loaded(
@@ -280,8 +353,8 @@ def test_who_samples_cannot_be_seen_in_what_is_written(
     (here / "envs.py").write_text(ENVS)
     expected, append = made(*ECHO), PartFileWriter.append
 
-    def kills(self, number, samples, rows):
-        append(self, number, samples, rows)
+    def kills(self, number, samples, rows, *, row):
+        append(self, number, samples, rows, row=row)
         if number == 9:
             kill_an_engine()
 

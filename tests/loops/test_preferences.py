@@ -80,6 +80,20 @@ def test_a_resumed_run_is_the_same_bit_by_bit(make_dpo: Any) -> None:
     assert same_weights(whole, parted)
 
 
+def test_single_completions_of_pairs_are_drawn_from_a_streamed_source(make_dpo: Any) -> None:
+    """The same run as with a source that is read whole, also where it goes on."""
+    streamed = {"shuffle_window": 500, "max_eval_rows": 500}
+    settings: dict[str, Any] = {"algorithm": {"loss": "kto"}}
+    whole = make_dpo("whole", **settings)
+    supervised.run(whole)
+    for steps in (1, 3, 4):
+        cfg = make_dpo("parted", data=streamed, run={"steps": steps}, **settings)
+        supervised.run(cfg)
+    assert same_weights(whole, cfg)
+    assert metrics(cfg)[-1]["data/rows_read"] >= 28
+    assert metrics(cfg)[-1]["eval/loss"] == pytest.approx(metrics(whole)[-1]["eval/loss"])
+
+
 def test_without_adapters_is_the_reference_of_a_run_that_trains_them(make_dpo: Any) -> None:
     cfg = make_dpo("lora", model={"lora": {"rank": 4}})
     supervised.run(cfg)
@@ -159,6 +173,15 @@ class TestReferenceCache:
         assert not cfg.has_frozen_reference
         cfg = make_dpo("kto", algorithm={"reference_cache": tmp_path, "loss": "kto"})
         assert cfg.has_frozen_reference  # its completions of other prompts are no rows of the data
+
+    def test_a_source_that_is_streamed_is_refused_with_what_to_change(
+        self, make_dpo: Any, tmp_path: Path
+    ) -> None:
+        cache = {"reference_cache": tmp_path / "kept"}
+        cfg = make_dpo("run", algorithm=cache, data={"shuffle_window": 20})
+        told = r"pairs is read as rows are drawn: leave data.shuffle_window unset, give it fewer"
+        with pytest.raises(UserError, match=told):
+            supervised.run(cfg)
 
     def test_a_damaged_file_is_named(self, make_dpo: Any, tmp_path: Path) -> None:
         kept = {"algorithm": {"reference_cache": tmp_path / "kept"}, "run": {"steps": 1}}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.rewards.resolve import check_signature, resolve
 from hone.rewards.score import RewardFunction, arguments, score
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind
+from hone.user_code.resolve import check_signature, resolve
 from tests.rewards.scoring import MISBEHAVING, config, make_sample
 
 

@@ -35,8 +35,10 @@ from hone.config.tree import (
     ServeConfig,
     SFTConfig,
 )
-from hone.data.columns import Example, choose_columns, map_rows
+from hone.data.columns import Example, ExampleReader, choose_columns
 from hone.data.pairs import map_pairs
+from hone.data.row_filters import Keep, load_filter
+from hone.data.settings import SourceBase
 from hone.data.sources import is_json_array, read_source, shorten
 from hone.distributed.openmp import set_up_openmp
 from hone.distributed.processes import has_hone_launcher, processes
@@ -422,14 +424,16 @@ def near_name(path: str) -> str:
 
 
 def first_rows(cfg: Command) -> Known:
-    """Facts for the rules about the first rows of local data. Of several processes only the first
-    one reads them."""
+    """Facts for the rules about the first rows of local data that `data.filter` uses. Of several
+    processes only the first one reads them."""
     if isinstance(cfg, ServeConfig | BenchEngineConfig | BenchTrainConfig):
         return {}
     if processes().rank > 0:
         return {}
-    data, demonstrations = cfg.data, isinstance(cfg, SFTConfig)
-    pairs = cfg if isinstance(cfg, PairsConfig) else None
+    try:
+        keep = load_filter(cfg.data.filter)
+    except UserError as error:
+        return {"data_problems": [{"key": "data", "problem": f"{error}"}], "weak_pairs": []}
     named = not isinstance(cfg, SFTConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
     problems: list[dict[str, Any]] = []
@@ -437,11 +441,10 @@ def first_rows(cfg: Command) -> Known:
     rows: dict[str, list[tuple[str, Collection[str]]]] = {}
     unwritable = unwritable_by(cfg.model)
     for section in ("train", "eval"):
-        for index, source in enumerate(getattr(data, section)):
+        for index, source in enumerate(getattr(cfg.data, section)):
             path = local_path(source.path)
             if not path.is_file() or (suffix := data_suffix(path)) is None:
                 continue
-            head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
             key = f"data.{section}.{index}.path"
             # The run itself reads all rows. Unreadable files are reported by another rule.
             with suppress(OSError):
@@ -452,30 +455,48 @@ def first_rows(cfg: Command) -> Known:
                     unread.append({"key": key, "path": source.path, "mib": mib})
                     continue
                 try:
-                    read = read_source(source.model_copy(update={"max_rows": head}))
-                    if pairs is not None:
-                        items, tokenizer_problems = map_pairs(
-                            read,
-                            source,
-                            is_unpaired=pairs.is_unpaired,
-                            reads_margin=pairs.for_reward_model,
-                        )
-                        weak += [{"key": key, "problem": problem} for problem in tokenizer_problems]
-                        examples = [example for item in items for example in item.completions]
-                    else:
-                        columns = choose_columns(read, source, demonstrations=demonstrations)
-                        examples = map_rows(read, source, columns, name=source.path)
-                        rows[f"data.{section}.{index}"] = [_held(x) for x in examples]
+                    examples, weak_problems = _read_head(cfg, source, keep)
+                    weak += [{"key": key, "problem": problem} for problem in weak_problems]
+                    rows[f"data.{section}.{index}"] = [_held(x) for x in examples]
                     for example in examples:
                         if (problem := unwritable(example)) is not None:
                             problems.append({"key": key, "problem": problem})
                             break
                 except UserError as error:
                     problems.append({"key": key, "problem": f"{error}"})
-    found: Known = {"data_problems": problems, "weak_pairs": weak}
+    facts: Known = {"data_problems": problems, "weak_pairs": weak}
     if named:
-        found |= {"first_rows": rows, "unread_arrays": unread}
-    return found
+        facts |= {"first_rows": rows, "unread_arrays": unread}
+    return facts
+
+
+def _read_head(
+    cfg: RLConfig | SFTConfig | EvaluateConfig | GenerateConfig,
+    source: SourceBase,
+    keep: Keep | None,
+) -> tuple[list[Example], list[str]]:
+    """The first rows of a source, without those that filters leave out, and warnings of pairs from
+    which little can be learned. Raises UserError."""
+    head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
+    found = read_source(source.model_copy(update={"max_rows": head}))
+    rows = [row for row in found if keep is None or keep(row)]
+    if not rows:
+        return [], []
+    drops_missing = cfg.data.missing_answers == "drop"
+    if isinstance(cfg, PairsConfig):
+        items, weak = map_pairs(
+            rows,
+            source,
+            is_unpaired=cfg.is_unpaired,
+            reads_margin=cfg.for_reward_model,
+            drops_missing=drops_missing,
+        )
+        return [example for item in items for example in item.completions], weak
+    columns = choose_columns(rows, source, demonstrations=isinstance(cfg, SFTConfig))
+    read = ExampleReader(source, columns, source.path)
+    if drops_missing:
+        rows = [row for row in rows if read.missing(row) is None]
+    return read(rows, range(len(rows))), []
 
 
 def unwritable_by(model: ModelConfig) -> Callable[[Example], str | None]:

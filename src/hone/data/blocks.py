@@ -10,12 +10,12 @@ import gzip
 import io
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
 
 from hone.data.files import DataFile, open_file, read_part, require_unchanged
-from hone.data.rows import BYTE_ORDER_MARK, SourceRow, decode, json_row, parse_json
+from hone.data.rows import BYTE_ORDER_MARK, OnBad, SourceRow, decode, json_row, parse_json
 from hone.errors import UserError
 from hone.extras import import_extra
 
@@ -30,6 +30,8 @@ __all__ = [
     "is_array",
     "verify",
 ]
+
+V = TypeVar("V")
 
 _BLOCK_BYTES = 2**20
 """Bytes of lines that make a block, in bytes."""
@@ -64,8 +66,10 @@ class Blocks(Protocol):
         """All blocks that have rows, in order, each as soon as it is found."""
         ...
 
-    def walk(self) -> Iterator[SourceRow]:
-        """All rows in order, without a scan before; memory does not grow with the file."""
+    def walk(self, first: Block | None = None, *, on_bad: OnBad = None) -> Iterator[SourceRow]:
+        """All rows in order, or those of the block `first` and of the blocks after it. Needs no
+        scan before; memory does not grow with the file. Raises UserError for what cannot be read
+        and `on_bad` is not told of."""
         ...
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:
@@ -156,13 +160,17 @@ class LineBlocks:
                     yield Block(offset, row, line, num_rows, num_bytes)
                 offset, row, line = offset + num_bytes, row + num_rows, line + len(lines)
 
-    def walk(self) -> Iterator[SourceRow]:
+    def walk(self, first: Block | None = None, *, on_bad: OnBad = None) -> Iterator[SourceRow]:
         with _unpacked(self.file) as content:
-            for number, line in enumerate(content, start=1):
+            if first is not None:
+                content.seek(first.place)  # a compressed file is unpacked up to there
+            lines = (
                 # A byte-order mark may open the file; blank lines are no rows.
-                line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-                if not _is_blank(line):
-                    yield self._row(number, line)
+                (number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
+                for number, line in enumerate(content, start=1 if first is None else first.line)
+            )
+            rows = ((number, line) for number, line in lines if not _is_blank(line))
+            yield from _made(rows, self._row, on_bad)
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:
         lines = self._opened.get((self.file.name, block.place), lambda: self._lines(block))
@@ -248,9 +256,9 @@ class ArrayBlocks:
         if values := self._held():
             yield Block(0, 0, 0, len(values), self.file.size)
 
-    def walk(self) -> Iterator[SourceRow]:
-        for number, value in enumerate(self._values()):
-            yield self._row(number, value)
+    def walk(self, first: Block | None = None, *, on_bad: OnBad = None) -> Iterator[SourceRow]:
+        # Held, so that a scan before has parsed it for both.
+        yield from _made(enumerate(self._held()), self._row, on_bad)
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:
         values = self._held()
@@ -271,6 +279,21 @@ class ArrayBlocks:
 
     def _row(self, number: int, value: Any) -> SourceRow:
         return json_row(value, f"{self.file.name}, row {number + 1}", self._folder)
+
+
+def _made(
+    numbered: Iterable[tuple[int, V]], make: Callable[[int, V], SourceRow], on_bad: OnBad
+) -> Iterator[SourceRow]:
+    """The rows that `make` makes of numbered values."""
+    for number, value in numbered:
+        try:
+            row = make(number, value)
+        except UserError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
+        else:
+            yield row
 
 
 def _is_blank(line: bytes) -> bool:

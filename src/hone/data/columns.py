@@ -39,9 +39,11 @@ __all__ = [
     "assistant_message",
     "choose_column",
     "choose_columns",
+    "is_silent",
     "is_truncated",
     "log_truncated",
     "map_rows",
+    "nothing_in",
     "prompt_in",
     "prompt_with_images",
     "read_examples",
@@ -169,9 +171,28 @@ def choose_columns(
 class ExampleReader:
     """Reads rows of one source, some at a time, by chosen columns."""
 
+    item_names = ("",)
+
     def __init__(self, source: SourceBase, columns: Columns, name: str) -> None:
         self._reader, self._name = _RowReader(source, columns), name
         self._kinds: dict[str, tuple[str, str]] = {}
+
+    @property
+    def content_columns(self) -> Sequence[str]:
+        """Columns of which the content of a row consists, besides that of the images."""
+        reader = self._reader
+        named = [*reader.chosen.values(), "stop_reason" if reader.demonstrations else None]
+        return [name for name in named if name]
+
+    @property
+    def images_column(self) -> str | None:
+        """The column of the images, if there is one."""
+        return self._reader.images
+
+    def missing(self, row: SourceRow) -> str | None:
+        """Why a row has no answer, or no demonstration, with its place; None where it has one, or
+        none is read. Raises UserError for an answer that is no text."""
+        return self._reader.missing(row)
 
     @classmethod
     def of_first(
@@ -204,15 +225,31 @@ class ExampleReaders:
 
     demonstrations: bool = False
 
-    def whole(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> list[Example]:
-        """All rows of a source, by `read_examples`."""
-        return read_examples(rows, source, name, demonstrations=self.demonstrations)
+    def by_all(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> ExampleReader:
+        """The reader of a source of which `rows` are all."""
+        columns = choose_columns(rows, source, demonstrations=self.demonstrations)
+        logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
+        return _WholeReader(source, columns, name)
 
     def by_first(
         self, rows: Sequence[SourceRow], source: SourceBase, name: str, /
     ) -> ExampleReader:
         """The reader of a source of which `rows` are the first."""
         return ExampleReader.of_first(rows, source, name, demonstrations=self.demonstrations)
+
+
+class _WholeReader(ExampleReader):
+    """Reads all rows of a source at once."""
+
+    def __init__(self, source: SourceBase, columns: Columns, name: str) -> None:
+        super().__init__(source, columns, name)
+        self._source = source
+
+    def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int]) -> list[Example]:
+        """As of every reader; logs how many completions are truncated."""
+        examples = super().__call__(rows, numbers)
+        log_truncated(self._source, examples)
+        return examples
 
 
 def map_rows(
@@ -226,11 +263,8 @@ def read_examples(
     rows: Sequence[SourceRow], source: SourceBase, name: str, *, demonstrations: bool = False
 ) -> list[Example]:
     """Choose columns with `choose_columns`, log them, and read all rows with `map_rows`."""
-    columns = choose_columns(rows, source, demonstrations=demonstrations)
-    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
-    examples = map_rows(rows, source, columns, name=name)
-    log_truncated(source, examples)
-    return examples
+    read = ExampleReaders(demonstrations=demonstrations).by_all(rows, source, name)
+    return read(rows, range(len(rows)))
 
 
 def text_of(value: Any, column: str, location: str) -> str:
@@ -318,14 +352,44 @@ class _RowReader:
         answer = text_of(required(row, column, "answer"), column, row.location)
         if self.pattern is None:
             return answer
-        match = self.pattern.search(answer)
-        extracted = match and (match[1] if self.pattern.groups else match[0])
+        extracted = self._extracted(answer)
         if not extracted:
-            raise UserError(
-                f"{row.location}: answer_pattern {self.pattern.pattern!r} finds nothing in "
-                f"column {column!r}: {shorten(answer)}"
-            )
+            raise UserError(self._unmatched(row, column, answer))
         return extracted.strip()
+
+    def _extracted(self, answer: str) -> str:
+        """What the pattern finds in an answer; empty where it finds nothing."""
+        assert self.pattern is not None
+        match = self.pattern.search(answer)
+        return (match and (match[1] if self.pattern.groups else match[0])) or ""
+
+    def _unmatched(self, row: SourceRow, column: str, answer: str) -> str:
+        assert self.pattern is not None
+        return (
+            f"{row.location}: answer_pattern {self.pattern.pattern!r} finds nothing in "
+            f"column {column!r}: {shorten(answer)}"
+        )
+
+    def missing(self, row: SourceRow) -> str | None:
+        """What `ExampleReader.missing` says."""
+        if self.demonstrations:
+            column = self.chosen["completion"] or self.chosen["prompt"]
+            # A dialogue of which nothing is left has no prompt, which is another mistake.
+            is_dialogue = self.chosen["completion"] is None
+            value = value_of(row.columns, column)
+            has_none = bool(value) and is_silent(value) if is_dialogue else is_silent(value)
+            return nothing_in(row, column, "completion") if has_none else None
+        column = self.chosen["answer"]
+        if column is None:
+            return None
+        value = value_of(row.columns, column)
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return nothing_in(row, column, "answer")
+        if self.pattern is None:
+            return None
+        answer = text_of(value, column, row.location)
+        is_found = self._extracted(answer).strip()
+        return None if is_found else self._unmatched(row, column, answer)
 
     def _demonstration(
         self, row: SourceRow, prompt: str | list[Message]
@@ -425,11 +489,34 @@ def required(row: SourceRow, column: str | None, role: str) -> Any:
     """The value of the column of `role`. Raises UserError where the row has none."""
     value = value_of(row.columns, column)
     if value is None:
-        raise UserError(
-            f"{row.location}: nothing in column {column!r}, which was to give the {role}; "
-            f"the row has {_listed(row.columns)}"
-        )
+        raise UserError(nothing_in(row, column, role))
     return value
+
+
+def nothing_in(row: SourceRow, column: str | None, role: str) -> str:
+    """The message, with the place, that the column of `role` is empty in a row."""
+    return (
+        f"{row.location}: nothing in column {column!r}, which was to give the {role}; "
+        f"the row has {_listed(row.columns)}"
+    )
+
+
+def is_silent(value: Any) -> bool:
+    """Whether a completion says nothing: null, blank text, no message, or a last message of the
+    assistant without text and calls of tools."""
+    if isinstance(value, str):
+        return not value.strip()
+    if not isinstance(value, list) or not value:
+        return value is None or value == []
+    last = value[-1]
+    if not isinstance(last, Mapping) or last.get("role") != "assistant" or last.get("tool_calls"):
+        return False
+    content = last.get("content")
+    if has_images(content):
+        return False
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return not any(text.strip() if isinstance(text, str) else text for text in texts)
 
 
 def prompt_in(row: SourceRow, column: str | None) -> str | list[Message]:

@@ -35,7 +35,15 @@ from hone.paths import (
     package_for,
 )
 
-__all__ = ["DataFile", "find_files", "look_at", "open_file", "read_part", "require_unchanged"]
+__all__ = [
+    "DataFile",
+    "find_files",
+    "look_at",
+    "open_file",
+    "read_part",
+    "require_same",
+    "require_unchanged",
+]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,6 +53,8 @@ SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _SUFFIXES = ", ".join(DATA_SUFFIXES)
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
 """Waits before a failed request is repeated, in seconds."""
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")
+"""Errors of `botocore` before it asks a server."""
 _REQUEST_BYTES = 8 * 2**20
 """What one request brings of a remote file that is read from its start to its end."""
 _TAGS = (
@@ -116,14 +126,18 @@ def look_at(name: str) -> DataFile:
 
 def require_unchanged(file: DataFile) -> None:
     """Raise UserError where a file is no longer as it was found."""
-    now = look_at(file.name)
-    if now == file:
+    require_same(file, look_at(file.name))
+
+
+def require_same(before: DataFile, now: DataFile) -> None:
+    """Raise UserError, with the name and the difference, where a file has changed."""
+    if now == before:
         return
-    change = f"it had {file.size:,} bytes and has {now.size:,}"
-    if now.size == file.size:
-        change = f"it has as many bytes, but its tag was {file.tag} and is {now.tag}"
+    change = f"it had {before.size:,} bytes and has {now.size:,}"
+    if now.size == before.size:
+        change = f"it has as many bytes, but its tag was {before.tag} and is {now.tag}"
     raise UserError(
-        f"{file.name} has changed since it was indexed: {change}. Put the former file back, or "
+        f"{now.name} has changed since it was indexed: {change}. Put the former file back, or "
         "start anew; rows that are still being written belong into another file"
     )
 
@@ -330,7 +344,9 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether a server has refused a request for good."""
+    """Whether a request is refused for good, by a server or for want of credentials."""
+    if type(error).__name__ in _NO_CREDENTIALS:
+        return True
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)

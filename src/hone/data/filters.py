@@ -1,22 +1,51 @@
-"""The length filter, with a report of dropped rows."""
+"""The length filter, with a report of all rows that are dropped, and words for why."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
+from hone.data.row_source import Skipped
 from hone.errors import UserError
 from hone.model_input import ModelInput
 
 __all__ = [
+    "REASONS",
     "DroppedRow",
     "FilterReport",
     "LengthLimit",
     "Located",
+    "Reason",
     "filter_length",
     "too_long",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why rows are dropped, for messages."""
+
+    of_one: str
+    """As a clause: `it is too long`."""
+    of_many: str
+    """Behind `rows with`, with the key that decides."""
+
+
+REASONS = {
+    "filter": Reason("data.filter returns false for it", "false from data.filter"),
+    "missing_answer": Reason("it has no answer", "no answer (data.missing_answers is drop)"),
+    "duplicate": Reason(
+        "an earlier row has the same content",
+        "the content of an earlier row (data.duplicates is drop)",
+    ),
+    "too_long": Reason("it is too long", "more tokens than a limit"),
+    "image": Reason(
+        "an image of it cannot be read", "an image that cannot be read (data.image_errors is drop)"
+    ),
+}
+"""By the name of `Skipped.reason`. Rows that are held out are skipped on purpose."""
 
 
 class Located(Protocol):
@@ -86,27 +115,56 @@ class DroppedRow:
 
 @dataclass(slots=True)
 class FilterReport:
-    """The rows that the length filter has read and dropped, over all sources."""
+    """The rows of all sources that are read whole: how many there are, and which are dropped."""
 
     num_rows: int = 0
+    """Rows that the length filter has read."""
     longest_tokens: int = 0
     """The longest row that was kept."""
     dropped: list[DroppedRow] = field(default_factory=list[DroppedRow])
     unreadable: list[str] = field(default_factory=list[str])
     """Rows that were dropped before, with the image that cannot be read, as messages."""
+    skipped: Counter[str] = field(default_factory=Counter[str])
+    """Rows that were dropped before they were rendered, by reason."""
+    first_skipped: dict[str, str] = field(default_factory=dict[str, str])
+    """The first one of each reason, as a message."""
 
     @property
     def num_kept(self) -> int:
         return self.num_rows - len(self.dropped)
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether any row was dropped."""
+        return bool(self.dropped or self.unreadable or self.skipped)
+
+    def skip(self, row: Skipped) -> None:
+        """Count a row that is dropped before it is rendered."""
+        self.skipped[row.reason] += 1
+        self.first_skipped.setdefault(row.reason, row.where)
+
+    def add_skipped(self, other: FilterReport) -> None:
+        """Add the rows that are dropped before they are rendered, of another report."""
+        self.skipped.update(other.skipped)
+        self.first_skipped = other.first_skipped | self.first_skipped
+
+    @property
+    def skipped_in_words(self) -> list[str]:
+        """The number of rows of each reason, with the first one."""
+        return [
+            f"{number:,} dropped with {REASONS[reason].of_many}: {self.first_skipped[reason]}"
+            for reason, number in self.skipped.items()
+        ]
+
     def summary(self, num_held_out: int, num_listed: int = 5) -> str:
         """One line for the log, with the first dropped rows. `num_held_out` of the kept rows are
         for evaluation."""
-        num_read = self.num_rows + len(self.unreadable)
+        num_read = self.num_rows + len(self.unreadable) + self.skipped.total()
         text = f"{self.num_kept:,} of {num_read:,} rows kept"
         if num_held_out:
             text += f" ({self.num_kept - num_held_out:,} to train on, {num_held_out:,} held out)"
         text += f", longest {self.longest_tokens:,} tokens"
+        text = "; ".join([text, *self.skipped_in_words])
         if self.unreadable:
             text += f"; {len(self.unreadable):,} dropped for an image: {self.unreadable[0]}"
         if not self.dropped:

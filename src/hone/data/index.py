@@ -16,9 +16,10 @@ import time
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from functools import partial
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,16 @@ from hone.data.blocks import (
     OpenBlocks,
     is_array,
 )
-from hone.data.files import DataFile, find_files
+from hone.data.files import DataFile, find_files, require_same
 from hone.data.order import BlockSizes
 from hone.data.parquet import ParquetBlocks
-from hone.data.rows import SourceRow
+from hone.data.rows import OnBad, SourceRow
 from hone.data.settings import SourceBase
 from hone.data.tables import TableBlocks, load_hub, load_saved
 from hone.errors import UserError
 from hone.paths import data_suffix, is_saved_dataset, is_url, local_path, must_be_local
 
-__all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "count", "walk"]
+__all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "walk"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ MAX_OPEN_BYTES = 256 * 2**20
 _FORMAT = 1
 """Number of the layout of cached indexes; another layout gets another number."""
 _PROGRESS_S = 2.0
+_SHOWN_BYTES = 100_000_000
+"""A pass over so many bytes of lines is logged, also where it is a short one."""
 
 
 class SourceIndex:
@@ -109,13 +112,36 @@ class SourceIndex:
         if cache is None or sum(file.size for file in files) < max(least_kept_bytes, 1):
             parts = _parts(files, opened, None) if table is None else [table]
             return cls(source, parts, _scanned(source, parts), opened)
-        kept = cache / f"index-{_digest(source)}.npz"
+        kept = _kept(source, cache)
         with _locked(kept.with_suffix(".lock")):
             parts = _parts(files, opened, kept)
             blocks = _read(kept, files)
             if blocks is None:
                 blocks = _scanned(source, parts)
-                _write(kept, parts, blocks)
+                _write(kept, parts, blocks, has_access_points=True)
+        return cls(source, parts, blocks, opened)
+
+    @classmethod
+    def to_walk(
+        cls, source: SourceBase, cache: Path | None = None, *, must_be_same: bool = False
+    ) -> SourceIndex:
+        """An index for `walk`, which is made without the access points of compressed files, and
+        kept in `cache` whatever the size of the files.
+
+        Raises UserError as `build`, and with `must_be_same` for a file that is not as it was when
+        the index was kept.
+        """
+        opened = OpenBlocks(MAX_OPEN_BYTES)
+        table = _table(source)
+        parts = _parts(find_files(source), opened, None) if table is None else [table]
+        if cache is None:
+            return cls(source, parts, _scanned(source, parts), opened)
+        kept, files = _kept(source, cache), [part.file for part in parts]
+        with _locked(kept.with_suffix(".lock")):
+            blocks = _read(kept, files, must_be_same=must_be_same)
+            if blocks is None:
+                blocks = _scanned(source, parts)
+                _write(kept, parts, blocks, has_access_points=False)
         return cls(source, parts, blocks, opened)
 
     @property
@@ -146,34 +172,56 @@ class SourceIndex:
         The blocks that were unpacked last stay in memory. Of a row group larger than that all rows
         before the wanted ones are read each time. Raises UserError where the file has changed.
         """
-        file, num_rows, place, row, line, num_bytes = (int(x) for x in self.blocks[block])
+        file, found = self._block(block)
         for number in numbers or ():
-            if not 0 <= number < num_rows:
-                raise IndexError(f"row {number} of block {block}, which has {num_rows}")
-        return self._parts[file].rows(Block(place, row, line, num_rows, num_bytes), numbers)
+            if not 0 <= number < found.num_rows:
+                raise IndexError(f"row {number} of block {block}, which has {found.num_rows}")
+        return self._parts[file].rows(found, numbers)
+
+    def walk(self, start: int = 0) -> Iterator[SourceRow]:
+        """The rows of all blocks, one after another, from the row with the number `start` on.
+
+        The blocks before that of the first row are not read; lines of its own file are unpacked
+        from their beginning where it is compressed. Raises UserError where a file has changed.
+        """
+        if not 0 <= start < self.num_rows:
+            raise IndexError(f"row {start} of a source that has {self.num_rows}")
+        number = int(np.searchsorted(self.sizes.first_rows, start, side="right")) - 1
+        file, first = self._block(number)
+        later = chain.from_iterable(part.walk() for part in self._parts[file + 1 :])
+        skipped = start - int(self.sizes.first_rows[number])
+        rows = chain(self._parts[file].walk(first), later)
+        return islice(rows, skipped, skipped + self.num_rows - start)
+
+    def _block(self, number: int) -> tuple[int, Block]:
+        """A block, with the number of its file."""
+        file, num_rows, place, row, line, num_bytes = (int(x) for x in self.blocks[number])
+        return file, Block(place, row, line, num_rows, num_bytes)
 
 
-def walk(source: SourceBase) -> Iterator[SourceRow]:
-    """All rows of a source, one after another, without an index of them."""
-    return chain.from_iterable(part.walk() for part in _opened_parts(source))
+def walk(source: SourceBase, on_bad: OnBad = None) -> Iterator[SourceRow]:
+    """All rows of a source, one after another, without an index of them. Raises UserError for what
+    cannot be read and `on_bad` is not told of."""
+    for open_part in _unopened_parts(source):
+        try:
+            yield from open_part().walk(on_bad=on_bad)
+        except UserError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
 
 
-def count(source: SourceBase) -> int:
-    """The rows of a source, at most `max_rows`, from its blocks alone. Raises UserError where it
-    has none."""
-    return sum(block.num_rows for _, block in _scan(source, _opened_parts(source)))
-
-
-def _opened_parts(source: SourceBase) -> Iterator[Blocks]:
+def _unopened_parts(source: SourceBase) -> list[Callable[[], Blocks]]:
+    """What opens each file. It is looked into when its turn comes, and what was open of those
+    before is forgotten."""
     table = _table(source)
     if table is not None:
-        return iter([table])
-    # A file is looked into when its turn comes, and what was open of those before is forgotten.
-    return (
-        part
-        for file in find_files(source)
-        for part in _parts([file], OpenBlocks(MAX_OPEN_BYTES), None)
-    )
+        return [lambda: table]
+    return [partial(_opened_part, file) for file in find_files(source)]
+
+
+def _opened_part(file: DataFile) -> Blocks:
+    return _parts([file], OpenBlocks(MAX_OPEN_BYTES), None)[0]
 
 
 def _table(source: SourceBase) -> TableBlocks | None:
@@ -213,18 +261,18 @@ def _scan(source: SourceBase, parts: Iterable[Blocks]) -> Iterator[tuple[int, Bl
     """The blocks of the first `max_rows` rows, each with the number of its file."""
     left = source.max_rows
     progress = _Progress(source)
-    for number, part in enumerate(parts):
-        for block in part.scan():
-            progress(block)
-            if left is None:
-                yield number, block
-                continue
-            yield number, block._replace(num_rows=min(block.num_rows, left))
-            left -= block.num_rows
-            if left <= 0:
-                return
+    for number, block in ((n, x) for n, part in enumerate(parts) for x in part.scan()):
+        progress(block)
+        if left is None:
+            yield number, block
+            continue
+        yield number, block._replace(num_rows=min(block.num_rows, left))
+        left -= block.num_rows
+        if left <= 0:
+            break
     if not progress.num_blocks:
         raise UserError(f"{source.path} holds no rows")
+    progress.end()
 
 
 def _scanned(source: SourceBase, parts: Sequence[Blocks]) -> npt.NDArray[Any]:
@@ -236,7 +284,7 @@ def _scanned(source: SourceBase, parts: Sequence[Blocks]) -> npt.NDArray[Any]:
 
 
 class _Progress:
-    """Says once, after some seconds, how fast lines are found."""
+    """Says how fast lines are found: once after some seconds, and at the end."""
 
     def __init__(self, source: SourceBase) -> None:
         self.num_blocks = 0
@@ -249,10 +297,22 @@ class _Progress:
         elapsed = time.monotonic() - self._start
         if not self._is_told and elapsed > _PROGRESS_S and self._num_bytes:
             self._is_told = True
-            rate = self._num_bytes / elapsed / 1e6
+            logger.info("%s: finding where its rows begin, at %s", self._source.path, self._rate)
+
+    def end(self) -> None:
+        """Say what the pass took, where it was a long one."""
+        if self._num_bytes >= _SHOWN_BYTES:
             logger.info(
-                "%s: finding where its rows begin, at %s MB/s", self._source.path, f"{rate:,.0f}"
+                "%s: found where its rows begin, in %.1f s at %s",
+                self._source.path,
+                time.monotonic() - self._start,
+                self._rate,
             )
+
+    @property
+    def _rate(self) -> str:
+        rate = self._num_bytes / (time.monotonic() - self._start) / 1e6
+        return f"{rate:,.0f} MB/s"
 
 
 def _bare(name: str) -> str:
@@ -269,6 +329,11 @@ def _digest(source: SourceBase) -> str:
     return blake2b(json.dumps(known).encode(), digest_size=8).hexdigest()
 
 
+def _kept(source: SourceBase, cache: Path) -> Path:
+    """The file of a source's index."""
+    return cache / f"index-{_digest(source)}.npz"
+
+
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
     """Keep other processes of this host out of the block."""
@@ -278,8 +343,11 @@ def _locked(path: Path) -> Generator[None]:
         yield
 
 
-def _read(kept: Path, files: Sequence[DataFile]) -> npt.NDArray[Any] | None:
-    """The blocks of a cached index; None where there is none, or files have changed since."""
+def _read(
+    kept: Path, files: Sequence[DataFile], *, must_be_same: bool = False
+) -> npt.NDArray[Any] | None:
+    """The blocks of a cached index; None where there is none, or files have changed since. With
+    `must_be_same` that raises UserError."""
     if not kept.is_file():
         return None
     try:
@@ -291,15 +359,37 @@ def _read(kept: Path, files: Sequence[DataFile]) -> npt.NDArray[Any] | None:
         return None
     if known == [list(astuple(file)) for file in files]:
         return blocks
+    if must_be_same:
+        _require_same([DataFile(*values) for values in known], files)
+        return blocks
     logger.info("%s is made anew: files of its source have changed", kept)
     return None
 
 
-def _write(kept: Path, parts: Sequence[Blocks], blocks: npt.NDArray[Any]) -> None:
+def _require_same(before: Sequence[DataFile], now: Sequence[DataFile]) -> None:
+    """Raise UserError where files are not those of before, but for the folder that they are in."""
+    for earlier, later in zip_longest(before, now):
+        if later is None or (earlier is not None and _bare(earlier.name) != _bare(later.name)):
+            raise UserError(
+                f"{earlier.name} was there when its source was indexed, and "
+                f"{'nothing' if later is None else later.name} is in its place. Put the former "
+                "files back, or start anew"
+            )
+        if earlier is None:
+            raise UserError(
+                f"{later.name} was not there when its source was indexed. Take it out, or start "
+                "anew"
+            )
+        require_same(replace(earlier, name=later.name), later)
+
+
+def _write(
+    kept: Path, parts: Sequence[Blocks], blocks: npt.NDArray[Any], *, has_access_points: bool
+) -> None:
     """Write an index, whole or not at all."""
     files = json.dumps([astuple(part.file) for part in parts]).encode()
     arrays = {"files": np.frombuffer(files, np.uint8), "blocks": blocks}
-    for number in np.unique(blocks["file"]):
+    for number in np.unique(blocks["file"]) if has_access_points else ():
         if points := parts[number].access_points():
             arrays[_points_name(number)] = np.frombuffer(points, np.uint8)
     partial = kept.with_suffix(f".{os.getpid()}.partial")

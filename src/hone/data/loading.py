@@ -1,4 +1,5 @@
-"""The rows of a run: read, rendered, filtered by length, split into training and evaluation.
+"""The rows of a run: read, filtered, rendered, filtered by length, split into training and
+evaluation.
 
 By its size, a source is read whole before the run, or row by row as the run draws from it
 (`hone.data.streamed`); the order of its rows is the same where a window holds them all.
@@ -23,7 +24,9 @@ from hone.data.filters import (
 )
 from hone.data.images import WithImages, open_images
 from hone.data.index import MAX_OPEN_BYTES, SourceIndex
+from hone.data.items import RowsOfItems
 from hone.data.order import Window
+from hone.data.row_filters import InFileOrder, Keep, ReadColumns, Sieve, load_filter, passing, split
 from hone.data.row_source import Item, RowSource, Skipped
 from hone.data.settings import DataConfig, SourceBase, SourceConfig
 from hone.data.sources import SourceRow, read_source, source_names
@@ -36,7 +39,7 @@ from hone.model_input import prompt_digest
 if TYPE_CHECKING:
     from hone.images.reader import ImageReader
 
-__all__ = ["WHOLE_BYTES", "WHOLE_ROWS", "WINDOW", "Readers", "load_data"]
+__all__ = ["WHOLE_BYTES", "WHOLE_ROWS", "WINDOW", "Readers", "RowReader", "load_data"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +62,35 @@ T = TypeVar("T", bound=Item)
 E_co = TypeVar("E_co", bound=GivenRow, covariant=True)
 
 
+class RowReader(ReadColumns, Protocol[E_co]):
+    """Makes examples of rows of one source."""
+
+    @property
+    def item_names(self) -> Sequence[str]:
+        """Names of the items that each row has, which their ids end with; of a row that is one item
+        a single empty one."""
+        ...
+
+    def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int], /) -> Sequence[E_co]:
+        """Examples of the items with these numbers, counted from 0, from the row of each. Raises
+        UserError."""
+        ...
+
+
 class Readers(Protocol[E_co]):
     """How the rows of a source become examples, whose ids begin with its name."""
 
-    def whole(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> Sequence[E_co]:
-        """Examples of all rows. Raises UserError."""
+    def by_all(
+        self, rows: Sequence[SourceRow], source: SourceBase, name: str, /
+    ) -> RowReader[E_co]:
+        """The reader of a source of which these are all rows; it is called once, with all of them
+        that are not left out. Raises UserError."""
         ...
 
     def by_first(
         self, rows: Sequence[SourceRow], source: SourceBase, name: str, /
-    ) -> Callable[[Sequence[SourceRow], Sequence[int]], Sequence[E_co]]:
-        """From the first rows of a source, what makes examples of some rows with these numbers,
-        counted from 0. Raises UserError."""
+    ) -> RowReader[E_co]:
+        """The reader of a source of which these rows are the first. Raises UserError."""
         ...
 
 
@@ -98,7 +118,8 @@ def load_data(
     """
     if not cfg.train and not cfg.eval:
         raise UserError("no data: name at least one source in data.train")
-    loader = _Loader(cfg, readers, render, limits, make, seed, images, cache)
+    keep = load_filter(cfg.filter)
+    loader = _Loader(cfg, readers, render, limits, make, seed, images, cache, keep)
     names = source_names([*cfg.train, *cfg.eval])
     train = [loader.train(source, name) for source, name in zip(cfg.train, names, strict=False)]
     evaluation = [
@@ -109,8 +130,8 @@ def load_data(
     if not cfg.eval and cfg.eval_fraction:
         train, evaluation = loader.split(train)
     report = loader.report
-    if report.num_rows or report.unreadable:
-        level = logging.WARNING if report.dropped or report.unreadable else logging.INFO
+    if report.num_rows or report.has_dropped:
+        level = logging.WARNING if report.has_dropped else logging.INFO
         logger.log(level, "%s", report.summary(len(evaluation)))
     weights = [source.weight for source in cfg.train]
     stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)
@@ -129,6 +150,8 @@ class _Loader(Generic[E, R, T]):
     seed: int
     images: ImageReader | None
     cache: Path | None
+    keep: Keep | None
+    """The user's function of a row."""
     report: FilterReport = field(default_factory=FilterReport)
     held_out: list[T] = field(default_factory=list[T])
     """Rows of streamed sources that are for evaluation."""
@@ -159,7 +182,10 @@ class _Loader(Generic[E, R, T]):
 
     def whole(self, source: SourceBase, name: str, found: Sequence[SourceRow]) -> list[T]:
         """All rows `found` in a source that are within the limits. Raises UserError."""
-        rows = self.readers.whole(found, source, name)
+        rows, numbers = self._filtered(source, found, passing(self.keep, found), range(len(found)))
+        read = self.readers.by_all(rows, source, name)
+        skipped = InFileOrder(Sieve(self.cfg, read, None))(rows)
+        rows = read(*self._filtered(source, rows, skipped, numbers))
         examples = open_images(rows, self.images, self.cfg, self.report)
         if rows and not examples:
             raise UserError(
@@ -177,6 +203,23 @@ class _Loader(Generic[E, R, T]):
             examples, rendered, self.limits, overlong=self.cfg.overlong_prompts, report=self.report
         )
         return [self.make(example, row) for example, row in kept]
+
+    def _filtered(
+        self,
+        source: SourceBase,
+        rows: Sequence[SourceRow],
+        skipped: Sequence[Skipped | None],
+        numbers: Sequence[int],
+    ) -> tuple[list[SourceRow], list[int]]:
+        """Rows of a source that nothing skips, with their numbers. Raises UserError where none is
+        left."""
+        report = FilterReport()
+        kept = split(rows, numbers, skipped, report)
+        if rows and not kept[0]:
+            why = "; ".join(report.skipped_in_words)
+            raise UserError(f"{source.path}: none of the {len(rows):,} rows is left: {why}")
+        self.report.add_skipped(report)
+        return kept
 
     def split(
         self, sources: Sequence[list[T] | StreamedRows[T]]
@@ -212,14 +255,19 @@ class _Loader(Generic[E, R, T]):
 
     def _streamed(self, rows: SourceIndex, source: SourceConfig, name: str) -> StreamedRows[T]:
         first = rows.rows(0, range(min(AHEAD_ROWS, int(rows.sizes.num_rows[0]))))
-        read = self.readers.by_first(first, source, name)
+        # Where all of the first rows are left out, they show the columns none the less.
+        left = split(first, range(len(first)), passing(self.keep, first), FilterReport())[0]
+        read = self.readers.by_first(left or first, source, name)
+        names = read.item_names
         made = StreamedRows(
-            rows,
+            rows if len(names) == 1 else RowsOfItems(rows, len(names)),
             partial(self._prepare, read),
             name=name,
             seed=self.seed,
             shuffle=self.cfg.shuffle,
             window=Window(rows=self.cfg.shuffle_window) if self.cfg.shuffle_window else WINDOW,
+            item_names=names,
+            sieve=Sieve(self.cfg, read, self.keep),
         )
         logger.info(
             "%s: %s rows, read as they are drawn%s", source.path, f"{made.num_rows:,}", made.windows

@@ -7,7 +7,7 @@ before it, and a window of all rows is the order of `hone.data.row_source.epoch_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,17 +102,46 @@ class EpochOrder:
             raise IndexError(place)
         if not self._shuffle:
             return place
+        window, rows = self._window_of(place)
+        return rows[place - int(self._first_places[window])]
+
+    def rows_before(self, place: int) -> Iterator[tuple[int, NDArray[np.bool_] | None]]:
+        """Blocks with the rows of all places before one, in an order of their own: which of the
+        rows of a block they are, [rows of the block], or None for all."""
+        if not self._shuffle:
+            blocks = list(range(int(np.searchsorted(self._blocks.first_rows, place))))
+            whole, rows = blocks[:-1], np.arange(place)
+        else:
+            window, ordered = self._window_of(place)
+            whole = self._order[: self._starts[window]].tolist()
+            blocks = [*whole, *self._blocks_of(window)]
+            rows = np.sort(np.array(ordered[: place - int(self._first_places[window])], np.int64))
+        for block in whole:
+            yield block, None
+        for block in blocks[len(whole) :]:
+            first, number = int(self._blocks.first_rows[block]), int(self._blocks.num_rows[block])
+            begin, end = np.searchsorted(rows, [first, first + number])
+            if begin < end:
+                mask = np.zeros(number, dtype=np.bool_)
+                mask[rows[begin:end] - first] = True
+                yield block, mask
+
+    def _window_of(self, place: int) -> tuple[int, Sequence[int]]:
+        """The number of the window of a place, and its rows in their order."""
         window = int(np.searchsorted(self._first_places, place, side="right")) - 1
         if self._known[0] != window:
             self._known = window, self._rows_of(window)
-        return self._known[1][place - int(self._first_places[window])]
+        return self._known
+
+    def _blocks_of(self, window: int) -> list[int]:
+        """Blocks of a window, in the order of the files."""
+        bounds = [*self._starts.tolist(), len(self._order)]
+        return sorted(self._order[bounds[window] : bounds[window + 1]].tolist())
 
     def _rows_of(self, window: int) -> list[int]:
-        bounds = [*self._starts.tolist(), len(self._order)]
-        chosen = self._order[bounds[window] : bounds[window + 1]]
         rows = [
             row
-            for block in sorted(chosen.tolist())
+            for block in self._blocks_of(window)
             for row in range(
                 int(self._blocks.first_rows[block]),
                 int(self._blocks.first_rows[block] + self._blocks.num_rows[block]),

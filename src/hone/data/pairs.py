@@ -29,8 +29,10 @@ from hone.data.columns import (
     as_message,
     assistant_message,
     choose_column,
+    is_silent,
     is_truncated,
     log_truncated,
+    nothing_in,
     prompt_in,
     prompt_with_images,
     required,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Compared",
+    "PairColumns",
     "PairReader",
     "PairReaders",
     "PairsData",
@@ -100,6 +103,7 @@ class Compared:
 
 
 _NAMES = ("chosen", "rejected")
+_NOUNS = {name: f"{name} completion" for name in _NAMES} | {"completion": "completion"}
 _STOP_REASONS = ("stop_reason", "rejected_stop_reason")
 _NOTHING: Message = {"role": "assistant", "content": ""}
 PairsData: TypeAlias = Data[Preference]
@@ -176,7 +180,11 @@ def load_pairs(
 
     return load_data(
         cfg,
-        readers=PairReaders(is_unpaired=is_unpaired, reads_margin=for_reward_model),
+        readers=PairReaders(
+            is_unpaired=is_unpaired,
+            reads_margin=for_reward_model,
+            drops_missing=cfg.missing_answers == "drop",
+        ),
         render=render,
         limits=[
             LengthLimit(
@@ -208,20 +216,8 @@ def read_pairs(
 
     Raises UserError naming row and remedy.
     """
-    columns = choose_pair_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
-    roles = ", ".join(f"{role} from '{column}'" for role, column in columns.items() if column)
-    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", roles)
-    rows, repeated = without_prompt(rows, columns)
-    items = map_chosen_pairs(rows, source, columns, name)
-    for problem in repeated + weak_pairs(items):
-        logger.warning("%s: %s", source.path, problem)
-    log_truncated(source, [example for item in items for example in item.completions])
-    has_pairs = "chosen" in columns
-    return (
-        [each for x in items for each in single_completions(x)]
-        if is_unpaired and has_pairs
-        else items
-    )
+    readers = PairReaders(is_unpaired=is_unpaired, reads_margin=reads_margin)
+    return readers.by_all(rows, source, name)(rows, range(len(rows)))
 
 
 def map_pairs(
@@ -230,13 +226,71 @@ def map_pairs(
     *,
     is_unpaired: bool = False,
     reads_margin: bool = False,
+    drops_missing: bool = False,
 ) -> tuple[list[Compared], list[str]]:
     """The preferences of `rows`, the first of a source, and the warnings that `read_pairs` would
-    log; nothing is logged. Raises the errors of `read_pairs`."""
-    columns = choose_pair_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
-    rows, repeated = without_prompt(rows, columns, "first ")
-    items = map_chosen_pairs(rows, source, columns, source.path)
+    log; nothing is logged. With `drops_missing` rows with a completion that says nothing are left
+    out. Raises the errors of `read_pairs`."""
+    by_role = choose_pair_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
+    columns, repeated = PairColumns.settled(rows, by_role, "first ", drops_missing=drops_missing)
+    if drops_missing:
+        rows = [row for row in rows if columns.missing(row) is None]
+    rows = without_prompt(rows, by_role)[0] if columns.repeats else rows
+    items = map_chosen_pairs(rows, source, by_role, source.path)
     return items, repeated + weak_pairs(items, "first ")
+
+
+@dataclass(frozen=True)
+class PairColumns:
+    """The column of each role, as `choose_pair_columns` chooses them."""
+
+    by_role: Mapping[str, str | None]
+    repeats: bool = False
+    """Whether completions begin with the prompt."""
+
+    @classmethod
+    def settled(
+        cls,
+        rows: Sequence[SourceRow],
+        by_role: Mapping[str, str | None],
+        which: str = "",
+        *,
+        drops_missing: bool,
+    ) -> tuple[PairColumns, list[str]]:
+        """The columns, once rows have shown whether all repeat their prompts, and a warning if they
+        do. With `drops_missing` completions that say nothing show nothing."""
+        if drops_missing:
+            rows = [row for row in rows if cls(by_role).missing(row) is None]
+        shortened, repeated = without_prompt(rows, by_role, which) if rows else (rows, [])
+        return cls(by_role, repeats=shortened is not rows), repeated
+
+    @property
+    def content_columns(self) -> Sequence[str]:
+        """Columns of which the content of a row consists, besides that of the images."""
+        named = [name for role, name in self.by_role.items() if name and role != "images"]
+        return [*named, *_STOP_REASONS]
+
+    @property
+    def images_column(self) -> str | None:
+        """The column of the images, if there is one."""
+        return self.by_role.get("images")
+
+    def missing(self, row: SourceRow) -> str | None:
+        """Why a completion of a row says nothing, with its place; None where none does."""
+        roles = {role: self.by_role[role] for role in _NOUNS if self.by_role.get(role)}
+        values = {role: value_of(row.columns, name) for role, name in roles.items()}
+        texts = [value for value in values.values() if isinstance(value, str)]
+        start = 0
+        if self.repeats:
+            prompt = value_of(row.columns, self.by_role["prompt"])
+            has_start = isinstance(prompt, str) and all(text.startswith(prompt) for text in texts)
+            start = len(prompt) if has_start else 0
+        elif len(texts) == 2 and self.by_role["prompt"] is None:
+            start = _common_start(*texts)
+        for role, value in values.items():
+            if is_silent(value[start:] if isinstance(value, str) else value):
+                return nothing_in(row, roles[role], _NOUNS[role])
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,20 +299,20 @@ class PairReaders:
 
     is_unpaired: bool
     reads_margin: bool
+    drops_missing: bool = False
+    """Whether rows with a completion that says nothing are left out before they are read."""
 
-    def whole(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> list[Compared]:
-        """All rows of a source, by `read_pairs`."""
-        options = {"is_unpaired": self.is_unpaired, "reads_margin": self.reads_margin}
-        return read_pairs(rows, source, name, **options)
+    def by_all(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> PairReader:
+        """The reader of a source of which `rows` are all."""
+        return PairReader(rows, source, name, self, is_whole=True)
 
     def by_first(self, rows: Sequence[SourceRow], source: SourceBase, name: str, /) -> PairReader:
         """The reader of a source of which `rows` are the first."""
-        options = {"is_unpaired": self.is_unpaired, "reads_margin": self.reads_margin}
-        return PairReader(rows, source, name, **options)
+        return PairReader(rows, source, name, self, is_whole=False)
 
 
 class PairReader:
-    """Reads preferences of one source, some at a time, by the columns of its first rows. Whether
+    """Reads preferences of one source by the columns of its rows, or of its first ones; whether
     completions repeat their prompts is decided by these too."""
 
     def __init__(
@@ -266,34 +320,51 @@ class PairReader:
         rows: Sequence[SourceRow],
         source: SourceBase,
         name: str,
+        options: PairReaders,
         *,
-        is_unpaired: bool = False,
-        reads_margin: bool = False,
+        is_whole: bool,
     ) -> None:
-        """Raises the errors of `read_pairs`, and for pairs that are to be read as single
-        completions."""
+        """Raises the errors of `read_pairs`."""
         self._source, self._name = source, name
-        self._columns = choose_pair_columns(
-            rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin
+        self._is_whole = is_whole
+        by_role = choose_pair_columns(
+            rows, source, is_unpaired=options.is_unpaired, reads_margin=options.reads_margin
         )
-        if is_unpaired and "chosen" in self._columns:
-            raise UserError(
-                f"{source.path}: pairs are read as single completions only from sources that are "
-                "read whole: leave data.shuffle_window unset, or write the completions one a row "
-                "with a label"
-            )
-        roles = ", ".join(f"{role} from '{x}'" for role, x in self._columns.items() if x)
-        logger.info("%s: %s", source.path, roles)
-        shortened, problems = without_prompt(rows, self._columns, "first ")
-        self._repeats = shortened is not rows
+        self._is_split = options.is_unpaired and "chosen" in by_role
+        roles = ", ".join(f"{role} from '{x}'" for role, x in by_role.items() if x)
+        num_rows = f"{len(rows):,} rows, " if is_whole else ""
+        logger.info("%s: %s%s", source.path, num_rows, roles)
+        self.columns, problems = PairColumns.settled(
+            rows, by_role, "" if is_whole else "first ", drops_missing=options.drops_missing
+        )
         for problem in problems:
             logger.warning("%s: %s", source.path, problem)
 
+    @property
+    def item_names(self) -> Sequence[str]:
+        """The completions of a pair, where each is an item of its own."""
+        return _NAMES if self._is_split and not self._is_whole else ("",)
+
+    @property
+    def content_columns(self) -> Sequence[str]:
+        """Columns of which the content of a row consists, besides that of the images."""
+        return self.columns.content_columns
+
+    @property
+    def images_column(self) -> str | None:
+        """The column of the images, if there is one."""
+        return self.columns.images_column
+
+    def missing(self, row: SourceRow) -> str | None:
+        """Why a completion of a row says nothing, with its place; None where none does."""
+        return self.columns.missing(row)
+
     def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int]) -> list[Compared]:
-        """Preferences of the rows with these numbers, counted from 0. Raises UserError naming row
-        and remedy."""
-        if self._repeats:
-            shortened, _ = without_prompt(rows, self._columns)
+        """Preferences with these numbers, counted from 0: of rows, or of the items of rows, which
+        come with the row of each. Raises UserError naming row and remedy."""
+        by_role = self.columns.by_role
+        if self.columns.repeats and rows:
+            shortened, _ = without_prompt(rows, by_role)
             if shortened is rows:
                 raise UserError(
                     f"{self._source.path}: the completions of the first rows begin with their "
@@ -301,7 +372,25 @@ class PairReader:
                     "prompts off the completions of all rows"
                 )
             rows = shortened
-        return map_chosen_pairs(rows, self._source, self._columns, self._name, numbers)
+        places = [divmod(number, len(self.item_names)) for number in numbers]
+        row_numbers = [number for number, _ in places]
+        items = map_chosen_pairs(rows, self._source, by_role, self._name, row_numbers)
+        if self._is_whole:
+            return self._of_all(items)
+        if not self._is_split:
+            return items
+        return [
+            single_completions(pair)[item] for pair, (_, item) in zip(items, places, strict=True)
+        ]
+
+    def _of_all(self, items: list[Compared]) -> list[Compared]:
+        """The preferences of all rows, with warnings of those from which little can be learned."""
+        for problem in weak_pairs(items):
+            logger.warning("%s: %s", self._source.path, problem)
+        log_truncated(self._source, [example for item in items for example in item.completions])
+        if not self._is_split:
+            return items
+        return [each for item in items for each in single_completions(item)]
 
 
 def choose_pair_columns(

@@ -9,7 +9,7 @@ from typing import Any
 
 from hone.data.blocks import HANDLE_BYTES, Block, OpenBlocks, verify
 from hone.data.files import DataFile, open_file, require_unchanged
-from hone.data.rows import SourceRow, shorten
+from hone.data.rows import OnBad, SourceRow, shorten
 from hone.errors import UserError
 from hone.extras import import_extra
 
@@ -45,10 +45,17 @@ class ParquetBlocks:
                     yield Block(number, row, 0, group.num_rows, group.total_byte_size)
                 row += group.num_rows
 
-    def walk(self) -> Iterator[SourceRow]:
+    def walk(self, first: Block | None = None, *, on_bad: OnBad = None) -> Iterator[SourceRow]:
         for block in self.scan():
-            for number, columns in enumerate(self._in_order(block), start=block.row):
-                yield self._row(number, columns)
+            if first is not None and block.place < first.place:
+                continue
+            try:
+                for number, columns in enumerate(self._in_order(block), start=block.row):
+                    yield self._row(number, columns)
+            except UserError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:
         if block.num_bytes > self._opened.max_bytes:
@@ -59,6 +66,8 @@ class ParquetBlocks:
                 table = self._opened.get(key, lambda: self._table(block))
                 if numbers is None:
                     values = table.slice(0, block.num_rows).to_pylist()
+                elif isinstance(numbers, range) and numbers.step == 1:
+                    values = table.slice(numbers.start, len(numbers)).to_pylist()
                 else:
                     values = [table.slice(number, 1).to_pylist()[0] for number in numbers]
         wanted = range(block.num_rows) if numbers is None else numbers

@@ -28,6 +28,7 @@ __all__ = [
     "is_put_into_template",
     "load_prompts",
     "make_prompt",
+    "prompt_limit",
     "show_first",
     "show_template",
 ]
@@ -58,9 +59,7 @@ def load_prompts(
     Raises UserError for anything wrong with the data.
     """
     renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
-    limit = LengthLimit("data.max_prompt_tokens", cfg.max_prompt_tokens, _num_tokens)
-    if max_prompt_tokens is not None and max_prompt_tokens < cfg.max_prompt_tokens:
-        limit = LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
+    limit = prompt_limit(cfg, max_prompt_tokens)
     data = load_data(
         cfg,
         readers=ExampleReaders(),
@@ -74,6 +73,13 @@ def load_prompts(
     )
     show_first(data.known_rows()[0], renderer, cfg)
     return data
+
+
+def prompt_limit(cfg: DataConfig, max_prompt_tokens: int | None) -> LengthLimit[Rendered]:
+    """The smaller of `data.max_prompt_tokens` and the room for a prompt in the model's context."""
+    if max_prompt_tokens is not None and max_prompt_tokens < cfg.max_prompt_tokens:
+        return LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
+    return LengthLimit("data.max_prompt_tokens", cfg.max_prompt_tokens, _num_tokens)
 
 
 def show_first(first: Prompt, renderer: Renderer, cfg: DataConfig) -> None:

@@ -1,19 +1,27 @@
-"""Prompts of `hone generate`, read and rendered on demand, a block of rows at a time."""
+"""Prompts of `hone generate`, read and rendered on demand, a block of rows at a time.
+
+    row number ─► index ─► rows from there on ─► examples ─► rendered ─► kept, or dropped
+
+Rows are numbered from 0 over all sources, in the order of the files, whether they are kept or not.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.data.chat import Renderer
 from hone.data.columns import ExampleReader
-from hone.data.filters import FilterReport
+from hone.data.filters import FilterReport, too_long
 from hone.data.images import open_images
-from hone.data.prompts import make_prompt, show_first
+from hone.data.index import SourceIndex
+from hone.data.prompts import make_prompt, prompt_limit, show_first
+from hone.data.row_filters import InFileOrder, Sieve, load_filter, passing, split
 from hone.data.settings import DataConfig
-from hone.data.sources import SourceRow, count_rows, iter_source, source_names
+from hone.data.sources import SourceRow, source_names
 from hone.data.split import is_held_out
 from hone.data.tool_schemas import ToolSchemas
 from hone.errors import UserError
@@ -24,66 +32,103 @@ if TYPE_CHECKING:
 
     from hone.images.reader import ImageReader
 
-__all__ = ["num_rows", "read_prompts"]
+__all__ = ["PromptReader"]
 
 _log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 256
 
 
-def read_prompts(
-    cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seed: int,
-    max_prompt_tokens: int,
-    keeps_messages: bool = False,
-    tools: ToolSchemas = (),
-    images: ImageReader | None = None,
-) -> Iterator[Prompt]:
+class PromptReader:
     """The prompts of `data.train` in the order of its files, without those that `eval_fraction`
-    holds out and those longer than `max_prompt_tokens` or `data.max_prompt_tokens`.
+    holds out and those longer than `max_prompt_tokens` or `data.max_prompt_tokens`."""
 
-    The columns of a source are chosen from its first block of rows. `keeps_messages`, `tools` and
-    `images` are those of `Renderer`. Raises UserError for anything wrong with the data when it
-    reads that row.
-    """
-    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
-    limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
-    fraction = 0.0 if cfg.eval else cfg.eval_fraction
-    is_shown = False
-    for source, name in zip(cfg.train, source_names(cfg.train), strict=True):
-        num_read = num_kept = num_long = 0
+    def __init__(
+        self,
+        cfg: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        max_prompt_tokens: int,
+        keeps_messages: bool = False,
+        tools: ToolSchemas = (),
+        images: ImageReader | None = None,
+        cache: Path | None = None,
+        must_be_same: bool = False,
+    ) -> None:
+        """Index the sources. `cache` is a folder for their indexes; with `must_be_same` the files
+        must be as they were when these were kept. `keeps_messages`, `tools` and `images` are those
+        of `Renderer`. Raises UserError.
+        """
+        self._cfg, self._images, self._seed = cfg, images, seed
+        self._renderer = Renderer(
+            tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images
+        )
+        self._limit = prompt_limit(cfg, max_prompt_tokens)
+        self._keep = load_filter(cfg.filter)
+        self._indexes = [
+            SourceIndex.to_walk(source, cache, must_be_same=must_be_same) for source in cfg.train
+        ]
+        self._is_shown = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources, including those that are not kept."""
+        return sum(index.num_rows for index in self._indexes)
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Prompt]]:
+        """The prompts with the numbers of their rows, from the row `start` on, which is 0 or that
+        of a prompt that was kept.
+
+        The columns of a source are chosen from its first block of rows. What else lies before the
+        row is not read, but for its digests with `data.duplicates` drop. Raises UserError for
+        anything wrong with the data when it reads that row.
+        """
+        num_before = 0
+        for index, name in zip(self._indexes, source_names(self._cfg.train), strict=True):
+            first = max(0, start - num_before)
+            if first < index.num_rows:
+                for number, prompt in self._read(index, name, first):
+                    yield num_before + number, prompt
+            num_before += index.num_rows
+
+    def _read(self, index: SourceIndex, name: str, first: int) -> Iterator[tuple[int, Prompt]]:
+        """The prompts of a source with the numbers of their rows in it, from row `first` on."""
+        source, cfg = index.source, self._cfg
+        num_read, num_kept, num_long = first, 0, 0
         report = FilterReport()
-        read: ExampleReader | None = None
-        for rows in _blocks(iter_source(source)):
-            read = read or ExampleReader.of_first(rows, source, name)
-            examples = read(rows, range(num_read, num_read + len(rows)))
-            num_read += len(rows)
-            examples = open_images(examples, images, cfg, report)
-            for example, rendered in zip(
-                examples, renderer.prompts(examples, max_tokens=limit), strict=True
-            ):
-                if is_held_out(rendered, seed=seed, fraction=fraction):
+        begun = self._begun(index, name, first) if first else None
+        for block in _blocks(index.walk(first)):
+            numbers = range(num_read, num_read + len(block))
+            num_read = numbers.stop
+            rows, numbers = split(block, numbers, passing(self._keep, block), report)
+            if begun is None:
+                read = ExampleReader.of_first(rows or block, source, name)
+                begun = read, InFileOrder(Sieve(cfg, read, None))
+            read, in_order = begun
+            rows, numbers = in_order.kept(rows, numbers, report)
+            examples = read(rows, numbers)
+            number_of = {example.id: n for n, example in zip(numbers, examples, strict=True)}
+            examples = open_images(examples, self._images, cfg, report)
+            rendered = self._renderer.prompts(examples, max_tokens=self._limit.max_tokens)
+            for example, row in zip(examples, rendered, strict=True):
+                if is_held_out(row, seed=self._seed, fraction=self._fraction):
                     continue
-                if len(rendered.token_ids) <= limit:
-                    num_kept += 1
-                    prompt = make_prompt(example, rendered)
-                    if not is_shown:
-                        is_shown = True
-                        show_first(prompt, renderer, cfg)
-                    yield prompt
-                elif cfg.overlong_prompts == "error":
-                    raise UserError(
-                        f"{example.location}: {len(rendered.token_ids)} tokens or more, but there "
-                        f"is room for {limit}; raise the limit data.max_prompt_tokens, shorten the "
-                        "row, or set data.overlong_prompts to 'drop'"
-                    )
-                else:
+                if too_long(example, row, [self._limit], overlong=cfg.overlong_prompts):
                     num_long += 1
-        summary = f"{source.path}: {num_kept:,} of {num_read:,} rows kept"
+                    continue
+                num_kept += 1
+                prompt = make_prompt(example, row)
+                if not self._is_shown:
+                    self._is_shown = True
+                    show_first(prompt, self._renderer, cfg)
+                yield number_of[example.id], prompt
+        summary = f"{source.path}: {num_kept:,} of {num_read - first:,} rows kept"
+        if first:
+            summary += f", from row {first + 1:,} on"
         if num_long:
-            summary += f"; {num_long:,} dropped as too long, of more than {limit} tokens"
+            summary += f"; {num_long:,} dropped as too long: {self._limit}"
+        summary = "; ".join([summary, *report.skipped_in_words])
         if report.unreadable:
             summary += (
                 f"; {len(report.unreadable):,} dropped for an image, the first: "
@@ -93,13 +138,35 @@ def read_prompts(
             raise UserError(
                 f"{summary}. Raise data.max_prompt_tokens, or lower data.eval_fraction."
             )
-        is_short = num_long or report.unreadable
+        is_short = num_long or report.has_dropped
         _log.log(logging.WARNING if is_short else logging.INFO, "%s", summary)
 
+    def _begun(
+        self, index: SourceIndex, name: str, first: int
+    ) -> tuple[ExampleReader, InFileOrder]:
+        """The reader of a source and its filters, as they are before the row `first`."""
+        (head, numbers), nothing = self._passing(next(_blocks(index.walk())), 0), FilterReport()
+        read = ExampleReader.of_first(head or next(_blocks(index.walk())), index.source, name)
+        sieve = Sieve(self._cfg, read, None)
+        # From these it knows the kinds of values.
+        read(*InFileOrder(sieve).kept(head, numbers, nothing))
+        in_order, num_read = InFileOrder(sieve), 0
+        if sieve.drops_duplicates:
+            for block in _blocks(islice(index.walk(), first)):
+                in_order.kept(*self._passing(block, num_read), nothing)
+                num_read += len(block)
+        return read, in_order
 
-def num_rows(cfg: DataConfig) -> int:
-    """The number of rows of `data.train`, including those that are not kept."""
-    return sum(map(count_rows, cfg.train))
+    def _passing(self, block: Sequence[SourceRow], first: int) -> tuple[list[SourceRow], list[int]]:
+        """Rows of a block that the user's function wants, with their numbers, counted from that of
+        the first row of the block."""
+        numbers = range(first, first + len(block))
+        return split(block, numbers, passing(self._keep, block), FilterReport())
+
+    @property
+    def _fraction(self) -> float:
+        """Share of the prompts that are for evaluation."""
+        return 0.0 if self._cfg.eval else self._cfg.eval_fraction
 
 
 def _blocks(rows: Iterator[SourceRow]) -> Iterator[list[SourceRow]]:

@@ -35,7 +35,7 @@ class Skipped:
     """A row that was read and is not drawn."""
 
     reason: str
-    """`too_long`, `image`, or `held_out`."""
+    """`held_out`, or a name of `hone.data.filters.REASONS`."""
     where: str
     """For messages: its place, with what is wrong."""
 

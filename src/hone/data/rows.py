@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hone.errors import UserError
 
-__all__ = ["BYTE_ORDER_MARK", "SourceRow", "decode", "json_row", "parse_json", "shorten"]
+__all__ = ["BYTE_ORDER_MARK", "OnBad", "SourceRow", "decode", "json_row", "parse_json", "shorten"]
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
+
+OnBad: TypeAlias = Callable[[UserError], None] | None
+"""Is told of what cannot be read, a row or the rest of a file, and reading goes on after it. None:
+it is raised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class SourceBase(Section):
 
     answer_pattern: str | None = None
     """Regular expression whose first group (or whole match) in the answer column is the ground
-    truth; GSM8K: `####\\s*(.+)`. A row without a match is an error."""
+    truth; GSM8K: `####\\s*(.+)`. A row without a match has no answer (`data.missing_answers`)."""
 
     task: str | None = None
     """Task name for all rows of this source; unset: the task column, else the file's name."""
@@ -174,6 +174,21 @@ class DataConfig(Section):
 
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What happens to longer prompts: dropped and counted, or an error naming the row."""
+
+    filter: str | None = None
+    """The user's own function, `path/to/file.py:function` or `package.module:function`. It gets
+    each row before it is rendered, as a dict of its columns, and returns True for those to use;
+    others are left out and counted. It must return the same each time. Unset: all rows are used."""
+
+    missing_answers: Literal["error", "drop"] = "error"
+    """What happens to rows without an answer, or in which `answer_pattern` finds none: an error
+    naming the row, or dropped and counted. Of demonstrations and preferences the completions count
+    as answers. Blank text is no answer where such rows are dropped."""
+
+    duplicates: Literal["keep", "drop"] = "keep"
+    """What happens to a row with the content of an earlier row of its source: kept, or dropped and
+    counted. Content is what the run reads of a row: prompt, answer or completions, task, images.
+    The first row in the order of each epoch is used."""
 
     max_image_tokens: int = _MAX_IMAGE_TOKENS
 

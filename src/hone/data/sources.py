@@ -6,23 +6,22 @@ A row is a dict of columns with its location, so that a problem can be reported 
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 from hone.data import index
 from hone.data.blocks import is_array
 from hone.data.files import look_at
-from hone.data.rows import SourceRow, shorten
+from hone.data.rows import OnBad, SourceRow, shorten
 from hone.data.settings import SourceBase
 from hone.errors import UserError
 from hone.paths import data_suffix, has_wildcards, is_url
 
 __all__ = [
     "SourceRow",
-    "count_rows",
     "is_json_array",
     "iter_source",
     "read_source",
@@ -37,24 +36,32 @@ def read_source(source: SourceBase) -> list[SourceRow]:
     return list(iter_source(source))
 
 
-def iter_source(source: SourceBase) -> Iterator[SourceRow]:
-    """The rows of a source, read one by one, at most `max_rows`.
+def iter_source(source: SourceBase, on_bad: OnBad = None) -> Iterator[SourceRow]:
+    """The rows of a source, read one by one, at most `max_rows`, counting those that `on_bad` is
+    told of.
 
     JSON arrays are parsed as a whole, and data sets from the hub are loaded as a whole. Raises
-    UserError for a source that is missing, unreadable or empty, and for a bad row.
+    UserError for a source that is missing, unreadable or empty, and for a bad row and the rest of a
+    bad file of which `on_bad` is not told.
     """
-    is_empty = True
-    for row in islice(index.walk(source), source.max_rows):
-        is_empty = False
+    most = math.inf if source.max_rows is None else source.max_rows
+    num_read = 0
+
+    def bad(error: UserError) -> None:
+        nonlocal num_read
+        if on_bad is not None and num_read < most:
+            num_read += 1
+            on_bad(error)
+
+    for row in index.walk(source, None if on_bad is None else bad):
+        if num_read >= most:
+            return
+        num_read += 1
         yield row
-    if is_empty:
+        if num_read >= most:
+            return
+    if not num_read:
         raise UserError(f"{source.path} holds no rows")
-
-
-def count_rows(source: SourceBase) -> int:
-    """The number of rows that `iter_source` yields, of which only those of JSON arrays are parsed.
-    Raises UserError for a source that is missing, unreadable or empty."""
-    return index.count(source)
 
 
 def is_json_array(path: Path) -> bool:

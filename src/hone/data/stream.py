@@ -13,6 +13,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
+from hone.data.filters import REASONS
 from hone.data.mixture import Mixture
 from hone.data.row_source import Item, RowSource, Skipped, WholeRows, nothing_left
 from hone.errors import UserError
@@ -22,9 +23,6 @@ __all__ = ["Stream"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Item)
-
-_REASONS = {"too_long": "it is too long", "image": "an image of it cannot be read"}
-"""Those worth a line; rows that are held out are skipped on purpose."""
 
 
 def _content(item: Item) -> object:
@@ -137,10 +135,10 @@ class Stream(Generic[T]):
     def _skip(self, row: Skipped) -> None:
         """Count a row, and log the first of each reason."""
         self._skipped[row.reason] += 1
-        if self._skipped[row.reason] == 1 and row.reason in _REASONS:
+        if self._skipped[row.reason] == 1 and row.reason in REASONS:
             logger.warning(
                 "a row was skipped, since %s: %s; further ones are counted in data/skipped_%s",
-                _REASONS[row.reason],
+                REASONS[row.reason].of_one,
                 row.where,
                 row.reason,
             )

@@ -1,6 +1,7 @@
 """A source that is read while a run draws from it.
 
-    place ─► row number (`EpochOrder`) ─► row of a block ─► prepared, or skipped
+    place ─► row number (`EpochOrder`) ─► row of a block ─► filters (`Sieve`) ─► prepared
+                                                              └────► skipped ◄────┘
 
 Rows are read and prepared some at a time, ahead of the place that is asked for. What is ahead is
 thrown away when a run ends: a place has the same row whenever it is read.
@@ -9,11 +10,15 @@ thrown away when a run ends: a place has the same row whenever it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hone.data.duplicates import Digests, Hashes, Repeats
 from hone.data.order import BlockSizes, EpochOrder, Window
+from hone.data.row_filters import Sieve
 from hone.data.row_source import Item, RowSource, Skipped, nothing_left
 from hone.data.sources import SourceRow
 
@@ -23,11 +28,15 @@ AHEAD_ROWS = 256
 """Rows that are read and prepared together."""
 _WALKED_ROWS = 64
 """Rows that are read together where a few are wanted."""
+_DIGESTED_ROWS = 4096
+"""Rows that are read together where only their digests are wanted."""
 
 T = TypeVar("T", bound=Item)
 Prepare = Callable[[Sequence[SourceRow], Sequence[int]], Sequence[T | Skipped]]
 """From rows and their numbers, counted from 0 in the source, the rows of a run. Raises UserError
 for a row that is wrong."""
+Sift = Callable[[Sequence[SourceRow], Sequence[int]], Sequence[Skipped | None]]
+"""From rows and their numbers what skips each before it is prepared, or None."""
 
 
 class IndexedRows(Protocol):
@@ -60,8 +69,14 @@ class StreamedRows(RowSource[T], Generic[T]):
         seed: int,
         shuffle: bool,
         window: Window,
+        item_names: Sequence[str] = ("",),
+        sieve: Sieve | None = None,
     ) -> None:
-        self.name = name
+        """`item_names` are those of the items that each row has; `rows` and `prepare` then count
+        items (`hone.data.items`)."""
+        self.name, self._item_names = name, item_names
+        self._sieve = sieve
+        self._repeats = Repeats(rows.sizes.total_rows, self._hashes_before, name=name)
         self._rows, self._prepare = rows, prepare
         self._seed, self._shuffle, self._window = seed, shuffle, window
         self._order: tuple[int, EpochOrder] | None = None
@@ -107,12 +122,24 @@ class StreamedRows(RowSource[T], Generic[T]):
     def walk(self, prepare: Prepare[T] | None = None) -> Iterator[tuple[int, list[T]]]:
         """The rows in the order of the files, some at a time: how many have been read, and those
         that are not skipped. They are made by `prepare` in place of the source's own."""
+        sift = self._sift(Digests().add)
         for start in range(0, self.num_rows, _WALKED_ROWS):
             numbers = range(start, min(start + _WALKED_ROWS, self.num_rows))
-            yield numbers.stop, _drawn(self._prepared(numbers, prepare or self._prepare))
+            yield numbers.stop, _drawn(self._prepared(numbers, prepare or self._prepare, sift))
 
-    def _prepared(self, numbers: Sequence[int], prepare: Prepare[T]) -> Sequence[T | Skipped]:
+    def _prepared(
+        self, numbers: Sequence[int], prepare: Prepare[T], sift: Sift | None
+    ) -> Sequence[T | Skipped]:
         """Rows by their numbers in the source."""
+        rows = self._read(numbers)
+        if sift is None:
+            return prepare(rows, numbers)
+        skipped = sift(rows, numbers)
+        kept = [place for place, why in enumerate(skipped) if why is None]
+        made = iter(prepare([rows[place] for place in kept], [numbers[place] for place in kept]))
+        return [next(made) if why is None else why for why in skipped]
+
+    def _read(self, numbers: Sequence[int]) -> list[SourceRow]:
         blocks = self._rows.sizes
         places = np.searchsorted(blocks.first_rows, np.asarray(numbers), side="right") - 1
         found: dict[int, SourceRow] = {}
@@ -121,20 +148,56 @@ class StreamedRows(RowSource[T], Generic[T]):
             first = int(blocks.first_rows[block])
             rows = self._rows.rows(block, [number - first for number in own])
             found |= zip(own, rows, strict=True)
-        return prepare([found[number] for number in numbers], numbers)
+        return [found[number] for number in numbers]
 
     def row_id(self, number: int) -> str:
-        """The id of a row by its number from 0; ids count from 1."""
-        return f"{self.name}:{number + 1}"
+        """The id of a row, or of an item of one, by its number from 0; ids count from 1."""
+        row, item = divmod(number, len(self._item_names))
+        ending = self._item_names[item]
+        return f"{self.name}:{row + 1}:{ending}" if ending else f"{self.name}:{row + 1}"
 
     def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
         epoch, place = divmod(read, self.num_rows)
         order = self._order_of(epoch)
         places = range(place, min(place + AHEAD_ROWS, self.num_rows))
-        rows = self._prepared([order[place] for place in places], self._prepare)
+        numbers = [order[place] for place in places]
+        rows = self._prepared(
+            numbers, self._prepare, self._sift(partial(self._repeats.find, epoch, place))
+        )
         for check in self._checks:
             check(_drawn(rows))
         return dict(enumerate(rows, start=read))
+
+    def _sift(self, repeats: Callable[[Hashes], NDArray[np.bool_]]) -> Sift | None:
+        """What skips rows, with those of which `repeats` knows the digests."""
+        sieve = self._sieve
+        if sieve is None:
+            return None
+        return lambda rows, numbers: sieve.with_repeats(
+            rows, lambda hashes: repeats(self._of_items(hashes, numbers))
+        )
+
+    def _of_items(self, hashes: Hashes, numbers: Sequence[int]) -> Hashes:
+        """Digests of items with these numbers from those of their rows, [n]. Items of one row do
+        not repeat each other."""
+        items = np.asarray(numbers, dtype=np.uint64) % np.uint64(len(self._item_names))
+        return np.where(hashes == 0, hashes, hashes ^ items)
+
+    def _hashes_before(self, epoch: int, place: int) -> Iterator[Hashes]:
+        """Digests of all places before one, by reading their rows again; block by block."""
+        assert self._sieve is not None
+        for block, wanted in self._order_of(epoch).rows_before(place):
+            num_rows = int(self._rows.sizes.num_rows[block])
+            for start in range(0, num_rows, _DIGESTED_ROWS):
+                numbers = range(start, min(start + _DIGESTED_ROWS, num_rows))
+                if wanted is None:
+                    hashes = self._sieve.hashes(self._rows.rows(block, numbers))
+                    yield self._of_items(hashes, numbers)
+                elif (some := np.flatnonzero(wanted[start : numbers.stop])).size:
+                    # A range of rows is read faster than single ones.
+                    rows = self._rows.rows(block, numbers)
+                    hashes = self._sieve.hashes([rows[place] for place in some])
+                    yield self._of_items(hashes, [numbers[place] for place in some])
 
     def _order_of(self, epoch: int) -> EpochOrder:
         if self._order is None or self._order[0] != epoch:

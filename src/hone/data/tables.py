@@ -10,7 +10,7 @@ from typing import Any
 from hone.data.blocks import Block
 from hone.data.files import DataFile
 from hone.data.parquet import import_pyarrow
-from hone.data.rows import SourceRow, shorten
+from hone.data.rows import OnBad, SourceRow, shorten
 from hone.data.settings import SourceBase
 from hone.errors import UserError
 from hone.extras import import_extra
@@ -35,8 +35,10 @@ class TableBlocks:
         for row in range(0, self.file.size, _BLOCK_ROWS):
             yield Block(row, row, 0, min(_BLOCK_ROWS, self.file.size - row), 0)
 
-    def walk(self) -> Iterator[SourceRow]:
-        for number, columns in enumerate(self._data):
+    def walk(self, first: Block | None = None, *, on_bad: OnBad = None) -> Iterator[SourceRow]:
+        start = 0 if first is None else first.row
+        rows = self._data.select(range(start, self.file.size)) if start else self._data
+        for number, columns in enumerate(rows, start=start):
             yield self._row(number, columns)
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:

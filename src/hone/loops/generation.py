@@ -1,6 +1,8 @@
 """`hone generate`: prompts are read as they are needed, completions written as they come.
 
 prompts ──► `Batch` ──► `_chosen` ──► part of this host ──► output, once all are done
+
+A run that goes on begins with the last row before which all is done; data before it are not read.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import itemgetter
 from time import monotonic
@@ -17,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.tree import GenerateConfig
-from hone.data.reading import num_rows, read_prompts
+from hone.data.reading import PromptReader
 from hone.data.tool_schemas import ToolSchemas
 from hone.images.parts import data_uri
 from hone.images.store import STORE
@@ -30,9 +33,11 @@ from hone.observe.loggers import completion_row, json_line, pair_row
 from hone.observe.resumable_jsonl import (
     PartFile,
     PartFileWriter,
+    indexes_folder,
     locked_parts,
     merge_parts,
     read_parts,
+    start_of,
 )
 from hone.observe.whole_file import write_whole
 from hone.paths import settings_file
@@ -103,8 +108,12 @@ def _generate(
     tokenizer = load_tokenizer(cfg.model)
     tools = tools_of(facts, cfg.env, tokenizer)
     turns = turns_of(cfg, tokenizer, tools=tools)
-    prompts = _known(_prompts_of(cfg, tokenizer, tools.schemas), tokenizer, cfg)
+    num_before = sum(part.done.num_groups for part in parts)
+    reader = _reader_of(cfg, tokenizer, tools.schemas, goes_on=num_before > 0)
+    first_group, first_row = start_of(parts)
+    prompts = _known(reader.read(first_row), tokenizer, cfg)
     tried = list(islice(prompts, _TRIED_PROMPTS)) if is_scored(cfg) else []
+    unfinished = _Unfinished(host.rank, host.size, parts)
     with (
         counting("prompts", is_shown=host.is_first) as counter,
         sampler_of(
@@ -113,23 +122,28 @@ def _generate(
             tokenizer,
             turns,
             tool_format=tools.format,
-            tried=tried,
+            tried=[prompt for _, prompt in tried],
             purpose="generate",
             counter=counter,
         ) as sampler,
         closing(PartFileWriter(cfg.output, host.rank, host.size)) as writer,
     ):
         batch = Batch(
-            _unfinished(chain(tried, prompts), host, parts),
+            unfinished.of(enumerate(chain(tried, prompts), start=first_group)),
             sampler.runner(),
             sampling=sampling_params(cfg.generation, cfg.generation.stop),
             num_samples=cfg.n_samples_per_prompt,
             max_in_engine=2 * cfg.engine.max_num_seqs * sampler.num_engines,
         )
-        total = -(-num_rows(cfg.data) // host.size)
-        if host.is_first and (before := sum(part.done.num_groups for part in parts)):
-            folder = parts[0].path.parent
-            _log.info("going on after %s prompts, from %s", f"{before:,}", folder)
+        total = -(-reader.num_rows // host.size)
+        if host.is_first and num_before:
+            _log.info(
+                "going on after %s prompts, from %s, with row %s of %s",
+                f"{num_before:,}",
+                parts[0].path.parent,
+                f"{first_row + 1:,}",
+                f"{reader.num_rows:,}",
+            )
         failures, begun_s = _Failures(cfg, total), monotonic()
         while not batch.is_done:
             for number, samples in batch.step():
@@ -138,7 +152,7 @@ def _generate(
                 # take the interpreter from the thread that starts the engine's steps (33,379
                 # tokens/s against 33,786 on an H100, benchmarks/README.md).
                 rows = [json_line(row) for row in _chosen(samples, cfg)]
-                writer.append(number, samples, rows)
+                writer.append(number, samples, rows, row=unfinished.rows.pop(number))
             counter.count(writer.done.num_groups, total)
         stats, passed_s = sampler.engine.stats(), monotonic() - begun_s
         busy = stats.busy_s / passed_s / sampler.num_engines
@@ -149,10 +163,10 @@ def _generate(
         _log.info("%s: %.0f tok/s", message, stats.num_generated_tokens / passed_s)
 
 
-def _prompts_of(
-    cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, tools: ToolSchemas
-) -> Iterator[Prompt]:
-    return read_prompts(
+def _reader_of(
+    cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, tools: ToolSchemas, *, goes_on: bool
+) -> PromptReader:
+    return PromptReader(
         cfg.data,
         tokenizer,
         seed=cfg.run.seed,
@@ -160,28 +174,39 @@ def _prompts_of(
         keeps_messages=cfg.env.is_set,
         tools=tools,
         images=image_reader(cfg.model, cfg.data, tokenizer),
+        cache=indexes_folder(cfg.output),
+        must_be_same=goes_on,
     )
 
 
-def _unfinished(
-    prompts: Iterator[Prompt], host: Host, parts: Sequence[PartFile]
-) -> Iterator[tuple[int, Prompt]]:
-    """Prompts of this host that no part file holds, with their numbers."""
-    for number, prompt in enumerate(prompts):
-        is_own = number % host.size == host.rank
-        if is_own and not any(part.has(number) for part in parts):
-            yield number, prompt
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """Prompts of the host `rank` of `size` that no part file holds."""
+
+    rank: int
+    size: int
+    parts: Sequence[PartFile]
+    rows: dict[int, int] = field(default_factory=dict[int, int])
+    """The row of the data of each prompt that was passed on; who writes it takes it out."""
+
+    def of(self, prompts: Iterator[tuple[int, tuple[int, Prompt]]]) -> Iterator[tuple[int, Prompt]]:
+        """Those of some prompts, which have numbers and rows, with their numbers."""
+        for number, (row, prompt) in prompts:
+            is_own = number % self.size == self.rank
+            if is_own and not any(part.has(number) for part in self.parts):
+                self.rows[number] = row
+                yield number, prompt
 
 
 def _known(
-    prompts: Iterator[Prompt], tokenizer: PreTrainedTokenizerBase, cfg: GenerateConfig
-) -> Iterator[Prompt]:
+    prompts: Iterator[tuple[int, Prompt]], tokenizer: PreTrainedTokenizerBase, cfg: GenerateConfig
+) -> Iterator[tuple[int, Prompt]]:
     """Pass prompts on as they are read. Raises UserError for a prompt with text that the model has
     no tokens for."""
     vocab_size = load_config(cfg.model).vocab_size
-    for prompt in prompts:
+    for row, prompt in prompts:
         require_known_tokens([prompt], tokenizer, vocab_size, cfg.model.path)
-        yield prompt
+        yield row, prompt
 
 
 def _chosen(samples: Sequence[Sample], cfg: GenerateConfig) -> list[dict[str, Any]]:

@@ -7,9 +7,12 @@ are cut off on resume, which may use another number of writers. Once all groups 
 files are merged into the output in the order of the groups.
 
     folder/out.jsonl.parts/0-of-2.jsonl         {"id": "0/0", ...}  {"id": "2/0", ...}
-                           0-of-2.done.json     {"end": 3, "num_bytes": 5120, ...}
+                           0-of-2.done.json     {"end": 3, "num_bytes": 5120, "row": 4, ...}
+                           indexes/             of the data, for the next run
 
-A row begins with `"id": "<group>/<index>"`.
+A row begins with `"id": "<group>/<index>"`. Groups are counted over the rows of the data that are
+kept, so the state also has the row of its last group: from one such pair on, the next run counts
+the groups again without what lies before.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import heapq
 import json
+import math
 import os
 import re
 import shutil
@@ -34,15 +38,17 @@ __all__ = [
     "PartFile",
     "PartFileWriter",
     "PartProgress",
+    "indexes_folder",
     "locked_parts",
     "merge_parts",
     "parts_folder",
     "read_parts",
+    "start_of",
 ]
 
 _NAME = re.compile(r"(\d+)-of-(\d+)\.jsonl")
 _GROUP = re.compile(r'\{"id": "(\d+)/')
-_STATE_BYTES = 256
+_STATE_BYTES = 512
 """Less than a page, so that a killed process has written all of it or nothing."""
 
 
@@ -61,6 +67,9 @@ class PartProgress:
     """Completions without a reward."""
     reward_sum: float = 0.0
     """Sum of the other completions' rewards."""
+    row: int | None = None
+    """Row of the last finished group in the data; None before the first, and in parts of releases
+    that did not write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +99,11 @@ class PartFileWriter:
             self._state.touch()
             self._state_io = self._state.open("r+b", buffering=0)
 
-    def append(self, number: int, samples: Sequence[Sample], rows: Sequence[bytes]) -> None:
-        """Write the rows of a group, then its state. Raises DiskError."""
+    def append(
+        self, number: int, samples: Sequence[Sample], rows: Sequence[bytes], *, row: int
+    ) -> None:
+        """Write the rows of a group, which was made from this `row` of the data, then its state.
+        Raises DiskError."""
         text = b"".join(rows)
         rewards = [sample.reward.total for sample in samples if sample.reward is not None]
         before = self.done
@@ -103,6 +115,7 @@ class PartFileWriter:
             num_samples=before.num_samples + len(samples),
             num_failed=before.num_failed + len(samples) - len(rewards),
             reward_sum=before.reward_sum + sum(rewards),
+            row=row,
         )
         if text:
             self._rows.write(text)
@@ -124,6 +137,11 @@ def parts_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.parts")
 
 
+def indexes_folder(output: Path) -> Path:
+    """Folder for indexes of the data of an output, which is removed with the part files."""
+    return parts_folder(output) / "indexes"
+
+
 def read_parts(output: Path) -> list[PartFile]:
     """Existing part files with their progress."""
     parts: list[PartFile] = []
@@ -131,6 +149,29 @@ def read_parts(output: Path) -> list[PartFile]:
         if match := _NAME.fullmatch(path.name):
             parts.append(PartFile(path, int(match[1]), int(match[2]), _read_done(path)))
     return parts
+
+
+def start_of(parts: Sequence[PartFile]) -> tuple[int, int]:
+    """A group and its row of the data, before which all groups are finished: the last such group
+    that a part file names, else the first group."""
+    unfinished = _first_unfinished(parts)
+    known = [(part.done.end - 1, part.done.row) for part in parts]
+    starts = [(group, row) for group, row in known if row is not None and group <= unfinished]
+    return max(starts, default=(0, 0))
+
+
+def _first_unfinished(parts: Sequence[PartFile]) -> int:
+    """The number of the first group that no part file has."""
+    start = 0
+    for end in sorted({part.done.end for part in parts}):
+        # Up to here the same part files have groups, which repeat with the product of their sizes.
+        own = [part for part in parts if part.done.end >= end]
+        period = math.lcm(*(part.size for part in own))
+        for group in range(start, min(end, start + period)):
+            if not any(part.has(group) for part in own):
+                return group
+        start = end
+    return start
 
 
 @contextmanager

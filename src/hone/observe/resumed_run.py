@@ -217,13 +217,14 @@ def saved_config(folder: Path) -> dict[str, Any]:
 
 
 def _function_digests(cfg: RLConfig | SFTConfig) -> dict[str, str]:
-    """Digests of the code of rewards and environment, by key, if this host has the code."""
-    if not isinstance(cfg, RLConfig):
-        return {}
-    specs = {f"reward.functions.{i}.fn": f.fn for i, f in enumerate(cfg.reward.functions)}
-    specs |= {f"env.tools.{i}": spec for i, spec in enumerate(cfg.env.tools)}
-    if cfg.env.path is not None:
-        specs["env.path"] = cfg.env.path
+    """Digests of the code of rewards, environment and filter, by key, if this host has the code."""
+    specs: dict[str, str] = {}
+    if isinstance(cfg, RLConfig):
+        specs |= {f"reward.functions.{i}.fn": f.fn for i, f in enumerate(cfg.reward.functions)}
+        specs |= {f"env.tools.{i}": spec for i, spec in enumerate(cfg.env.tools)}
+        specs |= {} if cfg.env.path is None else {"env.path": cfg.env.path}
+    if cfg.data.filter is not None:
+        specs["data.filter"] = cfg.data.filter
     digests = {f"the code of {key} ({spec})": code_digest(spec) for key, spec in specs.items()}
     return {what: digest for what, digest in digests.items() if digest is not None}
 

@@ -19,8 +19,8 @@ from hone.envs.tools.with_session import WithTools
 from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.play import Player, read_answer
 from hone.rewards.program import ProgramSession
-from hone.rewards.resolve import resolve
 from hone.rewards.session_player import SessionPlayer
+from hone.user_code.resolve import resolve
 
 __all__ = ["load_environment"]
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from hone.envs.calling import check_args
 from hone.envs.env import Episode
-from hone.rewards.resolve import error_location
 from hone.rewards.said import sendable
 from hone.rewards.score import (
     ENV_NAME,
@@ -28,6 +27,7 @@ from hone.rewards.score import (
 from hone.rewards.session_player import SessionCall, SessionPlayer
 from hone.rewards.shapes import FunctionScore, InvalidScoreError, read_score
 from hone.types import FailureKind, Observation, Sample, StopReason
+from hone.user_code.resolve import error_location
 
 __all__ = ["EpisodeSoFar", "Player", "episode_of", "play", "read_answer"]
 

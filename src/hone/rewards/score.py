@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from hone.rewards.base import Builtin, ServiceError
-from hone.rewards.resolve import error_location
 from hone.rewards.shapes import (
     DeadlineError,
     FunctionScore,
@@ -29,6 +28,7 @@ from hone.rewards.shapes import (
     read_scores,
 )
 from hone.types import FailureKind, Observation, Reward, Sample, StopReason
+from hone.user_code.resolve import error_location
 from hone.user_code.signatures import shape_of
 
 __all__ = [

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, Self
 from hone.address import names_code
 from hone.errors import UserError
 from hone.rewards.base import Builtin
-from hone.rewards.resolve import check_signature
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score
 from hone.rewards.settings import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
 from hone.rollout.settings import EnvConfig
 from hone.types import FailureKind, Prompt, Reward, Sample, SamplingParams, StopReason, Turn
+from hone.user_code.resolve import check_signature
 from hone.user_code.signatures import SHAPES, Shape, missing_column
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.jail import launchers
 from hone.rewards.play import EpisodeSoFar, Player, play
 from hone.rewards.process_tree import children_of
-from hone.rewards.resolve import check_signature, resolve
 from hone.rewards.said import num_image_bytes
 from hone.rewards.score import ENV_NAME, RewardFunction, Verdict, score, score_group
 from hone.rewards.session_player import SessionPlayer
 from hone.types import FailureKind
+from hone.user_code.resolve import check_signature, resolve
 
 __all__ = [
     "CLOSE",

@@ -13,6 +13,7 @@ from tests.config.walk_rows.shared import (
     WHOLE_GROUPS,
     engine_rows,
     eval_rows,
+    filter_rows,
     image_rows,
     model_rows,
     not_used,
@@ -40,7 +41,7 @@ def inference_sources(section: str, key: str, shown: str, told: tuple[str, ...])
     }
 
 
-def rendering_rows(shown: str) -> dict[str, Row]:
+def rendering_rows(shown: str, section: str) -> dict[str, Row]:
     return {
         "data.chat": Row("always", shown, ("--data.max_prompt_tokens=24",)),
         "data.system_prompt": Row("1", shown, CHAT),
@@ -53,6 +54,7 @@ def rendering_rows(shown: str) -> dict[str, Row]:
         "data.shuffle_window": not_used("data.shuffle_window", "2"),
         "data.max_eval_rows": not_used("data.max_eval_rows", "2"),
         **image_rows(),
+        **filter_rows(shown, section),
     }
 
 
@@ -70,7 +72,7 @@ EVALUATE: dict[str, Row] = {
     **run_rows(trains=False),
     **model_rows("samples", lora=False),
     **inference_sources("eval", "data.eval.0", "samples", ()),
-    **rendering_rows("samples"),
+    **rendering_rows("samples", "eval"),
     **engine_rows("samples", generates=False),
     **{
         key: replace(
@@ -116,7 +118,7 @@ GENERATE: dict[str, Row] = {
     **model_rows("samples", lora=False),
     **inference_sources("train", "data.train.0", "samples", ()),
     "data.train.0.weight": not_used("data.train.0.weight", "5"),
-    **rendering_rows("samples"),
+    **rendering_rows("samples", "train"),
     **engine_rows("samples", generates=True),
     **sampling_rows("generation", "samples"),
     "generation.stop": Row("['1', 5, 6]", "samples"),

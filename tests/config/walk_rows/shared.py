@@ -74,6 +74,20 @@ def image_rows() -> dict[str, Row]:
     return {f"data.{name}": not_used(f"data.{name}", value) for name, value in values.items()}
 
 
+def filter_rows(shown: str, section: str = "train") -> dict[str, Row]:
+    """Keys by which rows are left out before they are rendered. The last row of `holes.jsonl` has
+    no answer, and those before it come twice."""
+
+    def of(most: int) -> tuple[str, ...]:
+        return (f"--data.{section}=[{{path: holes.jsonl, max_rows: {most}}}]",)
+
+    return {
+        "data.filter": Row("filters.py:some", shown, of(8)),
+        "data.missing_answers": Row("drop", "log:dropped with no answer", of(9)),
+        "data.duplicates": Row("drop", "log:dropped with the content of an earlier row", of(8)),
+    }
+
+
 def served_image_rows() -> dict[str, Row]:
     """Those of `image_rows` that `hone serve` has."""
     names = ("data.max_image_tokens", "data.image_workers")

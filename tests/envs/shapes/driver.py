@@ -10,8 +10,8 @@ from typing import Any
 
 from hone.envs import shapes
 from hone.envs.session import Action, DataRow, End, Opening, Session, ToolCall
-from hone.rewards.resolve import resolve
 from hone.types import Message, Observation
+from hone.user_code.resolve import resolve
 
 __all__ = ["Played", "action", "maker_of", "play", "play_async", "row"]
 

@@ -12,7 +12,7 @@ from hone.envs import shapes
 from hone.envs.shapes import methods_problem, prefix_of
 from hone.errors import UserError
 from hone.rewards.play import Player
-from hone.rewards.resolve import check_signature, resolve
+from hone.user_code.resolve import check_signature, resolve
 from tests.envs.shapes.driver import action, maker_of, play, row
 
 CLASSES = '''

@@ -22,9 +22,9 @@ from hone.envs.tools.session import ToolSession
 from hone.extras import is_installed
 from hone.rewards.environment import EnvSpec
 from hone.rewards.load_environment import load_environment
-from hone.rewards.resolve import resolve
 from hone.rewards.score import RewardFunction
 from hone.rewards.session_player import SessionCall
+from hone.user_code.resolve import resolve
 from tests.envs.shapes.driver import Played, action, maker_of, play, row
 
 CLASSES = '''

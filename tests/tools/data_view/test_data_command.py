@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import random
 import re
 import signal
 import statistics
@@ -26,6 +28,7 @@ from hone.cli import data as command
 from hone.cli.main import main
 from hone.config.data_view import VIEWS
 from hone.config.tree import TREES
+from hone.data.filters import REASONS
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
 from hone.data.sft import load_sft
@@ -584,14 +587,129 @@ def test_check_says_of_sources_that_are_not_there(
         assert "errors: 1" in said(capsys)
 
 
-def test_files_that_break_in_their_middle_end_the_reading(tmp_path: Path) -> None:
+def test_reading_goes_on_after_bad_rows_and_bad_files(tmp_path: Path) -> None:
     folder = tmp_path / "many"
     folder.mkdir()
-    in_lines([*PROMPTS[:5], "{", *PROMPTS[:5]], folder / "a.jsonl")
-    in_lines(PROMPTS[:5], folder / "b.jsonl")
-    checked = check(choose([str(folder)], None), PLAIN)
-    assert checked.num_rows == 5
-    assert checked.problems.stopped == [f"{folder}, after 5 rows"]
+    in_lines([*PROMPTS[:5], "{", *PROMPTS[:5], "{"], folder / "a.jsonl")
+    rows = "".join(f"{json.dumps(row)}\n" for row in [*PROMPTS[:4], 3, *PROMPTS[:4]])
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(random.randbytes(9000).hex().encode())[:-900])
+    (folder / "d.json").write_text(json.dumps([PROMPTS[0], "no row", PROMPTS[1]]))
+    (folder / "e.parquet").write_bytes(b"PAR1 and nothing of it")
+    broken = folder / "f.parquet"
+    pq.write_table(pa.Table.from_pylist(PROMPTS[:90]), broken, row_group_size=30)
+    page = pq.ParquetFile(broken).metadata.row_group(1).column(0)
+    begin, data = page.dictionary_page_offset, bytearray(broken.read_bytes())
+    data[begin : begin + page.total_compressed_size] = bytes(page.total_compressed_size)
+    broken.write_bytes(data)
+    in_lines(PROMPTS[:3], folder / "g.jsonl")
+    for path in (str(folder), str(folder / "*")):
+        checked = check(choose([path], None), PLAIN)
+        assert checked.num_rows == 10 + 8 + 2 + 60 + 3
+        told = [message for kind in checked.problems.kinds.values() for message in kind.told]
+        places = ("a.jsonl, line 6", "a.jsonl, line 12", "b.jsonl.gz, line 5", "c.jsonl.gz")
+        for place in (*places, "d.json, row 2", "e.parquet", "f.parquet"):
+            assert sum(place in message for message in told) == 1, place
+        assert len(told) == 7
+        ends = [f"{path}, after {number} rows" for number in (18, 20, 50)]
+        assert checked.problems.stopped == ends
+
+
+# Rows that filters leave out.
+
+FILTERS = ("--data.missing_answers=drop", "--data.duplicates=drop", "--data.filter=rules.py:keep")
+FILTERED = [
+    {
+        "prompt": f"p{n * n % 23}",
+        "answer": [None, "", "1", "2"][n % 4],
+        "completion": [None, "", "1", "2"][n % 4],
+        "chosen": [None, "", "1", "2"][n % 4],
+        "rejected": "3",
+        "id": n,
+    }
+    for n in range(600)
+]
+FILTER = "def keep(row):\n    return row['id'] % 5 != 2\n"
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "dpo"])
+def test_check_stats_and_show_leave_out_what_a_run_does(
+    command: str,
+    write: Callable[[Rows], Path],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.py").write_text(FILTER)
+    words = [str(write(FILTERED)), *FILTERS, f"--model.path={model}"]
+    viewed = choose(words, command)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    load: Any = {"rl": load_prompts, "sft": load_sft, "dpo": load_pairs}[command]
+    kept = [row.id for row in load(viewed.cfg.data, tokenizer, seed=0).train.first_rows()]
+    report = load(viewed.cfg.data, tokenizer, seed=0).report
+    assert set(report.skipped) == {"filter", "missing_answer", "duplicate"}
+    for language in (PLAIN, language_of(viewed)):
+        checked = check(viewed, language)
+        assert not checked.problems
+        numbers = {
+            reason: checked.dropped[REASONS[reason].of_many].number for reason in report.skipped
+        }
+        assert numbers == report.skipped
+        told = {reason: checked.dropped[REASONS[reason].of_many].told[0] for reason in numbers}
+        assert told == report.first_skipped
+        (source,) = checked.sources
+        assert (source.num_rows, source.num_kept) == (600, len(kept))
+        stats = count(viewed, language)
+        assert stats.num_read == len(kept)
+        assert stats.dropped.skipped_in_words == report.skipped_in_words
+        (shown,) = show(viewed, language, first=250, number=20).sources
+        left = [row.id for row in shown.rows if not dict(row.facts).get("dropped")]
+        assert left == [name for name in kept if 250 <= int(name.rpartition(":")[2]) < 270]
+        assert len(shown.rows) == 20
+        reasons = [dict(row.facts)["dropped"] for row in shown.rows if row.id not in left]
+        assert all(
+            any(reason.startswith(f"a row with {x.of_many}") for x in REASONS.values())
+            for reason in reasons
+        )
+
+
+def test_what_filters_leave_out_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.py").write_text(FILTER)
+    in_lines(FILTERED, tmp_path / "rows.jsonl")
+    for action in ("check", "stats", "show"):
+        page = tmp_path / f"{action}.html"
+        words = ["data", action, "rows.jsonl", *FILTERS, "--for", "rl", f"--output={page}"]
+        assert main(words) == 0
+        out = said(capsys)
+        assert "no answer (data.missing_answers is drop)" in out
+        assert "no answer (data.missing_answers is drop)" in page.read_text()
+        if action != "show":
+            assert "the content of an earlier row (data.duplicates is drop)" in out
+            assert "false from data.filter" in out
+
+
+def test_a_filter_that_fails_is_a_problem_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.py").write_text("def keep(row):\n    return len(row['task']) > 0\n")
+    rows: list[dict[str, Any]] = [{"prompt": "p", "answer": "1", "task": "x"} for _ in range(40)]
+    rows[3]["task"] = rows[30]["task"] = None
+    path = in_lines(rows, tmp_path / "rows.jsonl")
+    checked = check(choose([path, "--data.filter=rules.py:keep"], "rl"), PLAIN)
+    assert (checked.num_rows, checked.sources[0].num_kept) == (40, 38)
+    (kind,) = checked.problems.kinds.values()
+    assert kind.number == 2
+    assert [message.partition(": ")[0] for message in kind.told] == [
+        f"{path}, line 4",
+        f"{path}, line 31",
+    ]
+    assert main(["data", "check", path, "--data.filter=rules.py:gone"]) == 2
+    assert "data.filter: rules.py has no function 'gone'" in capsys.readouterr().err
 
 
 # Where it is shown.

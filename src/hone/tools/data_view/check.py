@@ -7,18 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hone.config.tree import SFTConfig
-from hone.data.filters import FilterReport
+from hone.data.filters import REASONS, FilterReport
 from hone.data.pairs import Compared, weak_pairs
 from hone.data.split import is_held_out
 from hone.tools.data_view.chosen import Viewed
 from hone.tools.data_view.problems import MOST_SHOWN, Problems
-from hone.tools.data_view.reading import Item, Reader, attempt, blocks, read_in_passes
+from hone.tools.data_view.reading import (
+    Item,
+    Reader,
+    attempt,
+    blocks,
+    read_in_passes,
+    readers_of,
+)
 from hone.tools.data_view.text import Entry, Language, open_all
 
 __all__ = ["Checked", "Dropped", "SourceChecked", "check"]
 
 Tell = Callable[[int], None]
-_AN_IMAGE = "an image that cannot be read (data.image_errors is drop)"
 
 
 @dataclass(slots=True)
@@ -85,7 +91,7 @@ class Checked:
 def check(viewed: Viewed, language: Language, tell: Tell = lambda num_rows: None) -> Checked:
     """Read all rows of all sources. Ctrl-C ends it; what was found until then is returned."""
     checker = _Checker(viewed, language, tell)
-    readers = [Reader(viewed.cfg, *source) for source in viewed.sources]
+    readers = readers_of(viewed.cfg, viewed.sources)
     if read_in_passes(readers, checker.begin, checker.read):
         checker.require_split()
     else:
@@ -113,15 +119,17 @@ class _Checker:
         source = SourceChecked(reader.source.path, reader.key)
         checked.sources.append(source)
         num_problems, shortest = len(checked.problems), (0, "")
-        for rows, read in blocks(reader, checked.problems):
+        for block in blocks(reader, checked.problems):
             source.layout, source.roles = reader.layout, reader.roles
-            source.num_rows += len(rows)
-            items = [item for _, items in read for item in items]
+            source.num_rows += len(block.rows)
+            for why in block.skipped:
+                checked.drop(REASONS[why.reason].of_many, why.where)
+            items = [item for _, items in block.read for item in items]
             self._weak(source, items)
             report = FilterReport()
             opened = open_all(items, self._language, checked.problems, report)
             for message in report.unreadable:
-                checked.drop(_AN_IMAGE, message)
+                checked.drop(REASONS["image"].of_many, message)
             done = attempt(opened, lambda some: self._language.render(some, True), checked.problems)
             last = ""
             for item, entry in done:

@@ -180,6 +180,7 @@ def stats_page(viewed: Viewed, stats: Stats) -> str:
     if stats.missing_answers is not None:
         note = f"of {stats.num_rows:,} rows"
         page.tiles.append(("Missing answers", f"{stats.missing_answers:,}", note))
+    page.notes += stats.dropped.skipped_in_words
     if stats.problems:
         page.tiles.append(("Problems", f"{len(stats.problems):,}", "see hone data check"))
     page.charts = [

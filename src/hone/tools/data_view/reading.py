@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from re import compile as pattern
 from typing import TypeAlias, TypeVar
 
@@ -28,25 +28,37 @@ from hone.data.columns import (
 )
 from hone.data.pairs import (
     Compared,
+    PairColumns,
     choose_pair_columns,
     map_chosen_pairs,
     single_completions,
     without_prompt,
 )
-from hone.data.rows import decode, json_row, parse_json
+from hone.data.row_filters import InFileOrder, Keep, Sieve, load_filter, passing
+from hone.data.row_source import Skipped
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, iter_source
 from hone.errors import UserError
 from hone.tools.data_view.problems import Problems
 
-__all__ = ["Item", "Reader", "attempt", "blocks", "examples_of", "quiet", "read_in_passes"]
+__all__ = [
+    "Block",
+    "Item",
+    "Reader",
+    "attempt",
+    "blocks",
+    "examples_of",
+    "quiet",
+    "read_in_passes",
+    "readers_of",
+]
 
 BLOCK_ROWS = 256
 Item: TypeAlias = Example | Compared
 T = TypeVar("T")
 V = TypeVar("V")
-_LINE = pattern(r"^(.*), line (\d+): ")
-_LINES = (".jsonl", ".json")
+_ROW = pattern(r"^.*, (line|row) \d+: ")
+"""Begin of a message on one row; others are on a file, whose rest is not read."""
 
 
 class AgainError(Exception):
@@ -71,6 +83,20 @@ def quiet() -> Generator[None]:
 
 
 @dataclass(slots=True)
+class Block:
+    """Some rows of a source, one after another."""
+
+    rows: list[SourceRow] = field(default_factory=list[SourceRow])
+    """Those that can be parsed."""
+    skipped: list[Skipped] = field(default_factory=list[Skipped])
+    """What leaves rows out before they are read."""
+    read: list[tuple[SourceRow, list[Item]]] = field(
+        default_factory=list[tuple[SourceRow, list[Item]]]
+    )
+    """All others that can be read, with what a run would read of them."""
+
+
+@dataclass
 class Reader:
     """Reads the rows of one source."""
 
@@ -78,6 +104,8 @@ class Reader:
     source: SourceBase
     name: str
     key: str
+    keep: Keep | None = None
+    """The user's function of a row."""
     columns: Columns | dict[str, str | None] | None = None
     """Once they are chosen."""
     repeats_prompt: bool = True
@@ -136,7 +164,8 @@ class Reader:
         except UserError:
             with suppress(UserError):  # of a row that cannot be parsed, which is told elsewhere
                 for row in iter_source(self.source):
-                    self._learn(row)
+                    if self.keep is None or self.keep(row):
+                        self._learn(row)
             self.columns = self._chosen_from(self._witness_rows())
 
     def _chosen_from(self, rows: Sequence[SourceRow]) -> Columns | dict[str, str | None]:
@@ -176,94 +205,129 @@ class Reader:
             self.columns = chosen
             raise AgainError
 
-    def read(self, rows: Sequence[SourceRow], first: int) -> list[list[Item]]:
-        """What a run reads of each row: an example, or preferences. The first row has the number
-        `first` in its source, counted from 1. Raises UserError as a run would."""
+    @property
+    def content_columns(self) -> Sequence[str]:
+        """Columns of which the content of a row consists, besides that of the images."""
+        return self._answers.content_columns
+
+    @property
+    def images_column(self) -> str | None:
+        """The column of the images, if there is one."""
+        return self._answers.images_column
+
+    def missing(self, row: SourceRow) -> str | None:
+        """Why a row has no answer, with its place. Raises UserError as a run would."""
+        return self._answers.missing(row)
+
+    @property
+    def _answers(self) -> PairColumns | ExampleReader:
+        if isinstance(self.columns, dict):
+            return PairColumns(self.columns, self.repeats_prompt)
+        return self._example_reader
+
+    @cached_property
+    def _example_reader(self) -> ExampleReader:
+        assert isinstance(self.columns, Columns)
+        return ExampleReader(self.source, self.columns, self.name)
+
+    @cached_property
+    def _in_file_order(self) -> InFileOrder:
+        return InFileOrder(Sieve(self.cfg.data, self, None))
+
+    def sift(self, rows: Sequence[SourceRow]) -> list[Skipped | None]:
+        """What leaves each row out, of those that the user's function wants. These rows follow
+        those of the calls before. Raises UserError as a run would."""
+        if isinstance(self.columns, dict) and self.cfg.data.missing_answers == "drop":
+            columns = PairColumns(self.columns)
+            complete = [row for row in rows if columns.missing(row) is None]
+            self._settle_repeats(complete, self.columns)
+        return self._in_file_order(rows)
+
+    def read(self, rows: Sequence[SourceRow], numbers: Sequence[int]) -> list[list[Item]]:
+        """What a run reads of each row: an example, or preferences. The numbers are those of the
+        rows in their source, counted from 1. Raises UserError as a run would."""
         assert self.columns is not None
         if isinstance(self.columns, dict):
-            return self._pairs(rows, first, self.columns)
+            return self._pairs(rows, numbers, self.columns)
         anchored = [*([] if self._anchor is None else [self._anchor]), *rows]
         num_before = len(anchored) - len(rows)
         read = ExampleReader(self.source, self.columns, self.name)
-        examples = read(anchored, range(first - 1 - num_before, first - 1 + len(rows)))
+        examples = read(anchored, [0] * num_before + [number - 1 for number in numbers])
         self._anchor = self._anchor or rows[0]
         return [[each] for each in examples[num_before:]]
 
     def _pairs(
-        self, rows: Sequence[SourceRow], first: int, columns: dict[str, str | None]
+        self, rows: Sequence[SourceRow], numbers: Sequence[int], columns: dict[str, str | None]
     ) -> list[list[Item]]:
-        if self.repeats_prompt:
-            shortened, repeated = without_prompt(rows, columns)
-            if not repeated:
-                self.repeats_prompt = False
-                if self.num_repeats:
-                    raise AgainError  # the rows before were read without their prompts
-            else:
-                self.num_repeats += len(rows)
-            rows = shortened
-        numbers = range(first - 1, first - 1 + len(rows))
-        items = map_chosen_pairs(rows, self.source, columns, self.name, numbers)
+        rows = self._settle_repeats(rows, columns)
+        self.num_repeats += len(rows) * self.repeats_prompt
+        counted = [number - 1 for number in numbers]
+        items = map_chosen_pairs(rows, self.source, columns, self.name, counted)
         if isinstance(self.cfg, PairsConfig) and self.cfg.is_unpaired and self.has_pairs:
             return [[*single_completions(item)] for item in items]
         return [[item] for item in items]
+
+    def _settle_repeats(
+        self, rows: Sequence[SourceRow], columns: dict[str, str | None]
+    ) -> Sequence[SourceRow]:
+        """The rows without their prompts, if all rows so far repeat them."""
+        if not self.repeats_prompt or not rows:
+            return rows
+        shortened, repeated = without_prompt(rows, columns)
+        if not repeated:
+            self.repeats_prompt = False
+            if self.num_repeats:
+                raise AgainError  # the rows before were read without their prompts
+        return shortened
 
     def take_first(self, rows: Sequence[SourceRow]) -> None:
         """Choose columns by the first rows, and how pairs give their prompt, for rows that are read
         one by one. Raises UserError as a run would."""
         self.choose(rows)
         if isinstance(self.columns, dict):
-            self.repeats_prompt = bool(without_prompt(rows, self.columns)[1])
+            drops_missing = self.cfg.data.missing_answers == "drop"
+            settled, _ = PairColumns.settled(rows, self.columns, drops_missing=drops_missing)
+            self.repeats_prompt = settled.repeats
 
     def start_again(self) -> None:
         """Forget the rows, and keep what was learned of them."""
         self._witnesses, self._first, self._anchor, self.num_repeats = {}, None, None, 0
+        for name in ("_in_file_order", "_example_reader"):
+            self.__dict__.pop(name, None)
 
-    def blocks(self, problems: Problems) -> Iterator[tuple[int, list[SourceRow]]]:
-        """Rows in blocks, each with the number of its first row. A row that cannot be parsed is
-        added to the problems; reading goes on after it where that is possible."""
+    def blocks(
+        self, problems: Problems
+    ) -> Iterator[tuple[list[SourceRow], list[tuple[int, SourceRow, Skipped | None]]]]:
+        """Blocks of rows; and again each with its number, counted from 1, and what the user's
+        function leaves it out by, without those for which it fails. What cannot be parsed or judged
+        is added to the problems; reading goes on after it where that is possible."""
         rows = self._rows(problems)
         first = 1
-        while block := list(islice(rows, BLOCK_ROWS)):
-            for row in block:
-                self._learn(row)
-            yield first, block
-            first += len(block)
+        while found := list(islice(rows, BLOCK_ROWS)):
+            numbered = list(enumerate(found, first))
+            first += len(found)
+            judged = attempt(
+                numbered, lambda some: passing(self.keep, [row for _, row in some]), problems
+            )
+            for (_, row), why in judged:
+                if why is None:
+                    self._learn(row)
+            yield found, [(number, row, why) for (number, row), why in judged]
 
     def _rows(self, problems: Problems) -> Iterator[SourceRow]:
         num_read = 0
+
+        def bad(error: UserError) -> None:
+            problems.add(f"{error}")
+            if not _ROW.match(f"{error}"):
+                problems.stopped.append(f"{self.source.path}, after {num_read:,} rows")
+
         try:
-            for row in iter_source(self.source):
+            for row in iter_source(self.source, bad):
                 num_read += 1
                 yield row
         except UserError as error:
             problems.add(f"{error}")
-            found = _LINE.match(f"{error}")
-            path = Path(found[1]) if found else None
-            if found is None or path is None or not _is_whole_source(path, self.source):
-                if num_read:
-                    problems.stopped.append(f"{self.source.path}, after {num_read:,} rows")
-                return
-            most = self.source.max_rows
-            rest = _lines_after(path, int(found[2]), problems)
-            yield from islice(rest, None if most is None else max(most - num_read - 1, 0))
-
-
-def _is_whole_source(path: Path, source: SourceBase) -> bool:
-    """Whether a file of JSON lines is all that a source has."""
-    return path.suffix in _LINES and path == Path(source.path).expanduser() and path.is_file()
-
-
-def _lines_after(path: Path, number: int, problems: Problems) -> Iterator[SourceRow]:
-    """The rows of JSON lines after the line `number`, which cannot be parsed."""
-    with path.open("rb") as file:
-        for line_number, line in enumerate(file, start=1):
-            if line_number <= number or line.isspace():
-                continue
-            location = f"{path}, line {line_number}"
-            try:
-                yield json_row(parse_json(decode(line, location), location), location, path.parent)
-            except UserError as error:
-                problems.add(f"{error}")
 
 
 def read_in_passes(
@@ -293,25 +357,36 @@ def _is_read(readers: Sequence[Reader], read: Callable[[Reader], None]) -> bool:
     return True
 
 
-def blocks(
-    reader: Reader, problems: Problems
-) -> Iterator[tuple[list[SourceRow], list[tuple[SourceRow, list[Item]]]]]:
-    """Blocks of rows, each with those that can be read and what a run would read of them; what
-    cannot be read is added to the problems. Raises AgainError."""
-    for first, rows in reader.blocks(problems):
+def readers_of(cfg: ViewConfig, sources: Sequence[tuple[SourceBase, str, str]]) -> list[Reader]:
+    """Readers of sources, each with its name and its key. Raises UserError where the function of
+    `data.filter` cannot be imported."""
+    keep = load_filter(cfg.data.filter)
+    return [Reader(cfg, *source, keep=keep) for source in sources]
+
+
+def blocks(reader: Reader, problems: Problems) -> Iterator[Block]:
+    """Blocks of rows; what cannot be read is added to the problems. Raises AgainError."""
+    for rows, numbered in reader.blocks(problems):
+        block = Block(rows, [why for _, _, why in numbered if why is not None])
+        wanted = [(number, row) for number, row, why in numbered if why is None]
+        if not wanted:
+            yield block
+            continue
         try:
-            reader.choose(rows)
+            reader.choose([row for _, row in wanted])
         except UserError as error:
             problems.add(f"{error}")
             problems.stopped.append(f"{reader.source.path}: its columns are not known")
             return
-        numbered = list(enumerate(rows, first))
+        sifted = attempt(wanted, lambda some: reader.sift([row for _, row in some]), problems)
+        block.skipped += [why for _, why in sifted if why is not None]
         done = attempt(
-            numbered,
-            lambda some: reader.read([row for _, row in some], some[0][0]),
+            [each for each, why in sifted if why is None],
+            lambda some: reader.read([row for _, row in some], [number for number, _ in some]),
             problems,
         )
-        yield rows, [(row, items) for (_, row), items in done]
+        block.read = [(row, items) for (_, row), items in done]
+        yield block
     try:
         reader.require_settled()
     except UserError as error:

@@ -9,13 +9,14 @@ from itertools import islice
 from typing import Any
 
 from hone.data.columns import Example, value_of
-from hone.data.filters import FilterReport
+from hone.data.filters import REASONS, FilterReport
 from hone.data.images import without_bytes
+from hone.data.row_source import Skipped
 from hone.data.sources import SourceRow, shorten
 from hone.errors import UserError
 from hone.tools.data_view.chosen import HEAD_ROWS, Viewed
 from hone.tools.data_view.problems import Problems
-from hone.tools.data_view.reading import Item, Reader, examples_of, quiet
+from hone.tools.data_view.reading import Item, Reader, attempt, examples_of, quiet, readers_of
 from hone.tools.data_view.text import Language, Text, said
 
 __all__ = ["Column", "Piece", "Shown", "ShownRow", "ShownSource", "ShownText", "show"]
@@ -113,24 +114,36 @@ def show(viewed: Viewed, language: Language, *, first: int, number: int) -> Show
     source that is missing or empty, or has fewer rows than `first`."""
     with quiet():
         sources = tuple(
-            _source(Reader(viewed.cfg, *source), language, first, number)
-            for source in viewed.sources
+            _source(reader, language, first, number)
+            for reader in readers_of(viewed.cfg, viewed.sources)
         )
     return Shown(language.unit, language.note, sources)
 
 
 def _source(reader: Reader, language: Language, first: int, number: int) -> ShownSource:
     head: list[SourceRow] = []
-    own: list[SourceRow] = []
-    problem = ""
-    most = max(HEAD_ROWS, first + number - 1)
+    own: list[tuple[int, SourceRow, Skipped | None]] = []
+    problem, is_ready = "", False
+    last = first + number - 1
     problems = Problems()
-    rows = (row for _, block in reader.blocks(problems) for row in block)
-    for place, row in enumerate(islice(rows, most), start=1):
-        if place <= HEAD_ROWS:
-            head.append(row)
-        if first <= place < first + number:
-            own.append(row)
+    for found, numbered in reader.blocks(problems):
+        head += found[: HEAD_ROWS - len(head)]
+        wanted = [row for _, row, why in numbered if why is None]
+        if wanted and not is_ready and not problem:
+            try:
+                reader.take_first(wanted)
+                is_ready = True
+            except UserError as error:
+                problem = f"{error}"
+        sifted = attempt(wanted, reader.sift, problems) if is_ready else []
+        left_out = {id(row): why for row, why in sifted}
+        own += [
+            (place, row, why or left_out.get(id(row)))
+            for place, row, why in numbered
+            if first <= place <= last
+        ]
+        if numbered and numbered[-1][0] >= last:
+            break
     told = [message for kind in problems.kinds.values() for message in kind.told]
     if not head:
         raise UserError(told[0])
@@ -139,15 +152,14 @@ def _source(reader: Reader, language: Language, first: int, number: int) -> Show
             f"{reader.source.path} has no row {first:,}"
             + (f": {told[0]}" if told else "; lower --from")
         )
-    try:
-        reader.take_first(head)
-    except UserError as error:
-        problem = f"{error}"
     source = ShownSource(reader.source.path, reader.key, reader.layout, problem=problem)
     source.num_looked_at = len(head)
     source.columns = list(_columns(reader, head))
     if not problem:
-        source.rows = [_row(reader, language, row, first + n) for n, row in enumerate(own)]
+        source.rows = [
+            _row(reader, language, row, place) if why is None else _dropped(reader, row, place, why)
+            for place, row, why in own
+        ]
     return source
 
 
@@ -219,7 +231,7 @@ def _example(given: Sequence[Any]) -> str:
 
 def _row(reader: Reader, language: Language, row: SourceRow, number: int) -> ShownRow:
     try:
-        (items,) = reader.read([row], number)
+        (items,) = reader.read([row], [number])
         report = FilterReport()
         opened = language.open_images(items, report)
         entries = language.render(opened, False)
@@ -250,6 +262,13 @@ def _row(reader: Reader, language: Language, row: SourceRow, number: int) -> Sho
             for label, text, example in zip(labels, entry.texts, examples, strict=True)
         ]
     return ShownRow(f"{reader.name}:{number}", row.location, tuple(_facts(opened)), tuple(texts))
+
+
+def _dropped(reader: Reader, row: SourceRow, number: int, why: Skipped) -> ShownRow:
+    """A row that a run leaves out before it reads it."""
+    detail = why.where.removeprefix(row.location).removeprefix(": ")
+    reason = ": ".join(filter(None, [f"a row with {REASONS[why.reason].of_many}", detail]))
+    return ShownRow(f"{reader.name}:{number}", row.location, (("dropped", reason),), ())
 
 
 def _note(example: Example, note: str) -> str:

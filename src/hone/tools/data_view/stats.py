@@ -25,6 +25,7 @@ from hone.tools.data_view.reading import (
     blocks,
     examples_of,
     read_in_passes,
+    readers_of,
 )
 from hone.tools.data_view.text import Entry, Language, open_all, said
 
@@ -64,6 +65,8 @@ class Stats:
     tasks: Counter[str] = field(default_factory=Counter[str])
     num_read: int = 0
     """Rows that a run can read."""
+    dropped: FilterReport = field(default_factory=FilterReport)
+    """Rows that a run leaves out before it reads them; they are in no other figure."""
     num_unreadable_images: int = 0
     missing_answers: int | None = None
     """Rows without an answer; None where none is read."""
@@ -91,7 +94,7 @@ class Stats:
 def count(viewed: Viewed, language: Language, tell: Tell = lambda num_rows: None) -> Stats:
     """Count all rows of all sources. Ctrl-C ends it; what was counted until then is returned."""
     counter = _Counter(viewed, language, tell)
-    readers = [Reader(viewed.cfg, *source) for source in viewed.sources]
+    readers = readers_of(viewed.cfg, viewed.sources)
     if not read_in_passes(readers, counter.begin, counter.read):
         counter.stats.is_interrupted = True
     return counter.stats
@@ -117,13 +120,15 @@ class _Counter:
         source = SourceCounts(reader.source.path, reader.key)
         stats.sources.append(source)
         files = _Files(source)
-        for rows, read in blocks(reader, stats.problems):
+        for block in blocks(reader, stats.problems):
             source.layout, source.roles = reader.layout, reader.roles
-            source.num_rows += len(rows)
-            for row in rows:
+            source.num_rows += len(block.rows)
+            for row in block.rows:
                 files.see(row)
-            self._answers(reader, rows)
-            self._entries([(row, item) for row, items in read for item in items])
+            for why in block.skipped:
+                stats.dropped.skip(why)
+            self._answers(reader, block.rows)
+            self._entries([(row, item) for row, items in block.read for item in items])
             self._tell(stats.num_rows)
 
     def _answers(self, reader: Reader, rows: Sequence[SourceRow]) -> None:

@@ -198,6 +198,8 @@ def _print_sources(console: Console, stats: Stats) -> None:
     console.print(table)
     console.print()
     console.print(f"rows: {stats.num_rows:,}, of which a run can read {stats.num_read:,}")
+    for line in stats.dropped.skipped_in_words:
+        console.print(Text(printable(line)), soft_wrap=True)
     if stats.num_unreadable_images:
         number = f"{stats.num_unreadable_images:,}"
         console.print(f"dropped for an image that cannot be read: {number}")
@@ -356,7 +358,7 @@ def print_check(console: Console, checked: Checked) -> None:
 def conclusion(checked: Checked) -> Iterator[str]:
     """What else is to be said of a check."""
     for place in checked.problems.stopped:
-        yield f"reading stopped at {place}: what follows was not checked"
+        yield f"reading stopped at {place}: what follows there was not checked"
     if checked.note:
         yield f"note: {checked.note}"
     if checked.longest:

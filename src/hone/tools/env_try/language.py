@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, cast
 
 from hone.config.env_try import EnvTryConfig
-from hone.data.columns import Example, choose_columns, map_rows
+from hone.data.columns import Example, ExampleReader, choose_columns
+from hone.data.row_filters import InFileOrder, Sieve, load_filter
 from hone.data.settings import SourceBase
-from hone.data.sources import read_source, source_names
+from hone.data.sources import iter_source, source_names
 from hone.data.template_check import RenderError
 from hone.data.turns import Appended
 from hone.images.opening import open_image
@@ -61,12 +63,16 @@ def examples_of(cfg: EnvTryConfig, num_rows: int) -> list[Example]:
     with an empty prompt. Raises UserError."""
     found: list[Example] = []
     sources: Sequence[SourceBase] = cfg.data.train or cfg.data.eval
+    keep = load_filter(cfg.data.filter)
     for source, name in zip(sources, source_names(sources), strict=True):
         left = num_rows - len(found)
         if left > 0:
-            most = min(source.max_rows or left, left)
-            rows = read_source(source.model_copy(update={"max_rows": most}))
-            found += map_rows(rows, source, choose_columns(rows, source), name=name)
+            wanted = (row for row in iter_source(source) if keep is None or keep(row))
+            rows = list(islice(wanted, left))
+            read = ExampleReader(source, choose_columns(rows, source), name)
+            skipped = InFileOrder(Sieve(cfg.data, read, None))(rows)
+            kept = [row for row, why in zip(rows, skipped, strict=True) if why is None]
+            found += read(kept, range(len(kept)))
     return found if sources else [_empty(number) for number in range(1, num_rows + 1)]
 
 
