@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.config.tree import PairsDataConfig, SFTDataConfig
-from hone.data.columns import is_silent
+from hone.data.missing import is_silent
 from hone.data.pairs import load_pairs, map_pairs
 from hone.data.prompts import load_prompts
 from hone.data.reading import read_prompts
@@ -368,9 +368,9 @@ def test_a_function_cannot_change_the_columns(tmp_path: Path, rules: str):
 
 
 def test_columns_are_those_of_the_rows_that_are_used(tmp_path: Path, rules: str):
-    data: list[dict[str, Any]] = [{"question": "q", "answer": "1", "id": 2}]
-    data += [{"prompt": ["wrong"], "answer": "1", "id": 7}]
-    data += [{"prompt": "p", "answer": "1", "id": n} for n in (3, 4)]
+    data: list[dict[str, Any]] = [{"problem": "q", "answer": "1", "id": 2}]
+    data += [{"question": ["wrong"], "answer": "1", "id": 7}]
+    data += [{"question": "p", "answer": "1", "id": n} for n in (3, 4)]
     path = write_rows(tmp_path / "f.jsonl", data)
     for window in (None, 9):
         cfg = config(path, filter=f"{rules}:keep", shuffle_window=window, shuffle=False)
