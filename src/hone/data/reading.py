@@ -63,7 +63,9 @@ def read_prompts(
             numbers = range(num_read, num_read + len(block))
             num_read += len(block)
             rows, numbers = split(block, numbers, passing(keep, block), report)
-            read = read or ExampleReader.of_first(rows or block, source, name)
+            if not rows:
+                continue
+            read = read or ExampleReader.of_first(rows, source, name)
             in_order = in_order or InFileOrder(Sieve(cfg, read, None))
             examples = read(*in_order.kept(rows, numbers, report))
             examples = open_images(examples, images, cfg, report)
