@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.cli.command import first_rows
-from hone.config.tree import PairsDataConfig, SFTConfig, SFTDataConfig
+from hone.config.tree import PairsDataConfig, SFTConfig, SFTDataConfig, SFTRunConfig
 from hone.data.missing import is_silent
 from hone.data.pairs import load_pairs, map_pairs
 from hone.data.prompts import load_prompts
@@ -28,6 +28,7 @@ from hone.data.sft import load_sft
 from hone.data.streamed import StreamedRows
 from hone.errors import UserError
 from hone.models.settings import TrainedModelConfig
+from hone.observe.resumed_run import changed_settings, save_config
 from hone.tools.data_view.check import check
 from hone.tools.data_view.chosen import choose
 from hone.tools.data_view.text import plain_text
@@ -437,6 +438,20 @@ def test_first_rows_are_checked_without_those_that_are_left_out(tmp_path: Path, 
     assert "line 2: data.filter" in told
     (told,) = problems(filter=f"{rules}:gone")
     assert told.startswith(f"data.filter: {rules} has no function 'gone'")
+
+
+def test_a_run_that_goes_on_notices_other_code_of_its_filter(tmp_path: Path, rules: str):
+    path = write_rows(tmp_path / "f.jsonl", [{"prompt": "p", "completion": "1", "id": 3}])
+    cfg = SFTConfig(
+        run=SFTRunConfig(dir=tmp_path / "run"),
+        model=TrainedModelConfig(path="none"),
+        data=SFTDataConfig(train=(SourceConfig(path=path),), filter=f"{rules}:keep"),
+    )
+    cfg.run.dir.mkdir()
+    save_config(cfg)
+    assert changed_settings(cfg) == {}
+    Path(rules).write_text("def keep(row):\n    return True\n")
+    assert list(changed_settings(cfg)) == [f"the code of data.filter ({rules}:keep)"]
 
 
 def test_first_pairs_are_checked_without_silent_ones():
