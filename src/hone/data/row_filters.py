@@ -142,6 +142,12 @@ class InFileOrder:
         UserError."""
         return self._sieve.with_repeats(rows, self._digests.add)
 
+    def learn(self, rows: Sequence[SourceRow]) -> None:
+        """Take rows for earlier ones that have come already, where reading begins behind them.
+        Raises UserError."""
+        if self._sieve.drops_duplicates:
+            self._digests.add(self._sieve.hashes(rows))
+
     def kept(
         self, rows: Sequence[SourceRow], numbers: Sequence[int], report: FilterReport
     ) -> tuple[list[SourceRow], list[int]]:
