@@ -22,7 +22,7 @@ from hone.data.rows import SourceRow
 from hone.data.settings import DataConfig, template_fields
 from hone.errors import UserError
 
-__all__ = ["InFileOrder", "Keep", "ReadColumns", "Sieve", "load_filter", "passing"]
+__all__ = ["InFileOrder", "Keep", "ReadColumns", "Sieve", "load_filter", "passing", "split"]
 
 Keep: TypeAlias = Callable[[SourceRow], bool]
 """Whether the user's function wants a row. Raises UserError."""
