@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from hone.data import duplicates, streamed
 from hone.data.duplicates import Digests, Repeats, digest
 from hone.data.order import EpochOrder, Window
-from hone.data.row_filters import Sieve
+from hone.data.row_filters import InFileOrder, Sieve
 from hone.data.row_source import Skipped
 from hone.data.rows import SourceRow
 from hone.data.settings import DataConfig
@@ -275,6 +276,7 @@ def test_reading_again_is_logged_where_it_takes_a_moment(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO")
+    monkeypatch.setattr(duplicates, "_MOMENT_S", math.inf)
     source(SIZES_LEDGER, CONTENTS, 9).row(40)
     assert caplog.messages == []
     monkeypatch.setattr(duplicates, "_MOMENT_S", -1)
@@ -282,6 +284,24 @@ def test_reading_again_is_logged_where_it_takes_a_moment(
     first, last = caplog.messages
     assert first.startswith("a: the 40 rows of the epoch before this place are read again")
     assert last.startswith("a: 40 rows read again in ")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=rows(), begin=st.floats(0, 1), size=st.integers(1, 9))
+def test_reading_in_file_order_may_begin_anywhere(data, begin: float, size: int):
+    sizes, contents = data
+    located = [SourceRow({"p": x, "id": n}, f"row {n}") for n, x in enumerate(contents)]
+    expected = slow(sizes, contents, 1, num_epochs=1, shuffle=False)
+    first = int(begin * len(located))
+    in_order, found = InFileOrder(Sieve(CFG, ByOneColumn(), wants)), list[int | str]()
+    in_order.learn(located[:first])
+    for start in range(first, len(located), size):
+        some = located[start : start + size]
+        found += [
+            (row.columns["id"] if row.columns["p"] else "too_long") if why is None else why.reason
+            for row, why in zip(some, in_order(some), strict=True)
+        ]
+    assert found == expected[first:]
 
 
 def test_digests_are_of_what_a_run_reads():

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from hone.config.tree import PairsDataConfig, SFTDataConfig
-from hone.data.columns import is_silent
+from hone.cli.command import first_rows
+from hone.config.tree import PairsDataConfig, SFTConfig, SFTDataConfig, SFTRunConfig
+from hone.data.missing import is_silent
 from hone.data.pairs import load_pairs, map_pairs
 from hone.data.prompts import load_prompts
 from hone.data.reading import PromptReader
@@ -26,6 +27,11 @@ from hone.data.settings import (
 from hone.data.sft import load_sft
 from hone.data.streamed import StreamedRows
 from hone.errors import UserError
+from hone.models.settings import TrainedModelConfig
+from hone.observe.resumed_run import changed_settings, save_config
+from hone.tools.data_view.check import check
+from hone.tools.data_view.chosen import choose
+from hone.tools.data_view.text import plain_text
 from tests.data.support import char_tokenizer, write_rows
 from tests.data.test_streamed_files import ids, write
 from tests.tables import table
@@ -208,7 +214,7 @@ def answered(tmp_path: Path, values: Sequence[Any], pattern: str | None = None) 
 def test_prompts_without_an_answer_are_dropped(tmp_path: Path):
     assert answered(tmp_path, ["1", None, "", " ", 0, False, "\t"]) == ["1", "0", "false"]
     assert answered(tmp_path, [[1], [], None]) == ["[1]", "[]"]
-    found = answered(tmp_path, ["#### 1", "none", None, "####  ", "#### 2"], r"####\s*(.*)")
+    found = answered(tmp_path, ["#### 1", "none", None, "####  ", "#### 2"], r"####(.*)")
     assert found == ["1", "2"]
     # Other wrong values stay errors.
     with pytest.raises(UserError, match="line 1: column 'answer' holds nan"):
@@ -368,9 +374,9 @@ def test_a_function_cannot_change_the_columns(tmp_path: Path, rules: str):
 
 
 def test_columns_are_those_of_the_rows_that_are_used(tmp_path: Path, rules: str):
-    data: list[dict[str, Any]] = [{"question": "q", "answer": "1", "id": 2}]
-    data += [{"prompt": ["wrong"], "answer": "1", "id": 7}]
-    data += [{"prompt": "p", "answer": "1", "id": n} for n in (3, 4)]
+    data: list[dict[str, Any]] = [{"problem": "q", "answer": "1", "id": 2}]
+    data += [{"question": ["wrong"], "answer": "1", "id": 7}]
+    data += [{"question": "p", "answer": "1", "id": n} for n in (3, 4)]
     path = write_rows(tmp_path / "f.jsonl", data)
     for window in (None, 9):
         cfg = config(path, filter=f"{rules}:keep", shuffle_window=window, shuffle=False)
@@ -386,5 +392,75 @@ def test_where_nothing_is_left_the_reasons_are_named(tmp_path: Path, rules: str)
     with pytest.raises(UserError, match=r"0 of 9 rows kept; 9 dropped with false from"):
         list(PromptReader(cfg, TOKENIZER, seed=0, max_prompt_tokens=99).read())
     cfg = config(path, filter=f"{rules}:none", shuffle_window=9)
-    with pytest.raises(UserError, match="all 9 rows were read, and none is left"):
+    with pytest.raises(UserError, match=r"none of the 9 rows is left: 9 dropped with false"):
         load_prompts(cfg, TOKENIZER)
+
+
+def test_columns_are_found_behind_many_rows_that_are_left_out(tmp_path: Path, rules: str):
+    """As in a file that is sorted by what the function looks at."""
+    data: list[dict[str, Any]] = [{"problem": n, "answer": [], "id": 2} for n in range(600)]
+    data += [{"question": "p", "answer": "1", "id": 3}]
+    path = write_rows(tmp_path / "f.jsonl", data)
+    cfg = config(path, filter=f"{rules}:keep", shuffle_window=9)
+    assert ids(load_prompts(cfg, TOKENIZER).train.take(2)) == ["f:601"] * 2
+    reader = PromptReader(cfg, TOKENIZER, seed=0, max_prompt_tokens=99)
+    assert ids(prompt for _, prompt in reader.read()) == ["f:601"]
+    checked = check(choose([path, f"--data.filter={rules}:keep"], "rl"), plain_text(""))
+    assert (checked.num_dropped, checked.sources[0].num_kept, len(checked.problems)) == (600, 1, 0)
+
+
+# Before a run.
+
+
+def test_first_rows_are_checked_without_those_that_are_left_out(tmp_path: Path, rules: str):
+    data: list[dict[str, Any]] = [{"prompt": ["wrong"], "completion": "1", "id": 2}]
+    data += [
+        {"prompt": "p", "completion": None, "id": 3},
+        {"prompt": "p", "completion": "1", "id": 4},
+    ]
+    path = write_rows(tmp_path / "f.jsonl", data)
+
+    def problems(**settings: Any) -> list[str]:
+        cfg = SFTConfig(
+            model=TrainedModelConfig(path="none"),
+            data=SFTDataConfig(train=(SourceConfig(path=path),), **settings),
+        )
+        found = first_rows(cfg)
+        return [f"{each['key']}: {each['problem']}" for each in found.get("data_problems", ())]
+
+    keep = {"filter": f"{rules}:keep"}
+    assert problems(**keep, missing_answers="drop") == []
+    (told,) = problems(**keep)
+    assert "data.train.0.path: " in told
+    assert "line 2: nothing in column 'completion'" in told
+    (told,) = problems(missing_answers="drop")
+    assert "line 1: a chat message needs a role" in told
+    (told,) = problems(filter=f"{rules}:fails", missing_answers="drop")
+    assert "line 2: data.filter" in told
+    (told,) = problems(filter=f"{rules}:gone")
+    assert told.startswith(f"data.filter: {rules} has no function 'gone'")
+
+
+def test_a_run_that_goes_on_notices_other_code_of_its_filter(tmp_path: Path, rules: str):
+    path = write_rows(tmp_path / "f.jsonl", [{"prompt": "p", "completion": "1", "id": 3}])
+    cfg = SFTConfig(
+        run=SFTRunConfig(dir=tmp_path / "run"),
+        model=TrainedModelConfig(path="none"),
+        data=SFTDataConfig(train=(SourceConfig(path=path),), filter=f"{rules}:keep"),
+    )
+    cfg.run.dir.mkdir()
+    save_config(cfg)
+    assert changed_settings(cfg) == {}
+    Path(rules).write_text("def keep(row):\n    return True\n")
+    assert list(changed_settings(cfg)) == [f"the code of data.filter ({rules}:keep)"]
+
+
+def test_first_pairs_are_checked_without_silent_ones():
+    rows = [{"prompt": "p:", "chosen": f"p:{x}", "rejected": "p:n"} for x in ("a", "", "b")]
+    rows += [{"prompt": "p:", "chosen": None, "rejected": "p:n"}]
+    located = [SourceRow(row, f"row {number}") for number, row in enumerate(rows, start=1)]
+    items, told = map_pairs(located, PairSourceConfig(path="f"), drops_missing=True)
+    assert [item.location for item in items] == ["row 1", "row 3"]
+    assert told == [
+        "chosen and rejected of all first 3 rows begin with the prompt, which is taken off them"
+    ]

@@ -147,8 +147,8 @@ def test_runs_train_to_the_ends_that_the_model_declares(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"model": {"path": model.path}, "run": run}
     sft_cfg = SFTConfig.model_validate({**fields, "data": {"train": [sft]}})
     dpo_cfg = DPOConfig.model_validate({**fields, "data": {"train": [pairs]}})
-    (row,) = supervised.load_rows(sft_cfg, tokenizer).train.sources[0]
-    (preference,) = supervised.load_rows(dpo_cfg, tokenizer).train.sources[0]
+    (row,) = supervised.load_rows(sft_cfg, tokenizer).train.first_rows()
+    (preference,) = supervised.load_rows(dpo_cfg, tokenizer).train.first_rows()
     assert [sum(row.loss_mask) for row in (row, *preference.rows)] == [2, 2, 3]
 
 
@@ -164,7 +164,7 @@ def test_what_was_cut_as_it_was_sampled_is_trained_without_an_end(
     rows = [{"prompt": "1+1", "completion": "<think>so 1", **told}]
     cfg = SFTDataConfig(train=(SourceConfig(path=write_rows(tmp_path / "s.jsonl", rows)),))
     with caplog.at_level(logging.INFO):
-        (row,) = load_sft(cfg, tokenizer, seed=0).train.sources[0]
+        (row,) = load_sft(cfg, tokenizer, seed=0).train.first_rows()
     assert str(tokenizer.decode(row.token_ids)).endswith(f"assistant\n<think>so 1{end}")
     assert ("1 of 1 completions were cut" in caplog.text) == cut
 
@@ -186,7 +186,7 @@ def test_each_completion_of_a_pair_ends_or_does_not(for_reward_model: bool, tmp_
     asked = "<start_of_turn>model\n"
     said = [
         [str(tokenizer.decode(row.token_ids)).partition(asked)[2].strip() for row in pair.rows]
-        for pair in data.train.sources[0]
+        for pair in data.train.first_rows()
     ]
     assert said == [
         ["2<end_of_turn>", "3<end_of_turn>"],

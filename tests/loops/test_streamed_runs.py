@@ -36,6 +36,23 @@ def data(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def filtered(data: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The same, with rows that come twice, rows without an answer, and rows that a function leaves
+    out."""
+    rows = generate(90, seed=1, low=0, high=99)[20:50]
+    blank = [{**row, "answer": None} for row in rows[:8]]
+    table = pa.Table.from_pylist([*rows, *blank])
+    pq.write_table(table, folder_of(data) / "3.parquet", row_group_size=7)
+    (tmp_path / "rules.py").write_text("def keep(row):\n    return row['prompt'][0] != '4'\n")
+    filters = {
+        "missing_answers": "drop",
+        "duplicates": "drop",
+        "filter": f"{tmp_path}/rules.py:keep",
+    }
+    return {**data, **filters}
+
+
 def folder_of(data: dict[str, Any]) -> Path:
     return Path(data["train"][0]["path"])
 
@@ -77,12 +94,35 @@ def test_a_run_does_not_go_on_with_other_rows(
         reinforce.run(make_config(run={"dir": tmp_path / "run", "steps": 2}, **sections))
 
 
-@pytest.mark.slow
-def test_R18_two_processes_draw_what_one_does(
-    make_config: MakeConfig, tmp_path: Path, data: dict[str, Any]
+def test_a_run_with_filters_goes_on_at_its_row(
+    make_config: MakeConfig, tmp_path: Path, filtered: dict[str, Any]
 ) -> None:
     sections: dict[str, Any] = {
-        "data": data,
+        "data": {**filtered, "max_prompt_tokens": 6, "shuffle_window": 200},
+        "log": {"samples_per_step": 99},
+        "checkpoint": {"every_n_steps": 1},
+    }
+    whole = make_config(run={"dir": tmp_path / "whole", "steps": 8}, **sections)
+    reinforce.run(whole)
+    for steps in (1, 2, 6, 8):
+        reinforce.run(make_config(run={"dir": tmp_path / "parts", "steps": steps}, **sections))
+    assert_same_run(whole.run.dir, tmp_path / "parts")
+    (*_, last) = lines(whole.run.dir / "metrics.jsonl")
+    reasons = {key.removeprefix("data/skipped_") for key in last if "data/skipped_" in key}
+    assert {"filter", "missing_answer", "duplicate"} <= reasons
+    skipped = sum(number for key, number in last.items() if key.startswith("data/skipped_"))
+    assert last["data/rows_read"] == 32 + skipped
+    drawn = [row["prompt"] for row in lines(whole.run.dir / "samples.jsonl")]
+    assert len({*drawn}) == 32
+    assert not any(prompt.startswith("4") for prompt in drawn)
+
+
+@pytest.mark.slow
+def test_R18_two_processes_draw_what_one_does(
+    make_config: MakeConfig, tmp_path: Path, filtered: dict[str, Any]
+) -> None:
+    sections: dict[str, Any] = {
+        "data": filtered,
         "log": {"samples_per_step": 99},
         "checkpoint": {"every_n_steps": 1},
         "trainer": {"optimizer": {"lr": 1e-3}, "logits_chunk_tokens": 64},

@@ -433,7 +433,12 @@ def first_rows(cfg: Command) -> Known:
     try:
         keep = load_filter(cfg.data.filter)
     except UserError as error:
-        return {"data_problems": [{"key": "data", "problem": f"{error}"}], "weak_pairs": []}
+        return {
+            "data_problems": [
+                {"key": "data.filter", "problem": f"{error}".removeprefix("data.filter: ")}
+            ],
+            "weak_pairs": [],
+        }
     named = not isinstance(cfg, SFTConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
     problems: list[dict[str, Any]] = []

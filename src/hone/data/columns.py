@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hone.data.images import (
@@ -19,12 +18,13 @@ from hone.data.images import (
     values_in,
     without_bytes,
 )
+from hone.data.missing import is_silent, listed, nothing_in
 from hone.data.settings import SourceBase
+from hone.data.sharegpt import sharegpt_problem
 from hone.data.sources import SourceRow, short_name, shorten
 from hone.errors import UserError
 from hone.images.parts import IMAGE_COLUMNS, has_images
 from hone.observe.column_values import as_text
-from hone.paths import data_suffix, is_url
 from hone.types import Message, StopReason
 
 if TYPE_CHECKING:
@@ -39,11 +39,9 @@ __all__ = [
     "assistant_message",
     "choose_column",
     "choose_columns",
-    "is_silent",
     "is_truncated",
     "log_truncated",
     "map_rows",
-    "nothing_in",
     "prompt_in",
     "prompt_with_images",
     "read_examples",
@@ -445,44 +443,16 @@ def choose_column(
     )
     raise UserError(
         f"{source.path}: no column for the {_NOUNS.get(role, role)}: looked for {candidates}; "
-        f"found {_listed(columns)}. Name the right one in `columns.{key}` of this source."
+        f"found {listed(columns)}. Name the right one in `columns.{key}` of this source."
     )
 
 
 def _refuse_sharegpt(rows: Sequence[SourceRow], source: SourceBase, names: Iterable[str]) -> None:
-    """Raise UserError, with a program that converts them, where a column of `names` has ShareGPT's
-    turns."""
+    """Raise UserError where a column of `names` has ShareGPT's turns."""
     for name in names:
         turns = next((v for row in rows if (v := value_of(row.columns, name)) is not None), None)
-        turn = turns[0] if isinstance(turns, list) and turns else None
-        if isinstance(turn, Mapping) and {"from", "value"} <= turn.keys():
-            raise UserError(
-                f"{source.path}: the turns of column {name!r} have `from` and `value`, as "
-                "ShareGPT's do; messages have `role` and `content`. This Python writes them so:"
-                f"\n\n{_converter(source, name)}\nName messages.jsonl in `path` then."
-            )
-
-
-def _converter(source: SourceBase, column: str) -> str:
-    """A Python program that writes ShareGPT's turns as messages."""
-    path = source.path if is_url(source.path) else str(Path(source.path).expanduser())
-    if (suffix := data_suffix(path)) is not None:
-        reader = "parquet" if suffix == ".parquet" else "json"
-        opened = f"{reader!r}, data_files={path!r}, split='train'"
-    else:
-        subset = "" if source.subset is None else f"{source.subset!r}, "
-        opened = f"{path!r}, {subset}split={source.split!r}"
-    return (
-        "    from datasets import load_dataset  # pip install datasets\n"
-        "    roles = {'human': 'user', 'gpt': 'assistant'}\n"
-        "    def message(turn):\n"
-        "        who = turn['from']\n"
-        "        return {'role': roles.get(who, who), 'content': turn['value']}\n"
-        "    def messages(row):\n"
-        f"        return {{'messages': [message(turn) for turn in row[{column!r}]]}}\n"
-        f"    rows = load_dataset({opened})\n"
-        f"    rows.map(messages, remove_columns={column!r}).to_json('messages.jsonl')\n"
-    )
+        if (problem := sharegpt_problem(source, name, turns)) is not None:
+            raise UserError(problem)
 
 
 def required(row: SourceRow, column: str | None, role: str) -> Any:
@@ -491,32 +461,6 @@ def required(row: SourceRow, column: str | None, role: str) -> Any:
     if value is None:
         raise UserError(nothing_in(row, column, role))
     return value
-
-
-def nothing_in(row: SourceRow, column: str | None, role: str) -> str:
-    """The message, with the place, that the column of `role` is empty in a row."""
-    return (
-        f"{row.location}: nothing in column {column!r}, which was to give the {role}; "
-        f"the row has {_listed(row.columns)}"
-    )
-
-
-def is_silent(value: Any) -> bool:
-    """Whether a completion says nothing: null, blank text, no message, or a last message of the
-    assistant without text and calls of tools."""
-    if isinstance(value, str):
-        return not value.strip()
-    if not isinstance(value, list) or not value:
-        return value is None or value == []
-    last = value[-1]
-    if not isinstance(last, Mapping) or last.get("role") != "assistant" or last.get("tool_calls"):
-        return False
-    content = last.get("content")
-    if has_images(content):
-        return False
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    return not any(text.strip() if isinstance(text, str) else text for text in texts)
 
 
 def prompt_in(row: SourceRow, column: str | None) -> str | list[Message]:
@@ -632,10 +576,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     return "an object" if isinstance(value, dict) else "text or a number"
-
-
-def _listed(columns: Mapping[str, Any]) -> str:
-    return ", ".join(columns) or "no columns"
 
 
 def _compile(pattern: str | None) -> re.Pattern[str] | None:

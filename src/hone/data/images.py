@@ -88,7 +88,7 @@ def open_images(
 
     Raises UserError; also for images where `reader` is None, which a text model has.
     """
-    if reader is not None:
+    if reader is not None and rows:
         _say_unseen(rows)
     if not any(row.given_images.values for row in rows):
         return list(rows)

@@ -216,8 +216,7 @@ class _Loader(Generic[E, R, T]):
         report = FilterReport()
         kept = split(rows, numbers, skipped, report)
         if rows and not kept[0]:
-            why = "; ".join(report.skipped_in_words)
-            raise UserError(f"{source.path}: none of the {len(rows):,} rows is left: {why}")
+            raise _none_left(source, len(rows), report)
         self.report.add_skipped(report)
         return kept
 
@@ -254,10 +253,7 @@ class _Loader(Generic[E, R, T]):
         return kept, evaluation
 
     def _streamed(self, rows: SourceIndex, source: SourceConfig, name: str) -> StreamedRows[T]:
-        first = rows.rows(0, range(min(AHEAD_ROWS, int(rows.sizes.num_rows[0]))))
-        # Where all of the first rows are left out, they show the columns none the less.
-        left = split(first, range(len(first)), passing(self.keep, first), FilterReport())[0]
-        read = self.readers.by_first(left or first, source, name)
+        read = self.readers.by_first(self._first_wanted(rows, source), source, name)
         names = read.item_names
         made = StreamedRows(
             rows if len(names) == 1 else RowsOfItems(rows, len(names)),
@@ -275,6 +271,19 @@ class _Loader(Generic[E, R, T]):
         if self.fraction:
             self._hold_out(made, read, source)
         return made
+
+    def _first_wanted(self, rows: SourceIndex, source: SourceConfig) -> list[SourceRow]:
+        """First rows of a source, of those that the user's function wants. Raises UserError where
+        it wants none."""
+        report = FilterReport()
+        for block, num_rows in enumerate(rows.sizes.num_rows.tolist()):
+            for start in range(0, num_rows, AHEAD_ROWS):
+                numbers = range(start, min(start + AHEAD_ROWS, num_rows))
+                some = rows.rows(block, numbers)
+                wanted, _ = split(some, numbers, passing(self.keep, some), report)
+                if wanted:
+                    return wanted
+        raise _none_left(source, rows.num_rows, report)
 
     def _hold_out(
         self,
@@ -327,3 +336,9 @@ class _Loader(Generic[E, R, T]):
 
     def _is_held_out(self, row: R) -> bool:
         return is_held_out(row, seed=self.seed, fraction=self.fraction)
+
+
+def _none_left(source: SourceBase, num_rows: int, report: FilterReport) -> UserError:
+    """The error of a source of which filters leave no row."""
+    why = "; ".join(report.skipped_in_words)
+    return UserError(f"{source.path}: none of the {num_rows:,} rows is left: {why}")

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,11 +27,8 @@ from hone.data.columns import (
     Example,
     as_message,
     assistant_message,
-    choose_column,
-    is_silent,
     is_truncated,
     log_truncated,
-    nothing_in,
     prompt_in,
     prompt_with_images,
     required,
@@ -41,6 +37,14 @@ from hone.data.columns import (
 from hone.data.filters import LengthLimit
 from hone.data.images import GivenImages, without_bytes
 from hone.data.loading import load_data
+from hone.data.pair_columns import (
+    NAMES,
+    STOP_REASONS,
+    PairColumns,
+    choose_pair_columns,
+    common_start,
+    without_prompt,
+)
 from hone.data.prompts import is_put_into_template, show_template
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
@@ -56,18 +60,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Compared",
-    "PairColumns",
     "PairReader",
     "PairReaders",
     "PairsData",
-    "choose_pair_columns",
     "load_pairs",
     "map_chosen_pairs",
     "map_pairs",
     "read_pairs",
     "single_completions",
     "weak_pairs",
-    "without_prompt",
 ]
 
 logger = logging.getLogger(__name__)
@@ -102,9 +103,6 @@ class Compared:
         return replace(self, completions=examples)
 
 
-_NAMES = ("chosen", "rejected")
-_NOUNS = {name: f"{name} completion" for name in _NAMES} | {"completion": "completion"}
-_STOP_REASONS = ("stop_reason", "rejected_stop_reason")
 _NOTHING: Message = {"role": "assistant", "content": ""}
 PairsData: TypeAlias = Data[Preference]
 
@@ -240,59 +238,6 @@ def map_pairs(
     return items, repeated + weak_pairs(items, "first ")
 
 
-@dataclass(frozen=True)
-class PairColumns:
-    """The column of each role, as `choose_pair_columns` chooses them."""
-
-    by_role: Mapping[str, str | None]
-    repeats: bool = False
-    """Whether completions begin with the prompt."""
-
-    @classmethod
-    def settled(
-        cls,
-        rows: Sequence[SourceRow],
-        by_role: Mapping[str, str | None],
-        which: str = "",
-        *,
-        drops_missing: bool,
-    ) -> tuple[PairColumns, list[str]]:
-        """The columns, once rows have shown whether all repeat their prompts, and a warning if they
-        do. With `drops_missing` completions that say nothing show nothing."""
-        if drops_missing:
-            rows = [row for row in rows if cls(by_role).missing(row) is None]
-        shortened, repeated = without_prompt(rows, by_role, which) if rows else (rows, [])
-        return cls(by_role, repeats=shortened is not rows), repeated
-
-    @property
-    def content_columns(self) -> Sequence[str]:
-        """Columns of which the content of a row consists, besides that of the images."""
-        named = [name for role, name in self.by_role.items() if name and role != "images"]
-        return [*named, *_STOP_REASONS]
-
-    @property
-    def images_column(self) -> str | None:
-        """The column of the images, if there is one."""
-        return self.by_role.get("images")
-
-    def missing(self, row: SourceRow) -> str | None:
-        """Why a completion of a row says nothing, with its place; None where none does."""
-        roles = {role: self.by_role[role] for role in _NOUNS if self.by_role.get(role)}
-        values = {role: value_of(row.columns, name) for role, name in roles.items()}
-        texts = [value for value in values.values() if isinstance(value, str)]
-        start = 0
-        if self.repeats:
-            prompt = value_of(row.columns, self.by_role["prompt"])
-            has_start = isinstance(prompt, str) and all(text.startswith(prompt) for text in texts)
-            start = len(prompt) if has_start else 0
-        elif len(texts) == 2 and self.by_role["prompt"] is None:
-            start = _common_start(*texts)
-        for role, value in values.items():
-            if is_silent(value[start:] if isinstance(value, str) else value):
-                return nothing_in(row, roles[role], _NOUNS[role])
-        return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class PairReaders:
     """Readers of preferences, with the arguments of `read_pairs`."""
@@ -343,7 +288,7 @@ class PairReader:
     @property
     def item_names(self) -> Sequence[str]:
         """The completions of a pair, where each is an item of its own."""
-        return _NAMES if self._is_split and not self._is_whole else ("",)
+        return NAMES if self._is_split and not self._is_whole else ("",)
 
     @property
     def content_columns(self) -> Sequence[str]:
@@ -393,47 +338,6 @@ class PairReader:
         return [each for item in items for each in single_completions(item)]
 
 
-def choose_pair_columns(
-    rows: Sequence[SourceRow], source: SourceBase, *, is_unpaired: bool, reads_margin: bool
-) -> dict[str, str | None]:
-    """The column of each role: the roles of pairs, or those of completions with labels. Raises
-    UserError where a role has no column, or several columns fit it."""
-    choose = partial(choose_column, rows, source)
-    prompt = choose("prompt", required=False)
-    if prompt == "messages" and source.columns.prompt is None:
-        prompt = None  # in many data sets `messages` is the prompt and the chosen completion
-    columns = {"prompt": prompt}
-    columns |= {role: choose(role, required=not is_unpaired) for role in _NAMES}
-    has_pairs = None not in (columns["chosen"], columns["rejected"])
-    if not has_pairs:
-        columns = {"prompt": prompt or "prompt"}
-        columns |= {role: choose(role) for role in ("completion", "label")}
-    elif reads_margin:
-        columns["margin"] = choose("margin", required=False)
-    return columns | {"images": choose("images", required=False)}
-
-
-def without_prompt(
-    rows: Sequence[SourceRow], columns: Mapping[str, str | None], which: str = ""
-) -> tuple[Sequence[SourceRow], list[str]]:
-    """The rows without a repetition of the prompt in their completions, and a warning if there was
-    one: a repeated prompt would also be trained as a completion. The prompt counts as repeated only
-    if all completions of the source begin with it, since a single answer to `Hi` may do so by
-    chance."""
-    names = [column for role in (*_NAMES, "completion") if (column := columns.get(role))]
-    shortened: list[SourceRow] = []
-    for row in rows:
-        prompt, *texts = (value_of(row.columns, name) for name in (columns["prompt"], *names))
-        if not isinstance(prompt, str) or not prompt.strip():
-            return rows, []
-        if not all(isinstance(text, str) and text.startswith(prompt) for text in texts):
-            return rows, []
-        rest = {name: text[len(prompt) :] for name, text in zip(names, texts, strict=True)}
-        shortened.append(replace(row, columns={**row.columns, **rest}))
-    what = f"{' and '.join(names)} of all {which}{len(rows):,} rows begin with the prompt"
-    return shortened, [f"{what}, which is taken off them"]
-
-
 def map_chosen_pairs(
     rows: Sequence[SourceRow],
     source: SourceBase,
@@ -473,7 +377,7 @@ def single_completions(pair: Compared) -> list[Compared]:
     """The two completions of a pair, each as a preference with its label."""
     return [
         Compared(f"{pair.id}:{name}", pair.location, (x,), (label,), is_split=pair.is_split)
-        for x, label, name in zip(pair.completions, pair.labels, _NAMES, strict=True)
+        for x, label, name in zip(pair.completions, pair.labels, NAMES, strict=True)
     ]
 
 
@@ -495,7 +399,7 @@ def _labelled(
 def _pair(
     row: SourceRow, source: SourceBase, row_id: str, columns: Mapping[str, str | None]
 ) -> Compared:
-    values = [required(row, columns[name], f"{name} completion") for name in _NAMES]
+    values = [required(row, columns[name], f"{name} completion") for name in NAMES]
     kinds = {type(value) for value in values}
     if len(kinds) > 1 or not kinds <= {str, list}:
         raise UserError(
@@ -509,7 +413,7 @@ def _pair(
         has_own_prompt = prompt is not None and start == 0
     else:
         has_own_prompt = prompt is not None
-        start = 0 if has_own_prompt else _common_start(*values)
+        start = 0 if has_own_prompt else common_start(*values)
     asked: str | list[Message] = values[0][:start]
     if has_own_prompt:
         asked = prompt_in(row, prompt)
@@ -517,9 +421,7 @@ def _pair(
         own = prompt_in(row, prompt)
         # The common turns may be only the end of the prompt in its own column.
         asked = own if own[-start:] == asked else asked
-    said = [
-        _assistant(value[start:], row, name) for value, name in zip(values, _NAMES, strict=True)
-    ]
+    said = [_assistant(value[start:], row, name) for value, name in zip(values, NAMES, strict=True)]
     if not asked or (isinstance(asked, str) and not asked.strip()):
         raise UserError(
             f"{row.location}: there is no column prompt, and chosen and rejected have no common "
@@ -531,7 +433,7 @@ def _pair(
         row.location,
         tuple(
             _example(row, source, row_id, shared, message, is_truncated=is_truncated(row, column))
-            for message, column in zip(said, _STOP_REASONS, strict=True)
+            for message, column in zip(said, STOP_REASONS, strict=True)
         ),
         (True, False),
         margin=_margin(row, columns.get("margin")),
@@ -554,17 +456,6 @@ def _shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int
     """The number of common first turns; the last turn of each dialogue is its completion."""
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], pairs))
-
-
-def _common_start(chosen: str, rejected: str) -> int:
-    """The length of the common start of two texts, in characters. It ends before a word or number
-    that continues differently, and before the space in front of it."""
-    pairs = zip(chosen, rejected, strict=False)
-    length = sum(1 for _ in takewhile(lambda both: both[0] == both[1], pairs))
-    if any(text[length : length + 1].isalnum() for text in (chosen, rejected)):
-        while length and chosen[length - 1].isalnum():
-            length -= 1
-    return length - 1 if length and chosen[length - 1] == " " else length
 
 
 def _assistant(value: Any, row: SourceRow, name: str) -> Message:
@@ -608,7 +499,7 @@ def _content(item: Preference) -> object:
 
 
 def _preference(item: Compared, rendered: _Rendered) -> Preference:
-    names = _NAMES if len(item.labels) > 1 else ("",)
+    names = NAMES if len(item.labels) > 1 else ("",)
     rows = tuple(
         Row(
             id=f"{item.id}:{name}" if name else item.id,

@@ -102,8 +102,10 @@ class PromptReader:
             numbers = range(num_read, num_read + len(block))
             num_read = numbers.stop
             rows, numbers = split(block, numbers, passing(self._keep, block), report)
+            if not rows:
+                continue
             if begun is None:
-                read = ExampleReader.of_first(rows or block, source, name)
+                read = ExampleReader.of_first(rows, source, name)
                 begun = read, InFileOrder(Sieve(cfg, read, None))
             read, in_order = begun
             rows, numbers = in_order.kept(rows, numbers, report)
@@ -145,8 +147,15 @@ class PromptReader:
         self, index: SourceIndex, name: str, first: int
     ) -> tuple[ExampleReader, InFileOrder]:
         """The reader of a source and its filters, as they are before the row `first`."""
-        (head, numbers), nothing = self._passing(next(_blocks(index.walk())), 0), FilterReport()
-        read = ExampleReader.of_first(head or next(_blocks(index.walk())), index.source, name)
+        nothing, num_read = FilterReport(), 0
+        head: list[SourceRow] = []
+        numbers: list[int] = []
+        for block in _blocks(index.walk()):  # the row `first` was wanted, so that there is one
+            head, numbers = self._passing(block, num_read)
+            num_read += len(block)
+            if head:
+                break
+        read = ExampleReader.of_first(head, index.source, name)
         sieve = Sieve(self._cfg, read, None)
         # From these it knows the kinds of values.
         read(*InFileOrder(sieve).kept(head, numbers, nothing))

@@ -9,7 +9,6 @@ A further filter is a reason in `hone.data.filters.REASONS` and a line in `Sieve
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -22,11 +21,8 @@ from hone.data.row_source import Skipped
 from hone.data.rows import SourceRow
 from hone.data.settings import DataConfig, template_fields
 from hone.errors import UserError
-from hone.user_code.resolve import error_location, resolve
 
-__all__ = ["InFileOrder", "Keep", "ReadColumns", "Sieve", "load_filter", "passing"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["InFileOrder", "Keep", "ReadColumns", "Sieve", "load_filter", "passing", "split"]
 
 Keep: TypeAlias = Callable[[SourceRow], bool]
 """Whether the user's function wants a row. Raises UserError."""
@@ -57,6 +53,8 @@ def load_filter(spec: str | None) -> Keep | None:
     cannot be."""
     if spec is None:
         return None
+    from hone.user_code.resolve import error_location, resolve  # which few runs need
+
     try:
         function = resolve(spec, "filter function")
     except ValueError as error:
@@ -143,6 +141,12 @@ class InFileOrder:
         """Of each row what skips it, or None; these rows follow those of the calls before. Raises
         UserError."""
         return self._sieve.with_repeats(rows, self._digests.add)
+
+    def learn(self, rows: Sequence[SourceRow]) -> None:
+        """Take rows for earlier ones that have come already, where reading begins behind them.
+        Raises UserError."""
+        if self._sieve.drops_duplicates:
+            self._digests.add(self._sieve.hashes(rows))
 
     def kept(
         self, rows: Sequence[SourceRow], numbers: Sequence[int], report: FilterReport

@@ -26,13 +26,11 @@ from hone.data.columns import (
     choose_columns,
     value_of,
 )
+from hone.data.pair_columns import PairColumns, choose_pair_columns, without_prompt
 from hone.data.pairs import (
     Compared,
-    PairColumns,
-    choose_pair_columns,
     map_chosen_pairs,
     single_completions,
-    without_prompt,
 )
 from hone.data.row_filters import InFileOrder, Keep, Sieve, load_filter, passing
 from hone.data.row_source import Skipped

@@ -19,6 +19,7 @@ from hone.data.settings import SourceBase
 from hone.data.sources import iter_source, source_names
 from hone.data.template_check import RenderError
 from hone.data.turns import Appended
+from hone.errors import UserError
 from hone.images.opening import open_image
 from hone.images.parts import is_parts
 from hone.images.store import STORE
@@ -69,6 +70,8 @@ def examples_of(cfg: EnvTryConfig, num_rows: int) -> list[Example]:
         if left > 0:
             wanted = (row for row in iter_source(source) if keep is None or keep(row))
             rows = list(islice(wanted, left))
+            if not rows:
+                raise UserError(f"{source.path}: data.filter wants none of the rows")
             read = ExampleReader(source, choose_columns(rows, source), name)
             skipped = InFileOrder(Sieve(cfg.data, read, None))(rows)
             kept = [row for row, why in zip(rows, skipped, strict=True) if why is None]
