@@ -24,6 +24,7 @@ from hone.data.filters import (
 from hone.data.images import WithImages, open_images
 from hone.data.index import MAX_OPEN_BYTES, SourceIndex
 from hone.data.order import Window
+from hone.data.phases import Limits
 from hone.data.row_source import Item, RowSource, Skipped
 from hone.data.settings import DataConfig, SourceBase, SourceConfig
 from hone.data.sources import SourceRow, read_source, source_names
@@ -112,8 +113,15 @@ def load_data(
     if report.num_rows or report.unreadable:
         level = logging.WARNING if report.dropped or report.unreadable else logging.INFO
         logger.log(level, "%s", report.summary(len(evaluation)))
-    weights = [source.weight for source in cfg.train]
-    stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)
+    stream = Stream(
+        train,
+        seed=seed,
+        weights=[source.weight for source in cfg.train],
+        limits=[Limits(x.from_step, x.until_step, x.max_epochs) for x in cfg.train],
+        names=names[: len(train)],
+        shuffle=cfg.shuffle,
+        content=content,
+    )
     return Data(stream, evaluation, report)
 
 
