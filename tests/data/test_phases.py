@@ -229,14 +229,14 @@ def test_every_window_of_steps_has_its_quotas(whole):
 
 
 def test_a_step_after_an_end_within_a_step_is_exact():
-    for num_rows in range(9, 16):
-        limited = Given(8, num_rows, Limits(max_epochs=1))
-        sources = [Given(5, 50, Limits()), Given(3, 50, Limits()), limited]
-        log = play(lambda x=sources: stream_of(x, whole=True), [Draws(16, 0), *[Draws(16, 1)] * 9])
-        assert counts(log, 1, 1) == {"s0": 5, "s1": 3, "s2": 8}
-        assert counts(log, 2, 2)["s2"] == num_rows - 8
-        for step in range(3, 11):
-            assert counts(log, step, step) == {"s0": 10, "s1": 6}
+    """Where the share of one source is a whole number, and those of others are not."""
+    endless = [Given(weight, 50, Limits()) for weight in (1, 1, 1, 3)]
+    for num_rows in range(1, 9):
+        sources = [*endless, Given(6, num_rows, Limits(max_epochs=1))]
+        log = play(lambda x=sources: stream_of(x, whole=True), [Draws(4, 0), *[Draws(4, 1)] * 19])
+        assert counts(log, 1, 5)["s4"] == num_rows
+        for step in range(6, 21):
+            assert counts(log, step, step)["s3"] == 2, (num_rows, step)
 
 
 def test_without_limits_the_order_is_as_before():
