@@ -228,6 +228,8 @@ class _Loader(Generic[E, R, T]):
             seed=self.seed,
             shuffle=self.cfg.shuffle,
             window=Window(rows=self.cfg.shuffle_window) if self.cfg.shuffle_window else WINDOW,
+            # What reads images has processes and caches of its own, for the thread of the run.
+            in_thread=self.images is None,
         )
         logger.info(
             "%s: %s rows, read as they are drawn%s", source.path, f"{made.num_rows:,}", made.windows
