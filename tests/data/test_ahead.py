@@ -28,7 +28,6 @@ from tests.data.support import write_rows
 from tests.data.test_streamed import Rows, blocks_of, prompt, skipped
 from tests.tables import table
 
-
 pytestmark = pytest.mark.timeout(60)
 """A mistake here makes a thread wait for ever."""
 
