@@ -4,9 +4,10 @@
 
 Demonstrations of text in four files, as Parquet and as JSON lines, in the order of the files: first
 the rows alone, then rendered and tokenised by the same tokenizer. `datasets` gives batches of 256
-rows; prompts, and prompts with their completion, are tokenised as TRL does it. The sides take turns,
-each in a process of its own, as often as `--repeats` says; figures are medians. That both have the
-same rows in the same order is checked by a digest of all of them, whose time does not count.
+rows; prompts, and prompts with their completion, are tokenised as TRL does it. The sides take
+turns, each in a process of its own, as often as `--repeats` says; figures are medians. That both
+have the same rows in the same order is checked by a digest of all of them, whose time does not
+count.
 """
 
 from __future__ import annotations
