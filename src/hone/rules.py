@@ -16,7 +16,7 @@ from typing import Unpack, cast
 
 from hone.algorithms import rules as algorithms
 from hone.config.plan import RunPlan
-from hone.config.rules import bench, cluster, files, host, profile, run
+from hone.config.rules import bench, cluster, files, host, mixing, profile, run
 from hone.config.rules.facts import Facts
 from hone.config.rules.finding import Finding
 from hone.config.rules.rule import Rule
@@ -33,6 +33,7 @@ __all__ = ["RULES", "TOPICS", "findings", "matches"]
 
 TOPICS: Mapping[str, tuple[Rule, ...]] = {
     "files": files.RULES,
+    "mixing": mixing.RULES,
     "rewards": rewards.RULES,
     "tools": tools.RULES,
     "sampling": sampling.RULES,

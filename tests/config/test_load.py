@@ -190,7 +190,7 @@ def test_missing_keys_are_named_with_their_help() -> None:
         (["--top_p=1"], "; did you mean --eval.top_p?"),
         (["--n=8"], "did you mean --rollout.n_samples_per_prompt?"),
         (["--clip=1"], "did you mean --reward.clip?"),
-        (["--epochs=1"], "did you mean --trainer.num_epochs?"),
+        (["--epochs=1"], "did you mean --data.train.0.max_epochs or --trainer.num_epochs?"),
         (["--steps=1"], "did you mean --run.steps or"),
         (["--dir=x"], "did you mean --run.dir or"),
         (["--batch_size=8"], "did you mean --rollout.prompts_per_step?"),

@@ -179,6 +179,10 @@ def test_R22_bad_combinations_of_files(read_workspace: Path) -> None:
     check_topic("files")
 
 
+def test_R22_bad_combinations_of_mixtures(read_workspace: Path) -> None:
+    check_topic("mixing")
+
+
 def test_R22_bad_combinations_of_rewards(read_workspace: Path) -> None:
     check_topic("rewards")
 

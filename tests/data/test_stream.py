@@ -131,8 +131,8 @@ class ReseedsEachStart(Stream):
 class OneOrderForAll(Stream):
     """Sampling with replacement: rows repeat within an epoch."""
 
-    def _draw(self):
-        item = super()._draw()
+    def _draw(self, step):
+        item = super()._draw(step)
         return random.Random(sum(self._read)).choice(self.sources[0].first_rows()) if item else item
 
 
@@ -190,7 +190,7 @@ def check_mix(kind: type[Mixture], weights: list[float], num: int) -> None:
     total = sum(Fraction(str(weight)) for weight in weights)
     counts = Counter()
     stream = Stream(sources, weights=weights, seed=0)
-    stream._mixture = kind(weights)
+    stream._phases._mixtures[tuple(range(len(weights)))] = kind(weights)
     for k, item in enumerate(stream.take(num), start=1):
         counts[item.id.split(":")[0]] += 1
         for i, weight in enumerate(weights):

@@ -42,7 +42,8 @@ class CyclicPrompts:
     def __init__(self) -> None:
         self.position = 0
 
-    def take(self, num: int) -> list[Prompt]:
+    def take(self, num: int, *, step: int) -> list[Prompt]:
+        del step
         start, self.position = self.position, self.position + num
         return [prompt(number) for number in range(start, start + num)]
 

@@ -538,8 +538,8 @@ def test_R12_failed_samples_keep_their_place_but_no_reward() -> None:
 class RepeatedPrompts(CyclicPrompts):
     """Three prompts, again and again."""
 
-    def take(self, num: int) -> list[Prompt]:
-        return [prompt(int(p.text) % 3) for p in super().take(num)]
+    def take(self, num: int, *, step: int) -> list[Prompt]:
+        return [prompt(int(p.text) % 3) for p in super().take(num, step=step)]
 
 
 @pytest.mark.parametrize("prompts_per_step", [1, 2, 4, 12])

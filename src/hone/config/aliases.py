@@ -148,8 +148,11 @@ def _is_begun(tree: type[Section], path: Sequence[str]) -> bool:
 
 
 def _is_own(tree: type[Section], name: str) -> bool:
-    """Whether a key of ours has this name, in whatever section: what is spelt alike is meant."""
-    return name in tree.model_fields or any(name == field.path[-1] for field in fields(tree))
+    """Whether a key of ours has this name, in whatever section: what is spelt alike is meant. Keys
+    of list entries do not count, since nobody writes them without their list."""
+    return name in tree.model_fields or any(
+        name == field.path[-1] and "0" not in field.path for field in fields(tree)
+    )
 
 
 def of_other_command(tree: type[Section], path: Sequence[str]) -> str | None:

@@ -26,6 +26,7 @@ from hone.data.images import WithImages, open_images
 from hone.data.index import MAX_OPEN_BYTES, SourceIndex
 from hone.data.items import RowsOfItems
 from hone.data.order import Window
+from hone.data.phases import Limits
 from hone.data.row_filters import InFileOrder, Keep, ReadColumns, Sieve, load_filter, passing, split
 from hone.data.row_source import Item, RowSource, Skipped
 from hone.data.settings import DataConfig, SourceBase, SourceConfig
@@ -133,8 +134,15 @@ def load_data(
     if report.num_rows or report.has_dropped:
         level = logging.WARNING if report.has_dropped else logging.INFO
         logger.log(level, "%s", report.summary(len(evaluation)))
-    weights = [source.weight for source in cfg.train]
-    stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)
+    stream = Stream(
+        train,
+        seed=seed,
+        weights=[source.weight for source in cfg.train],
+        limits=[Limits(x.from_step, x.until_step, x.max_epochs) for x in cfg.train],
+        names=names[: len(train)],
+        shuffle=cfg.shuffle,
+        content=content,
+    )
     return Data(stream, evaluation, report)
 
 
@@ -264,6 +272,8 @@ class _Loader(Generic[E, R, T]):
             window=Window(rows=self.cfg.shuffle_window) if self.cfg.shuffle_window else WINDOW,
             item_names=names,
             sieve=Sieve(self.cfg, read, self.keep),
+            # What reads images has processes and caches of its own, for the thread of the run.
+            in_thread=self.images is None,
         )
         logger.info(
             "%s: %s rows, read as they are drawn%s", source.path, f"{made.num_rows:,}", made.windows

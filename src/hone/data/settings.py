@@ -120,6 +120,17 @@ class SourceConfig(SourceBase):
     weight: float = Field(default=1.0, gt=0)
     """Share of this source in the mix, relative to the others."""
 
+    max_epochs: int | None = Field(default=None, ge=1)
+    """How often each row of this source is drawn at most. Then the source ends, and the others take
+    over its share. Unset: without limit."""
+
+    from_step: int = Field(default=1, ge=1)
+    """First step for which rows of this source are drawn."""
+
+    until_step: int | None = Field(default=None, ge=1)
+    """Last step for which rows of this source are drawn; then the others take over its share.
+    Unset: the last one of the run."""
+
 
 class PairSourceBase(SourceBase):
     """One data set of preferences."""

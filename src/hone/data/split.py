@@ -33,8 +33,11 @@ class Data(Generic[T]):
         return [*self.train.first_rows(), *self.eval]
 
     def metrics(self) -> Metrics:
-        """How many rows were read and skipped so far; empty where all were read before the run."""
-        return {f"data/{name}": Last(number) for name, number in self.train.counts.items()}
+        """How many rows were read and skipped so far, where some are read during the run; and how
+        many each of several sources has given since this was last asked."""
+        drawn = {f"drawn/{name}": number for name, number in self.train.drawn().items()}
+        counts = self.train.counts | drawn
+        return {f"data/{name}": Last(number) for name, number in counts.items()}
 
     def check(self, check: Callable[[Sequence[T]], None]) -> None:
         """Call `check` with the rows that are known, and with those that are read later before they

@@ -1,7 +1,8 @@
 """An endless, ordered stream of rows that can be stopped and resumed anywhere.
 
 The position is two counters for each source: rows read, and rows served. They differ where a source
-is read while it is drawn from, and rows are skipped on the way (`hone.data.streamed`).
+is read while it is drawn from, and rows are skipped on the way (`hone.data.streamed`). With limits
+on sources it also has the rows served when the present phase began (`hone.data.phases`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
 from hone.data.filters import REASONS
-from hone.data.mixture import Mixture
+from hone.data.phases import Limits, Phase, Phases
 from hone.data.row_source import Item, RowSource, Skipped, WholeRows, nothing_left
 from hone.errors import UserError
 
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Item)
 
 
+def _in_state(limits: Sequence[Limits]) -> list[list[int | None]]:
+    """Limits as values of JSON."""
+    return [[own.from_step, own.until_step, own.max_epochs] for own in limits]
+
+
 def _content(item: Item) -> object:
     return item.id, item.token_ids
 
@@ -33,8 +39,9 @@ class Stream(Generic[T]):
     """Rows of one or several sources, epoch after epoch, without end.
 
     A source is a `RowSource`, or a sequence of all its rows. `weights` are the relative shares of
-    the sources (default: equal). `seed`, `shuffle` and `content` are those of `WholeRows`, for
-    sources that are sequences.
+    the sources (default: equal), `limits` say when each gives rows (default: always), and `names`
+    are those for messages and metrics (default: their numbers). `seed`, `shuffle` and `content` are
+    those of `WholeRows`, for sources that are sequences.
     """
 
     def __init__(
@@ -43,6 +50,8 @@ class Stream(Generic[T]):
         *,
         seed: int,
         weights: Sequence[float] | None = None,
+        limits: Sequence[Limits] | None = None,
+        names: Sequence[str] | None = None,
         shuffle: bool = True,
         content: Callable[[T], object] = _content,
     ) -> None:
@@ -56,9 +65,14 @@ class Stream(Generic[T]):
         )
         self.seed = seed
         self.shuffle = shuffle
-        self._mixture = Mixture(weights)
+        self.names = tuple(names or map(str, range(len(self.sources))))
+        assert len(self.names) == len(self.sources), f"{self.names=} {len(self.sources)=}"
+        self._phases = Phases(weights, limits or [Limits()] * len(self.sources))
+        self._phase = self._phases.first
         self._read = [0] * len(self.sources)
         self._served = [0] * len(self.sources)
+        self._told = [0] * len(self.sources)
+        """Rows that each source had served when `drawn` was last asked."""
         self._skipped: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -86,27 +100,49 @@ class Stream(Generic[T]):
         )
         return {"rows_read": num_read, **{f"skipped_{x}": n for x, n in self._skipped.items()}}
 
-    def take(self, num: int) -> list[T]:
-        """The next `num` rows. Raises UserError where a source has no row that is served, and for a
-        row that is read and is wrong."""
-        if not self.sources or not all(source.num_rows for source in self.sources):
-            raise UserError("there are no rows to train on; name a data set in `data.train`")
-        return [self._draw() for _ in range(num)]
+    def drawn(self) -> dict[str, int]:
+        """How many rows each source has served since this was last asked, by name; empty where
+        there is one source."""
+        if len(self.sources) < 2:
+            return {}
+        before, self._told = self._told, list(self._served)
+        numbers = zip(self._told, before, strict=True)
+        return {name: n - b for name, (n, b) in zip(self.names, numbers, strict=True)}
 
-    def peek(self, num: int) -> list[T]:
+    def take(self, num: int, *, step: int = 1) -> list[T]:
+        """The next `num` rows, for a step of the run, which limits of sources refer to. Raises
+        UserError where a source has no row that is served, and for a row that is read and is
+        wrong."""
+        self._require_rows()
+        rows: list[T] = []
+        for _ in range(num):
+            before = self._phase
+            rows.append(self._draw(step))
+            if before.sources not in ((), self._phase.sources):
+                self._say_what_changes(before)
+        return rows
+
+    def peek(self, num: int, *, step: int = 1) -> list[T]:
         """The rows that `take` gives next."""
-        before = list(self._read), list(self._served), Counter(self._skipped)
-        rows = self.take(num)
-        self._read, self._served, self._skipped = before
+        self._require_rows()
+        before = list(self._read), list(self._served), Counter(self._skipped), self._phase
+        rows = [self._draw(step) for _ in range(num)]
+        self._read, self._served, self._skipped, self._phase = before
         return rows
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with the fingerprint of the data, as small JSON values."""
-        position = {"read": list(self._read), "served": list(self._served)}
+        position = {
+            "read": list(self._read),
+            "served": list(self._served),
+            "told": list(self._told),
+            "phase": self._phase.state_dict(),
+        }
         return {**self._identity, **position, "skipped": dict(self._skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position. Raises UserError if it belongs to other data."""
+        state = {"limits": _in_state([Limits()] * len(self.sources)), **state}
         for key, value in self._identity.items():
             if state[key] != value:
                 raise UserError(
@@ -117,10 +153,23 @@ class Stream(Generic[T]):
         # Checkpoints from before sources could be streamed have one counter a source.
         self._read = [int(number) for number in state.get("read", state.get("drawn", ()))]
         self._served = [int(number) for number in state.get("served", self._read)]
+        self._told = [int(number) for number in state.get("told", self._served)]
+        # Those from before sources could have limits have one phase.
+        phase = state.get("phase")
+        self._phase = self._phases.unlimited if phase is None else Phase.from_state(phase)
         self._skipped = Counter(state.get("skipped", {}))
 
-    def _draw(self) -> T:
-        number = self._mixture.next_source(self._served)
+    def _require_rows(self) -> None:
+        if not self.sources or not all(source.num_rows for source in self.sources):
+            raise UserError("there are no rows to train on; name a data set in `data.train`")
+
+    def _draw(self, step: int) -> T:
+        ended = [
+            limits.include(step) and self._has_ended(number)
+            for number, limits in enumerate(self._phases.limits)
+        ]
+        self._phase = self._phases.following(self._phase, step, self._served, ended)
+        number = self._phases.next_source(self._phase, self._served)
         source = self.sources[number]
         # Of two epochs, the first may serve its rows early and the second late.
         for _ in range(2 * source.num_rows):
@@ -131,6 +180,41 @@ class Stream(Generic[T]):
                 return row
             self._skip(row)
         raise nothing_left(source)
+
+    def _has_ended(self, number: int) -> bool:
+        """Whether a source has served all rows of its last epoch. What is skipped is passed, so
+        that this is known before the turn of the source, as if it were read whole."""
+        source, max_epochs = self.sources[number], self._phases.limits[number].max_epochs
+        if max_epochs is None:
+            return False
+        while self._read[number] < max_epochs * source.num_rows:
+            row = source.row(self._read[number])
+            if not isinstance(row, Skipped):
+                return False
+            self._read[number] += 1
+            self._skip(row)
+        if not self._served[number]:
+            raise nothing_left(source)
+        return True
+
+    def _say_what_changes(self, before: Phase) -> None:
+        """Log which sources end and begin, and the shares from here on."""
+        now, changes = self._phase, list[str]()
+        for number in sorted({*before.sources} - {*now.sources}):
+            limits = self._phases.limits[number]
+            is_over = not limits.include(now.step)
+            why = (
+                f"until_step {limits.until_step}" if is_over else f"max_epochs {limits.max_epochs}"
+            )
+            changes.append(f"{self.names[number]} ends ({why})")
+        changes += [
+            f"{self.names[number]} begins" for number in sorted({*now.sources} - {*before.sources})
+        ]
+        shares = (
+            f"{self.names[number]} {share:.1%}"
+            for number, share in self._phases.shares_of(now).items()
+        )
+        logger.info("step %d: %s; shares: %s", now.step, ", ".join(changes), ", ".join(shares))
 
     def _skip(self, row: Skipped) -> None:
         """Count a row, and log the first of each reason."""
@@ -152,7 +236,8 @@ class Stream(Generic[T]):
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "shares": [str(share) for share in self._mixture.shares],
+            "shares": [str(share) for share in self._phases.shares],
+            "limits": _in_state(self._phases.limits),
             "num_rows": [source.num_rows for source in self.sources],
             "fingerprint": digest.hexdigest(),
         }

@@ -3,19 +3,23 @@
     place ─► row number (`EpochOrder`) ─► row of a block ─► filters (`Sieve`) ─► prepared
                                                               └────► skipped ◄────┘
 
-Rows are read and prepared some at a time, ahead of the place that is asked for. What is ahead is
-thrown away when a run ends: a place has the same row whenever it is read.
+Rows are read and prepared some at a time, in a thread ahead of the place that is asked for
+(`hone.data.ahead`). What is ahead is thrown away when a run ends: a place has the same row whenever
+it is read.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.data.ahead import Ahead, Part
 from hone.data.duplicates import Digests, Hashes, Repeats
 from hone.data.order import BlockSizes, EpochOrder, Window
 from hone.data.row_filters import Sieve
@@ -24,14 +28,21 @@ from hone.data.sources import SourceRow
 
 __all__ = ["AHEAD_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
 
-AHEAD_ROWS = 256
-"""Rows that are read and prepared together."""
+AHEAD_ROWS, _TOGETHER_BYTES = 256, 2 << 20
+"""Rows that are read and prepared together, and their bytes unpacked."""
+_MAX_AHEAD_ROWS, _MAX_AHEAD_BYTES = 4096, 16 << 20
+"""Rows that may be prepared before they are drawn. Token ids of a text take ten times its bytes."""
 _WALKED_ROWS = 64
 """Rows that are read together where a few are wanted."""
 _DIGESTED_ROWS = 4096
 """Rows that are read together where only their digests are wanted."""
+_preparing = threading.Lock()
+"""Rows are prepared by one thread at a time, of whatever source: what renders and filters them need
+not be made for several."""
 
 T = TypeVar("T", bound=Item)
+P = ParamSpec("P")
+R = TypeVar("R")
 Prepare = Callable[[Sequence[SourceRow], Sequence[int]], Sequence[T | Skipped]]
 """From rows and their numbers, counted from 0 in the source, the rows of a run. Raises UserError
 for a row that is wrong."""
@@ -71,16 +82,23 @@ class StreamedRows(RowSource[T], Generic[T]):
         window: Window,
         item_names: Sequence[str] = ("",),
         sieve: Sieve | None = None,
+        in_thread: bool = False,
     ) -> None:
         """`item_names` are those of the items that each row has; `rows` and `prepare` then count
-        items (`hone.data.items`)."""
+        items (`hone.data.items`). With `in_thread` a thread prepares rows before they are drawn."""
         self.name, self._item_names = name, item_names
         self._sieve = sieve
-        self._repeats = Repeats(rows.sizes.total_rows, self._hashes_before, name=name)
+        self._repeats = Repeats(rows.sizes.total_rows, _weakly(self._hashes_before), name=name)
         self._rows, self._prepare = rows, prepare
         self._seed, self._shuffle, self._window = seed, shuffle, window
         self._order: tuple[int, EpochOrder] | None = None
-        self._ahead: dict[int, T | Skipped] = {}
+        self._drawn_from: dict[int, T | Skipped] = {}
+        """Rows by their places that were read last, over all epochs."""
+        self._thread: Ahead[T | Skipped] | None = None
+        if in_thread:
+            self._thread = Ahead(
+                self._made_from, max_bytes=_MAX_AHEAD_BYTES, max_rows=_MAX_AHEAD_ROWS
+            )
         self._first: list[T] = []
         self._checks: list[Callable[[Sequence[T]], None]] = []
 
@@ -96,11 +114,11 @@ class StreamedRows(RowSource[T], Generic[T]):
         self._checks.append(check)
 
     def row(self, read: int) -> T | Skipped:
-        if read not in self._ahead:
+        if read not in self._drawn_from:
             # What was read last may be asked for again, by a look ahead of it.
-            near = {place: row for place, row in self._ahead.items() if place > read - AHEAD_ROWS}
-            self._ahead = near | self._read_ahead(read)
-        return self._ahead[read]
+            near = {n: row for n, row in self._drawn_from.items() if n > read - AHEAD_ROWS}
+            self._drawn_from = near | self._read_ahead(read)
+        return self._drawn_from[read]
 
     @property
     def windows(self) -> str:
@@ -131,17 +149,19 @@ class StreamedRows(RowSource[T], Generic[T]):
         self, numbers: Sequence[int], prepare: Prepare[T], sift: Sift | None
     ) -> Sequence[T | Skipped]:
         """Rows by their numbers in the source."""
-        rows = self._read(numbers)
-        if sift is None:
-            return prepare(rows, numbers)
-        skipped = sift(rows, numbers)
-        kept = [place for place, why in enumerate(skipped) if why is None]
-        made = iter(prepare([rows[place] for place in kept], [numbers[place] for place in kept]))
-        return [next(made) if why is None else why for why in skipped]
+        with _preparing:
+            rows = self._rows_of(numbers)
+            if sift is None:
+                return prepare(rows, numbers)
+            skipped = sift(rows, numbers)
+            kept = [place for place, why in enumerate(skipped) if why is None]
+            own = [rows[place] for place in kept]
+            made = iter(prepare(own, [numbers[place] for place in kept]))
+            return [next(made) if why is None else why for why in skipped]
 
-    def _read(self, numbers: Sequence[int]) -> list[SourceRow]:
+    def _rows_of(self, numbers: Sequence[int]) -> list[SourceRow]:
         blocks = self._rows.sizes
-        places = np.searchsorted(blocks.first_rows, np.asarray(numbers), side="right") - 1
+        places = self._blocks_of(numbers)
         found: dict[int, SourceRow] = {}
         for block in dict.fromkeys(places.tolist()):
             own = [n for n, place in zip(numbers, places, strict=True) if place == block]
@@ -150,23 +170,28 @@ class StreamedRows(RowSource[T], Generic[T]):
             found |= zip(own, rows, strict=True)
         return [found[number] for number in numbers]
 
-    def row_id(self, number: int) -> str:
-        """The id of a row, or of an item of one, by its number from 0; ids count from 1."""
-        row, item = divmod(number, len(self._item_names))
-        ending = self._item_names[item]
-        return f"{self.name}:{row + 1}:{ending}" if ending else f"{self.name}:{row + 1}"
+    def _blocks_of(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        """The block of each row."""
+        return np.searchsorted(self._rows.sizes.first_rows, np.asarray(numbers), side="right") - 1
 
     def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
+        part = self._made_from(read) if self._thread is None else self._thread.part(read)
+        for check in self._checks:
+            check(_drawn(part.rows))
+        return dict(enumerate(part.rows, start=read))
+
+    def _made_from(self, read: int) -> Part[T | Skipped]:
+        """Rows of an epoch, from the one that comes after so many."""
         epoch, place = divmod(read, self.num_rows)
         order = self._order_of(epoch)
         places = range(place, min(place + AHEAD_ROWS, self.num_rows))
         numbers = [order[place] for place in places]
-        rows = self._prepared(
-            numbers, self._prepare, self._sift(partial(self._repeats.find, epoch, place))
-        )
-        for check in self._checks:
-            check(_drawn(rows))
-        return dict(enumerate(rows, start=read))
+        own, sizes = self._blocks_of(numbers), self._rows.sizes
+        num_bytes = np.cumsum(sizes.num_bytes[own] / sizes.num_rows[own])
+        num_rows = max(1, int(np.searchsorted(num_bytes, _TOGETHER_BYTES, side="right")))
+        sift = self._sift(partial(self._repeats.find, epoch, place))
+        rows = self._prepared(numbers[:num_rows], self._prepare, sift)
+        return Part(rows, read + len(rows), int(num_bytes[len(rows) - 1]))
 
     def _sift(self, repeats: Callable[[Hashes], NDArray[np.bool_]]) -> Sift | None:
         """What skips rows, with those of which `repeats` knows the digests."""
@@ -207,10 +232,29 @@ class StreamedRows(RowSource[T], Generic[T]):
                 epoch=epoch,
                 shuffle=self._shuffle,
                 window=self._window,
-                row_id=self.row_id,
+                row_id=partial(_row_id, self.name, self._item_names),
             )
             self._order = epoch, order
         return self._order[1]
+
+
+def _row_id(name: str, item_names: Sequence[str], number: int) -> str:
+    """The id of a row, or of an item of one, by its number from 0; ids count from 1."""
+    row, item = divmod(number, len(item_names))
+    ending = item_names[item]
+    return f"{name}:{row + 1}:{ending}" if ending else f"{name}:{row + 1}"
+
+
+def _weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """A bound method that does not keep its object alive."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = found()
+        assert bound is not None
+        return bound(*args, **kwargs)
+
+    return call
 
 
 def _drawn(rows: Sequence[T | Skipped]) -> list[T]:

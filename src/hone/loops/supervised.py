@@ -73,11 +73,10 @@ class SupervisedRun(Run[Any]):
     """Outputs of frozen models for the held-out rows, by role."""
 
     def collect(self, step: int) -> list[Any]:
-        del step
         with self.span("data"):
             number, train = self.cfg.data.examples_per_step, self.data.train
-            items = train.take(number)
-            prefetch_pixels(_inputs(items), lambda: _inputs(train.peek(number)))
+            items = train.take(number, step=step)
+            prefetch_pixels(_inputs(items), lambda: _inputs(train.peek(number, step=step + 1)))
             return items
 
     def evaluate(self, step: int) -> Metrics:

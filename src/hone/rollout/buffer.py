@@ -52,8 +52,8 @@ Progress = Callable[[int, int], None]
 class PromptSource(Protocol):
     """The part of `hone.data.prompts.PromptStream` that a rollout needs."""
 
-    def take(self, num: int, /) -> list[Prompt]: ...
-    def peek(self, num: int, /) -> list[Prompt]: ...
+    def take(self, num: int, /, *, step: int) -> list[Prompt]: ...
+    def peek(self, num: int, /, *, step: int) -> list[Prompt]: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,10 +124,10 @@ class Buffer:
     def draw(self, num_prompts: int, *, step: int, version: int) -> list[InFlightGroup]:
         """Draw prompts and make their groups, named after `step`. Nothing is submitted."""
         drawn: list[InFlightGroup] = []
-        prompts = self.prompts.take(max(num_prompts, 0))
+        prompts = self.prompts.take(max(num_prompts, 0), step=step)
         prefetch_pixels(
             (prompt.model_input for prompt in prompts),
-            lambda: (prompt.model_input for prompt in self.prompts.peek(len(prompts))),
+            lambda: (x.model_input for x in self.prompts.peek(len(prompts), step=step + 1)),
         )
         for prompt in prompts:
             entry = InFlightGroup.of(

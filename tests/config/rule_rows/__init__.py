@@ -10,6 +10,7 @@ from tests.config.rule_rows import (
     critic,
     engine,
     files,
+    mixing,
     profile,
     rewards,
     run,
@@ -27,6 +28,7 @@ BY_TOPIC: dict[str, list[Row]] = {
     topic.__name__.rpartition(".")[2]: topic.ROWS
     for topic in (
         files,
+        mixing,
         rewards,
         tools,
         sampling,

@@ -70,7 +70,9 @@ ROWS: list[Row] = [
     ("generate", "data.shuffle_window=9", "warning", "data.shuffle_window"),
     ("rl", "data.max_eval_rows=9", "warning", "data.max_eval_rows"),
     ("generate", "data.max_eval_rows=9 data.eval_fraction=0.5", "warning", "data.max_eval_rows"),
-    ("generate", "data.train.0.weight=2", "warning", "data.train.0.weight"),
+    *[(command, f"{flags}data.train.0.{key}=2", "warning", f"data.train.0.{key}")
+      for command, flags in (("eval", "data.train.0.path=rows.jsonl "), ("generate", ""))
+      for key in ("weight", "max_epochs", "from_step", "until_step")],
     ("rl", "data.train.0.path=tran.jsonl", "error", "data.train.0.path"),
     ("rl", "data.train.0.path=notes.txt", "error", "data.train.0.path"),
     ("rl", "data.train.1.path=train.jsonl", "warning", "data.train.0.path data.train.1.path"),

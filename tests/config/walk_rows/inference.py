@@ -19,6 +19,7 @@ from tests.config.walk_rows.shared import (
     not_used,
     run_rows,
     sampling_rows,
+    unmixed_rows,
 )
 
 
@@ -98,7 +99,7 @@ EVALUATE |= {
     )
     for key, row in inference_sources("eval", "data.eval.0", "samples", ()).items()
 }
-EVALUATE["data.train.0.weight"] = not_used("data.train.0.weight", "5")
+EVALUATE |= unmixed_rows()
 EVALUATE = {
     key: Row(row.value, row.shows, (*HELD_OUT, *row.given)) if key.startswith("data.train") else row
     for key, row in EVALUATE.items()
@@ -117,8 +118,8 @@ GENERATE: dict[str, Row] = {
     **run_rows(trains=False, has_dir=False),
     **model_rows("samples", lora=False),
     **inference_sources("train", "data.train.0", "samples", ()),
-    "data.train.0.weight": not_used("data.train.0.weight", "5"),
     **rendering_rows("samples", "train"),
+    **unmixed_rows(),
     **engine_rows("samples", generates=True),
     **sampling_rows("generation", "samples"),
     "generation.stop": Row("['1', 5, 6]", "samples"),

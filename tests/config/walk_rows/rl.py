@@ -13,6 +13,7 @@ from tests.config.walk_rows.shared import (
     eval_rows,
     filter_rows,
     image_rows,
+    mix_rows,
     model_rows,
     not_used,
     run_rows,
@@ -23,7 +24,6 @@ from tests.config.walk_rows.shared import (
 COLUMNS = ("--data.train=[{path: columns.jsonl, max_rows: 8}]",)
 TOLD = ("--reward.functions=[{fn: 'rewards.py:told'}]",)
 EVAL_COLUMNS = ("--data.eval=[{path: columns.jsonl, max_rows: 4}]",)
-BOTH = ("--data.train=[{path: train.jsonl}, {path: columns.jsonl}]",)
 LIVE = ("--env.path=envs.py:Live", "--reward.max_failure_rate=1")
 ECHO = ("--env.path=envs.py:Echo", "--rollout.stop=['1', '2', '3', '4']")
 EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
@@ -42,7 +42,6 @@ RL: dict[str, Row] = {
         "train",
         "samples",
         {
-            "weight": Row("5", "samples", BOTH),
             "columns.prompt": Row("q", "samples", COLUMNS),
             "columns.answer": Row("a", "samples", COLUMNS),
             "columns.task": Row("kind", "samples", COLUMNS),
@@ -50,6 +49,7 @@ RL: dict[str, Row] = {
             "task": Row("sums", "samples"),
         },
     ),
+    **mix_rows("samples", "path: train.jsonl", "path: columns.jsonl"),
     **source_rows(
         "eval",
         "metrics",

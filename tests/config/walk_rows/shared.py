@@ -108,6 +108,24 @@ def source_rows(section: str, shown: str, columns: Mapping[str, Row]) -> dict[st
     } | {f"{key}.0.{name}": row for name, row in columns.items()}
 
 
+def mix_rows(shown: str, first: str, second: str) -> dict[str, Row]:
+    """Keys of the first of two sources, by which their rows are mixed; each is the fields of a
+    source in YAML."""
+    both = (f"--data.train=[{{{first}}}, {{{second}}}]",)
+    few = (f"--data.train=[{{{first}, max_rows: 1}}, {{{second}}}]",)
+    values = {"weight": ("5", both), "max_epochs": ("1", few), "from_step": ("2", both),
+              "until_step": ("1", both)}  # fmt: skip
+    return {
+        f"data.train.0.{name}": Row(value, shown, given) for name, (value, given) in values.items()
+    }
+
+
+def unmixed_rows() -> dict[str, Row]:
+    """The same keys where nothing is trained on."""
+    keys = [f"data.train.0.{name}" for name in ("weight", "max_epochs", "from_step", "until_step")]
+    return {key: not_used(key, "5") for key in keys}
+
+
 def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
     long = "--rollout.max_completion_tokens=4096" if rl else "--data.max_tokens=4096"
     rows = {

@@ -13,6 +13,7 @@ from tests.config.walk_rows.shared import (
     course_rows,
     filter_rows,
     image_rows,
+    mix_rows,
     model_rows,
     not_used,
     run_rows,
@@ -22,7 +23,6 @@ from tests.config.walk_rows.shared import (
 
 SFT_COLUMNS = ("--data.train=[{path: columns.jsonl, max_rows: 8}]",)
 SFT_EVAL_COLUMNS = ("--data.eval=[{path: columns.jsonl, max_rows: 4}]",)
-SFT_BOTH = ("--data.train=[{path: train.jsonl, columns: {answer: answer}}, {path: columns.jsonl}]",)
 SFT_HUB = ("--data.train=[{path: owner/name, columns: {answer: answer}}]",)
 SFT_EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4, columns: {answer: answer}}]",)
 SFT_SPLIT = ("--data.train=[{path: split, columns: {answer: answer}}]",)
@@ -36,7 +36,6 @@ def sft_sources(section: str) -> dict[str, Row]:
         section,
         "metrics",
         {
-            "weight": Row("5", "metrics", SFT_BOTH),
             "columns.prompt": Row("q", "metrics", columns),
             "columns.answer": Row("c", "metrics", columns),
             "columns.task": not_used(f"{key}.columns.task", "kind"),
@@ -47,8 +46,10 @@ def sft_sources(section: str) -> dict[str, Row]:
     rows[f"{key}.split"] = Row("test", "metrics", SFT_SPLIT if is_train else SFT_EVAL_SPLIT)
     hub = SFT_HUB if is_train else SFT_EVAL_HUB
     rows[f"{key}.subset"] = Row("main", "datasets.load_dataset", hub)
-    if not is_train:
-        del rows[f"{key}.weight"]
+    if is_train:
+        rows |= mix_rows(
+            "metrics", "path: train.jsonl, columns: {answer: answer}", "path: columns.jsonl"
+        )
     return rows
 
 
@@ -122,8 +123,7 @@ def dpo_sources(section: str) -> dict[str, Row]:
         f"{key}.task": not_used(f"{key}.task", "sums"),
     }
     if section == "train":
-        both = ("--data.train=[{path: pairs/train.jsonl}, {path: preferred.jsonl}]",)
-        rows[f"{key}.weight"] = Row("5", "metrics", both)
+        rows |= mix_rows("metrics", "path: pairs/train.jsonl", "path: preferred.jsonl")
     return rows
 
 

@@ -497,14 +497,15 @@ def _repeated(view: FileFacts, section: str) -> Found:
 
 
 _OF_REWARDS = ("columns.task", "answer_pattern", "task")
+_OF_THE_MIX = ("weight", "max_epochs", "from_step", "until_step")
 _UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sft": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
     "dpo": dict.fromkeys(("train", "eval"), (*_OF_REWARDS, "columns.margin")),
     "reward-model": dict.fromkeys(
         ("train", "eval"), (*_OF_REWARDS, "columns.answer", "columns.label")
     ),
-    "eval": {"train": ("weight",)},
-    "generate": {"train": ("weight",)},
+    "eval": {"train": _OF_THE_MIX},
+    "generate": {"train": _OF_THE_MIX},
 }
 """Keys of each source that a command reads past: demonstrations have no rewards, and what is not
 trained on is taken whole, in the order of its files."""
