@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from hone.data.curriculum import difficulties
 from hone.data.filters import (
     FilterReport,
     LengthLimit,
@@ -113,7 +114,14 @@ def load_data(
         level = logging.WARNING if report.dropped or report.unreadable else logging.INFO
         logger.log(level, "%s", report.summary(len(evaluation)))
     weights = [source.weight for source in cfg.train]
-    stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)
+    stream = Stream(
+        train,
+        seed=seed,
+        weights=weights,
+        shuffle=cfg.shuffle,
+        content=content,
+        difficulties=loader.difficulties,
+    )
     return Data(stream, evaluation, report)
 
 
@@ -132,6 +140,8 @@ class _Loader(Generic[E, R, T]):
     report: FilterReport = field(default_factory=FilterReport)
     held_out: list[T] = field(default_factory=list[T])
     """Rows of streamed sources that are for evaluation."""
+    difficulties: dict[str, float] = field(default_factory=dict[str, float])
+    """Of training rows by id, where their source has a column for it."""
     _held_out_ids: set[str] = field(default_factory=set[str])
     _prompts: set[bytes] = field(default_factory=set[bytes])
 
@@ -146,7 +156,11 @@ class _Loader(Generic[E, R, T]):
         sizes = index.sizes
         is_large = sizes.total_bytes > WHOLE_BYTES or sizes.total_rows > WHOLE_ROWS
         if not (is_large or self.cfg.shuffle_window):
-            return self.whole(source, name, index.all_rows())
+            rows = index.all_rows()
+            self.difficulties |= difficulties(rows, source, name)
+            return self.whole(source, name, rows)
+        if source.columns.difficulty is not None:
+            raise _needs_all_rows(source)
         largest = int(sizes.num_bytes.max())
         if largest > MAX_OPEN_BYTES:
             raise UserError(
@@ -279,3 +293,14 @@ class _Loader(Generic[E, R, T]):
 
     def _is_held_out(self, row: R) -> bool:
         return is_held_out(row, seed=self.seed, fraction=self.fraction)
+
+
+def _needs_all_rows(source: SourceBase) -> UserError:
+    """The error of a large source that is to be ordered by a column."""
+    return UserError(
+        f"{source.path}: columns.difficulty orders a source that is read whole before the run, and "
+        f"this one is read as the run draws from it, since it has more than {WHOLE_ROWS:,} rows or "
+        f"{WHOLE_BYTES >> 20} MiB, or data.shuffle_window is set. Write its files in the order of "
+        f"column {source.columns.difficulty!r}, set data.shuffle false and leave "
+        "columns.difficulty unset; or read fewer rows (max_rows)"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from hone.config.base import Section
 
 __all__ = [
     "ColumnsConfig",
+    "CurriculumConfig",
     "DataConfig",
     "PairColumnsConfig",
     "PairSourceBase",
@@ -66,6 +67,11 @@ class ColumnsConfig(Section):
     images: str | None = None
     """Images of the prompt, a list or a single one: paths, bytes, data URIs, objects with `bytes`
     and `path`. Usual names: images, image. An empty name reads none."""
+
+    difficulty: str | None = None
+    """Number by which the rows of an epoch are ordered, the lowest first, and equal ones as
+    `data.shuffle` says. For sources that are read whole. Unset: the order is that of
+    `data.shuffle` alone."""
 
 
 class PairColumnsConfig(ColumnsConfig):
@@ -131,6 +137,21 @@ class PairSourceBase(SourceBase):
 
 class PairSourceConfig(PairSourceBase, SourceConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
     """One data set of preferences to train on."""
+
+
+_Rate = Annotated[float, Field(ge=0, le=1)]
+
+
+class CurriculumConfig(Section):
+    """Prompts that rest, by the rewards of their last group."""
+
+    pass_rate: tuple[_Rate, _Rate] | None = None
+    """Prompts whose mean reward lies between these two go on being drawn; others rest: they are
+    skipped, and nothing is generated for them. [0, 1] of rewards of 0 and 1 lets those rest that
+    are always or never solved. Unset: none rests."""
+
+    rest_epochs: int = Field(default=1, ge=1)
+    """Epochs of its source for which a prompt rests; then it is tried again."""
 
 
 class DataConfig(Section):

@@ -127,6 +127,11 @@ class StreamedRows(RowSource[T], Generic[T]):
         """The id of a row by its number from 0; ids count from 1."""
         return f"{self.name}:{number + 1}"
 
+    def number_of(self, row_id: str) -> int | None:
+        name, _, number = row_id.rpartition(":")
+        is_own = name == self.name and number.isdecimal() and 0 < int(number) <= self.num_rows
+        return int(number) - 1 if is_own else None
+
     def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
         epoch, place = divmod(read, self.num_rows)
         order = self._order_of(epoch)

@@ -26,6 +26,7 @@ from hone.data.columns import (
     choose_columns,
     value_of,
 )
+from hone.data.curriculum import difficulties
 from hone.data.pairs import (
     Compared,
     choose_pair_columns,
@@ -34,7 +35,7 @@ from hone.data.pairs import (
     without_prompt,
 )
 from hone.data.rows import decode, json_row, parse_json
-from hone.data.settings import SourceBase
+from hone.data.settings import SourceBase, SourceConfig
 from hone.data.sources import SourceRow, iter_source
 from hone.errors import UserError
 from hone.tools.data_view.problems import Problems
@@ -105,6 +106,8 @@ class Reader:
             return {role: name for role, name in self.columns.items() if name}
         names = ("prompt", "answer", "completion", "task", "images")
         found = {role: getattr(self.columns, role) for role in names}
+        if isinstance(self.source, SourceConfig):
+            found["difficulty"] = self.source.columns.difficulty
         return {role: name for role, name in found.items() if name}
 
     @property
@@ -180,6 +183,8 @@ class Reader:
         """What a run reads of each row: an example, or preferences. The first row has the number
         `first` in its source, counted from 1. Raises UserError as a run would."""
         assert self.columns is not None
+        if isinstance(self.source, SourceConfig):
+            difficulties(rows, self.source, self.name, first=first)
         if isinstance(self.columns, dict):
             return self._pairs(rows, first, self.columns)
         anchored = [*([] if self._anchor is None else [self._anchor]), *rows]

@@ -1,0 +1,136 @@
+"""Which prompts are drawn first, and which ones rest: difficulties from a column, and pass rates
+that the run measures.
+
+A run reports the rate of each group that it has scored. A prompt whose last rate lies outside of
+the band rests: its rows are read and skipped in the epochs of its source that follow the one in
+which it was last drawn. So rest is a function of the table, the epoch and the settings, and the
+table has two numbers a row.
+"""
+
+from __future__ import annotations
+
+import math
+from base64 import b64decode, b64encode
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hone.data.columns import required
+from hone.data.rows import SourceRow, shorten
+from hone.data.settings import CurriculumConfig, SourceBase
+from hone.errors import UserError
+
+__all__ = ["PassRates", "difficulties"]
+
+_ROW, _EPOCH, _RATE = np.dtype("<u4"), np.dtype("<u4"), np.dtype("<f4")
+"""Types of the saved arrays: 12 bytes a row."""
+
+
+def difficulties(
+    rows: Sequence[SourceRow], source: SourceBase, name: str, *, first: int = 1
+) -> dict[str, float]:
+    """The difficulty of each row by its id, `<name>:<number>`, of which the first number is given;
+    empty without `columns.difficulty`. Raises UserError for a value that is not a finite number."""
+    column = source.columns.difficulty
+    if column is None:
+        return {}
+    return {f"{name}:{n}": _difficulty(row, column) for n, row in enumerate(rows, start=first)}
+
+
+def _difficulty(row: SourceRow, column: str) -> float:
+    value = required(row, column, "difficulty")
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise UserError(
+            f"{row.location}: column {column!r}, which gives the difficulty, holds "
+            f"{shorten(repr(value))}; put a finite number there, lower for easier rows, or leave "
+            "columns.difficulty unset"
+        )
+    return float(value)
+
+
+class PassRates:
+    """The rates of the rows of one source, and which of them rest. Rows have numbers from 0."""
+
+    def __init__(self, num_rows: int, cfg: CurriculumConfig) -> None:
+        assert cfg.pass_rate is not None
+        # In the precision of the table, so that a rate that equals a bound is not inside.
+        self._low, self._high = (np.float32(bound) for bound in cfg.pass_rate)
+        self._rest_epochs = cfg.rest_epochs
+        self._rates: NDArray[np.float32] = np.full(num_rows, np.nan, dtype=_RATE)
+        """[n], of the last group that was scored; NaN before."""
+        self._drawn: NDArray[np.uint32] = np.zeros(num_rows, dtype=_EPOCH)
+        """[n], 1 + the epoch in which the row was last drawn; 0 before."""
+        self._awake_from = 0
+        """What was last drawn in an earlier epoch does not rest."""
+        self._undo: list[tuple[int, int]] | None = None
+
+    def rests(self, number: int, epoch: int) -> bool:
+        """Whether a row is skipped in an epoch."""
+        drawn, rate = int(self._drawn[number]), self._rates[number]
+        is_due = 0 < epoch + 1 - drawn <= self._rest_epochs and drawn > self._awake_from
+        return is_due and bool(rate <= self._low or rate >= self._high)
+
+    def drawn(self, number: int, epoch: int) -> None:
+        """Note that a row is drawn."""
+        if self._undo is not None:
+            self._undo.append((number, int(self._drawn[number])))
+        self._drawn[number] = epoch + 1
+
+    def scored(self, number: int, rate: float) -> None:
+        """Note the rate of a group of the row."""
+        self._rates[number] = rate
+
+    def wake(self, epoch: int) -> None:
+        """End the rest of all rows that were last drawn before `epoch`."""
+        self._awake_from = epoch
+
+    @contextmanager
+    def unchanged(self) -> Generator[None]:
+        """Undo at the end what was drawn and woken in the block."""
+        self._undo, awake_from = [], self._awake_from
+        yield
+        for number, drawn in reversed(self._undo):
+            self._drawn[number] = drawn
+        self._undo, self._awake_from = None, awake_from
+
+    def num_resting(self, epoch: int) -> int:
+        """How many rows are skipped in an epoch."""
+        drawn = self._drawn.astype(np.int64)
+        since = epoch + 1 - drawn
+        is_due = (since > 0) & (since <= self._rest_epochs) & (drawn > self._awake_from)
+        return int((is_due & ((self._rates <= self._low) | (self._rates >= self._high))).sum())
+
+    @property
+    def rates(self) -> NDArray[np.float32]:
+        """The last rates of all rows that were scored."""
+        return self._rates[~np.isnan(self._rates)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The table as JSON values, 16 characters for each row that was drawn."""
+        rows = np.flatnonzero((self._drawn > 0) | ~np.isnan(self._rates))
+        return {
+            "rows": _text(rows.astype(_ROW)),
+            "drawn": _text(self._drawn[rows]),
+            "rates": _text(self._rates[rows]),
+            "awake_from": self._awake_from,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; the settings may have changed."""
+        rows = _array(state["rows"], _ROW)
+        self._drawn[rows] = _array(state["drawn"], _EPOCH)
+        self._rates[rows] = _array(state["rates"], _RATE)
+        self._awake_from = int(state["awake_from"])
+
+
+def _text(values: NDArray[Any]) -> str:
+    return b64encode(values.tobytes()).decode()
+
+
+def _array(text: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.frombuffer(b64decode(text), dtype=dtype)
