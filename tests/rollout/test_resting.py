@@ -35,7 +35,7 @@ def stream_of(num: int = NUM_PROMPTS) -> Stream:
 
 
 def sometimes(sample: Sample) -> FailureKind | None:
-    return FailureKind.ERROR if draw("fails", sample.id) % 7 == 0 else None
+    return FailureKind.TIMEOUT if draw("fails", sample.id) % 7 == 0 else None
 
 
 class Run:

@@ -68,6 +68,10 @@ ROWS: list[Row] = [
     ("eval", "data.shuffle=false", "warning", "data.shuffle"),
     ("eval", "data.shuffle_window=9", "warning", "data.shuffle_window"),
     ("generate", "data.shuffle_window=9", "warning", "data.shuffle_window"),
+    *[(command, "data.eval.0.path=eval.jsonl data.eval.0.columns.difficulty=x", "warning",
+       "data.eval.0.columns.difficulty")
+      for command in ("rl", "sft", "dpo", "reward-model", "eval")],
+    ("generate", "data.train.0.columns.difficulty=x", "warning", "data.train.0.columns.difficulty"),
     ("rl", "data.max_eval_rows=9", "warning", "data.max_eval_rows"),
     ("generate", "data.max_eval_rows=9 data.eval_fraction=0.5", "warning", "data.max_eval_rows"),
     ("generate", "data.train.0.weight=2", "warning", "data.train.0.weight"),

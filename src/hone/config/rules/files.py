@@ -497,14 +497,16 @@ def _repeated(view: FileFacts, section: str) -> Found:
 
 
 _OF_REWARDS = ("columns.task", "answer_pattern", "task")
+_OF_PAIRS = (*_OF_REWARDS, "columns.margin")
+_OF_SCORES = (*_OF_REWARDS, "columns.answer", "columns.label")
+_OF_ORDER = ("columns.difficulty",)
 _UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "sft": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
-    "dpo": dict.fromkeys(("train", "eval"), (*_OF_REWARDS, "columns.margin")),
-    "reward-model": dict.fromkeys(
-        ("train", "eval"), (*_OF_REWARDS, "columns.answer", "columns.label")
-    ),
-    "eval": {"train": ("weight",)},
-    "generate": {"train": ("weight",)},
+    "rl": {"eval": _OF_ORDER},
+    "sft": {"train": _OF_REWARDS, "eval": (*_OF_REWARDS, *_OF_ORDER)},
+    "dpo": {"train": _OF_PAIRS, "eval": (*_OF_PAIRS, *_OF_ORDER)},
+    "reward-model": {"train": _OF_SCORES, "eval": (*_OF_SCORES, *_OF_ORDER)},
+    "eval": {"train": ("weight", *_OF_ORDER), "eval": _OF_ORDER},
+    "generate": {"train": ("weight", *_OF_ORDER)},
 }
 """Keys of each source that a command reads past: demonstrations have no rewards, and what is not
 trained on is taken whole, in the order of its files."""
