@@ -186,6 +186,14 @@ def make(cfg: CurriculumConfig, *, streamed: bool, seed: int = 5) -> Stream:
     return stream
 
 
+def rest_of(number: int, epoch: int, rest_epochs: int) -> int:
+    """For how many epochs a row rests that was last drawn in `epoch`, by splitmix64."""
+    value = (number * 0x9E3779B97F4A7C15 + (epoch + 1) * 0xD1B54A32D192ED03) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ (value >> shift)) * factor % 2**64
+    return 1 + (value ^ (value >> 31)) % (2 * rest_epochs - 1)
+
+
 class Walk:
     """What a stream with resting rows does, from the history of every row alone."""
 
@@ -204,7 +212,9 @@ class Walk:
             return False
         low, high = self.cfg.pass_rate
         is_outside = not low < rates[-1] < high
-        return is_outside and drawn[-1] < epoch <= drawn[-1] + self.cfg.rest_epochs
+        number = int(row_id.split(":")[1]) - 1
+        most = rest_of(number, int(drawn[-1]), self.cfg.rest_epochs)
+        return is_outside and drawn[-1] < epoch <= drawn[-1] + most
 
     def draw(self) -> str:
         number = self.mixture.next_source(self.served)
@@ -298,7 +308,7 @@ def test_R18_rows_rest_as_a_walk_over_their_history_says(events, band, rest_epoc
 def test_a_prompt_rests_once_and_is_tried_again():
     """The rule on a page: three rows, of which one is always solved and one never."""
     stream = Stream([prompts(3)], seed=0)
-    stream.let_rest(CurriculumConfig(pass_rate=(0, 1)))
+    stream.let_rest(CurriculumConfig(pass_rate=(0, 1), rest_epochs=1))
     rates = {"a:1": 1.0, "a:2": 0.5, "a:3": 0.0}
     drawn: list[str] = []
     for _ in range(4):  # the epochs have 3, 1, 3 and 1 rows
@@ -373,4 +383,8 @@ def test_the_table_of_a_million_rows_is_small():
     assert len(text) < 17_000_000
     again = PassRates(3_000_000, CurriculumConfig(pass_rate=(0, 1)))
     again.load_state_dict(json.loads(text))
-    assert again.num_resting(3) == rates.num_resting(3) == int(np.isin(numbers % 9, (0, 8)).sum())
+    resting = int(np.isin(numbers % 9, (0, 8)).sum())
+    assert again.num_resting(3) == rates.num_resting(3) == resting
+    # As many come back in each of the next 9 epochs.
+    left = [again.num_resting(epoch) / resting for epoch in range(3, 13)]
+    assert left == pytest.approx([1 - i / 9 for i in range(10)], abs=0.01)

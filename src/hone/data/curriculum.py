@@ -2,9 +2,10 @@
 that the run measures.
 
 A run reports the rate of each group that it has scored. A prompt whose last rate lies outside of
-the band rests: its rows are read and skipped in the epochs of its source that follow the one in
-which it was last drawn. So rest is a function of the table, the epoch and the settings, and the
-table has two numbers a row.
+the band rests: its row is read and skipped in some epochs of its source that follow the one in
+which it was last drawn. How many is drawn by a hash, since rows that began to rest together would
+come back together, and whole steps would have nothing to learn from. So rest is a function of the
+table, the epoch and the settings, and the table has two numbers a row.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = ["PassRates", "difficulties"]
 
 _ROW, _EPOCH, _RATE = np.dtype("<u4"), np.dtype("<u4"), np.dtype("<f4")
 """Types of the saved arrays: 12 bytes a row."""
+_MASK = 2**64 - 1
 
 
 def difficulties(
@@ -71,9 +73,10 @@ class PassRates:
 
     def rests(self, number: int, epoch: int) -> bool:
         """Whether a row is skipped in an epoch."""
-        drawn, rate = int(self._drawn[number]), self._rates[number]
-        is_due = 0 < epoch + 1 - drawn <= self._rest_epochs and drawn > self._awake_from
-        return is_due and bool(rate <= self._low or rate >= self._high)
+        rate, drawn = self._rates[number], int(self._drawn[number])
+        if not (rate <= self._low or rate >= self._high) or drawn <= self._awake_from:
+            return False
+        return 0 < epoch + 1 - drawn <= self._num_epochs(number, drawn)
 
     def drawn(self, number: int, epoch: int) -> None:
         """Note that a row is drawn."""
@@ -100,10 +103,21 @@ class PassRates:
 
     def num_resting(self, epoch: int) -> int:
         """How many rows are skipped in an epoch."""
-        drawn = self._drawn.astype(np.int64)
-        since = epoch + 1 - drawn
-        is_due = (since > 0) & (since <= self._rest_epochs) & (drawn > self._awake_from)
-        return int((is_due & ((self._rates <= self._low) | (self._rates >= self._high))).sum())
+        is_outside = (self._rates <= self._low) | (self._rates >= self._high)
+        numbers = np.flatnonzero(is_outside & (self._drawn > self._awake_from))
+        drawn = self._drawn[numbers].astype(np.uint64)
+        since = epoch + 1 - drawn.astype(np.int64)
+        most = self._num_epochs(numbers.astype(np.uint64), drawn).astype(np.int64)
+        return int(((since > 0) & (since <= most)).sum())
+
+    def _num_epochs(self, number: Any, drawn: Any) -> Any:
+        """For how many epochs a row rests since it was last drawn: 1 to 2 `rest_epochs` - 1, which
+        is `rest_epochs` in the mean. Of one row or of arrays [n] of 64 unsigned bits."""
+        # The finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), over the two numbers.
+        mixed = (number * 0x9E3779B97F4A7C15 + drawn * 0xD1B54A32D192ED03) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        return (mixed ^ (mixed >> 31)) % (2 * self._rest_epochs - 1) + 1
 
     @property
     def rates(self) -> NDArray[np.float32]:

@@ -150,8 +150,9 @@ class CurriculumConfig(Section):
     skipped, and nothing is generated for them. [0, 1] of rewards of 0 and 1 lets those rest that
     are always or never solved. Unset: none rests."""
 
-    rest_epochs: int = Field(default=1, ge=1)
-    """Epochs of its source for which a prompt rests; then it is tried again."""
+    rest_epochs: int = Field(default=5, ge=1)
+    """Epochs of its source for which a prompt rests until it is tried again, in the mean: from 1 to
+    2 `rest_epochs` - 1, so that prompts that rest together do not come back together."""
 
 
 class DataConfig(Section):
