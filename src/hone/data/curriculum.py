@@ -96,10 +96,12 @@ class PassRates:
     def unchanged(self) -> Generator[None]:
         """Undo at the end what was drawn and woken in the block."""
         self._undo, awake_from = [], self._awake_from
-        yield
-        for number, drawn in reversed(self._undo):
-            self._drawn[number] = drawn
-        self._undo, self._awake_from = None, awake_from
+        try:
+            yield
+        finally:
+            for number, drawn in reversed(self._undo):
+                self._drawn[number] = drawn
+            self._undo, self._awake_from = None, awake_from
 
     def num_resting(self, epoch: int) -> int:
         """How many rows are skipped in an epoch."""
