@@ -5,7 +5,7 @@
 
 The model is that of `hone quickstart`: trained by imitation on sums of three digits, most of which
 had the answer backwards. `hone rl quickstart-rl` goes on from there in several ways, with the same
-settings but for the order of its prompts, and is evaluated on the quick start's held-out sums every
+settings but for which prompts it draws, and is evaluated on the quick start's held-out sums every
 five updates. Tasks, by the data that it trains on:
 
     plain    the 750 training sums of the quick start
@@ -35,15 +35,14 @@ Curves = dict[str, list[Curve]]
 
 GOAL = 0.9
 EVERY = 5
+REST = "--data.curriculum.pass_rate=[0, 1]"
 WAYS: dict[str, list[str]] = {
     "shuffled": [],
-    "easiest first": ["--data.train.0.columns.difficulty=level"],
-    "resting": ["--data.curriculum.pass_rate=[0, 1]"],
-    "easiest first, resting": [
-        "--data.train.0.columns.difficulty=level",
-        "--data.curriculum.pass_rate=[0, 1]",
-    ],
+    "easiest first": ["--data.train.0.columns.difficulty=difficulty"],
+    "resting": [REST],
+    "resting from the start": ["--data.train.0.columns.pass_rate=rate", REST],
 }
+"""Flags of each way. The last one has rates of the first model, from `hone eval` with 8 samples."""
 TASKS = {"plain": (750, 0), "wrong": (300, 900), "long": (300, 900)}
 """How many sums can be learned, and how many cannot."""
 
@@ -60,9 +59,11 @@ def make_inputs(folder: Path, seed: int) -> None:
 
 
 def make_task(folder: Path, task: str, seed: int) -> Path:
-    """The training data of a task, in random order."""
+    """The training data of a task, in random order, each row with the rate of the first model."""
     from hone.data.arithmetic import generate, write_jsonl
 
+    if (file := folder / f"{task}.jsonl").exists():
+        return file
     num_easy, num_hard = TASKS[task]
     lines = (folder / "train.jsonl").read_text().splitlines()
     easy = [json.loads(line) for line in lines[:num_easy]]
@@ -71,9 +72,19 @@ def make_task(folder: Path, task: str, seed: int) -> Path:
         hard = [row | {"answer": str(int(row["answer"]) + 100)} for row in sums]
     else:
         hard = generate(num_hard, seed + 100, low=10, high=99, num_operands=3)
-    rows = [row | {"level": 1} for row in easy] + [row | {"level": 2} for row in hard]
-    random.Random(seed).shuffle(rows)
-    write_jsonl(file := folder / f"{task}.jsonl", rows)
+    random.Random(seed).shuffle(rows := easy + hard)
+    write_jsonl(plain := folder / f"{task}-plain.jsonl", rows)
+    profile = folder / f"{task}-profile"
+    words = [f"--model.path={folder / 'sft' / 'model'}", f"--data.eval.0.path={plain}"]
+    words += [f"--run.dir={profile}", "--eval.n_samples_per_prompt=8", f"--run.seed={seed}"]
+    hone("eval", "quickstart-eval", *words, log=profile.with_suffix(".log"))
+    rewards: dict[str, list[float]] = {}
+    for line in (profile / "eval_samples.jsonl").open():
+        sample = json.loads(line)
+        rewards.setdefault(sample["prompt_id"], []).append(sample["reward"])
+    rates = [statistics.mean(rewards[f"{plain.stem}:{n}"]) for n in range(1, len(rows) + 1)]
+    columns = [{"rate": rate, "difficulty": 1 - rate} for rate in rates]
+    write_jsonl(file, [row | more for row, more in zip(rows, columns, strict=True)])
     return file
 
 

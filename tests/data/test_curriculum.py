@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.config.tree import SFTDataConfig
-from hone.data.curriculum import PassRates, difficulties
+from hone.data.curriculum import PassRates, column_numbers
 from hone.data.hashing import keyed_hash
 from hone.data.mixture import Mixture
 from hone.data.order import Window
@@ -54,7 +54,7 @@ def prompts(num: int, name: str = "a") -> list[Prompt]:
 def test_easier_rows_come_first_and_equal_ones_as_without_it(levels, seed, shuffle):
     rows = prompts(len(levels))
     known = {row.id: level for row, level in zip(rows, levels, strict=True)}
-    stream = Stream([rows], seed=seed, shuffle=shuffle, difficulties=known)
+    stream = Stream([rows], seed=seed, shuffle=shuffle, numbers={"difficulty": known})
     for epoch in range(3):
         order = sorted(
             range(len(rows)),
@@ -68,7 +68,7 @@ def test_easier_rows_come_first_and_equal_ones_as_without_it(levels, seed, shuff
 
 def test_a_source_without_difficulties_keeps_its_order():
     known = {f"a:{i + 1}": float(-i) for i in range(5)}
-    both = Stream([prompts(5), prompts(5, "b")], seed=3, difficulties=known)
+    both = Stream([prompts(5), prompts(5, "b")], seed=3, numbers={"difficulty": known})
     plain = Stream([prompts(5), prompts(5, "b")], seed=3)
     taken, before = ids(both.take(10)), ids(plain.take(10))
     assert [x for x in taken if x[0] == "b"] == [x for x in before if x[0] == "b"]
@@ -76,10 +76,12 @@ def test_a_source_without_difficulties_keeps_its_order():
 
 
 def test_other_difficulties_are_other_data():
-    state = Stream([prompts(2)], seed=3, difficulties={"a:1": 1.0, "a:2": 2.0}).state_dict()
-    for other in ({"a:1": 1.0, "a:2": 1.5}, None):
+    state = Stream(
+        [prompts(2)], seed=3, numbers={"difficulty": {"a:1": 1.0, "a:2": 2.0}}
+    ).state_dict()
+    for other in ({"difficulty": {"a:1": 1.0, "a:2": 1.5}}, None):
         with pytest.raises(UserError, match="belongs to other data: fingerprint"):
-            Stream([prompts(2)], seed=3, difficulties=other).load_state_dict(state)
+            Stream([prompts(2)], seed=3, numbers=other).load_state_dict(state)
 
 
 def rows(values: list[Any]) -> list[dict[str, Any]]:
@@ -111,6 +113,10 @@ def test_demonstrations_have_an_order_too(tmp_path):
     assert ids(data.train.take(3)) == ["a:2", "a:3", "a:1"]
 
 
+ROLE_NAMES = {"difficulty": "difficulty", "pass_rate": "pass rate"}
+
+
+@table("role", ROLE_NAMES)
 @table(
     "value, said",
     [
@@ -120,22 +126,24 @@ def test_demonstrations_have_an_order_too(tmp_path):
         (float("nan"), "nan"),
         (float("inf"), "inf"),
         ([1], r"\[1\]"),
-        (None, "nothing in column 'level', which was to give the difficulty"),
-        ("none", "nothing in column 'level', which was to give the difficulty"),
+        (None, "nothing in column 'level', which was to give the "),
+        ("none", "nothing in column 'level', which was to give the "),
     ],
 )
-def test_what_is_no_number_is_refused_with_its_row(value, said, tmp_path_factory):
+def test_what_is_no_number_is_refused_with_its_row(role, value, said, tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "a.jsonl"
     write_rows(path, rows([1, value]))
-    with pytest.raises(UserError, match=rf"a\.jsonl, line 2: .*{said}"):
-        load_prompts(DataConfig(train=(source_of(path),)), TOKENIZER, seed=0)
+    source = SourceConfig(path=str(path), columns=ColumnsConfig(**{role: "level"}))
+    with pytest.raises(UserError, match=rf"a\.jsonl, line 2: .*{said}") as error:
+        load_prompts(DataConfig(train=(source,)), TOKENIZER, seed=0)
+    assert ROLE_NAMES[role] in str(error.value)
 
 
 def test_decimals_are_numbers():
     found = [SourceRow({"level": Decimal("1.5")}, "row 1"), SourceRow({"level": 2}, "row 2")]
     source = source_of(Path("a.parquet"))
-    assert difficulties(found, source, "a") == {"a:1": 1.5, "a:2": 2.0}
-    assert difficulties(found, source, "a", first=7) == {"a:7": 1.5, "a:8": 2.0}
+    assert column_numbers(found, source, "a", "difficulty") == {"a:1": 1.5, "a:2": 2.0}
+    assert column_numbers(found, source, "a", "difficulty", first=7) == {"a:7": 1.5, "a:8": 2.0}
 
 
 def test_a_source_that_is_read_as_it_is_drawn_cannot_be_ordered(tmp_path):
@@ -143,6 +151,27 @@ def test_a_source_that_is_read_as_it_is_drawn_cannot_be_ordered(tmp_path):
     cfg = DataConfig(train=(source_of(tmp_path / "a.jsonl"),), shuffle_window=2)
     with pytest.raises(UserError, match=r"columns\.difficulty .*data\.shuffle false"):
         load_prompts(cfg, TOKENIZER, seed=0)
+    source = SourceConfig(path=cfg.train[0].path, columns=ColumnsConfig(pass_rate="level"))
+    with pytest.raises(UserError, match=r"columns\.pass_rate .*leave columns\.pass_rate unset"):
+        load_prompts(DataConfig(train=(source,), shuffle_window=2), TOKENIZER, seed=0)
+
+
+def test_a_column_says_which_rows_rest_before_they_are_drawn(tmp_path):
+    write_rows(tmp_path / "a.jsonl", rows([0, 0.5, 1, 0.25, 0]))
+    source = SourceConfig(path=str(tmp_path / "a.jsonl"), columns=ColumnsConfig(pass_rate="level"))
+    cfg = DataConfig(train=(source,))
+    for rest_epochs in (1, 3):
+        curriculum = CurriculumConfig(pass_rate=(0, 1), rest_epochs=rest_epochs)
+        stream = load_prompts(cfg, TOKENIZER, seed=0, curriculum=curriculum).train
+        assert stream.counts == {"skipped_resting": 0, "resting": 3, "pass_rate": 0.35}
+        lengths = {f"a:{n}": rest_of(n - 1, -1, rest_epochs) for n in (1, 3, 5)}
+        for epoch in range(6):
+            here = {"a:2", "a:4"} | {x for x, most in lengths.items() if epoch >= most}
+            taken = ids(stream.take(len(here)))
+            assert {*taken} == here
+            for row_id in taken:
+                stream.learn(row_id, 0.5)
+    assert not load_prompts(cfg, TOKENIZER, seed=0).train.learns
 
 
 # --------------------------------------------------------------------------- resting

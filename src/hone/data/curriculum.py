@@ -1,5 +1,5 @@
 """Which prompts are drawn first, and which ones rest: difficulties from a column, and pass rates
-that the run measures.
+that the run measures, or that a column has for the time before.
 
 A run reports the rate of each group that it has scored. A prompt whose last rate lies outside of
 the band rests: its row is read and skipped in some epochs of its source that follow the one in
@@ -15,7 +15,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,51 +25,60 @@ from hone.data.rows import SourceRow, shorten
 from hone.data.settings import CurriculumConfig, SourceBase
 from hone.errors import UserError
 
-__all__ = ["PassRates", "difficulties"]
+__all__ = ["ROLES", "PassRates", "Role", "column_numbers"]
 
+Role = Literal["difficulty", "pass_rate"]
+ROLES: tuple[Role, ...] = get_args(Role)
+_NOUNS: Mapping[Role, str] = {"difficulty": "difficulty", "pass_rate": "pass rate"}
 _ROW, _EPOCH, _RATE = np.dtype("<u4"), np.dtype("<u4"), np.dtype("<f4")
 """Types of the saved arrays: 12 bytes a row."""
 _MASK = 2**64 - 1
 
 
-def difficulties(
-    rows: Sequence[SourceRow], source: SourceBase, name: str, *, first: int = 1
+def column_numbers(
+    rows: Sequence[SourceRow], source: SourceBase, name: str, role: Role, *, first: int = 1
 ) -> dict[str, float]:
-    """The difficulty of each row by its id, `<name>:<number>`, of which the first number is given;
-    empty without `columns.difficulty`. Raises UserError for a value that is not a finite number."""
-    column = source.columns.difficulty
+    """What the column of a role says of each row, by its id, `<name>:<number>`, of which the first
+    number is given; empty where `columns` names none. Raises UserError for a value that is not a
+    finite number."""
+    column: str | None = getattr(source.columns, role)
     if column is None:
         return {}
-    return {f"{name}:{n}": _difficulty(row, column) for n, row in enumerate(rows, start=first)}
+    return {f"{name}:{n}": _number(row, column, role) for n, row in enumerate(rows, start=first)}
 
 
-def _difficulty(row: SourceRow, column: str) -> float:
-    value = required(row, column, "difficulty")
+def _number(row: SourceRow, column: str, role: Role) -> float:
+    value = required(row, column, _NOUNS[role])
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         raise UserError(
-            f"{row.location}: column {column!r}, which gives the difficulty, holds "
-            f"{shorten(repr(value))}; put a finite number there, lower for easier rows, or leave "
-            "columns.difficulty unset"
+            f"{row.location}: column {column!r}, which gives the {_NOUNS[role]}, holds "
+            f"{shorten(repr(value))}; put a finite number there, or leave columns.{role} unset"
         )
     return float(value)
 
 
 class PassRates:
-    """The rates of the rows of one source, and which of them rest. Rows have numbers from 0."""
+    """The rates of the rows of one source, and which of them rest. Rows have numbers from 0.
+    `known` are rates from before the run, by number: such rows rest as if they had been drawn in an
+    epoch before the first one."""
 
-    def __init__(self, num_rows: int, cfg: CurriculumConfig) -> None:
+    def __init__(
+        self, num_rows: int, cfg: CurriculumConfig, known: Mapping[int, float] | None = None
+    ) -> None:
         assert cfg.pass_rate is not None
         # In the precision of the table, so that a rate that equals a bound is not inside.
         self._low, self._high = (np.float32(bound) for bound in cfg.pass_rate)
         self._rest_epochs = cfg.rest_epochs
         self._rates: NDArray[np.float32] = np.full(num_rows, np.nan, dtype=_RATE)
-        """[n], of the last group that was scored; NaN before."""
+        """[n], of the last group that was scored, before that as `known`; NaN where unknown."""
         self._drawn: NDArray[np.uint32] = np.zeros(num_rows, dtype=_EPOCH)
         """[n], 1 + the epoch in which the row was last drawn; 0 before."""
-        self._awake_from = 0
+        self._awake_from = -1
         """What was last drawn in an earlier epoch does not rest."""
         self._undo: list[tuple[int, int]] | None = None
+        for number, rate in (known or {}).items():
+            self._rates[number] = rate
 
     def rests(self, number: int, epoch: int) -> bool:
         """Whether a row is skipped in an epoch."""
@@ -106,7 +115,7 @@ class PassRates:
     def num_resting(self, epoch: int) -> int:
         """How many rows are skipped in an epoch."""
         is_outside = (self._rates <= self._low) | (self._rates >= self._high)
-        numbers = np.flatnonzero(is_outside & (self._drawn > self._awake_from))
+        numbers = np.flatnonzero(is_outside & (self._drawn.astype(np.int64) > self._awake_from))
         drawn = self._drawn[numbers].astype(np.uint64)
         since = epoch + 1 - drawn.astype(np.int64)
         most = self._num_epochs(numbers.astype(np.uint64), drawn).astype(np.int64)
@@ -123,11 +132,11 @@ class PassRates:
 
     @property
     def rates(self) -> NDArray[np.float32]:
-        """The last rates of all rows that were scored."""
+        """The last rates of all rows that have one."""
         return self._rates[~np.isnan(self._rates)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The table as JSON values, 16 characters for each row that was drawn."""
+        """The table as JSON values, 16 characters for each row that was drawn or has a rate."""
         rows = np.flatnonzero((self._drawn > 0) | ~np.isnan(self._rates))
         return {
             "rows": _text(rows.astype(_ROW)),

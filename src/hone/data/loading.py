@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from hone.data.curriculum import difficulties
+from hone.data.curriculum import ROLES, Role, column_numbers
 from hone.data.filters import (
     FilterReport,
     LengthLimit,
@@ -120,7 +120,7 @@ def load_data(
         weights=weights,
         shuffle=cfg.shuffle,
         content=content,
-        difficulties=loader.difficulties,
+        numbers=loader.numbers,
     )
     return Data(stream, evaluation, report)
 
@@ -140,7 +140,7 @@ class _Loader(Generic[E, R, T]):
     report: FilterReport = field(default_factory=FilterReport)
     held_out: list[T] = field(default_factory=list[T])
     """Rows of streamed sources that are for evaluation."""
-    difficulties: dict[str, float] = field(default_factory=dict[str, float])
+    numbers: dict[Role, dict[str, float]] = field(default_factory=lambda: {x: {} for x in ROLES})
     """Of training rows by id, where their source has a column for it."""
     _held_out_ids: set[str] = field(default_factory=set[str])
     _prompts: set[bytes] = field(default_factory=set[bytes])
@@ -157,10 +157,12 @@ class _Loader(Generic[E, R, T]):
         is_large = sizes.total_bytes > WHOLE_BYTES or sizes.total_rows > WHOLE_ROWS
         if not (is_large or self.cfg.shuffle_window):
             rows = index.all_rows()
-            self.difficulties |= difficulties(rows, source, name)
+            for role, known in self.numbers.items():
+                known |= column_numbers(rows, source, name, role)
             return self.whole(source, name, rows)
-        if source.columns.difficulty is not None:
-            raise _needs_all_rows(source)
+        for role in ROLES:
+            if getattr(source.columns, role) is not None:
+                raise _needs_all_rows(source, role)
         largest = int(sizes.num_bytes.max())
         if largest > MAX_OPEN_BYTES:
             raise UserError(
@@ -295,12 +297,17 @@ class _Loader(Generic[E, R, T]):
         return is_held_out(row, seed=self.seed, fraction=self.fraction)
 
 
-def _needs_all_rows(source: SourceBase) -> UserError:
-    """The error of a large source that is to be ordered by a column."""
+def _needs_all_rows(source: SourceBase, role: Role) -> UserError:
+    """The error of a large source of which all rows are to be known before the run."""
+    remedy = f"leave columns.{role} unset"
+    if role == "difficulty":
+        remedy = (
+            f"write its files in the order of column {source.columns.difficulty!r}, set "
+            f"data.shuffle false and {remedy}"
+        )
     return UserError(
-        f"{source.path}: columns.difficulty orders a source that is read whole before the run, and "
+        f"{source.path}: columns.{role} is for a source that is read whole before the run, and "
         f"this one is read as the run draws from it, since it has more than {WHOLE_ROWS:,} rows or "
-        f"{WHOLE_BYTES >> 20} MiB, or data.shuffle_window is set. Write its files in the order of "
-        f"column {source.columns.difficulty!r}, set data.shuffle false and leave "
-        "columns.difficulty unset; or read fewer rows (max_rows)"
+        f"{WHOLE_BYTES >> 20} MiB, or data.shuffle_window is set. Read fewer rows (max_rows), or "
+        f"{remedy}"
     )

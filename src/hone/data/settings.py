@@ -73,6 +73,11 @@ class ColumnsConfig(Section):
     `data.shuffle` says. For sources that are read whole. Unset: the order is that of
     `data.shuffle` alone."""
 
+    pass_rate: str | None = None
+    """Number that `data.curriculum.pass_rate` takes for the mean reward of a prompt before the run
+    has drawn it, as measured by `hone eval`. For sources that are read whole. Unset: every prompt
+    is drawn once."""
+
 
 class PairColumnsConfig(ColumnsConfig):
     """Names of the columns of preferences; unset, those of TRL."""

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hone.data.curriculum import PassRates
+from hone.data.curriculum import PassRates, Role
 from hone.data.mixture import Mixture
 from hone.data.row_source import Item, RowSource, Skipped, WholeRows, nothing_left
 from hone.data.settings import CurriculumConfig
@@ -41,8 +41,8 @@ class Stream(Generic[T]):
     """Rows of one or several sources, epoch after epoch, without end.
 
     A source is a `RowSource`, or a sequence of all its rows. `weights` are the relative shares of
-    the sources (default: equal). `seed`, `shuffle`, `content` and `difficulties` are those of
-    `WholeRows`, for sources that are sequences.
+    the sources (default: equal). `seed`, `shuffle` and `content` are those of `WholeRows`, for
+    sources that are sequences. `numbers` are what columns say of their rows, by role and row id.
     """
 
     def __init__(
@@ -53,15 +53,20 @@ class Stream(Generic[T]):
         weights: Sequence[float] | None = None,
         shuffle: bool = True,
         content: Callable[[T], object] = _content,
-        difficulties: Mapping[str, float] | None = None,
+        numbers: Mapping[Role, Mapping[str, float]] | None = None,
     ) -> None:
         weights = [1.0] * len(sources) if weights is None else weights
         assert len(weights) == len(sources), f"{len(weights)=} {len(sources)=}"
+        numbers = numbers or {}
         self.sources = tuple(
             source
             if isinstance(source, RowSource)
             else WholeRows(
-                source, seed=seed, shuffle=shuffle, content=content, difficulties=difficulties
+                source,
+                seed=seed,
+                shuffle=shuffle,
+                content=content,
+                difficulties=numbers.get("difficulty"),
             )
             for source in sources
         )
@@ -71,6 +76,7 @@ class Stream(Generic[T]):
         self._read = [0] * len(self.sources)
         self._served = [0] * len(self.sources)
         self._skipped: Counter[str] = Counter()
+        self._known_rates = numbers.get("pass_rate", {})
         self._rates: tuple[PassRates, ...] = ()
         self._has_woken = False
 
@@ -90,7 +96,18 @@ class Stream(Generic[T]):
 
     def let_rest(self, cfg: CurriculumConfig) -> None:
         """From now on skip rows that rest by `cfg`, whose `pass_rate` is set."""
-        self._rates = tuple(PassRates(source.num_rows, cfg) for source in self.sources)
+        self._rates = tuple(
+            PassRates(
+                source.num_rows,
+                cfg,
+                {
+                    number: rate
+                    for row_id, rate in self._known_rates.items()
+                    if (number := source.number_of(row_id)) is not None
+                },
+            )
+            for source in self.sources
+        )
 
     @property
     def learns(self) -> bool:
@@ -110,7 +127,7 @@ class Stream(Generic[T]):
     def counts(self) -> dict[str, float]:
         """How many rows were read so far from sources that are read as rows are drawn, and skipped
         by reason. With `let_rest` also how many rest in the current epochs of their sources, and
-        the mean of the last rates of all that were scored. Else empty."""
+        the mean of the last rates of all that have one. Else empty."""
         counts: dict[str, float] = {}
         if any(source.is_streamed for source in self.sources):
             counts["rows_read"] = sum(

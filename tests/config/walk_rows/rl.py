@@ -51,6 +51,9 @@ RL: dict[str, Row] = {
             "columns.answer": Row("a", "samples", COLUMNS),
             "columns.task": Row("kind", "samples", COLUMNS),
             "columns.difficulty": Row("level", "samples", COLUMNS),
+            "columns.pass_rate": Row(
+                "rate", "samples", (*COLUMNS, "--data.curriculum.pass_rate=[0, 1]")
+            ),
             "answer_pattern": Row("^.", "samples", ("--data.train=[{path: train.jsonl}]",)),
             "task": Row("sums", "samples"),
         },

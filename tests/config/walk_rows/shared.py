@@ -95,6 +95,7 @@ def source_rows(section: str, shown: str, columns: Mapping[str, Row]) -> dict[st
         f"{key}.0.columns.difficulty": NO_LEVEL
         if train
         else not_used(f"{key}.0.columns.difficulty", "level"),
+        f"{key}.0.columns.pass_rate": not_used(f"{key}.0.columns.pass_rate", "rate"),
     } | {f"{key}.0.{name}": row for name, row in columns.items()}
 
 

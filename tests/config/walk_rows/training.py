@@ -119,6 +119,7 @@ def dpo_sources(section: str) -> dict[str, Row]:
         f"{key}.columns.difficulty": NO_LEVEL
         if section == "train"
         else not_used(f"{key}.columns.difficulty", "level"),
+        f"{key}.columns.pass_rate": not_used(f"{key}.columns.pass_rate", "rate"),
         f"{key}.columns.task": not_used(f"{key}.columns.task", "kind"),
         f"{key}.answer_pattern": not_used(f"{key}.answer_pattern", "^."),
         f"{key}.task": not_used(f"{key}.task", "sums"),

@@ -26,7 +26,7 @@ from hone.data.columns import (
     choose_columns,
     value_of,
 )
-from hone.data.curriculum import difficulties
+from hone.data.curriculum import ROLES, column_numbers
 from hone.data.pairs import (
     Compared,
     choose_pair_columns,
@@ -107,7 +107,7 @@ class Reader:
         names = ("prompt", "answer", "completion", "task", "images")
         found = {role: getattr(self.columns, role) for role in names}
         if isinstance(self.source, SourceConfig):
-            found["difficulty"] = self.source.columns.difficulty
+            found |= {role: getattr(self.source.columns, role) for role in ROLES}
         return {role: name for role, name in found.items() if name}
 
     @property
@@ -184,7 +184,8 @@ class Reader:
         `first` in its source, counted from 1. Raises UserError as a run would."""
         assert self.columns is not None
         if isinstance(self.source, SourceConfig):
-            difficulties(rows, self.source, self.name, first=first)
+            for role in ROLES:
+                column_numbers(rows, self.source, self.name, role, first=first)
         if isinstance(self.columns, dict):
             return self._pairs(rows, first, self.columns)
         anchored = [*([] if self._anchor is None else [self._anchor]), *rows]
