@@ -9,7 +9,8 @@ settings but for which prompts it draws, and is evaluated on the quick start's h
 five updates. Tasks, by the data that it trains on:
 
     plain    the 750 training sums of the quick start
-    wrong    300 of them among 900 sums whose answer is wrong by 100, which no sample ever gives
+    wrong    the same, and three times each with a wrong answer, which no sample ever gives
+    few      300 of them, and three times each with a wrong answer
     long     300 of them among 900 sums of three numbers of two digits, which the model has never
              seen and solves by chance alone
 
@@ -26,6 +27,7 @@ import random
 import statistics
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 Curve = list[tuple[int, float]]
@@ -43,7 +45,7 @@ WAYS: dict[str, list[str]] = {
     "resting from the start": ["--data.train.0.columns.pass_rate=rate", REST],
 }
 """Flags of each way. The last one has rates of the first model, from `hone eval` with 8 samples."""
-TASKS = {"plain": (750, 0), "wrong": (300, 900), "long": (300, 900)}
+TASKS = {"plain": (750, 0), "wrong": (750, 2250), "few": (300, 900), "long": (300, 900)}
 """How many sums can be learned, and how many cannot."""
 
 
@@ -67,11 +69,14 @@ def make_task(folder: Path, task: str, seed: int) -> Path:
     num_easy, num_hard = TASKS[task]
     lines = (folder / "train.jsonl").read_text().splitlines()
     easy = [json.loads(line) for line in lines[:num_easy]]
-    if task == "wrong":
-        sums = generate(num_hard, seed + 100, high=9, num_operands=3)
-        hard = [row | {"answer": str(int(row["answer"]) + 100)} for row in sums]
-    else:
+    if task == "long":
         hard = generate(num_hard, seed + 100, low=10, high=99, num_operands=3)
+    else:
+        wrong_by = [100 * (1 + i // num_easy) for i in range(num_hard)]
+        hard = [
+            row | {"answer": str(int(row["answer"]) + by)}
+            for row, by in zip(cycle(easy), wrong_by, strict=False)
+        ]
     random.Random(seed).shuffle(rows := easy + hard)
     write_jsonl(plain := folder / f"{task}-plain.jsonl", rows)
     profile = folder / f"{task}-profile"
@@ -164,7 +169,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--task", default="wrong", choices=list(TASKS))
-    parser.add_argument("--ways", nargs="*", default=["shuffled", "resting"], choices=WAYS)
+    parser.add_argument(
+        "--ways", nargs="*", default=["shuffled", "resting from the start"], choices=WAYS
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/curriculum"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -144,13 +144,10 @@ class PairSourceConfig(PairSourceBase, SourceConfig):  # pyright: ignore[reportI
     """One data set of preferences to train on."""
 
 
-_Rate = Annotated[float, Field(ge=0, le=1)]
-
-
 class CurriculumConfig(Section):
     """Prompts that rest, by the rewards of their last group."""
 
-    pass_rate: tuple[_Rate, _Rate] | None = None
+    pass_rate: tuple[float, float] | None = None
     """Prompts whose mean reward lies between these two go on being drawn; others rest: they are
     skipped, and nothing is generated for them. [0, 1] of rewards of 0 and 1 lets those rest that
     are always or never solved. Unset: none rests."""
