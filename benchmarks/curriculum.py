@@ -10,8 +10,8 @@ five updates. Tasks, by the data that it trains on:
 
     plain    the 750 training sums of the quick start
     wrong    the same, and three times each with a wrong answer, which no sample ever gives
-    few      300 of them, and three times each with a wrong answer
-    long     300 of them among 900 sums of three numbers of two digits, which the model has never
+    few      300 of them among 900 sums with a wrong answer
+    long     all 750 among 2,250 sums of three numbers of two digits, which the model has never
              seen and solves by chance alone
 
 Prints the updates until the held-out accuracy reaches 0.9, writes the curves, and draws them with
@@ -45,7 +45,7 @@ WAYS: dict[str, list[str]] = {
     "resting from the start": ["--data.train.0.columns.pass_rate=rate", REST],
 }
 """Flags of each way. The last one has rates of the first model, from `hone eval` with 8 samples."""
-TASKS = {"plain": (750, 0), "wrong": (750, 2250), "few": (300, 900), "long": (300, 900)}
+TASKS = {"plain": (750, 0), "wrong": (750, 2250), "few": (300, 900), "long": (750, 2250)}
 """How many sums can be learned, and how many cannot."""
 
 
@@ -71,6 +71,9 @@ def make_task(folder: Path, task: str, seed: int) -> Path:
     easy = [json.loads(line) for line in lines[:num_easy]]
     if task == "long":
         hard = generate(num_hard, seed + 100, low=10, high=99, num_operands=3)
+    elif task == "few":
+        sums = generate(num_hard, seed + 100, high=9, num_operands=3)
+        hard = [row | {"answer": str(int(row["answer"]) + 100)} for row in sums]
     else:
         wrong_by = [100 * (1 + i // num_easy) for i in range(num_hard)]
         hard = [
