@@ -104,6 +104,7 @@ WALKED: dict[str, Tree] = {
             (
                 *(*TEACHER, "--teacher.loss=forward_kl", "--teacher.reward_coef=0.5"),
                 *(*JUDGE, *PARTIAL, "--rollout.dynamic_sampling=true"),
+                "--data.curriculum.pass_rate=[0, 1]",
                 *(*OTHER_STEPS, *NO_EVAL),
             ),
             (*GAE, "--critic.path=other", "--run.steps=1", "--eval.every_n_steps=1", *PASSES),

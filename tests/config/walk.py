@@ -84,7 +84,13 @@ def write_walk_inputs(folder: Path) -> None:
             "a": "7",
             "task": "x",
         }
-        | {"kind": f"k{n % 2}", "completion": row["answer"], "c": "1"}
+        | {
+            "kind": f"k{n % 2}",
+            "completion": row["answer"],
+            "c": "1",
+            "level": -n,
+            "rate": n % 3 / 2,
+        }
         for n, row in enumerate(problems)
     ]
     write_jsonl(folder / "columns.jsonl", columns)

@@ -276,6 +276,7 @@ def make_collector(
     prompts: CyclicPrompts | None = None,
     pipeline: dict[str, Any] | None = None,
     comm: Any = None,
+    on_scored: Callable[[Group], None] | None = None,
     **rollout: Any,
 ) -> Collector:
     """A collector of fakes, with these settings of `rollout` and `pipeline`."""
@@ -289,4 +290,5 @@ def make_collector(
         seed=7,
         render=render,
         comm=comm or SingleProcess(),
+        on_scored=on_scored,
     )

@@ -42,7 +42,7 @@ class Prompts:
     def __init__(self) -> None:
         self.position = 0
 
-    def take(self, num: int) -> list[Prompt]:
+    def take(self, num: int, *, step: int) -> list[Prompt]:
         start, self.position = self.position, self.position + num
         return [
             Prompt(id=f"data:{i}", token_ids=tuple(range(3 + i % 30, 6 + i % 37)), text="")

@@ -38,6 +38,7 @@ from hone.config.run import (
     StandaloneEvaluationConfig,
 )
 from hone.data.settings import (
+    CurriculumConfig,
     DataConfig,
     PairSourceBase,
     PairSourceConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "PairsDataConfig",
     "PlanConfig",
     "RLConfig",
+    "RLDataConfig",
     "RewardModelingConfig",
     "SFTConfig",
     "SFTDataConfig",
@@ -75,12 +77,18 @@ __all__ = [
 ]
 
 
+class RLDataConfig(DataConfig):
+    """Data of `hone rl`: prompts."""
+
+    curriculum: CurriculumConfig = CurriculumConfig()
+
+
 class RLConfig(Section):
     """`hone rl`: reinforcement learning with verifiable rewards."""
 
     run: RunConfig = RunConfig()
     model: TrainedModelConfig
-    data: DataConfig
+    data: RLDataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     env: EnvConfig = EnvConfig()

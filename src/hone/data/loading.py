@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from hone.data.curriculum import ROLES, Role, column_numbers
 from hone.data.filters import (
     FilterReport,
     LengthLimit,
@@ -142,6 +143,7 @@ def load_data(
         names=names[: len(train)],
         shuffle=cfg.shuffle,
         content=content,
+        numbers=loader.numbers,
     )
     return Data(stream, evaluation, report)
 
@@ -163,6 +165,8 @@ class _Loader(Generic[E, R, T]):
     report: FilterReport = field(default_factory=FilterReport)
     held_out: list[T] = field(default_factory=list[T])
     """Rows of streamed sources that are for evaluation."""
+    numbers: dict[Role, dict[str, float]] = field(default_factory=lambda: {x: {} for x in ROLES})
+    """Of training rows by id, where their source has a column for it."""
     _held_out_ids: set[str] = field(default_factory=set[str])
     _prompts: set[bytes] = field(default_factory=set[bytes])
 
@@ -177,7 +181,10 @@ class _Loader(Generic[E, R, T]):
         sizes = index.sizes
         is_large = sizes.total_bytes > WHOLE_BYTES or sizes.total_rows > WHOLE_ROWS
         if not (is_large or self.cfg.shuffle_window):
-            return self.whole(source, name, index.all_rows())
+            return self.whole(source, name, index.all_rows(), trains=True)
+        for role in ROLES:
+            if getattr(source.columns, role) is not None:
+                raise _needs_all_rows(source, role)
         largest = int(sizes.num_bytes.max())
         if largest > MAX_OPEN_BYTES:
             raise UserError(
@@ -188,12 +195,18 @@ class _Loader(Generic[E, R, T]):
             )
         return self._streamed(index, source, name)
 
-    def whole(self, source: SourceBase, name: str, found: Sequence[SourceRow]) -> list[T]:
-        """All rows `found` in a source that are within the limits. Raises UserError."""
+    def whole(
+        self, source: SourceBase, name: str, found: Sequence[SourceRow], *, trains: bool = False
+    ) -> list[T]:
+        """All rows `found` in a source that are within the limits. With `trains` also what columns
+        say of their order. Raises UserError."""
         rows, numbers = self._filtered(source, found, passing(self.keep, found), range(len(found)))
         read = self.readers.by_all(rows, source, name)
         skipped = InFileOrder(Sieve(self.cfg, read, None))(rows)
-        rows = read(*self._filtered(source, rows, skipped, numbers))
+        left, numbers = self._filtered(source, rows, skipped, numbers)
+        for role, known in self.numbers.items() if trains else ():
+            known |= column_numbers(left, numbers, source, name, role)
+        rows = read(left, numbers)
         examples = open_images(rows, self.images, self.cfg, self.report)
         if rows and not examples:
             raise UserError(
@@ -352,3 +365,19 @@ def _none_left(source: SourceBase, num_rows: int, report: FilterReport) -> UserE
     """The error of a source of which filters leave no row."""
     why = "; ".join(report.skipped_in_words)
     return UserError(f"{source.path}: none of the {num_rows:,} rows is left: {why}")
+
+
+def _needs_all_rows(source: SourceBase, role: Role) -> UserError:
+    """The error of a large source of which all rows are to be known before the run."""
+    remedy = f"leave columns.{role} unset"
+    if role == "difficulty":
+        remedy = (
+            f"write its files in the order of column {source.columns.difficulty!r}, set "
+            f"data.shuffle false and {remedy}"
+        )
+    return UserError(
+        f"{source.path}: columns.{role} is for a source that is read whole before the run, and "
+        f"this one is read as the run draws from it, since it has more than {WHOLE_ROWS:,} rows or "
+        f"{WHOLE_BYTES >> 20} MiB, or data.shuffle_window is set. Read fewer rows (max_rows), or "
+        f"{remedy}"
+    )

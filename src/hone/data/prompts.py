@@ -10,7 +10,7 @@ from hone.data.chat import Rendered, Renderer
 from hone.data.columns import Example, ExampleReaders
 from hone.data.filters import LengthLimit
 from hone.data.loading import load_data
-from hone.data.settings import DataConfig
+from hone.data.settings import CurriculumConfig, DataConfig
 from hone.data.sources import shorten
 from hone.data.split import Data
 from hone.data.stream import Stream
@@ -49,13 +49,15 @@ def load_prompts(
     tools: ToolSchemas = (),
     images: ImageReader | None = None,
     cache: Path | None = None,
+    curriculum: CurriculumConfig | None = None,
 ) -> PromptData:
     """Read, render, filter and split the prompts of all sources. `train` is an endless stream in an
     order drawn from `seed`, `eval` a list.
 
     `max_prompt_tokens` is the room for a prompt in the model's context; the smaller of it and
     `data.max_prompt_tokens` is the limit. `keeps_messages`, `tools` and `images` are those of
-    `Renderer`, `cache` is a folder for indexes of large sources.
+    `Renderer`, `cache` is a folder for indexes of large sources. By `curriculum` prompts rest, as
+    their rates are reported to `Stream.learn`.
     Raises UserError for anything wrong with the data.
     """
     renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages, tools=tools, images=images)
@@ -71,6 +73,8 @@ def load_prompts(
         images=images,
         cache=cache,
     )
+    if curriculum is not None and curriculum.pass_rate is not None:
+        data.train.let_rest(curriculum)
     show_first(data.known_rows()[0], renderer, cfg)
     return data
 

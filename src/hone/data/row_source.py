@@ -7,8 +7,9 @@ number of rows read, over all epochs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from hone.data.hashing import keyed_hash
@@ -35,7 +36,7 @@ class Skipped:
     """A row that was read and is not drawn."""
 
     reason: str
-    """`held_out`, or a name of `hone.data.filters.REASONS`."""
+    """`held_out`, `resting`, or a name of `hone.data.filters.REASONS`."""
     where: str
     """For messages: its place, with what is wrong."""
 
@@ -59,6 +60,11 @@ class RowSource(ABC, Generic[T]):
         that is wrong."""
 
     @abstractmethod
+    def number_of(self, row_id: str) -> int | None:
+        """The number, from 0, of the row with this id, the same in every epoch; None where no row
+        has it."""
+
+    @abstractmethod
     def first_rows(self) -> Sequence[T]:
         """The rows that are known before a run. Raises UserError where there are none."""
 
@@ -74,15 +80,25 @@ class RowSource(ABC, Generic[T]):
 
 
 class WholeRows(RowSource[T], Generic[T]):
-    """Rows that are all in memory. `content` is the part of a row that enters the identity."""
+    """Rows that are all in memory. `content` is the part of a row that enters the identity.
+    `difficulties` are by id; easier rows of an epoch come first."""
 
     name = "the source"
     is_streamed = False
 
     def __init__(
-        self, rows: Sequence[T], *, seed: int, shuffle: bool, content: Callable[[T], object]
+        self,
+        rows: Sequence[T],
+        *,
+        seed: int,
+        shuffle: bool,
+        content: Callable[[T], object],
+        difficulties: Mapping[str, float] | None = None,
     ) -> None:
         self._rows = tuple(rows)
+        known = difficulties or {}
+        self._difficulties = [known[row.id] for row in self._rows if row.id in known]
+        assert len(self._difficulties) in (0, len(self._rows)), "of all rows or none"
         self._seed, self._shuffle, self._content = seed, shuffle, content
         self._order: tuple[int, list[int]] | None = None
 
@@ -95,8 +111,17 @@ class WholeRows(RowSource[T], Generic[T]):
         if self._order is None or self._order[0] != epoch:
             ids = [row.id for row in self._rows]
             order = epoch_order(ids, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            if self._difficulties:  # the sort is stable
+                order.sort(key=self._difficulties.__getitem__)
             self._order = epoch, order
         return self._rows[self._order[1][place]]
+
+    def number_of(self, row_id: str) -> int | None:
+        return self._numbers.get(row_id)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {row.id: number for number, row in enumerate(self._rows)}
 
     def first_rows(self) -> Sequence[T]:
         return self._rows
@@ -106,7 +131,7 @@ class WholeRows(RowSource[T], Generic[T]):
 
     @property
     def identity(self) -> Sequence[object]:
-        return [self._content(row) for row in self._rows]
+        return [*(self._content(row) for row in self._rows), *self._difficulties]
 
 
 def epoch_order(ids: Sequence[str], *, seed: int, epoch: int, shuffle: bool = True) -> list[int]:

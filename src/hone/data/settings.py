@@ -12,6 +12,7 @@ from hone.config.base import Section
 
 __all__ = [
     "ColumnsConfig",
+    "CurriculumConfig",
     "DataConfig",
     "PairColumnsConfig",
     "PairSourceBase",
@@ -66,6 +67,16 @@ class ColumnsConfig(Section):
     images: str | None = None
     """Images of the prompt, a list or a single one: paths, bytes, data URIs, objects with `bytes`
     and `path`. Usual names: images, image. An empty name reads none."""
+
+    difficulty: str | None = None
+    """Number by which the rows of an epoch are ordered, the lowest first, and equal ones as
+    `data.shuffle` says. For sources that are read whole. Unset: the order is that of
+    `data.shuffle` alone."""
+
+    pass_rate: str | None = None
+    """Number that `data.curriculum.pass_rate` takes for the mean reward of a prompt before the run
+    has drawn it, as measured by `hone eval`. For sources that are read whole. Unset: every prompt
+    is drawn once."""
 
 
 class PairColumnsConfig(ColumnsConfig):
@@ -142,6 +153,19 @@ class PairSourceBase(SourceBase):
 
 class PairSourceConfig(PairSourceBase, SourceConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
     """One data set of preferences to train on."""
+
+
+class CurriculumConfig(Section):
+    """Prompts that rest, by the rewards of their last group."""
+
+    pass_rate: tuple[float, float] | None = None
+    """Prompts whose mean reward lies between these two go on being drawn; others rest: they are
+    skipped, and nothing is generated for them. [0, 1] of rewards of 0 and 1 lets those rest that
+    are always or never solved. Unset: none rests."""
+
+    rest_epochs: int = Field(default=5, ge=1)
+    """Epochs of its source for which a prompt rests until it is tried again, in the mean: from 1 to
+    2 `rest_epochs` - 1, so that prompts that rest together do not come back together."""
 
 
 class DataConfig(Section):

@@ -1,8 +1,9 @@
 """An endless, ordered stream of rows that can be stopped and resumed anywhere.
 
 The position is two counters for each source: rows read, and rows served. They differ where a source
-is read while it is drawn from, and rows are skipped on the way (`hone.data.streamed`). With limits
-on sources it also has the rows served when the present phase began (`hone.data.phases`).
+is read while it is drawn from, and rows are skipped on the way (`hone.data.streamed`), and where
+rows rest, for which a table of their pass rates is added (`hone.data.curriculum`). With limits on
+sources it also has the rows served when the present phase began (`hone.data.phases`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from hone.data.curriculum import PassRates, Role
 from hone.data.filters import REASONS
 from hone.data.phases import Limits, Phase, Phases
 from hone.data.row_source import Item, RowSource, Skipped, WholeRows, nothing_left
+from hone.data.settings import CurriculumConfig
 from hone.errors import UserError
 
 __all__ = ["Stream"]
@@ -41,7 +47,8 @@ class Stream(Generic[T]):
     A source is a `RowSource`, or a sequence of all its rows. `weights` are the relative shares of
     the sources (default: equal), `limits` say when each gives rows (default: always), and `names`
     are those for messages and metrics (default: their numbers). `seed`, `shuffle` and `content` are
-    those of `WholeRows`, for sources that are sequences.
+    those of `WholeRows`, for sources that are sequences. `numbers` are what
+    columns say of their rows, by role and row id.
     """
 
     def __init__(
@@ -54,13 +61,21 @@ class Stream(Generic[T]):
         names: Sequence[str] | None = None,
         shuffle: bool = True,
         content: Callable[[T], object] = _content,
+        numbers: Mapping[Role, Mapping[str, float]] | None = None,
     ) -> None:
         weights = [1.0] * len(sources) if weights is None else weights
         assert len(weights) == len(sources), f"{len(weights)=} {len(sources)=}"
+        numbers = numbers or {}
         self.sources = tuple(
             source
             if isinstance(source, RowSource)
-            else WholeRows(source, seed=seed, shuffle=shuffle, content=content)
+            else WholeRows(
+                source,
+                seed=seed,
+                shuffle=shuffle,
+                content=content,
+                difficulties=numbers.get("difficulty"),
+            )
             for source in sources
         )
         self.seed = seed
@@ -74,6 +89,9 @@ class Stream(Generic[T]):
         self._told = [0] * len(self.sources)
         """Rows that each source had served when `drawn` was last asked."""
         self._skipped: Counter[str] = Counter()
+        self._known_rates = numbers.get("pass_rate", {})
+        self._rates: tuple[PassRates, ...] = ()
+        self._has_woken = False
 
     def __len__(self) -> int:
         """Rows over all sources, with those that are skipped while they are read."""
@@ -89,16 +107,57 @@ class Stream(Generic[T]):
         for source in self.sources:
             source.add_check(check)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many rows were read so far from sources that are read as rows are drawn, and skipped
-        by reason; empty without such a source."""
-        if not any(source.is_streamed for source in self.sources):
-            return {}
-        num_read = sum(
-            num for num, source in zip(self._read, self.sources, strict=True) if source.is_streamed
+    def let_rest(self, cfg: CurriculumConfig) -> None:
+        """From now on skip rows that rest by `cfg`, whose `pass_rate` is set."""
+        self._rates = tuple(
+            PassRates(
+                source.num_rows,
+                cfg,
+                {
+                    number: rate
+                    for row_id, rate in self._known_rates.items()
+                    if (number := source.number_of(row_id)) is not None
+                },
+            )
+            for source in self.sources
         )
-        return {"rows_read": num_read, **{f"skipped_{x}": n for x, n in self._skipped.items()}}
+
+    @property
+    def learns(self) -> bool:
+        """Whether rows rest, so that `learn` is to be called."""
+        return bool(self._rates)
+
+    def learn(self, row_id: str, rate: float) -> None:
+        """Note the pass rate of a group of a row that was drawn. Raises KeyError where no row has
+        the id."""
+        for source, rates in zip(self.sources, self._rates, strict=True):
+            if (number := source.number_of(row_id)) is not None:
+                rates.scored(number, rate)
+                return
+        raise KeyError(row_id)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """How many rows were read so far from sources that are read as rows are drawn, and skipped
+        by reason. With `let_rest` also how many rest in the current epochs of their sources, and
+        the mean of the last rates of all that have one. Else empty."""
+        counts: dict[str, float] = {}
+        if any(source.is_streamed for source in self.sources):
+            counts["rows_read"] = sum(
+                n for n, source in zip(self._read, self.sources, strict=True) if source.is_streamed
+            )
+        counts |= {f"skipped_{reason}": number for reason, number in self._skipped.items()}
+        if self._rates:
+            epochs = (
+                n // source.num_rows for n, source in zip(self._read, self.sources, strict=True)
+            )
+            counts["skipped_resting"] = self._skipped["resting"]
+            counts["resting"] = sum(
+                rates.num_resting(epoch) for rates, epoch in zip(self._rates, epochs, strict=True)
+            )
+            if (known := np.concatenate([rates.rates for rates in self._rates])).size:
+                counts["pass_rate"] = float(known.mean(dtype=np.float64))
+        return counts
 
     def drawn(self) -> dict[str, int]:
         """How many rows each source has served since this was last asked, by name; empty where
@@ -126,19 +185,26 @@ class Stream(Generic[T]):
         """The rows that `take` gives next."""
         self._require_rows()
         before = list(self._read), list(self._served), Counter(self._skipped), self._phase
-        rows = [self._draw(step) for _ in range(num)]
+        with ExitStack() as stack:
+            for rates in self._rates:
+                stack.enter_context(rates.unchanged())
+            rows = [self._draw(step) for _ in range(num)]
         self._read, self._served, self._skipped, self._phase = before
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, with the fingerprint of the data, as small JSON values."""
+        """The position, with the fingerprint of the data, as small JSON values. `let_rest` adds the
+        tables of pass rates, 16 characters for each row that was drawn."""
         position = {
             "read": list(self._read),
             "served": list(self._served),
             "told": list(self._told),
             "phase": self._phase.state_dict(),
         }
-        return {**self._identity, **position, "skipped": dict(self._skipped)}
+        state = {**self._identity, **position, "skipped": dict(self._skipped)}
+        if self._rates:
+            state["pass_rates"] = [rates.state_dict() for rates in self._rates]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position. Raises UserError if it belongs to other data."""
@@ -158,6 +224,9 @@ class Stream(Generic[T]):
         phase = state.get("phase")
         self._phase = self._phases.unlimited if phase is None else Phase.from_state(phase)
         self._skipped = Counter(state.get("skipped", {}))
+        # Absent where the run has had no `data.curriculum.pass_rate` so far.
+        for rates, table in zip(self._rates, state.get("pass_rates", ()), strict=False):
+            rates.load_state_dict(table)
 
     def _require_rows(self) -> None:
         if not self.sources or not all(source.num_rows for source in self.sources):
@@ -171,24 +240,61 @@ class Stream(Generic[T]):
         self._phase = self._phases.following(self._phase, step, self._served, ended)
         number = self._phases.next_source(self._phase, self._served)
         source = self.sources[number]
-        # Of two epochs, the first may serve its rows early and the second late.
-        for _ in range(2 * source.num_rows):
-            row = source.row(self._read[number])
-            self._read[number] += 1
-            if not isinstance(row, Skipped):
-                self._served[number] += 1
-                return row
-            self._skip(row)
-        raise nothing_left(source)
+        while True:
+            num_resting = self._skipped["resting"]
+            # Of two epochs, the first may serve its rows early and the second late.
+            for _ in range(2 * source.num_rows):
+                row = self._next_row(number)
+                if not isinstance(row, Skipped):
+                    self._served[number] += 1
+                    return row
+                self._skip(row)
+            if self._skipped["resting"] == num_resting:
+                raise nothing_left(source)
+            self._wake(number)
+
+    def _next_row(self, number: int) -> T | Skipped:
+        """Read a row of a source."""
+        row = self._row_at_place(number)
+        epoch = self._read[number] // self.sources[number].num_rows
+        self._read[number] += 1
+        if self._rates and not isinstance(row, Skipped):
+            own = self.sources[number].number_of(row.id)
+            assert own is not None, row.id
+            self._rates[number].drawn(own, epoch)
+        return row
+
+    def _row_at_place(self, number: int) -> T | Skipped:
+        """The row that a source gives next, which may rest."""
+        source = self.sources[number]
+        row = source.row(self._read[number])
+        if not self._rates or isinstance(row, Skipped):
+            return row
+        own = source.number_of(row.id)
+        assert own is not None, row.id
+        rests = self._rates[number].rests(own, self._read[number] // source.num_rows)
+        return Skipped("resting", row.id) if rests else row
+
+    def _wake(self, number: int) -> None:
+        """Let all rows of a source be drawn again."""
+        source = self.sources[number]
+        self._rates[number].wake(self._read[number] // source.num_rows)
+        if not self._has_woken:
+            self._has_woken = True
+            logger.warning(
+                "%s: all prompts rest, by data.curriculum, so they are drawn all the same (this is "
+                "said once)",
+                source.name,
+            )
 
     def _has_ended(self, number: int) -> bool:
-        """Whether a source has served all rows of its last epoch. What is skipped is passed, so
-        that this is known before the turn of the source, as if it were read whole."""
+        """Whether a source has served all rows of its last epoch. What is skipped or rests is
+        passed, so that this is known before the turn of the source, as if it were read whole."""
         source, max_epochs = self.sources[number], self._phases.limits[number].max_epochs
         if max_epochs is None:
             return False
         while self._read[number] < max_epochs * source.num_rows:
-            row = source.row(self._read[number])
+            row = self._row_at_place(number)
             if not isinstance(row, Skipped):
                 return False
             self._read[number] += 1

@@ -174,6 +174,11 @@ class StreamedRows(RowSource[T], Generic[T]):
         """The block of each row."""
         return np.searchsorted(self._rows.sizes.first_rows, np.asarray(numbers), side="right") - 1
 
+    def number_of(self, row_id: str) -> int | None:
+        name, _, number = row_id.rpartition(":")
+        is_own = name == self.name and number.isdecimal() and 0 < int(number) <= self.num_rows
+        return int(number) - 1 if is_own else None
+
     def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
         part = self._made_from(read) if self._thread is None else self._thread.part(read)
         for check in self._checks:

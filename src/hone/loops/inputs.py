@@ -15,7 +15,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from hone.config.plan import RunPlan
 from hone.config.roles import Role
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
-from hone.data.prompts import PromptData, load_prompts
+from hone.data.prompts import PromptData, PromptStream, load_prompts
 from hone.data.settings import DataConfig, ServedDataConfig
 from hone.data.sources import shorten
 from hone.data.template_check import RenderError
@@ -38,9 +38,10 @@ from hone.rewards.environment import EnvFacts
 from hone.rewards.pool import describe
 from hone.rewards.scorer import Scorer
 from hone.rewards.settings import RewardConfig
+from hone.rollout.buffer import mean_reward
 from hone.rollout.settings import EnvConfig
 from hone.rollout.transcripts import Transcripts
-from hone.types import Prompt
+from hone.types import Group, Prompt
 
 __all__ = [
     "Tools",
@@ -48,6 +49,7 @@ __all__ = [
     "facts_of",
     "image_reader",
     "prompts_of",
+    "rates_to",
     "require_same_images",
     "room_for_prompts",
     "share_of_workers",
@@ -120,10 +122,24 @@ def prompts_of(
         tools=tools,
         images=image_reader(cfg.model, cfg.data, tokenizer),
         cache=cfg.run.dir / INDEXES,
+        curriculum=cfg.data.curriculum if isinstance(cfg, RLConfig) else None,
     )
     vocab_size = load_config(cfg.model).vocab_size
     data.check(lambda rows: require_known_tokens(rows, tokenizer, vocab_size, cfg.model.path))
     return data
+
+
+def rates_to(stream: PromptStream) -> Callable[[Group], None] | None:
+    """Callback that reports the rate of each scored group to the stream; None where no prompt
+    rests."""
+    if not stream.learns:
+        return None
+
+    def learn(group: Group) -> None:
+        if (rate := mean_reward(group)) is not None:
+            stream.learn(group.prompt.id, rate)
+
+    return learn
 
 
 def image_reader(

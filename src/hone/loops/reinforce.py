@@ -27,6 +27,7 @@ from hone.loops.engine_ranks import EngineRanks, LedEngine
 from hone.loops.inputs import (
     facts_of,
     prompts_of,
+    rates_to,
     require_same_images,
     share_of_workers,
     tools_of,
@@ -496,6 +497,7 @@ def _sampling(
         seed=cfg.run.seed,
         max_failure_rate=cfg.reward.max_failure_rate,
         on_complete=on_complete,
+        on_scored=rates_to(data.train),
     )
     if sampled is not None:
         assert ranks is not None

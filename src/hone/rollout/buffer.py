@@ -43,6 +43,7 @@ __all__ = [
     "apply_masks",
     "check_failures",
     "has_reward_variance",
+    "mean_reward",
 ]
 
 Progress = Callable[[int, int], None]
@@ -290,6 +291,13 @@ def has_reward_variance(group: Group, cfg: RolloutConfig) -> bool:
         return False
     low, high = cfg.reward_range or (-math.inf, math.inf)
     return low < fmean(rewards) < high
+
+
+def mean_reward(group: Group) -> float | None:
+    """Mean reward of the valid samples of a group, its pass rate where rewards are 0 and 1; None
+    where no sample is valid."""
+    rewards = [sample.reward.total for sample in group.samples if sample.valid and sample.reward]
+    return fmean(rewards) if rewards else None
 
 
 def apply_masks(groups: Iterable[Group], cfg: RolloutConfig) -> None:

@@ -157,6 +157,11 @@ class Collector:
     on_complete: Callable[[Group], None] | None = None
     """Callback, with sampling ahead, for each complete group that will be trained; it runs in the
     polling thread."""
+    on_scored: Callable[[Group], None] | None = None
+    """Callback for each scored group, also one that dynamic sampling drops. In synchronous mode all
+    processes call it with the same groups in the order in which their prompts were drawn, before
+    the next prompt is drawn. With sampling ahead it runs in the polling thread, when a group is
+    complete."""
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     """Counters of the last step, from the end of the step before it."""
     _counting: RolloutCounts = field(init=False)
@@ -367,6 +372,8 @@ class Collector:
             if not entry.complete or len(self._kept) == cfg.prompts_per_step:
                 continue
             group = self._buffer.pop(entry)
+            if self.on_scored is not None:
+                self.on_scored(group)
             if cfg.dynamic_sampling and not has_reward_variance(group, cfg):
                 self._counting.count_dropped(group)
             else:
@@ -450,6 +457,8 @@ class Collector:
         """With sampling ahead, drop groups without reward variance; the number of groups left."""
         drops, num_kept = self.rollout_cfg.dynamic_sampling and self._is_ahead, 0
         for entry in completed:
+            if self._is_ahead and self.on_scored is not None:
+                self.on_scored(entry.group)
             if drops:
                 is_kept = has_reward_variance(entry.group, self.rollout_cfg)
                 self._rounds.count(is_kept)

@@ -41,6 +41,18 @@ class SamplingFacts(Facts):
         return given is not None and given[0] >= given[1]
 
     @cached_property
+    def empty_band(self) -> bool:
+        """Whether by `data.curriculum.pass_rate` every prompt rests."""
+        given = self["data.curriculum.pass_rate"]
+        return given is not None and given[0] >= given[1]
+
+    @cached_property
+    def band_is_beyond_rates(self) -> bool:
+        """Whether `data.curriculum.pass_rate` is beyond what rewards from 0 to 1 have as a mean."""
+        given = self["data.curriculum.pass_rate"]
+        return given is not None and given[0] < given[1] and (given[0] < 0 or given[1] > 1)
+
+    @cached_property
     def completion_alone_is_too_long(self) -> bool:
         """Whether a length that somebody set leaves no room for a prompt, whatever that has."""
         length = required(self.context_length.value, "context_length")
@@ -102,6 +114,19 @@ RULES = with_facts(
            instead="rollout.dynamic_sampling = true"),
     error("@empty_range", says="rollout.reward_range is {rollout.reward_range}",
           why="no mean lies between the two", fix="write the lower one first, such as [0.1, 0.9]"),
+    # Prompts that rest.
+    unused("data.curriculum.rest_epochs", "not data.curriculum.pass_rate",
+           instead="data.curriculum.pass_rate = [0, 1]"),
+    error("@empty_band", says="data.curriculum.pass_rate is {data.curriculum.pass_rate}",
+          why="no rate lies between the two", fix="write the lower one first, such as [0.1, 0.9]"),
+    warning("@band_is_beyond_rates",
+            says="data.curriculum.pass_rate is {data.curriculum.pass_rate}",
+            why="the mean of rewards from 0 to 1 lies between 0 and 1, so that what is always or "
+            "never solved does not rest",
+            fix="data.curriculum.pass_rate = [0, 1] | leave it where rewards have another range"),
+    warning("data.curriculum.pass_rate", "rollout.n_samples_per_prompt = 1",
+            why="the rate of a single sample is its reward, so that prompts rest by chance",
+            fix="raise rollout.n_samples_per_prompt | remove data.curriculum.pass_rate"),
     *(unused("rollout.(max_aborted_count|mask_off_policy_tokens)", since, given=given,
              why="no sample is interrupted by a change of weights", instead=instead)
       for since, given, instead in (

@@ -68,6 +68,12 @@ ROWS: list[Row] = [
     ("eval", "data.shuffle=false", "warning", "data.shuffle"),
     ("eval", "data.shuffle_window=9", "warning", "data.shuffle_window"),
     ("generate", "data.shuffle_window=9", "warning", "data.shuffle_window"),
+    *[(command, "data.eval.0.path=eval.jsonl data.eval.0.columns.difficulty=x", "warning",
+       "data.eval.0.columns.difficulty")
+      for command in ("rl", "sft", "dpo", "reward-model", "eval")],
+    *[(command, "data.train.0.columns.pass_rate=x", "warning", "data.train.0.columns.pass_rate")
+      for command in ("rl", "sft", "dpo", "reward-model")],
+    ("generate", "data.train.0.columns.difficulty=x", "warning", "data.train.0.columns.difficulty"),
     ("rl", "data.max_eval_rows=9", "warning", "data.max_eval_rows"),
     ("generate", "data.max_eval_rows=9 data.eval_fraction=0.5", "warning", "data.max_eval_rows"),
     *[(command, f"{flags}data.train.0.{key}=2", "warning", f"data.train.0.{key}")

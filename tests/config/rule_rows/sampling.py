@@ -48,6 +48,13 @@ ROWS: list[Row] = [
      "pipeline.max_staleness=2", "warning", "rollout.max_aborted_count pipeline.max_staleness"),
     ("rl", "rollout.reward_range=[0.1,0.9]", "warning",
      "rollout.reward_range rollout.dynamic_sampling"),
+    ("rl", "data.curriculum.rest_epochs=2", "warning",
+     "data.curriculum.rest_epochs data.curriculum.pass_rate"),
+    ("rl", "data.curriculum.pass_rate=[0.9,0.1]", "error", "data.curriculum.pass_rate"),
+    ("rl", "data.curriculum.pass_rate=[-1,1]", "warning", "data.curriculum.pass_rate"),
+    ("rl", "data.curriculum.pass_rate=[0.1,1.5]", "warning", "data.curriculum.pass_rate"),
+    ("rl", "data.curriculum.pass_rate=[0,1] rollout.n_samples_per_prompt=1", "warning",
+     "data.curriculum.pass_rate rollout.n_samples_per_prompt"),
     ("rl", "rollout.dynamic_sampling=true rollout.reward_range=[0.9,0.1]", "error",
      "rollout.reward_range"),
 ]  # fmt: skip

@@ -30,6 +30,8 @@ def inference_sources(section: str, key: str, shown: str, told: tuple[str, ...])
         f"{key}.columns.answer": Row("a", shown, columns),
         f"{key}.columns.task": Row("kind", shown, columns),
         f"{key}.columns.images": NO_PICTURES,
+        f"{key}.columns.difficulty": not_used(f"{key}.columns.difficulty", "level"),
+        f"{key}.columns.pass_rate": not_used(f"{key}.columns.pass_rate", "rate"),
         f"{key}.answer_pattern": Row("^.", shown, told),
         f"{key}.task": Row("sums", shown),
         f"{key}.path": Row("split/train.jsonl", shown, told),
@@ -129,8 +131,8 @@ GENERATE: dict[str, Row] = {
             value,
             UNUSED_EVAL,
             flag="--data.eval=[{path: eval.jsonl, split: test, subset: main, "
-            "max_rows: 2, columns: {prompt: q, answer: a, task: kind, images: x}, "
-            "answer_pattern: x, task: x}]",
+            "max_rows: 2, columns: {prompt: q, answer: a, task: kind, images: x, "
+            "difficulty: x, pass_rate: x}, answer_pattern: x, task: x}]",
         )
         for name, value in (
             ("path", "eval.jsonl"),
@@ -141,6 +143,8 @@ GENERATE: dict[str, Row] = {
             ("columns.answer", "a"),
             ("columns.task", "kind"),
             ("columns.images", "x"),
+            ("columns.difficulty", "x"),
+            ("columns.pass_rate", "x"),
             ("answer_pattern", "x"),
             ("task", "x"),
         )

@@ -35,6 +35,11 @@ APART = ("--cluster.num_engines=2", "--algorithm.correction.kind=tis")
 AHEAD = (*APART, "--pipeline.max_staleness=1")
 PARTIAL = ("--rollout.oversample_prompts=2",)
 TRACED_ENGINE = ("--profile.rollout.steps=[0]",)
+RESTING = (
+    "--data.curriculum.pass_rate=[0.4, 0.6]",
+    "--data.train=[{path: train.jsonl, max_rows: 3}]",
+    "--run.steps=4",
+)
 RL: dict[str, Row] = {
     **run_rows(trains=True),
     **model_rows("metrics", lora=True),
@@ -45,6 +50,10 @@ RL: dict[str, Row] = {
             "columns.prompt": Row("q", "samples", COLUMNS),
             "columns.answer": Row("a", "samples", COLUMNS),
             "columns.task": Row("kind", "samples", COLUMNS),
+            "columns.difficulty": Row("level", "samples", COLUMNS),
+            "columns.pass_rate": Row(
+                "rate", "samples", (*COLUMNS, "--data.curriculum.pass_rate=[0, 1]")
+            ),
             "answer_pattern": Row("^.", "samples", ("--data.train=[{path: train.jsonl}]",)),
             "task": Row("sums", "samples"),
         },
@@ -67,6 +76,8 @@ RL: dict[str, Row] = {
     "data.shuffle": Row("false", "samples"),
     "data.shuffle_window": Row("2", "metrics"),
     "data.max_eval_rows": Row("1", "metrics", FIRST_HELD_OUT),
+    "data.curriculum.pass_rate": Row("[0.4, 0.6]", "metrics"),
+    "data.curriculum.rest_epochs": Row("3", "metrics", RESTING),
     "data.chat": Row("always", "samples", ("--data.max_prompt_tokens=24",)),
     "data.system_prompt": Row("1", "samples", CHAT),
     "data.prompt_template": Row("1{prompt}", "samples"),

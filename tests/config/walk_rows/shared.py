@@ -12,6 +12,7 @@ HUB = ("--data.train=[{path: owner/name}]",)
 EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4}]",)
 SPLIT = ("--data.train=[{path: split}]",)
 EVAL_SPLIT = ("--data.eval=[{path: split}]",)
+NO_LEVEL = Row("nowhere", "log:nothing in column 'nowhere', which was to give the difficulty")
 NO_PICTURES = Row("pictures", "log:no column for the images")
 WHOLE_GROUPS = Row("true", "metrics", ("--reward.functions=[{fn: 'rewards.py:of_lists'}]",))
 LORA = ("--model.lora.rank=2",)
@@ -105,6 +106,10 @@ def source_rows(section: str, shown: str, columns: Mapping[str, Row]) -> dict[st
         f"{key}.0.subset": Row("main", "datasets.load_dataset", HUB if train else EVAL_HUB),
         f"{key}.0.max_rows": Row("3", shown),
         f"{key}.0.columns.images": NO_PICTURES,
+        f"{key}.0.columns.difficulty": NO_LEVEL
+        if train
+        else not_used(f"{key}.0.columns.difficulty", "level"),
+        f"{key}.0.columns.pass_rate": not_used(f"{key}.0.columns.pass_rate", "rate"),
     } | {f"{key}.0.{name}": row for name, row in columns.items()}
 
 

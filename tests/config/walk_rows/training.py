@@ -9,6 +9,7 @@ from tests.config.walk_rows.shared import (
     CHAT,
     EIGHT,
     FIRST_HELD_OUT,
+    NO_LEVEL,
     NO_PICTURES,
     course_rows,
     filter_rows,
@@ -118,6 +119,10 @@ def dpo_sources(section: str) -> dict[str, Row]:
         f"{key}.columns.label": Row("good", "metrics", labelled),
         f"{key}.columns.margin": not_used(f"{key}.columns.margin", "c"),
         f"{key}.columns.images": NO_PICTURES,
+        f"{key}.columns.difficulty": NO_LEVEL
+        if section == "train"
+        else not_used(f"{key}.columns.difficulty", "level"),
+        f"{key}.columns.pass_rate": not_used(f"{key}.columns.pass_rate", "rate"),
         f"{key}.columns.task": not_used(f"{key}.columns.task", "kind"),
         f"{key}.answer_pattern": not_used(f"{key}.answer_pattern", "^."),
         f"{key}.task": not_used(f"{key}.task", "sums"),

@@ -497,15 +497,18 @@ def _repeated(view: FileFacts, section: str) -> Found:
 
 
 _OF_REWARDS = ("columns.task", "answer_pattern", "task")
+_OF_PAIRS = (*_OF_REWARDS, "columns.margin")
+_OF_SCORES = (*_OF_REWARDS, "columns.answer", "columns.label")
+_OF_ORDER = ("columns.difficulty", "columns.pass_rate")
+_OF_RATES = ("columns.pass_rate",)
 _OF_THE_MIX = ("weight", "max_epochs", "from_step", "until_step")
 _UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "sft": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
-    "dpo": dict.fromkeys(("train", "eval"), (*_OF_REWARDS, "columns.margin")),
-    "reward-model": dict.fromkeys(
-        ("train", "eval"), (*_OF_REWARDS, "columns.answer", "columns.label")
-    ),
-    "eval": {"train": _OF_THE_MIX},
-    "generate": {"train": _OF_THE_MIX},
+    "rl": {"eval": _OF_ORDER},
+    "sft": {"train": (*_OF_REWARDS, *_OF_RATES), "eval": (*_OF_REWARDS, *_OF_ORDER)},
+    "dpo": {"train": (*_OF_PAIRS, *_OF_RATES), "eval": (*_OF_PAIRS, *_OF_ORDER)},
+    "reward-model": {"train": (*_OF_SCORES, *_OF_RATES), "eval": (*_OF_SCORES, *_OF_ORDER)},
+    "eval": {"train": (*_OF_THE_MIX, *_OF_ORDER), "eval": _OF_ORDER},
+    "generate": {"train": (*_OF_THE_MIX, *_OF_ORDER)},
 }
 """Keys of each source that a command reads past: demonstrations have no rewards, and what is not
 trained on is taken whole, in the order of its files."""
@@ -519,6 +522,12 @@ def _unused_columns(view: FileFacts) -> Found:
                 owner = getattr(source, above[0]) if above else source
                 if differs(owner, last):
                     yield {"key": f"{key}.{name}", "command": view.command}
+
+
+def _idle_rates(view: FileFacts) -> Found:
+    for key, source in _sources(view, "train"):
+        if source.columns.pass_rate is not None and view["data.curriculum.pass_rate"] is None:
+            yield {"key": f"{key}.columns.pass_rate"}
 
 
 _DATA = (
@@ -595,6 +604,8 @@ _DATA = (
     warning(each=_unused_columns, only=tuple(_UNUSED),
             says="{key} is set and has no effect", why="`hone {command}` does not use it",
             fix="remove {key}"),
+    warning(each=_idle_rates, only=("rl",), says="{key} is set and has no effect",
+            why="no prompt rests", fix="data.curriculum.pass_rate = [0, 1] | remove {key}"),
 )  # fmt: skip
 
 _PLACES = (

@@ -26,6 +26,7 @@ from hone.data.columns import (
     choose_columns,
     value_of,
 )
+from hone.data.curriculum import ROLES, column_numbers
 from hone.data.pair_columns import PairColumns, choose_pair_columns, without_prompt
 from hone.data.pairs import (
     Compared,
@@ -34,7 +35,7 @@ from hone.data.pairs import (
 )
 from hone.data.row_filters import InFileOrder, Keep, Sieve, load_filter, passing
 from hone.data.row_source import Skipped
-from hone.data.settings import SourceBase
+from hone.data.settings import SourceBase, SourceConfig
 from hone.data.sources import SourceRow, iter_source
 from hone.errors import UserError
 from hone.tools.data_view.problems import Problems
@@ -131,6 +132,8 @@ class Reader:
             return {role: name for role, name in self.columns.items() if name}
         names = ("prompt", "answer", "completion", "task", "images")
         found = {role: getattr(self.columns, role) for role in names}
+        if isinstance(self.source, SourceConfig):
+            found |= {role: getattr(self.source.columns, role) for role in ROLES}
         return {role: name for role, name in found.items() if name}
 
     @property
@@ -245,6 +248,9 @@ class Reader:
         """What a run reads of each row: an example, or preferences. The numbers are those of the
         rows in their source, counted from 1. Raises UserError as a run would."""
         assert self.columns is not None
+        if isinstance(self.source, SourceConfig):
+            for role in ROLES:
+                column_numbers(rows, [n - 1 for n in numbers], self.source, self.name, role)
         if isinstance(self.columns, dict):
             return self._pairs(rows, numbers, self.columns)
         anchored = [*([] if self._anchor is None else [self._anchor]), *rows]
