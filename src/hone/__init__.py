@@ -9,7 +9,8 @@
     result.metrics[-1]["reward/mean"]
 
 `rl`, `sft`, `dpo`, `reward_model`, `evaluate`, `generate` and `check` run the commands of the
-command line in this process. Their components, such as `Trainer`, `Engine` and `WeightSync`, are
+command line in this process, and `data_show`, `data_stats` and `data_check` look at data. Their
+components, such as `Trainer`, `Engine` and `WeightSync`, are
 for your own loops: `examples/loop.py` is one. Mistakes of the user raise `UserError`. Large
 libraries are loaded only when they are needed.
 """
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from hone.config.run import EvaluationConfig
     from hone.data.prompts import load_prompts
     from hone.data.settings import DataConfig, SourceConfig
+    from hone.data_pages import DataPage, data_check, data_show, data_stats
     from hone.engine.engine import EmbeddedEngine as Engine
     from hone.engine.settings import EngineConfig
     from hone.models.decoder import alias_module
@@ -85,6 +87,7 @@ _PARTS = {
     "CriticConfig": "hone.algorithms.settings",
     "DPO": "hone.algorithms.preferences.dpo",
     "DataConfig": "hone.data.settings",
+    "DataPage": "hone.data_pages",
     "Engine": "hone.engine.engine:EmbeddedEngine",
     "EngineConfig": "hone.engine.settings",
     "EvaluationConfig": "hone.config.run",
@@ -110,6 +113,9 @@ _PARTS = {
     "TrainerConfig": "hone.trainer.settings",
     "WeightSync": "hone.weights.sync",
     "alias_module": "hone.models.decoder",
+    "data_check": "hone.data_pages",
+    "data_show": "hone.data_pages",
+    "data_stats": "hone.data_pages",
     "decoder": "hone.models.tokenizer",
     "eos_token_ids": "hone.models.support",
     "load_model": "hone.models.load",
@@ -132,6 +138,7 @@ __all__ = [
     "CriticConfig",
     "DPOConfig",
     "DataConfig",
+    "DataPage",
     "Engine",
     "EngineConfig",
     "EvaluateConfig",
@@ -166,6 +173,9 @@ __all__ = [
     "__version__",
     "alias_module",
     "check",
+    "data_check",
+    "data_show",
+    "data_stats",
     "decoder",
     "dpo",
     "eos_token_ids",

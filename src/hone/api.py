@@ -70,6 +70,7 @@ __all__ = [
     "dpo",
     "evaluate",
     "generate",
+    "raises_user_errors",
     "reward_model",
     "rl",
     "sft",
@@ -91,7 +92,7 @@ hub name of a data set, or the section `data` as a dict."""
 _log = logging.getLogger("hone")
 
 
-def _raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
+def raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator that turns users' errors into a UserError without the traceback behind it."""
 
     @functools.wraps(function)
@@ -109,7 +110,7 @@ def _raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@_raises_user_errors
+@raises_user_errors
 def rl(
     config: Config | None = None,
     *,
@@ -137,7 +138,7 @@ def rl(
     return _train(given, rl_command.check, rl_command.train)
 
 
-@_raises_user_errors
+@raises_user_errors
 def sft(
     config: Config | None = None,
     *,
@@ -156,7 +157,7 @@ def sft(
     return _train_on_rows(SFTConfig, config, sections, data, eval_data)
 
 
-@_raises_user_errors
+@raises_user_errors
 def dpo(
     config: Config | None = None,
     *,
@@ -175,7 +176,7 @@ def dpo(
     return _train_on_rows(DPOConfig, config, sections, data, eval_data)
 
 
-@_raises_user_errors
+@raises_user_errors
 def reward_model(
     config: Config | None = None,
     *,
@@ -194,7 +195,7 @@ def reward_model(
     return _train_on_rows(RewardModelingConfig, config, sections, data, eval_data)
 
 
-@_raises_user_errors
+@raises_user_errors
 def evaluate(
     config: Config | None = None,
     *,
@@ -218,7 +219,7 @@ def evaluate(
         return Evaluation(cfg.run.dir, run_evaluation(cfg, pages=PAGES))
 
 
-@_raises_user_errors
+@raises_user_errors
 def generate(
     config: Config | None = None, *, data: Data | None = None, **sections: Any
 ) -> list[SampleRecord]:
@@ -237,7 +238,7 @@ def generate(
         return read_samples(cfg.output)
 
 
-@_raises_user_errors
+@raises_user_errors
 def check(
     config: Config | None = None,
     *,

@@ -26,7 +26,7 @@ from hone.tools.data_view.stats import count
 from hone.tools.data_view.terminal import print_check, print_show, print_stats
 from hone.tools.data_view.text import Language, NoTokenizerError, plain_text
 
-__all__ = ["Progress", "run"]
+__all__ = ["Progress", "language_of", "run"]
 
 _USAGE = """\
 usage: hone data show  [RECIPE] [SOURCE ...] [--rows N] [--from N]
@@ -102,7 +102,7 @@ def _show(words: list[str]) -> int:
     number = _ROWS if rows is None else _number("--rows", rows)
     begin = 1 if first is None else _number("--from", first)
     given = _given(words)
-    shown = show(given.viewed, _language(given.viewed), first=begin, number=number)
+    shown = show(given.viewed, language_of(given.viewed), first=begin, number=number)
     console = given.console()
     print_show(console, shown)
     given.write(show_page(given.viewed, shown))
@@ -112,9 +112,8 @@ def _show(words: list[str]) -> int:
 def _stats(words: list[str]) -> int:
     given = _given(words)
     with Progress() as progress:
-        stats = count(given.viewed, _language(given.viewed), progress.tell)
-    if not stats.num_rows and stats.problems:
-        raise UserError(next(iter(stats.problems.kinds.values())).told[0])
+        stats = count(given.viewed, language_of(given.viewed), progress.tell)
+    stats.require_rows()
     print_stats(given.console(), stats)
     given.write(stats_page(given.viewed, stats))
     return _INTERRUPTED if stats.is_interrupted else 0
@@ -122,7 +121,7 @@ def _stats(words: list[str]) -> int:
 
 def _check(words: list[str]) -> int:
     given = _given(words)
-    language = _language(given.viewed, is_strict=True)
+    language = language_of(given.viewed, is_strict=True)
     with Progress() as progress:
         checked = check(given.viewed, language, progress.tell)
     print_check(given.console(), checked)
@@ -146,7 +145,7 @@ def _number(flag: str, given: str) -> int:
     return int(given)
 
 
-def _language(viewed: Viewed, *, is_strict: bool = False) -> Language:
+def language_of(viewed: Viewed, *, is_strict: bool = False) -> Language:
     """The model's language, or plain texts where no model is named or, unless `is_strict`, its
     tokenizer is not here."""
     model = viewed.cfg.model

@@ -15,6 +15,7 @@ from pathlib import Path
 from hone.data.columns import Example, value_of
 from hone.data.filters import FilterReport
 from hone.data.sources import SourceRow, shorten
+from hone.errors import UserError
 from hone.tools.data_view.chosen import Viewed
 from hone.tools.data_view.counts import Lengths, Repeated, Values, digest_of
 from hone.tools.data_view.problems import Problems
@@ -85,6 +86,11 @@ class Stats:
     @property
     def num_rows(self) -> int:
         return sum(source.num_rows for source in self.sources)
+
+    def require_rows(self) -> None:
+        """Raise UserError where nothing could be read, with the first reason."""
+        if not self.num_rows and self.problems:
+            raise UserError(next(iter(self.problems.kinds.values())).told[0])
 
     def duplicates(self, most: int = 5) -> list[Repeated]:
         """The prompts that most rows have."""
