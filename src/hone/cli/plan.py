@@ -46,9 +46,9 @@ usage: hone plan [RECIPE] [--section.key VALUE ...]
 Finds how to run a recipe of `hone rl` on GPUs of a type, before any is rented:
 every mode (synchronous, partial rollouts, asynchronous), every split into
 trainers and engines, engines over one GPU or several, and for each how trainers
-share rows, matrices and layers (tensor, Ulysses and ring parallelism, pipeline
-stages over hosts), budgets of tokens, ZeRO stage, recomputation, offloads and
-sleep: what fits its memory at the least cost, and `hone check` accepts.
+share rows and matrices (tensor, Ulysses and ring parallelism), budgets of
+tokens, ZeRO stage, recomputation, offloads and sleep: what fits its memory at
+the least cost, and `hone check` accepts.
 It simulates the steps of each and ranks them: seconds a step, tokens/s, who is
 idle, how stale samples are; then memory by phase, and why each of the first
 beats the next. What fits nowhere is refused with what would make it possible.

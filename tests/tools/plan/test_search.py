@@ -247,13 +247,15 @@ def test_long_rows_are_shared_where_no_trainer_holds_one() -> None:
     """193k tokens, 8 x A100."""
     model, gpu, flags = CASES["128k tokens on 8 A100"]
     flags = (*flags, "--rollout.max_completion_tokens=196608")
-    (plan,) = {
+    plans = {
         x.run.placement: x.plan
         for x in compare(planned(model, gpu, flags)).outcomes
         if x.run.placement.colocated
-    }.values()
-    assert plan.policy.axes.context > 1
-    assert plan.tokens_per_packed_row >= 197_632
+    }
+    assert plans
+    for plan in plans.values():
+        assert plan.policy.axes.context > 1
+        assert plan.tokens_per_packed_row >= 197_632
 
 
 AXES = [x for x in product((1, 2, 4, 8), repeat=3) if math.prod(x) in (2, 4, 8)]
@@ -328,12 +330,12 @@ def test_weights_of_four_bits_are_written_in_every_pass() -> None:
             r"model\.lora\.rank 32, model\.lora\.load_in_4bit true \(another method, which trains "
             r"adapters alone\)|of these GPUs",
         ),
-        # One sample's keys and values take 18 GiB, beside 15 of weights.
+        # One sample's keys and values take 18 GiB, beside 15 of weights, of an engine over two.
         (
             (
                 "--model.shape=qwen3-8b",
                 "--plan.gpu=a10",
-                "--plan.gpus=4",
+                "--plan.gpus=2",
                 "--data.max_prompt_tokens=1024",
                 "--rollout.max_completion_tokens=131072",
             ),
@@ -493,32 +495,6 @@ def test_layers_recomputed_together_or_in_a_block_are_found_where_they_alone_are
 
     others = [each for each in ways_to_recompute(shape.num_layers) if each[0] != way]
     assert min(map(seconds, every_choice(cfg, placement, others))) > seconds(found)
-
-
-def found_on(gpus: int, shape: str, *engines: int) -> dict[Placement, RunPlan]:
-    """The plans with engines of these sizes on H100s, eight a host."""
-    found: dict[Placement, RunPlan] = {}
-    for size in engines:
-        tree: dict[str, Any] = {
-            "model": {"shape": shape},
-            "plan": {"gpus": gpus, "gpu": "h100", "steps": 4},
-            "engine": {"tensor_parallel_size": size},
-            "cluster": {"num_engines": gpus // 2 // size, "num_trainers": gpus // 2},
-            "rollout": {"prompts_per_step": 128},
-        }
-        public = public_shape(shape)
-        assert public is not None
-        cfg = PlanConfig.model_validate(tree)
-        found |= search(cfg, public, known_gpu("h100"), gpus, Notes())
-    return found
-
-
-@pytest.mark.slow
-def test_stages_are_tried_between_hosts_and_nowhere_else() -> None:
-    """32B on two hosts, where what ZeRO gathers would cross the slow links."""
-    (of_hosts,) = (x for p, x in found_on(16, "qwen3-32b", 4).items() if p.num_engines == 4)
-    assert of_hosts.policy.axes.pipeline == 2
-    assert not any(x.policy.axes.pipeline > 1 for x in found_on(8, "qwen3-8b", 2).values())
 
 
 def test_engines_of_several_gpus_beside_trainers_are_tried() -> None:
