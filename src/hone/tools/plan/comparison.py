@@ -32,7 +32,7 @@ from hone.planner.knobs import GPUS_OF_A_NODE
 from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
-from hone.tools.plan.search import Notes, Report, no_report, plan_of, search
+from hone.tools.plan.search import Notes, Report, no_report, plan_of, plans_that_fit, search
 from hone.tools.plan.simulated_engine import EngineRates
 from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, simulate
 from hone.tools.plan.training_time import TrainingTime
@@ -339,9 +339,10 @@ def _with_adapters(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int
 
 
 def _can_run(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> bool:
-    plans = search(cfg, shape, gpu, num_gpus, Notes())
-    return bool(
-        _with_room(cfg, {x: plan_rates(cfg.plan, x, plan) for x, plan in plans.items()}, [])
+    """Whether some placement fits. The search ends with the first one."""
+    return any(
+        _with_room(cfg, {placement: plan_rates(cfg.plan, placement, plan)}, [])
+        for placement, plan in plans_that_fit(cfg, shape, gpu, num_gpus, Notes())
     )
 
 

@@ -46,7 +46,7 @@ from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.tools.plan.simulator import Placement
 from hone.tools.plan.training_time import TrainingTime
 
-__all__ = ["Notes", "Report", "no_report", "plan_of", "search"]
+__all__ = ["Notes", "Report", "no_report", "plan_of", "plans_that_fit", "search"]
 
 _MAX_SPLITS = 16
 _ENGINE_SIZES = (1, 2, 4, 8)
@@ -110,9 +110,16 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
 def search(
     cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int, notes: Notes
 ) -> dict[Placement, RunPlan]:
-    """A plan for each placement that can be laid out and fits: colocated, then the recipe's split,
-    or at most `_MAX_SPLITS` of all splits. Engines have the recipe's number of devices each, or any
-    where it has one. `notes` receive the omitted placements."""
+    """The plans of `plans_that_fit`, by placement."""
+    return dict(plans_that_fit(cfg, shape, gpu, num_gpus, notes))
+
+
+def plans_that_fit(
+    cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int, notes: Notes
+) -> Iterator[tuple[Placement, RunPlan]]:
+    """Yield a plan for each placement that can be laid out and fits: colocated, then the recipe's
+    split, or at most `_MAX_SPLITS` of all splits. Engines have the recipe's number of devices each,
+    or any where it has one. At the end `notes` receive the omitted placements."""
     refused: dict[str, tuple[str, list[int]]] = {}
     laid_out: dict[Placement, RunPlan] = {}
     for placement in _placements(cfg, shape, num_gpus):
@@ -130,7 +137,7 @@ def search(
         )
     kept = [*_evenly_spread(laid_out, notes.lines)]
     trainers: dict[int, RunPlan | None] = {}
-    plans: dict[Placement, RunPlan] = {}
+    has_changed = False
     for number, placement in enumerate(kept):
         notes.report("settings", number, len(kept))
         fitted = _fitted(cfg, placement, laid_out[placement], trainers)
@@ -141,13 +148,13 @@ def search(
                 reason += f" beside {cfg.plan.host_gib:g} GiB of a host"
             refused.setdefault(what, (reason, []))[1].append(placement.num_trainers)
         else:
-            plans[placement] = fitted
+            has_changed |= fitted is not laid_out[placement]
+            yield placement, fitted
     notes.lines.extend(
         f"{_listed(numbers)} trainers: {reason}" for reason, numbers in refused.values()
     )
-    if any(plan is not laid_out[placement] for placement, plan in plans.items()):
+    if has_changed:
         notes.lines.append("the flags below also change what the recipe says about memory")
-    return plans
 
 
 def _fitted(
