@@ -40,10 +40,11 @@ would have them. `stats` counts rows, tasks, answers, lengths, what limits would
 drop, and prompts that repeat. `check` reads every row as the run would, and says
 what it would refuse or drop, with places and remedies.
 
-SOURCE is a JSONL or Parquet file, a folder, or a name on the hub (owner/name); it
-takes the place of those of the recipe. Without one all of the recipe are read. How
-rows are read follows from the command that the recipe is for, else from their
-columns: as prompts (rl), demonstrations (sft) or preferences (dpo, reward-model).
+SOURCE is a JSONL or Parquet file, a folder, a pattern ('shards/*.parquet'), a URL
+or a name on the hub (owner/name); it takes the place of those of the recipe.
+Without one all of the recipe are read. How rows are read follows from the command
+that the recipe is for, else from their columns: as prompts (rl), demonstrations
+(sft) or preferences (dpo, reward-model).
 With --model.path rows are rendered by its tokenizer and chat template, lengths are
 in tokens, and the tokens that are trained are told from the others; without it
 texts are plain and lengths in characters.
