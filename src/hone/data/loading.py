@@ -28,13 +28,22 @@ from hone.data.index import MAX_OPEN_BYTES, SourceIndex
 from hone.data.items import RowsOfItems
 from hone.data.order import Window
 from hone.data.phases import Limits
-from hone.data.row_filters import InFileOrder, Keep, ReadColumns, Sieve, load_filter, passing, split
+from hone.data.row_filters import (
+    InFileOrder,
+    Keep,
+    ReadColumns,
+    Sieve,
+    first_wanted,
+    load_filter,
+    passing,
+    split,
+)
 from hone.data.row_source import Item, RowSource, Skipped
 from hone.data.settings import DataConfig, SourceBase, SourceConfig
 from hone.data.sources import SourceRow, read_source, source_names
 from hone.data.split import Data, is_held_out
 from hone.data.stream import Stream
-from hone.data.streamed import AHEAD_ROWS, StreamedRows
+from hone.data.streamed import TOGETHER_ROWS, StreamedRows
 from hone.errors import UserError
 from hone.model_input import prompt_digest
 
@@ -129,7 +138,7 @@ def load_data(
         for source, name in zip(cfg.eval, names[len(cfg.train) :], strict=True)
         for row in loader.whole(source, name, read_source(source))
     ]
-    if not cfg.eval and cfg.eval_fraction:
+    if cfg.held_out_fraction:
         train, evaluation = loader.split(train)
     report = loader.report
     if report.num_rows or report.has_dropped:
@@ -170,11 +179,6 @@ class _Loader(Generic[E, R, T]):
     _held_out_ids: set[str] = field(default_factory=set[str])
     _prompts: set[bytes] = field(default_factory=set[bytes])
 
-    @property
-    def fraction(self) -> float:
-        """Share of the prompts that are for evaluation."""
-        return 0.0 if self.cfg.eval else self.cfg.eval_fraction
-
     def train(self, source: SourceConfig, name: str) -> list[T] | StreamedRows[T]:
         """A source to train on, whole or streamed. Raises UserError."""
         index = SourceIndex.build(source, self.cache, least_kept_bytes=KEPT_BYTES)
@@ -206,16 +210,16 @@ class _Loader(Generic[E, R, T]):
         left, numbers = self._filtered(source, rows, skipped, numbers)
         for role, known in self.numbers.items() if trains else ():
             known |= column_numbers(left, numbers, source, name, role)
-        rows = read(left, numbers)
-        examples = open_images(rows, self.images, self.cfg, self.report)
-        if rows and not examples:
+        given = read(left, numbers)
+        examples = open_images(given, self.images, self.cfg, self.report)
+        if given and not examples:
             raise UserError(
-                f"none of the {len(rows)} rows has images that can be read; the first: "
-                f"{self.report.unreadable[-len(rows)]}"
+                f"{source.path}: none of the {len(given)} rows has images that can be read; the "
+                f"first: {self.report.unreadable[-len(given)]}"
             )
         rendered = self.render(examples)
         # Before the length filter: a changed limit must not move a prompt to the other split.
-        if self.fraction:
+        if self.cfg.held_out_fraction:
             for example, row in zip(examples, rendered, strict=True):
                 self._prompts.add(prompt_digest(row.prompt_ids, row.model_input))
                 if self._is_held_out(row):
@@ -291,22 +295,23 @@ class _Loader(Generic[E, R, T]):
         logger.info(
             "%s: %s rows, read as they are drawn%s", source.path, f"{made.num_rows:,}", made.windows
         )
-        if self.fraction:
+        if self.cfg.held_out_fraction:
             self._hold_out(made, read, source)
         return made
 
     def _first_wanted(self, rows: SourceIndex, source: SourceConfig) -> list[SourceRow]:
         """First rows of a source, of those that the user's function wants. Raises UserError where
         it wants none."""
+        some_at_a_time = (
+            rows.rows(block, range(start, min(start + TOGETHER_ROWS, num_rows)))
+            for block, num_rows in enumerate(rows.sizes.num_rows.tolist())
+            for start in range(0, num_rows, TOGETHER_ROWS)
+        )
         report = FilterReport()
-        for block, num_rows in enumerate(rows.sizes.num_rows.tolist()):
-            for start in range(0, num_rows, AHEAD_ROWS):
-                numbers = range(start, min(start + AHEAD_ROWS, num_rows))
-                some = rows.rows(block, numbers)
-                wanted, _ = split(some, numbers, passing(self.keep, some), report)
-                if wanted:
-                    return wanted
-        raise _none_left(source, rows.num_rows, report)
+        found = first_wanted(self.keep, some_at_a_time, report)
+        if not found:
+            raise _none_left(source, rows.num_rows, report)
+        return found
 
     def _hold_out(
         self,
@@ -358,13 +363,16 @@ class _Loader(Generic[E, R, T]):
         ]
 
     def _is_held_out(self, row: R) -> bool:
-        return is_held_out(row, seed=self.seed, fraction=self.fraction)
+        return is_held_out(row, seed=self.seed, fraction=self.cfg.held_out_fraction)
 
 
 def _none_left(source: SourceBase, num_rows: int, report: FilterReport) -> UserError:
     """The error of a source of which filters leave no row."""
     why = "; ".join(report.skipped_in_words)
-    return UserError(f"{source.path}: none of the {num_rows:,} rows is left: {why}")
+    return UserError(
+        f"{source.path}: none of the {num_rows:,} rows is left: {why}. Change what drops "
+        "them, or remove the source; `hone data check` shows each of them"
+    )
 
 
 def _needs_all_rows(source: SourceBase, role: Role) -> UserError:

@@ -242,6 +242,11 @@ class DataConfig(Section):
     `--mm-processor-pool-size`; they start with the first image. 0: the trainer process does it
     itself, while everything else in it waits."""
 
+    @property
+    def held_out_fraction(self) -> float:
+        """Share of the training prompts that are for evaluation, 0 where `eval` names sources."""
+        return 0.0 if self.eval else self.eval_fraction
+
 
 class ServedDataConfig(Section):
     """The images of requests, which are read as those of a run are."""

@@ -26,9 +26,9 @@ from hone.data.row_filters import Sieve
 from hone.data.row_source import Item, RowSource, Skipped, nothing_left
 from hone.data.sources import SourceRow
 
-__all__ = ["AHEAD_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
+__all__ = ["TOGETHER_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
 
-AHEAD_ROWS, _TOGETHER_BYTES = 256, 2 << 20
+TOGETHER_ROWS, _TOGETHER_BYTES = 256, 2 << 20
 """Rows that are read and prepared together, and their bytes unpacked."""
 _MAX_AHEAD_ROWS, _MAX_AHEAD_BYTES = 4096, 16 << 20
 """Rows that may be prepared before they are drawn. Token ids of a text take ten times its bytes."""
@@ -116,7 +116,7 @@ class StreamedRows(RowSource[T], Generic[T]):
     def row(self, read: int) -> T | Skipped:
         if read not in self._drawn_from:
             # What was read last may be asked for again, by a look ahead of it.
-            near = {n: row for n, row in self._drawn_from.items() if n > read - AHEAD_ROWS}
+            near = {n: row for n, row in self._drawn_from.items() if n > read - TOGETHER_ROWS}
             self._drawn_from = near | self._read_ahead(read)
         return self._drawn_from[read]
 
@@ -189,7 +189,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         """Rows of an epoch, from the one that comes after so many."""
         epoch, place = divmod(read, self.num_rows)
         order = self._order_of(epoch)
-        places = range(place, min(place + AHEAD_ROWS, self.num_rows))
+        places = range(place, min(place + TOGETHER_ROWS, self.num_rows))
         numbers = [order[place] for place in places]
         own, sizes = self._blocks_of(numbers), self._rows.sizes
         num_bytes = np.cumsum(sizes.num_bytes[own] / sizes.num_rows[own])
@@ -221,12 +221,12 @@ class StreamedRows(RowSource[T], Generic[T]):
             for start in range(0, num_rows, _DIGESTED_ROWS):
                 numbers = range(start, min(start + _DIGESTED_ROWS, num_rows))
                 if wanted is None:
-                    hashes = self._sieve.hashes(self._rows.rows(block, numbers))
+                    hashes = self._sieve.digests(self._rows.rows(block, numbers))
                     yield self._of_items(hashes, numbers)
                 elif (some := np.flatnonzero(wanted[start : numbers.stop])).size:
                     # A range of rows is read faster than single ones.
                     rows = self._rows.rows(block, numbers)
-                    hashes = self._sieve.hashes([rows[place] for place in some])
+                    hashes = self._sieve.digests([rows[place] for place in some])
                     yield self._of_items(hashes, [numbers[place] for place in some])
 
     def _order_of(self, epoch: int) -> EpochOrder:
