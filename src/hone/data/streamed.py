@@ -19,6 +19,7 @@ from typing import Generic, ParamSpec, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.data import row_ids
 from hone.data.ahead import Ahead, Part
 from hone.data.duplicates import Digests, Hashes, Repeats
 from hone.data.order import BlockSizes, EpochOrder, Window
@@ -175,9 +176,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         return np.searchsorted(self._rows.sizes.first_rows, np.asarray(numbers), side="right") - 1
 
     def number_of(self, row_id: str) -> int | None:
-        name, _, number = row_id.rpartition(":")
-        is_own = name == self.name and number.isdecimal() and 0 < int(number) <= self.num_rows
-        return int(number) - 1 if is_own else None
+        return row_ids.number_of(row_id, self.name, self.num_rows)
 
     def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
         part = self._made_from(read) if self._thread is None else self._thread.part(read)
@@ -237,17 +236,17 @@ class StreamedRows(RowSource[T], Generic[T]):
                 epoch=epoch,
                 shuffle=self._shuffle,
                 window=self._window,
-                row_id=partial(_row_id, self.name, self._item_names),
+                row_id=partial(_id_of, self.name, self._item_names),
             )
             self._order = epoch, order
         return self._order[1]
 
 
-def _row_id(name: str, item_names: Sequence[str], number: int) -> str:
-    """The id of a row, or of an item of one, by its number from 0; ids count from 1."""
+def _id_of(name: str, item_names: Sequence[str], number: int) -> str:
+    """The id of a row, or of an item of one, by its number from 0. It is no method, since the order
+    must not keep its source alive, whose thread ends with it."""
     row, item = divmod(number, len(item_names))
-    ending = item_names[item]
-    return f"{name}:{row + 1}:{ending}" if ending else f"{name}:{row + 1}"
+    return row_ids.row_id(name, row, item_names[item])
 
 
 def _weakly(method: Callable[P, R]) -> Callable[P, R]:
