@@ -55,10 +55,10 @@ __all__ = ["WHOLE_BYTES", "WHOLE_ROWS", "WINDOW", "Readers", "RowReader", "load_
 logger = logging.getLogger(__name__)
 
 WHOLE_ROWS, WHOLE_BYTES = 50_000, 64 << 20
-"""A source of more rows, or more bytes unpacked, is read as it is drawn from: so many prompts take
-some ten seconds to render."""
+"""A source of at most so many rows, and bytes unpacked, is read before the run: to render so many
+prompts takes some ten seconds. A larger one is read while the run draws from it."""
 KEPT_BYTES = 16 << 20
-"""The index of files of so many bytes is kept in the run folder."""
+"""The index of a source is kept in the run folder if its files have so many bytes together."""
 WINDOW = Window(rows=65_536, bytes=16 << 20)
 """What is shuffled together, where `data.shuffle_window` is unset."""
 
@@ -152,7 +152,7 @@ def load_data(
         names=names[: len(train)],
         shuffle=cfg.shuffle,
         content=content,
-        numbers=loader.numbers,
+        column_values=loader.column_values,
     )
     return Data(stream, evaluation, report)
 
@@ -174,8 +174,10 @@ class _Loader(Generic[E, R, T]):
     report: FilterReport = field(default_factory=FilterReport)
     held_out: list[T] = field(default_factory=list[T])
     """Rows of streamed sources that are for evaluation."""
-    numbers: dict[Role, dict[str, float]] = field(default_factory=lambda: {x: {} for x in ROLES})
-    """Of training rows by id, where their source has a column for it."""
+    column_values: dict[Role, dict[str, float]] = field(
+        default_factory=lambda: {role: {} for role in ROLES}
+    )
+    """Difficulties and pass rates of training rows by id, of sources that have a column of them."""
     _held_out_ids: set[str] = field(default_factory=set[str])
     _prompts: set[bytes] = field(default_factory=set[bytes])
 
@@ -202,13 +204,13 @@ class _Loader(Generic[E, R, T]):
     def whole(
         self, source: SourceBase, name: str, found: Sequence[SourceRow], *, trains: bool = False
     ) -> list[T]:
-        """All rows `found` in a source that are within the limits. With `trains` also what columns
-        say of their order. Raises UserError."""
+        """The rows of a source, of all that were `found` in it, that no filter leaves out. With
+        `trains` the values of `column_values` are read too. Raises UserError."""
         rows, numbers = self._filtered(source, found, passing(self.keep, found), range(len(found)))
         read = self.readers.by_all(rows, source, name)
         skipped = InFileOrder(Sieve(self.cfg, read, None))(rows)
         left, numbers = self._filtered(source, rows, skipped, numbers)
-        for role, known in self.numbers.items() if trains else ():
+        for role, known in self.column_values.items() if trains else ():
             known |= column_numbers(left, numbers, source, name, role)
         given = read(left, numbers)
         examples = open_images(given, self.images, self.cfg, self.report)
