@@ -44,7 +44,7 @@ from hone.data.tables import TableBlocks, load_hub, load_saved
 from hone.errors import UserError
 from hone.paths import data_suffix, is_saved_dataset, is_url, local_path, must_be_local
 
-__all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "walk"]
+__all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "no_rows", "walk"]
 
 logger = logging.getLogger(__name__)
 
@@ -266,8 +266,15 @@ def _scan(source: SourceBase, parts: Iterable[Blocks]) -> Iterator[tuple[int, Bl
         if left <= 0:
             break
     if not progress.num_blocks:
-        raise UserError(f"{source.path} holds no rows")
+        raise no_rows(source)
     progress.end()
+
+
+def no_rows(source: SourceBase) -> UserError:
+    """The error of a source without rows."""
+    return UserError(
+        f"{source.path} holds no rows; write rows to it, name another path, or remove the source"
+    )
 
 
 def _scanned(source: SourceBase, parts: Sequence[Blocks]) -> npt.NDArray[Any]:

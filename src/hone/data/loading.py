@@ -217,7 +217,8 @@ class _Loader(Generic[E, R, T]):
         if given and not examples:
             raise UserError(
                 f"{source.path}: none of the {len(given)} rows has images that can be read; the "
-                f"first: {self.report.unreadable[-len(given)]}"
+                f"first: {self.report.unreadable[-len(given)]}. Mend the images, or remove the "
+                "source"
             )
         rendered = self.render(examples)
         # Before the length filter: a changed limit must not move a prompt to the other split.
