@@ -70,7 +70,6 @@ __all__ = [
     "dpo",
     "evaluate",
     "generate",
-    "raises_user_errors",
     "reward_model",
     "rl",
     "sft",

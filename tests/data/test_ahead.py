@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hone.data.ahead import Ahead, Part
 from hone.data.order import Window
 from hone.data.stream import Stream
-from hone.data.streamed import AHEAD_ROWS, StreamedRows
+from hone.data.streamed import TOGETHER_ROWS, StreamedRows
 from hone.errors import UserError
 from tests.data.support import write_rows
 from tests.data.test_streamed import Rows, blocks_of, prompt, skipped
@@ -195,14 +195,14 @@ def test_R18_the_thread_changes_no_row(steps, window, drop):
 
 
 def test_a_wrong_row_is_named_when_its_batch_is_drawn():
-    rows = source([2000], in_thread=True, shuffle=False, wrong=3 * AHEAD_ROWS + 5)
+    rows = source([2000], in_thread=True, shuffle=False, wrong=3 * TOGETHER_ROWS + 5)
     stream = Stream([rows], seed=3)
     assert rows._thread is not None
     stream.take(1)
     until(lambda: is_idle(rows._thread))
-    assert len(stream.take(3 * AHEAD_ROWS - 1)) == 3 * AHEAD_ROWS - 1
+    assert len(stream.take(3 * TOGETHER_ROWS - 1)) == 3 * TOGETHER_ROWS - 1
     for _ in range(2):
-        with pytest.raises(UserError, match=f"row {3 * AHEAD_ROWS + 5} is wrong"):
+        with pytest.raises(UserError, match=f"row {3 * TOGETHER_ROWS + 5} is wrong"):
             stream.take(1)
 
 
@@ -212,11 +212,11 @@ def test_a_check_refuses_a_row_when_it_is_drawn():
 
     def check(items: Sequence[Any]) -> None:
         assert threading.current_thread() is threading.main_thread()
-        if any(item.token_ids == (AHEAD_ROWS + 7,) for item in items):
+        if any(item.token_ids == (TOGETHER_ROWS + 7,) for item in items):
             raise UserError("refused")
 
     stream.add_check(check)
-    assert len(stream.take(AHEAD_ROWS)) == AHEAD_ROWS
+    assert len(stream.take(TOGETHER_ROWS)) == TOGETHER_ROWS
     with pytest.raises(UserError, match="refused"):
         stream.take(1)
 
@@ -254,7 +254,7 @@ def test_rows_are_prepared_by_one_thread_at_a_time():
     assert most == [1]
 
 
-@table("num_bytes, num_rows", [(1, AHEAD_ROWS), (1 << 20, 2), (5 << 20, 1)])
+@table("num_bytes, num_rows", [(1, TOGETHER_ROWS), (1 << 20, 2), (5 << 20, 1)])
 def test_rows_that_are_read_together_are_bounded_in_bytes(num_bytes, num_rows):
     rows = source([600], in_thread=False)
     rows._rows.sizes = blocks_of([600], [600 * num_bytes])

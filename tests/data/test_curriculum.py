@@ -55,7 +55,7 @@ def prompts(num: int, name: str = "a") -> list[Prompt]:
 def test_easier_rows_come_first_and_equal_ones_as_without_it(levels, seed, shuffle):
     rows = prompts(len(levels))
     known = {row.id: level for row, level in zip(rows, levels, strict=True)}
-    stream = Stream([rows], seed=seed, shuffle=shuffle, numbers={"difficulty": known})
+    stream = Stream([rows], seed=seed, shuffle=shuffle, column_values={"difficulty": known})
     for epoch in range(3):
         order = sorted(
             range(len(rows)),
@@ -69,7 +69,7 @@ def test_easier_rows_come_first_and_equal_ones_as_without_it(levels, seed, shuff
 
 def test_a_source_without_difficulties_keeps_its_order():
     known = {f"a:{i + 1}": float(-i) for i in range(5)}
-    both = Stream([prompts(5), prompts(5, "b")], seed=3, numbers={"difficulty": known})
+    both = Stream([prompts(5), prompts(5, "b")], seed=3, column_values={"difficulty": known})
     plain = Stream([prompts(5), prompts(5, "b")], seed=3)
     taken, before = ids(both.take(10)), ids(plain.take(10))
     assert [x for x in taken if x[0] == "b"] == [x for x in before if x[0] == "b"]
@@ -78,11 +78,11 @@ def test_a_source_without_difficulties_keeps_its_order():
 
 def test_other_difficulties_are_other_data():
     state = Stream(
-        [prompts(2)], seed=3, numbers={"difficulty": {"a:1": 1.0, "a:2": 2.0}}
+        [prompts(2)], seed=3, column_values={"difficulty": {"a:1": 1.0, "a:2": 2.0}}
     ).state_dict()
     for other in ({"difficulty": {"a:1": 1.0, "a:2": 1.5}}, None):
         with pytest.raises(UserError, match="belongs to other data: fingerprint"):
-            Stream([prompts(2)], seed=3, numbers=other).load_state_dict(state)
+            Stream([prompts(2)], seed=3, column_values=other).load_state_dict(state)
 
 
 def rows(values: list[Any]) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ def told(row: Prompt | Skipped) -> int | str:
 
 @pytest.fixture(autouse=True)
 def few_rows_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "AHEAD_ROWS", AHEAD)
+    monkeypatch.setattr(streamed, "TOGETHER_ROWS", AHEAD)
     monkeypatch.setattr(streamed, "_DIGESTED_ROWS", 3)
     monkeypatch.setattr(duplicates, "_LONGEST_RUN", 8)
 

@@ -15,7 +15,7 @@ from hone.data.order import BlockSizes, EpochOrder, Window
 from hone.data.row_source import Skipped, epoch_order
 from hone.data.sources import SourceRow
 from hone.data.stream import Stream
-from hone.data.streamed import AHEAD_ROWS, StreamedRows
+from hone.data.streamed import TOGETHER_ROWS, StreamedRows
 from hone.errors import UserError
 from hone.types import Prompt
 from tests.tables import table
@@ -179,7 +179,7 @@ def test_a_look_ahead_reads_no_row_twice():
     for _ in range(100):
         stream.take(7)
         stream.peek(7)
-    assert len(prepared) <= 700 + 2 * AHEAD_ROWS
+    assert len(prepared) <= 700 + 2 * TOGETHER_ROWS
 
 
 def test_a_position_with_one_counter_is_taken_over():
@@ -222,7 +222,7 @@ def test_only_blocks_that_are_needed_are_read():
     rows = source([100] * 1000, window=200)
     stream = Stream([rows], seed=3)
     stream.take(10)
-    assert len(rows._rows.read) <= 2 + AHEAD_ROWS // 100
+    assert len(rows._rows.read) <= 2 + TOGETHER_ROWS // 100
 
 
 def test_rows_are_checked_before_they_are_drawn():
@@ -232,7 +232,7 @@ def test_rows_are_checked_before_they_are_drawn():
     stream = Stream([rows], seed=3)
     drawn = [row.token_ids[0] for row in stream.take(300)]
     assert seen[:300] == drawn
-    assert len(seen) == 2 * AHEAD_ROWS
+    assert len(seen) == 2 * TOGETHER_ROWS
 
 
 class ForgetsWhatItRead(Stream):

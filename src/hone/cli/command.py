@@ -37,7 +37,7 @@ from hone.config.tree import (
 )
 from hone.data.columns import Example, ExampleReader, choose_columns
 from hone.data.pairs import map_pairs
-from hone.data.row_filters import Keep, load_filter
+from hone.data.row_filters import Keep, load_filter, wanted
 from hone.data.settings import SourceBase
 from hone.data.sources import is_json_array, read_source, shorten
 from hone.distributed.openmp import set_up_openmp
@@ -484,7 +484,7 @@ def _read_head(
     which little can be learned. Raises UserError."""
     head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
     found = read_source(source.model_copy(update={"max_rows": head}))
-    rows = [row for row in found if keep is None or keep(row)]
+    rows = wanted(keep, found)
     if not rows:
         return [], []
     drops_missing = cfg.data.missing_answers == "drop"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from hone.cli.arguments import Actions, run_action, take_number
 from hone.cli.command import quiet_transformers, say_loading, take_word
 from hone.distributed.openmp import set_up_openmp
 from hone.errors import UserError
@@ -40,10 +41,11 @@ would have them. `stats` counts rows, tasks, answers, lengths, what limits would
 drop, and prompts that repeat. `check` reads every row as the run would, and says
 what it would refuse or drop, with places and remedies.
 
-SOURCE is a JSONL or Parquet file, a folder, or a name on the hub (owner/name); it
-takes the place of those of the recipe. Without one all of the recipe are read. How
-rows are read follows from the command that the recipe is for, else from their
-columns: as prompts (rl), demonstrations (sft) or preferences (dpo, reward-model).
+SOURCE is a JSONL or Parquet file, a folder, a pattern ('shards/*.parquet'), a URL
+or a name on the hub (owner/name); it takes the place of those of the recipe.
+Without one all of the recipe are read. How rows are read follows from the command
+that the recipe is for, else from their columns: as prompts (rl), demonstrations
+(sft) or preferences (dpo, reward-model).
 With --model.path rows are rendered by its tokenizer and chat template, lengths are
 in tokens, and the tokens that are trained are told from the others; without it
 texts are plain and lengths in characters.
@@ -63,16 +65,7 @@ _TELL_EVERY_S = 0.5
 
 def run(argv: Sequence[str]) -> int:
     """Run `hone data show`, `stats` or `check`."""
-    words = list(argv)
-    if not words or any(word in ("-h", "--help") for word in words):
-        sys.stdout.write(_USAGE)
-        return 0
-    action = words.pop(0)
-    if action not in _ACTIONS:
-        raise UserError(
-            f"`hone data` takes show, stats or check, got {action!r}; see `hone data --help`"
-        )
-    return _ACTIONS[action](words)
+    return run_action("hone data", _ACTIONS, _USAGE, argv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +90,10 @@ class _Given:
 
 
 def _show(words: list[str]) -> int:
-    rows, words = take_word("--rows", words)
-    first, words = take_word("--from", words)
-    number = _ROWS if rows is None else _number("--rows", rows)
-    begin = 1 if first is None else _number("--from", first)
+    number, words = take_number("--rows", words, _ROWS)
+    first, words = take_number("--from", words, 1)
     given = _given(words)
-    shown = show(given.viewed, language_of(given.viewed), first=begin, number=number)
+    shown = show(given.viewed, language_of(given.viewed), first=first, number=number)
     console = given.console()
     print_show(console, shown)
     given.write(show_page(given.viewed, shown))
@@ -137,12 +128,6 @@ def _given(words: list[str]) -> _Given:
     if output is not None and Path(output).suffix != ".html":
         raise UserError(f"--output takes the name of an HTML page, as in data.html, got {output!r}")
     return _Given(choose(words, command), None if output is None else Path(output))
-
-
-def _number(flag: str, given: str) -> int:
-    if not given.isdecimal() or int(given) == 0:
-        raise UserError(f"{flag} takes a whole number above 0, got {given!r}")
-    return int(given)
 
 
 def language_of(viewed: Viewed, *, is_strict: bool = False) -> Language:
@@ -222,4 +207,4 @@ def _bytes_read() -> int | None:
     return int(text.split("rchar: ", 1)[1].split("\n", 1)[0])
 
 
-_ACTIONS: dict[str, Callable[[list[str]], int]] = {"show": _show, "stats": _stats, "check": _check}
+_ACTIONS: Actions = {"show": _show, "stats": _stats, "check": _check}

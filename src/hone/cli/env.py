@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hone.cli.arguments import Actions, run_action, take_number
 from hone.cli.command import quiet_transformers, say_loading, split, take_word
 from hone.config.env_try import EnvTryConfig
 from hone.config.load import load_noted
@@ -60,14 +61,7 @@ _ROWS = 3
 
 def run(argv: Sequence[str]) -> int:
     """Run `hone env try` or `hone env check`."""
-    words = list(argv)
-    if not words or any(word in ("-h", "--help") for word in words):
-        sys.stdout.write(_USAGE)
-        return 0
-    action = words.pop(0)
-    if action not in _ACTIONS:
-        raise UserError(f"`hone env` takes try or check, got {action!r}; see `hone env --help`")
-    return _ACTIONS[action](words)
+    return run_action("hone env", _ACTIONS, _USAGE, argv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,27 +173,21 @@ def _note(console: Console, language: Language) -> None:
 
 
 def _given(words: list[str]) -> _Given:
-    rows, words = take_word("--rows", words)
+    num_rows, words = take_number("--rows", words, _ROWS)
     script, words = take_word("--script", words)
-    turns, words = take_word("--turns", words)
+    turns, words = take_number("--turns", words, None)
     output, words = take_word("--json", words)
     if turns is not None:
-        words = [*words, f"--env.max_turns={_number('--turns', turns)}"]
+        words = [*words, f"--env.max_turns={turns}"]
     if output is not None and Path(output).exists():
         raise UserError(f"--json {output} exists; remove it, or name another file")
     return _Given(
         cfg=_config([word for word in words if word != "--raw"]),
-        num_rows=_ROWS if rows is None else _number("--rows", rows),
+        num_rows=num_rows,
         script=None if script is None else Script.read(Path(script)),
         output=None if output is None else Path(output),
         is_raw="--raw" in words,
     )
-
-
-def _number(flag: str, given: str) -> int:
-    if not given.isdecimal() or int(given) == 0:
-        raise UserError(f"{flag} takes a whole number above 0, got {given!r}")
-    return int(given)
 
 
 def _config(words: list[str]) -> EnvTryConfig:
@@ -236,4 +224,4 @@ def _language(cfg: EnvTryConfig, num_rows: int) -> Language:
         return plain_language(cfg, num_rows, note)
 
 
-_ACTIONS: dict[str, Callable[[list[str]], int]] = {"try": _try, "check": _check}
+_ACTIONS: Actions = {"try": _try, "check": _check}

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hone.cli.command import check_plan, load_arguments, local_gpu, plan_here, take_nproc, take_word
+from hone.cli.arguments import take_number
+from hone.cli.command import check_plan, load_arguments, local_gpu, plan_here, take_nproc
 from hone.cli.help import is_help, print_help
 from hone.cli.main import main
 from hone.config.plan import RunPlan
@@ -103,8 +104,8 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(_USAGE)
         return 0
     nproc, words = take_nproc(argv)
-    num_candidates, words = _take_number("--candidates", words, 8)
-    num_steps, words = _take_number("--steps-each", words, 4)
+    num_candidates, words = take_number("--candidates", words, 8)
+    num_steps, words = take_number("--steps-each", words, 4)
     cfg, notes = load_arguments(PlanConfig, words, starts=True)
     folder = cfg.run.dir.with_name(f"{cfg.run.dir.name}-tune")
     output = cfg.output or folder / "tuned.yaml"
@@ -406,12 +407,3 @@ def _require_usable(cfg: PlanConfig, output: Path) -> None:
         raise UserError("data.train is not set: name the data with --data.train.0.path")
     if cfg.plan.goal == "memory":
         raise UserError("plan.goal is memory; `hone tune` takes throughput or on_policy")
-
-
-def _take_number(flag: str, words: Sequence[str], default: int) -> tuple[int, list[str]]:
-    given, left = take_word(flag, words)
-    if given is None:
-        return default, left
-    if not given.isdecimal() or int(given) == 0:
-        raise UserError(f"{flag} takes a whole number above 0, got {given!r}")
-    return int(given), left

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
 
-from hone.data.files import DataFile, open_file, read_part, require_unchanged
+from hone.data.files import DataFile, is_shorter, open_file, read_part, require_unchanged
 from hone.data.rows import BYTE_ORDER_MARK, OnBad, SourceRow, decode, json_row, parse_json
 from hone.errors import UserError
 from hone.extras import import_extra
@@ -230,7 +230,7 @@ class GzipLineBlocks(LineBlocks):
         text.seek(block.place)
         data = text.read(block.num_bytes)
         if len(data) < block.num_bytes:
-            raise UserError(f"{self.file.name} has become shorter since it was indexed; start anew")
+            raise is_shorter(self.file)
         return data
 
     def _opened_at_points(self) -> tuple[Any, int]:

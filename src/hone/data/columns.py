@@ -19,6 +19,7 @@ from hone.data.images import (
     without_bytes,
 )
 from hone.data.missing import is_silent, listed, nothing_in
+from hone.data.row_ids import row_id
 from hone.data.settings import SourceBase
 from hone.data.sharegpt import sharegpt_problem
 from hone.data.sources import SourceRow, short_name, shorten
@@ -213,7 +214,7 @@ class ExampleReader:
         examples: list[Example] = []
         for row, number in zip(rows, numbers, strict=True):
             self._reader.check_kinds(row, self._kinds)
-            examples.append(self._reader.read(row, f"{self._name}:{number + 1}"))
+            examples.append(self._reader.read(row, row_id(self._name, number)))
         return examples
 
 
@@ -291,7 +292,7 @@ class _RowReader:
         self.default_task = source.task or short_name(source)
         self.pattern = _compile(source.answer_pattern)
 
-    def read(self, row: SourceRow, row_id: str) -> Example:
+    def read(self, row: SourceRow, own_id: str) -> Example:
         prompt = prompt_in(row, self.chosen["prompt"])
         completion = None
         if self.demonstrations:
@@ -317,7 +318,7 @@ class _RowReader:
         if given.values:
             metadata = without_bytes(metadata)
         return Example(
-            id=row_id,
+            id=own_id,
             location=row.location,
             prompt=prompt,
             answer=answer,

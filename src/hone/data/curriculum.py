@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.data.columns import required
+from hone.data.row_ids import row_id
 from hone.data.rows import SourceRow, shorten
 from hone.data.settings import CurriculumConfig, SourceBase
 from hone.errors import UserError
@@ -38,14 +39,14 @@ _MASK = 2**64 - 1
 def column_numbers(
     rows: Sequence[SourceRow], numbers: Sequence[int], source: SourceBase, name: str, role: Role
 ) -> dict[str, float]:
-    """What the column of a role says of the rows with these numbers, counted from 0, by their ids,
-    `<name>:<number>`, counted from 1; empty where `columns` names none. Raises UserError for a
+    """What the column of a role says of the rows with these numbers, counted from 0, by their ids
+    (`hone.data.row_ids`); empty where `columns` names none. Raises UserError for a
     value that is not a finite number."""
     column: str | None = getattr(source.columns, role)
     if column is None:
         return {}
     numbered = zip(numbers, rows, strict=True)
-    return {f"{name}:{number + 1}": _number(row, column, role) for number, row in numbered}
+    return {row_id(name, number): _number(row, column, role) for number, row in numbered}
 
 
 def _number(row: SourceRow, column: str, role: Role) -> float:

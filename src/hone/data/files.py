@@ -38,6 +38,7 @@ from hone.paths import (
 __all__ = [
     "DataFile",
     "find_files",
+    "is_shorter",
     "look_at",
     "open_file",
     "read_part",
@@ -129,6 +130,14 @@ def require_unchanged(file: DataFile) -> None:
     require_same(file, look_at(file.name))
 
 
+def is_shorter(file: DataFile) -> UserError:
+    """The error of a file that ends before a place that its index has."""
+    return UserError(
+        f"{file.name} has become shorter since it was indexed. Put the former file back, or start "
+        "anew"
+    )
+
+
 def require_same(before: DataFile, now: DataFile) -> None:
     """Raise UserError, with the name and the difference, where a file has changed."""
     if now == before:
@@ -161,7 +170,7 @@ def read_part(file: DataFile, offset: int, num_bytes: int) -> bytes:
             content.seek(offset)
             data = content.read(num_bytes)
     if len(data) < num_bytes:
-        raise UserError(f"{file.name} has become shorter since it was indexed; start anew")
+        raise is_shorter(file)
     return data
 
 

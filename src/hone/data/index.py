@@ -44,7 +44,7 @@ from hone.data.tables import TableBlocks, load_hub, load_saved
 from hone.errors import UserError
 from hone.paths import data_suffix, is_saved_dataset, is_url, local_path, must_be_local
 
-__all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "walk"]
+__all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "no_rows", "walk"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ class SourceIndex:
         blocks: npt.NDArray[Any],
         opened: OpenBlocks,
     ) -> None:
-        """`build` makes one."""
+        """`parts` are the files, in order, `blocks` is an array of the dtype `BLOCK`, [b], and
+        `opened` holds what is unpacked. Use `build` or `to_walk`, which find all of these."""
         self.source, self.blocks = source, blocks
         self._parts, self._opened = parts, opened
         num_rows = blocks["num_rows"].astype(np.int64)
@@ -113,12 +114,8 @@ class SourceIndex:
             parts = _parts(files, opened, None) if table is None else [table]
             return cls(source, parts, _scanned(source, parts), opened)
         kept = _kept(source, cache)
-        with _locked(kept.with_suffix(".lock")):
-            parts = _parts(files, opened, kept)
-            blocks = _read(kept, files)
-            if blocks is None:
-                blocks = _scanned(source, parts)
-                _write(kept, parts, blocks, has_access_points=True)
+        parts = _parts(files, opened, kept)
+        blocks = _kept_or_made(kept, source, parts, has_access_points=True)
         return cls(source, parts, blocks, opened)
 
     @classmethod
@@ -136,12 +133,10 @@ class SourceIndex:
         parts = _parts(find_files(source), opened, None) if table is None else [table]
         if cache is None:
             return cls(source, parts, _scanned(source, parts), opened)
-        kept, files = _kept(source, cache), [part.file for part in parts]
-        with _locked(kept.with_suffix(".lock")):
-            blocks = _read(kept, files, must_be_same=must_be_same)
-            if blocks is None:
-                blocks = _scanned(source, parts)
-                _write(kept, parts, blocks, has_access_points=False)
+        kept = _kept(source, cache)
+        blocks = _kept_or_made(
+            kept, source, parts, has_access_points=False, must_be_same=must_be_same
+        )
         return cls(source, parts, blocks, opened)
 
     @property
@@ -271,8 +266,15 @@ def _scan(source: SourceBase, parts: Iterable[Blocks]) -> Iterator[tuple[int, Bl
         if left <= 0:
             break
     if not progress.num_blocks:
-        raise UserError(f"{source.path} holds no rows")
+        raise no_rows(source)
     progress.end()
+
+
+def no_rows(source: SourceBase) -> UserError:
+    """The error of a source without rows."""
+    return UserError(
+        f"{source.path} holds no rows; write rows to it, name another path, or remove the source"
+    )
 
 
 def _scanned(source: SourceBase, parts: Sequence[Blocks]) -> npt.NDArray[Any]:
@@ -381,6 +383,24 @@ def _require_same(before: Sequence[DataFile], now: Sequence[DataFile]) -> None:
                 "anew"
             )
         require_same(replace(earlier, name=later.name), later)
+
+
+def _kept_or_made(
+    kept: Path,
+    source: SourceBase,
+    parts: Sequence[Blocks],
+    *,
+    has_access_points: bool,
+    must_be_same: bool = False,
+) -> npt.NDArray[Any]:
+    """The blocks of a cached index, which is made and written where there is none that fits, by one
+    process at a time. Raises UserError as `SourceIndex.to_walk`."""
+    with _locked(kept.with_suffix(".lock")):
+        blocks = _read(kept, [part.file for part in parts], must_be_same=must_be_same)
+        if blocks is None:
+            blocks = _scanned(source, parts)
+            _write(kept, parts, blocks, has_access_points=has_access_points)
+    return blocks
 
 
 def _write(

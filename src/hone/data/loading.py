@@ -28,13 +28,22 @@ from hone.data.index import MAX_OPEN_BYTES, SourceIndex
 from hone.data.items import RowsOfItems
 from hone.data.order import Window
 from hone.data.phases import Limits
-from hone.data.row_filters import InFileOrder, Keep, ReadColumns, Sieve, load_filter, passing, split
+from hone.data.row_filters import (
+    InFileOrder,
+    Keep,
+    ReadColumns,
+    Sieve,
+    first_wanted,
+    load_filter,
+    passing,
+    split,
+)
 from hone.data.row_source import Item, RowSource, Skipped
 from hone.data.settings import DataConfig, SourceBase, SourceConfig
 from hone.data.sources import SourceRow, read_source, source_names
 from hone.data.split import Data, is_held_out
 from hone.data.stream import Stream
-from hone.data.streamed import AHEAD_ROWS, StreamedRows
+from hone.data.streamed import TOGETHER_ROWS, StreamedRows
 from hone.errors import UserError
 from hone.model_input import prompt_digest
 
@@ -46,10 +55,10 @@ __all__ = ["WHOLE_BYTES", "WHOLE_ROWS", "WINDOW", "Readers", "RowReader", "load_
 logger = logging.getLogger(__name__)
 
 WHOLE_ROWS, WHOLE_BYTES = 50_000, 64 << 20
-"""A source of more rows, or more bytes unpacked, is read as it is drawn from: so many prompts take
-some ten seconds to render."""
+"""A source of at most so many rows, and bytes unpacked, is read before the run: to render so many
+prompts takes some ten seconds. A larger one is read while the run draws from it."""
 KEPT_BYTES = 16 << 20
-"""The index of files of so many bytes is kept in the run folder."""
+"""The index of a source is kept in the run folder if its files have so many bytes together."""
 WINDOW = Window(rows=65_536, bytes=16 << 20)
 """What is shuffled together, where `data.shuffle_window` is unset."""
 
@@ -129,7 +138,7 @@ def load_data(
         for source, name in zip(cfg.eval, names[len(cfg.train) :], strict=True)
         for row in loader.whole(source, name, read_source(source))
     ]
-    if not cfg.eval and cfg.eval_fraction:
+    if cfg.held_out_fraction:
         train, evaluation = loader.split(train)
     report = loader.report
     if report.num_rows or report.has_dropped:
@@ -143,7 +152,7 @@ def load_data(
         names=names[: len(train)],
         shuffle=cfg.shuffle,
         content=content,
-        numbers=loader.numbers,
+        column_values=loader.column_values,
     )
     return Data(stream, evaluation, report)
 
@@ -165,15 +174,12 @@ class _Loader(Generic[E, R, T]):
     report: FilterReport = field(default_factory=FilterReport)
     held_out: list[T] = field(default_factory=list[T])
     """Rows of streamed sources that are for evaluation."""
-    numbers: dict[Role, dict[str, float]] = field(default_factory=lambda: {x: {} for x in ROLES})
-    """Of training rows by id, where their source has a column for it."""
+    column_values: dict[Role, dict[str, float]] = field(
+        default_factory=lambda: {role: {} for role in ROLES}
+    )
+    """Difficulties and pass rates of training rows by id, of sources that have a column of them."""
     _held_out_ids: set[str] = field(default_factory=set[str])
     _prompts: set[bytes] = field(default_factory=set[bytes])
-
-    @property
-    def fraction(self) -> float:
-        """Share of the prompts that are for evaluation."""
-        return 0.0 if self.cfg.eval else self.cfg.eval_fraction
 
     def train(self, source: SourceConfig, name: str) -> list[T] | StreamedRows[T]:
         """A source to train on, whole or streamed. Raises UserError."""
@@ -198,24 +204,25 @@ class _Loader(Generic[E, R, T]):
     def whole(
         self, source: SourceBase, name: str, found: Sequence[SourceRow], *, trains: bool = False
     ) -> list[T]:
-        """All rows `found` in a source that are within the limits. With `trains` also what columns
-        say of their order. Raises UserError."""
+        """The rows of a source, of all that were `found` in it, that no filter leaves out. With
+        `trains` the values of `column_values` are read too. Raises UserError."""
         rows, numbers = self._filtered(source, found, passing(self.keep, found), range(len(found)))
         read = self.readers.by_all(rows, source, name)
         skipped = InFileOrder(Sieve(self.cfg, read, None))(rows)
         left, numbers = self._filtered(source, rows, skipped, numbers)
-        for role, known in self.numbers.items() if trains else ():
+        for role, known in self.column_values.items() if trains else ():
             known |= column_numbers(left, numbers, source, name, role)
-        rows = read(left, numbers)
-        examples = open_images(rows, self.images, self.cfg, self.report)
-        if rows and not examples:
+        given = read(left, numbers)
+        examples = open_images(given, self.images, self.cfg, self.report)
+        if given and not examples:
             raise UserError(
-                f"none of the {len(rows)} rows has images that can be read; the first: "
-                f"{self.report.unreadable[-len(rows)]}"
+                f"{source.path}: none of the {len(given)} rows has images that can be read; the "
+                f"first: {self.report.unreadable[-len(given)]}. Mend the images, or remove the "
+                "source"
             )
         rendered = self.render(examples)
         # Before the length filter: a changed limit must not move a prompt to the other split.
-        if self.fraction:
+        if self.cfg.held_out_fraction:
             for example, row in zip(examples, rendered, strict=True):
                 self._prompts.add(prompt_digest(row.prompt_ids, row.model_input))
                 if self._is_held_out(row):
@@ -291,22 +298,23 @@ class _Loader(Generic[E, R, T]):
         logger.info(
             "%s: %s rows, read as they are drawn%s", source.path, f"{made.num_rows:,}", made.windows
         )
-        if self.fraction:
+        if self.cfg.held_out_fraction:
             self._hold_out(made, read, source)
         return made
 
     def _first_wanted(self, rows: SourceIndex, source: SourceConfig) -> list[SourceRow]:
         """First rows of a source, of those that the user's function wants. Raises UserError where
         it wants none."""
+        some_at_a_time = (
+            rows.rows(block, range(start, min(start + TOGETHER_ROWS, num_rows)))
+            for block, num_rows in enumerate(rows.sizes.num_rows.tolist())
+            for start in range(0, num_rows, TOGETHER_ROWS)
+        )
         report = FilterReport()
-        for block, num_rows in enumerate(rows.sizes.num_rows.tolist()):
-            for start in range(0, num_rows, AHEAD_ROWS):
-                numbers = range(start, min(start + AHEAD_ROWS, num_rows))
-                some = rows.rows(block, numbers)
-                wanted, _ = split(some, numbers, passing(self.keep, some), report)
-                if wanted:
-                    return wanted
-        raise _none_left(source, rows.num_rows, report)
+        found = first_wanted(self.keep, some_at_a_time, report)
+        if not found:
+            raise _none_left(source, rows.num_rows, report)
+        return found
 
     def _hold_out(
         self,
@@ -358,13 +366,16 @@ class _Loader(Generic[E, R, T]):
         ]
 
     def _is_held_out(self, row: R) -> bool:
-        return is_held_out(row, seed=self.seed, fraction=self.fraction)
+        return is_held_out(row, seed=self.seed, fraction=self.cfg.held_out_fraction)
 
 
 def _none_left(source: SourceBase, num_rows: int, report: FilterReport) -> UserError:
     """The error of a source of which filters leave no row."""
     why = "; ".join(report.skipped_in_words)
-    return UserError(f"{source.path}: none of the {num_rows:,} rows is left: {why}")
+    return UserError(
+        f"{source.path}: none of the {num_rows:,} rows is left: {why}. Change what drops "
+        "them, or remove the source; `hone data check` shows each of them"
+    )
 
 
 def _needs_all_rows(source: SourceBase, role: Role) -> UserError:

@@ -46,6 +46,7 @@ from hone.data.pair_columns import (
     without_prompt,
 )
 from hone.data.prompts import is_put_into_template, show_template
+from hone.data.row_ids import row_id
 from hone.data.settings import SourceBase
 from hone.data.sources import SourceRow, short_name, shorten
 from hone.data.split import Data
@@ -351,7 +352,7 @@ def map_chosen_pairs(
     read = _pair if "chosen" in columns else _labelled
     numbers = range(len(rows)) if numbers is None else numbers
     return [
-        read(row, source, f"{name}:{number + 1}", columns)
+        read(row, source, row_id(name, number), columns)
         for row, number in zip(rows, numbers, strict=True)
     ]
 
@@ -382,7 +383,7 @@ def single_completions(pair: Compared) -> list[Compared]:
 
 
 def _labelled(
-    row: SourceRow, source: SourceBase, row_id: str, columns: Mapping[str, str | None]
+    row: SourceRow, source: SourceBase, own_id: str, columns: Mapping[str, str | None]
 ) -> Compared:
     label = required(row, columns["label"], "label")
     if label not in (True, False, 0, 1):
@@ -392,12 +393,12 @@ def _labelled(
     said = _assistant(required(row, columns["completion"], "completion"), row, "completion")
     asked, is_cut = prompt_in(row, columns["prompt"]), is_truncated(row, "stop_reason")
     prompt = prompt_with_images(row, asked, columns["images"])
-    example = _example(row, source, row_id, prompt, said, is_truncated=is_cut)
-    return Compared(row_id, row.location, (example,), (bool(label),))
+    example = _example(row, source, own_id, prompt, said, is_truncated=is_cut)
+    return Compared(own_id, row.location, (example,), (bool(label),))
 
 
 def _pair(
-    row: SourceRow, source: SourceBase, row_id: str, columns: Mapping[str, str | None]
+    row: SourceRow, source: SourceBase, own_id: str, columns: Mapping[str, str | None]
 ) -> Compared:
     values = [required(row, columns[name], f"{name} completion") for name in NAMES]
     kinds = {type(value) for value in values}
@@ -429,10 +430,10 @@ def _pair(
         )
     shared = prompt_with_images(row, asked, columns["images"])
     return Compared(
-        row_id,
+        own_id,
         row.location,
         tuple(
-            _example(row, source, row_id, shared, message, is_truncated=is_truncated(row, column))
+            _example(row, source, own_id, shared, message, is_truncated=is_truncated(row, column))
             for message, column in zip(said, STOP_REASONS, strict=True)
         ),
         (True, False),
@@ -466,7 +467,7 @@ def _assistant(value: Any, row: SourceRow, name: str) -> Message:
 def _example(
     row: SourceRow,
     source: SourceBase,
-    row_id: str,
+    own_id: str,
     prompt: tuple[str | list[Message], GivenImages],
     completion: Message,
     *,
@@ -479,7 +480,7 @@ def _example(
             "that nothing of it can be learned; remove the row"
         )
     return Example(
-        id=row_id,
+        id=own_id,
         location=row.location,
         prompt=asked,
         answer=None,

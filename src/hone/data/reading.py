@@ -8,7 +8,7 @@ Rows are numbered from 0 over all sources, in the order of the files, whether th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,15 @@ from hone.data.filters import FilterReport, too_long
 from hone.data.images import open_images
 from hone.data.index import SourceIndex
 from hone.data.prompts import make_prompt, prompt_limit, show_first
-from hone.data.row_filters import InFileOrder, Sieve, load_filter, passing, split
+from hone.data.row_filters import (
+    InFileOrder,
+    Sieve,
+    first_wanted,
+    load_filter,
+    passing,
+    split,
+    wanted,
+)
 from hone.data.settings import DataConfig
 from hone.data.sources import SourceRow, source_names
 from hone.data.split import is_held_out
@@ -114,7 +122,7 @@ class PromptReader:
             examples = open_images(examples, self._images, cfg, report)
             rendered = self._renderer.prompts(examples, max_tokens=self._limit.max_tokens)
             for example, row in zip(examples, rendered, strict=True):
-                if is_held_out(row, seed=self._seed, fraction=self._fraction):
+                if is_held_out(row, seed=self._seed, fraction=cfg.held_out_fraction):
                     continue
                 if too_long(example, row, [self._limit], overlong=cfg.overlong_prompts):
                     num_long += 1
@@ -138,7 +146,8 @@ class PromptReader:
             )
         if not num_kept:
             raise UserError(
-                f"{summary}. Raise data.max_prompt_tokens, or lower data.eval_fraction."
+                f"{summary}. Raise data.max_prompt_tokens, lower data.eval_fraction, or change "
+                "what drops the rows; `hone data check` shows each of them"
             )
         is_short = num_long or report.has_dropped
         _log.log(logging.WARNING if is_short else logging.INFO, "%s", summary)
@@ -147,35 +156,17 @@ class PromptReader:
         self, index: SourceIndex, name: str, first: int
     ) -> tuple[ExampleReader, InFileOrder]:
         """The reader of a source and its filters, as they are before the row `first`."""
-        nothing, num_read = FilterReport(), 0
-        head: list[SourceRow] = []
-        numbers: list[int] = []
-        for block in _blocks(index.walk()):  # the row `first` was wanted, so that there is one
-            head, numbers = self._passing(block, num_read)
-            num_read += len(block)
-            if head:
-                break
+        # The row `first` was wanted, so that there is one.
+        head = first_wanted(self._keep, _blocks(index.walk()), FilterReport())
         read = ExampleReader.of_first(head, index.source, name)
         sieve = Sieve(self._cfg, read, None)
         # From these it knows the kinds of values.
-        read(*InFileOrder(sieve).kept(head, numbers, nothing))
-        in_order, num_read = InFileOrder(sieve), 0
+        read(*InFileOrder(sieve).kept(head, range(len(head)), FilterReport()))
+        in_order = InFileOrder(sieve)
         if sieve.drops_duplicates:
             for block in _blocks(islice(index.walk(), first)):
-                in_order.kept(*self._passing(block, num_read), nothing)
-                num_read += len(block)
+                in_order.learn(wanted(self._keep, block))
         return read, in_order
-
-    def _passing(self, block: Sequence[SourceRow], first: int) -> tuple[list[SourceRow], list[int]]:
-        """Rows of a block that the user's function wants, with their numbers, counted from that of
-        the first row of the block."""
-        numbers = range(first, first + len(block))
-        return split(block, numbers, passing(self._keep, block), FilterReport())
-
-    @property
-    def _fraction(self) -> float:
-        """Share of the prompts that are for evaluation."""
-        return 0.0 if self._cfg.eval else self._cfg.eval_fraction
 
 
 def _blocks(rows: Iterator[SourceRow]) -> Iterator[list[SourceRow]]:

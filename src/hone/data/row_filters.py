@@ -9,7 +9,7 @@ A further filter is a reason in `hone.data.filters.REASONS` and a line in `Sieve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -22,7 +22,17 @@ from hone.data.rows import SourceRow
 from hone.data.settings import DataConfig, template_fields
 from hone.errors import UserError
 
-__all__ = ["InFileOrder", "Keep", "ReadColumns", "Sieve", "load_filter", "passing", "split"]
+__all__ = [
+    "InFileOrder",
+    "Keep",
+    "ReadColumns",
+    "Sieve",
+    "first_wanted",
+    "load_filter",
+    "passing",
+    "split",
+    "wanted",
+]
 
 Keep: TypeAlias = Callable[[SourceRow], bool]
 """Whether the user's function wants a row. Raises UserError."""
@@ -86,6 +96,24 @@ def passing(keep: Keep | None, rows: Sequence[SourceRow]) -> list[Skipped | None
     return [None if keep(row) else Skipped("filter", row.location) for row in rows]
 
 
+def wanted(keep: Keep | None, rows: Sequence[SourceRow]) -> list[SourceRow]:
+    """The rows that the user's function wants; all where there is none. Raises UserError."""
+    return [row for row in rows if keep is None or keep(row)]
+
+
+def first_wanted(
+    keep: Keep | None, blocks: Iterable[Sequence[SourceRow]], report: FilterReport
+) -> list[SourceRow]:
+    """The rows that the user's function wants, of the first block that has any; empty where none
+    has. By them columns are chosen. The rows that it does not want, of all blocks that are read for
+    this, are added to the report. Raises UserError."""
+    for rows in blocks:
+        found, _ = split(rows, range(len(rows)), passing(keep, rows), report)
+        if found:
+            return found
+    return []
+
+
 class Sieve:
     """Which rows of a source are left out before they are rendered."""
 
@@ -93,7 +121,7 @@ class Sieve:
         self._keep = keep
         self._missing = reader.missing if cfg.missing_answers == "drop" else None
         self.drops_duplicates = cfg.duplicates == "drop"
-        """Whether `digests` are to be compared."""
+        """Whether rows are left out whose content an earlier row has."""
         # `{prompt}` of a template is the role.
         further = {*template_fields(cfg.prompt_template), *_OF_TEMPLATES} - {"prompt"}
         self._columns = [*reader.content_columns, *sorted(further)]
@@ -108,25 +136,27 @@ class Sieve:
                     found[number] = Skipped("missing_answer", why)
         return found
 
-    def digests(self, rows: Sequence[SourceRow], left_out: Sequence[Skipped | None]) -> Hashes:
-        """Digests of the contents of rows, [n]; 0 of those that are left out."""
+    def digests(self, rows: Sequence[SourceRow]) -> Hashes:
+        """Digests of the contents of rows, [n]; 0 of those that are left out whatever other rows
+        there are. Raises UserError."""
+        return self._digests(rows, self.left_out(rows))
+
+    def _digests(self, rows: Sequence[SourceRow], left_out: Sequence[Skipped | None]) -> Hashes:
         found = (
             digest(row, self._columns, self._images) if why is None else 0
             for row, why in zip(rows, left_out, strict=True)
         )
         return np.fromiter(found, dtype=np.uint64, count=len(rows))
 
-    def hashes(self, rows: Sequence[SourceRow]) -> Hashes:
-        """`digests` of rows by what is left out of them."""
-        return self.digests(rows, self.left_out(rows))
-
     def with_repeats(
         self, rows: Sequence[SourceRow], repeats: Callable[[Hashes], NDArray[np.bool_]]
     ) -> list[Skipped | None]:
-        """`left_out`, with the rows whose digests repeat earlier ones."""
+        """Of each row what skips it, or None: `left_out`, and with `data.duplicates` drop also the
+        rows of which `repeats` says, by their digests [n], that an earlier row has the same content
+        [n]. Raises UserError."""
         found = self.left_out(rows)
         if self.drops_duplicates:
-            for number in np.flatnonzero(repeats(self.digests(rows, found))).tolist():
+            for number in np.flatnonzero(repeats(self._digests(rows, found))).tolist():
                 found[number] = Skipped("duplicate", rows[number].location)
         return found
 
@@ -143,10 +173,9 @@ class InFileOrder:
         return self._sieve.with_repeats(rows, self._digests.add)
 
     def learn(self, rows: Sequence[SourceRow]) -> None:
-        """Take rows for earlier ones that have come already, where reading begins behind them.
-        Raises UserError."""
-        if self._sieve.drops_duplicates:
-            self._digests.add(self._sieve.hashes(rows))
+        """Know the contents of rows that come before the place at which reading begins. Only needed
+        where the sieve `drops_duplicates`. Raises UserError."""
+        self._digests.add(self._sieve.digests(rows))
 
     def kept(
         self, rows: Sequence[SourceRow], numbers: Sequence[int], report: FilterReport

@@ -69,14 +69,14 @@ class ColumnsConfig(Section):
     and `path`. Usual names: images, image. An empty name reads none."""
 
     difficulty: str | None = None
-    """Number by which the rows of an epoch are ordered, the lowest first, and equal ones as
-    `data.shuffle` says. For sources that are read whole. Unset: the order is that of
-    `data.shuffle` alone."""
+    """Column with a number by which the training rows of each epoch are ordered: the lowest first,
+    equal ones in the order of `data.shuffle`. Only for sources that are read whole (see
+    `data.shuffle_window`). Unset: the order of `data.shuffle`."""
 
     pass_rate: str | None = None
-    """Number that `data.curriculum.pass_rate` takes for the mean reward of a prompt before the run
-    has drawn it, as measured by `hone eval`. For sources that are read whole. Unset: every prompt
-    is drawn once."""
+    """Column with the mean reward of each training prompt before the run, as `hone eval` measures
+    it. `data.curriculum.pass_rate` uses it until the run has a reward of its own. Only for sources
+    that are read whole (see `data.shuffle_window`). Unset: no prompt rests before it was drawn."""
 
 
 class PairColumnsConfig(ColumnsConfig):
@@ -112,7 +112,7 @@ class SourceBase(Section):
     """Configuration name of a hub data set."""
 
     max_rows: int | None = Field(default=None, ge=1)
-    """Read only the first rows."""
+    """Read only so many rows, the first ones. Unset: all."""
 
     columns: ColumnsConfig = ColumnsConfig()
     """Column mapping."""
@@ -132,8 +132,8 @@ class SourceConfig(SourceBase):
     """Share of this source in the mix, relative to the others."""
 
     max_epochs: int | None = Field(default=None, ge=1)
-    """How often each row of this source is drawn at most. Then the source ends, and the others take
-    over its share. Unset: without limit."""
+    """Passes over the rows of this source, after which it ends and the others take over its share.
+    Unset: without limit."""
 
     from_step: int = Field(default=1, ge=1)
     """First step for which rows of this source are drawn."""
@@ -156,16 +156,17 @@ class PairSourceConfig(PairSourceBase, SourceConfig):  # pyright: ignore[reportI
 
 
 class CurriculumConfig(Section):
-    """Prompts that rest, by the rewards of their last group."""
+    """Which prompts are skipped for some epochs, by the mean reward of their last group."""
 
     pass_rate: tuple[float, float] | None = None
-    """Prompts whose mean reward lies between these two go on being drawn; others rest: they are
-    skipped, and nothing is generated for them. [0, 1] of rewards of 0 and 1 lets those rest that
-    are always or never solved. Unset: none rests."""
+    """Lowest and highest mean reward of a prompt, both exclusive. A prompt outside of them rests:
+    it is skipped for some epochs, and nothing is generated for it. With rewards of 0 and 1, [0, 1]
+    lets prompts rest that are always or never solved. Unset: none rests."""
 
     rest_epochs: int = Field(default=5, ge=1)
-    """Epochs of its source for which a prompt rests until it is tried again, in the mean: from 1 to
-    2 `rest_epochs` - 1, so that prompts that rest together do not come back together."""
+    """Mean number of epochs after which a prompt that rests is tried again. For each prompt it is
+    drawn at random from 1 to 2 * `rest_epochs` - 1, so that prompts that began to rest together do
+    not come back together."""
 
 
 class DataConfig(Section):
@@ -182,17 +183,18 @@ class DataConfig(Section):
     rows that repeat it."""
 
     max_eval_rows: int = Field(default=512, ge=1)
-    """Most rows that `eval_fraction` holds out of a source that is not read whole; they are the
-    first ones of its files."""
+    """Most evaluation rows from a source that is not read whole: the first ones of its files that
+    `eval_fraction` holds out. The others that it holds out are not used at all."""
 
     shuffle: bool = True
     """Draw each epoch's order from `run.seed`; off: file order."""
 
     shuffle_window: int | None = Field(default=None, ge=1)
-    """Rows that are shuffled together. A source is then read as the run draws from it: its blocks
-    (row groups of Parquet, about 1 MiB of JSON lines) come in random order, and as many as hold so
-    many rows are shuffled. Unset: sources of up to 50,000 rows and 64 MiB are read and shuffled
-    whole, others are read as they are drawn, in windows of 65,536 rows or 16 MiB."""
+    """Most rows that are shuffled together. Where set, every source of `train` is read while the
+    run draws from it: its blocks (row groups of Parquet, about 1 MiB of JSON lines) come in random
+    order, and the rows of as many blocks as hold so many rows are shuffled together. Unset: a
+    source of up to 50,000 rows and 64 MiB is read whole before the run and shuffled whole; a larger
+    one is read while the run draws from it, in windows of 65,536 rows or 16 MiB."""
 
     chat: Literal["auto", "always", "never"] = "auto"
     """Render prompts through the chat template. `auto`: where the tokenizer has one."""
@@ -217,13 +219,14 @@ class DataConfig(Section):
 
     missing_answers: Literal["error", "drop"] = "error"
     """What happens to rows without an answer, or in which `answer_pattern` finds none: an error
-    naming the row, or dropped and counted. Of demonstrations and preferences the completions count
-    as answers. Blank text is no answer where such rows are dropped."""
+    naming the row, or dropped and counted. In demonstrations and preferences the completions are
+    the answers. With drop, blank text counts as no answer too."""
 
     duplicates: Literal["keep", "drop"] = "keep"
     """What happens to a row with the content of an earlier row of its source: kept, or dropped and
     counted. Content is what the run reads of a row: prompt, answer or completions, task, images.
-    The first row in the order of each epoch is used."""
+    Of a source that is read whole the first such row in its files is used, of others the first one
+    in the order of each epoch."""
 
     max_image_tokens: int = _MAX_IMAGE_TOKENS
 
@@ -238,6 +241,11 @@ class DataConfig(Section):
     """Processes of each trainer process that decode and resize images, as Relax's
     `--mm-processor-pool-size`; they start with the first image. 0: the trainer process does it
     itself, while everything else in it waits."""
+
+    @property
+    def held_out_fraction(self) -> float:
+        """Share of the training prompts that are for evaluation, 0 where `eval` names sources."""
+        return 0.0 if self.eval else self.eval_fraction
 
 
 class ServedDataConfig(Section):

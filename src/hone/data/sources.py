@@ -61,7 +61,7 @@ def iter_source(source: SourceBase, on_bad: OnBad = None) -> Iterator[SourceRow]
         if num_read >= most:
             return
     if not num_read:
-        raise UserError(f"{source.path} holds no rows")
+        raise index.no_rows(source)
 
 
 def is_json_array(path: Path) -> bool:

@@ -47,8 +47,8 @@ class Stream(Generic[T]):
     A source is a `RowSource`, or a sequence of all its rows. `weights` are the relative shares of
     the sources (default: equal), `limits` say when each gives rows (default: always), and `names`
     are those for messages and metrics (default: their numbers). `seed`, `shuffle` and `content` are
-    those of `WholeRows`, for sources that are sequences. `numbers` are what
-    columns say of their rows, by role and row id.
+    those of `WholeRows`, for sources that are sequences. `column_values` are the difficulties and
+    the pass rates from before the run that columns give for rows, by role and row id.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Stream(Generic[T]):
         names: Sequence[str] | None = None,
         shuffle: bool = True,
         content: Callable[[T], object] = _content,
-        numbers: Mapping[Role, Mapping[str, float]] | None = None,
+        column_values: Mapping[Role, Mapping[str, float]] | None = None,
     ) -> None:
         weights = [1.0] * len(sources) if weights is None else weights
         assert len(weights) == len(sources), f"{len(weights)=} {len(sources)=}"
-        numbers = numbers or {}
+        values = column_values or {}
         self.sources = tuple(
             source
             if isinstance(source, RowSource)
@@ -74,7 +74,7 @@ class Stream(Generic[T]):
                 seed=seed,
                 shuffle=shuffle,
                 content=content,
-                difficulties=numbers.get("difficulty"),
+                difficulties=values.get("difficulty"),
             )
             for source in sources
         )
@@ -87,9 +87,9 @@ class Stream(Generic[T]):
         self._read = [0] * len(self.sources)
         self._served = [0] * len(self.sources)
         self._told = [0] * len(self.sources)
-        """Rows that each source had served when `drawn` was last asked."""
+        """Rows that each source had served when `drawn` was last called."""
         self._skipped: Counter[str] = Counter()
-        self._known_rates = numbers.get("pass_rate", {})
+        self._known_rates = values.get("pass_rate", {})
         self._rates: tuple[PassRates, ...] = ()
         self._has_woken = False
 
@@ -128,8 +128,8 @@ class Stream(Generic[T]):
         return bool(self._rates)
 
     def learn(self, row_id: str, rate: float) -> None:
-        """Note the pass rate of a group of a row that was drawn. Raises KeyError where no row has
-        the id."""
+        """Note the pass rate of a group of a row that was drawn: the mean of its rewards, in their
+        unit. Raises KeyError where no row has the id."""
         for source, rates in zip(self.sources, self._rates, strict=True):
             if (number := source.number_of(row_id)) is not None:
                 rates.scored(number, rate)
@@ -160,7 +160,7 @@ class Stream(Generic[T]):
         return counts
 
     def drawn(self) -> dict[str, int]:
-        """How many rows each source has served since this was last asked, by name; empty where
+        """How many rows each source has served since the last call of this, by name; empty where
         there is one source."""
         if len(self.sources) < 2:
             return {}
@@ -254,7 +254,7 @@ class Stream(Generic[T]):
             self._wake(number)
 
     def _next_row(self, number: int) -> T | Skipped:
-        """Read a row of a source."""
+        """Read the next row of a source, and note that it is drawn."""
         row = self._row_at_place(number)
         epoch = self._read[number] // self.sources[number].num_rows
         self._read[number] += 1

@@ -19,6 +19,7 @@ from typing import Generic, ParamSpec, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.data import row_ids
 from hone.data.ahead import Ahead, Part
 from hone.data.duplicates import Digests, Hashes, Repeats
 from hone.data.order import BlockSizes, EpochOrder, Window
@@ -26,9 +27,9 @@ from hone.data.row_filters import Sieve
 from hone.data.row_source import Item, RowSource, Skipped, nothing_left
 from hone.data.sources import SourceRow
 
-__all__ = ["AHEAD_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
+__all__ = ["TOGETHER_ROWS", "IndexedRows", "Prepare", "StreamedRows"]
 
-AHEAD_ROWS, _TOGETHER_BYTES = 256, 2 << 20
+TOGETHER_ROWS, _TOGETHER_BYTES = 256, 2 << 20
 """Rows that are read and prepared together, and their bytes unpacked."""
 _MAX_AHEAD_ROWS, _MAX_AHEAD_BYTES = 4096, 16 << 20
 """Rows that may be prepared before they are drawn. Token ids of a text take ten times its bytes."""
@@ -116,7 +117,7 @@ class StreamedRows(RowSource[T], Generic[T]):
     def row(self, read: int) -> T | Skipped:
         if read not in self._drawn_from:
             # What was read last may be asked for again, by a look ahead of it.
-            near = {n: row for n, row in self._drawn_from.items() if n > read - AHEAD_ROWS}
+            near = {n: row for n, row in self._drawn_from.items() if n > read - TOGETHER_ROWS}
             self._drawn_from = near | self._read_ahead(read)
         return self._drawn_from[read]
 
@@ -175,9 +176,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         return np.searchsorted(self._rows.sizes.first_rows, np.asarray(numbers), side="right") - 1
 
     def number_of(self, row_id: str) -> int | None:
-        name, _, number = row_id.rpartition(":")
-        is_own = name == self.name and number.isdecimal() and 0 < int(number) <= self.num_rows
-        return int(number) - 1 if is_own else None
+        return row_ids.number_of(row_id, self.name, self.num_rows)
 
     def _read_ahead(self, read: int) -> dict[int, T | Skipped]:
         part = self._made_from(read) if self._thread is None else self._thread.part(read)
@@ -189,7 +188,7 @@ class StreamedRows(RowSource[T], Generic[T]):
         """Rows of an epoch, from the one that comes after so many."""
         epoch, place = divmod(read, self.num_rows)
         order = self._order_of(epoch)
-        places = range(place, min(place + AHEAD_ROWS, self.num_rows))
+        places = range(place, min(place + TOGETHER_ROWS, self.num_rows))
         numbers = [order[place] for place in places]
         own, sizes = self._blocks_of(numbers), self._rows.sizes
         num_bytes = np.cumsum(sizes.num_bytes[own] / sizes.num_rows[own])
@@ -221,12 +220,12 @@ class StreamedRows(RowSource[T], Generic[T]):
             for start in range(0, num_rows, _DIGESTED_ROWS):
                 numbers = range(start, min(start + _DIGESTED_ROWS, num_rows))
                 if wanted is None:
-                    hashes = self._sieve.hashes(self._rows.rows(block, numbers))
+                    hashes = self._sieve.digests(self._rows.rows(block, numbers))
                     yield self._of_items(hashes, numbers)
                 elif (some := np.flatnonzero(wanted[start : numbers.stop])).size:
                     # A range of rows is read faster than single ones.
                     rows = self._rows.rows(block, numbers)
-                    hashes = self._sieve.hashes([rows[place] for place in some])
+                    hashes = self._sieve.digests([rows[place] for place in some])
                     yield self._of_items(hashes, [numbers[place] for place in some])
 
     def _order_of(self, epoch: int) -> EpochOrder:
@@ -237,17 +236,17 @@ class StreamedRows(RowSource[T], Generic[T]):
                 epoch=epoch,
                 shuffle=self._shuffle,
                 window=self._window,
-                row_id=partial(_row_id, self.name, self._item_names),
+                row_id=partial(_id_of, self.name, self._item_names),
             )
             self._order = epoch, order
         return self._order[1]
 
 
-def _row_id(name: str, item_names: Sequence[str], number: int) -> str:
-    """The id of a row, or of an item of one, by its number from 0; ids count from 1."""
+def _id_of(name: str, item_names: Sequence[str], number: int) -> str:
+    """The id of a row, or of an item of one, by its number from 0. It is no method, since the order
+    must not keep its source alive, whose thread ends with it."""
     row, item = divmod(number, len(item_names))
-    ending = item_names[item]
-    return f"{name}:{row + 1}:{ending}" if ending else f"{name}:{row + 1}"
+    return row_ids.row_id(name, row, item_names[item])
 
 
 def _weakly(method: Callable[P, R]) -> Callable[P, R]:

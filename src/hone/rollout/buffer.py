@@ -286,7 +286,7 @@ def _num_failed(samples: Sequence[Sample]) -> int:
 def has_reward_variance(group: Group, cfg: RolloutConfig) -> bool:
     """Whether dynamic sampling keeps a group: the rewards of its valid samples differ, and their
     mean lies in `rollout.reward_range`. Other groups have no gradient."""
-    rewards = [sample.reward.total for sample in group.samples if sample.valid and sample.reward]
+    rewards = _valid_rewards(group)
     if len(rewards) < 2 or not has_spread(rewards):
         return False
     low, high = cfg.reward_range or (-math.inf, math.inf)
@@ -296,8 +296,13 @@ def has_reward_variance(group: Group, cfg: RolloutConfig) -> bool:
 def mean_reward(group: Group) -> float | None:
     """Mean reward of the valid samples of a group, its pass rate where rewards are 0 and 1; None
     where no sample is valid."""
-    rewards = [sample.reward.total for sample in group.samples if sample.valid and sample.reward]
+    rewards = _valid_rewards(group)
     return fmean(rewards) if rewards else None
+
+
+def _valid_rewards(group: Group) -> list[float]:
+    """Rewards of the samples that have not failed."""
+    return [sample.reward.total for sample in group.samples if sample.valid and sample.reward]
 
 
 def apply_masks(groups: Iterable[Group], cfg: RolloutConfig) -> None:

@@ -115,7 +115,7 @@ class _Checker:
     def read(self, reader: Reader) -> None:
         """Check the rows of a source."""
         checked, data = self.checked, self._data
-        fraction = 0.0 if data.eval else data.eval_fraction
+        fraction = data.held_out_fraction
         source = SourceChecked(reader.source.path, reader.key)
         checked.sources.append(source)
         num_problems, shortest = len(checked.problems), (0, "")

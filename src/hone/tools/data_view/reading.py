@@ -299,12 +299,13 @@ class Reader:
         for name in ("_in_file_order", "_example_reader"):
             self.__dict__.pop(name, None)
 
-    def blocks(
+    def judged_blocks(
         self, problems: Problems
     ) -> Iterator[tuple[list[SourceRow], list[tuple[int, SourceRow, Skipped | None]]]]:
-        """Blocks of rows; and again each with its number, counted from 1, and what the user's
-        function leaves it out by, without those for which it fails. What cannot be parsed or judged
-        is added to the problems; reading goes on after it where that is possible."""
+        """Blocks of rows as they are in the files, and of each block the rows that the user's
+        function has judged: the number in the source, counted from 1, the row, and what leaves it
+        out or None. A row that cannot be parsed, or for which the function fails, is added to the
+        problems; reading goes on after it where that is possible."""
         rows = self._rows(problems)
         first = 1
         while found := list(islice(rows, BLOCK_ROWS)):
@@ -369,8 +370,9 @@ def readers_of(cfg: ViewConfig, sources: Sequence[tuple[SourceBase, str, str]]) 
 
 
 def blocks(reader: Reader, problems: Problems) -> Iterator[Block]:
-    """Blocks of rows; what cannot be read is added to the problems. Raises AgainError."""
-    for rows, numbered in reader.blocks(problems):
+    """Blocks of the rows of a source, read as a run reads them; what cannot be read is added to the
+    problems. Raises AgainError."""
+    for rows, numbered in reader.judged_blocks(problems):
         block = Block(rows, [why for _, _, why in numbered if why is not None])
         wanted = [(number, row) for number, row, why in numbered if why is None]
         if not wanted:

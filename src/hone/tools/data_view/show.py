@@ -126,7 +126,7 @@ def _source(reader: Reader, language: Language, first: int, number: int) -> Show
     problem, is_ready = "", False
     last = first + number - 1
     problems = Problems()
-    for found, numbered in reader.blocks(problems):
+    for found, numbered in reader.judged_blocks(problems):
         head += found[: HEAD_ROWS - len(head)]
         wanted = [row for _, row, why in numbered if why is None]
         if wanted and not is_ready and not problem:
