@@ -384,7 +384,7 @@ def test_a_prompt_rests_once_and_is_tried_again():
 
 
 def test_where_all_rest_they_are_drawn_all_the_same_and_this_is_said_once(caplog):
-    stream = Stream([prompts(5)], seed=0)
+    stream = Stream([prompts(5)], seed=0, names=["sums"])
     stream.let_rest(CurriculumConfig(pass_rate=(0.1, 0.9), rest_epochs=10**6))
     drawn: list[str] = []
     with caplog.at_level(logging.WARNING):
@@ -394,8 +394,31 @@ def test_where_all_rest_they_are_drawn_all_the_same_and_this_is_said_once(caplog
                 stream.learn(row_id, 1.0)
     assert [sorted(drawn[i : i + 5]) for i in range(0, 20, 5)] == [ids(prompts(5))] * 4
     assert [r.message for r in caplog.records if "all prompts rest" in r.message] == [
-        "the source: all prompts rest, by data.curriculum, so they are drawn all the same (this is "
+        "sums: all prompts rest, by data.curriculum, so they are drawn all the same (this is "
         "said once)"
+    ]
+
+
+def test_a_source_that_rests_until_it_ends_gives_no_row(caplog):
+    """By rates from before the run; it is no source of which filters leave nothing."""
+    known = {row.id: 1.0 for row in prompts(5)}
+    stream = Stream(
+        [prompts(5), prompts(5, "b")],
+        seed=0,
+        names=["a", "b"],
+        limits=[Limits(max_epochs=1), Limits()],
+        numbers={"pass_rate": known},
+    )
+    stream.let_rest(CurriculumConfig(pass_rate=(0, 1), rest_epochs=10**6))
+    with caplog.at_level(logging.WARNING):
+        assert {row_id[0] for row_id in ids(stream.take(20))} == {"b"}
+        state = stream.state_dict()
+        stream.load_state_dict(json.loads(json.dumps(state)))
+        assert {row_id[0] for row_id in ids(stream.take(20))} == {"b"}
+    assert stream.counts["skipped_resting"] == 5
+    assert [record.message for record in caplog.records] == [
+        "a: all its prompts rest, by columns.pass_rate, until it ends (max_epochs 1), so it gives "
+        "no row"
     ]
 
 

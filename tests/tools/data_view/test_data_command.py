@@ -662,6 +662,7 @@ def test_check_stats_and_show_leave_out_what_a_run_does(
         assert (source.num_rows, source.num_kept) == (600, len(kept))
         stats = count(viewed, language)
         assert stats.num_read == len(kept)
+        assert not stats.missing_answers
         assert stats.dropped.skipped_in_words == report.skipped_in_words
         (shown,) = show(viewed, language, first=250, number=20).sources
         left = [row.id for row in shown.rows if not dict(row.facts).get("dropped")]
