@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.tree import SFTDataConfig
+from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.curriculum import PassRates, column_numbers
 from hone.data.hashing import keyed_hash
 from hone.data.mixture import Mixture
 from hone.data.order import Window
+from hone.data.pairs import load_pairs
 from hone.data.phases import Limits
 from hone.data.prompts import load_prompts
 from hone.data.row_source import Skipped, epoch_order
@@ -96,6 +97,31 @@ def rows(values: list[Any]) -> list[dict[str, Any]]:
 
 def source_of(path: Path, **settings: Any) -> SourceConfig:
     return SourceConfig(path=str(path), columns=ColumnsConfig(difficulty="level"), **settings)
+
+
+@table("is_unpaired", [False, True])
+def test_a_column_says_how_difficult_pairs_are(is_unpaired, tmp_path):
+    rows = [
+        {"prompt": f"q{i}", "chosen": "a", "rejected": "b" if i != 3 else "", "level": -(i // 2)}
+        for i in range(8)
+    ]
+    cfg = PairsDataConfig.model_validate(
+        {
+            "train": [
+                {
+                    "path": write_rows(tmp_path / "a.jsonl", rows),
+                    "columns": {"difficulty": "level"},
+                }
+            ],
+            "missing_answers": "drop",
+        }
+    )
+    data = load_pairs(cfg, TOKENIZER, seed=3, is_unpaired=is_unpaired)
+    drawn = ids(data.train.take(len(data.train)))
+    numbers = [int(row_id.split(":")[1]) for row_id in drawn]
+    assert sorted(numbers) == sorted([1, 2, 3, 5, 6, 7, 8] * (2 if is_unpaired else 1))
+    levels = [rows[number - 1]["level"] for number in numbers]
+    assert levels == sorted(levels)
 
 
 def test_a_column_says_how_difficult_rows_are(tmp_path):

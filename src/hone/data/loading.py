@@ -204,9 +204,17 @@ class _Loader(Generic[E, R, T]):
         read = self.readers.by_all(rows, source, name)
         skipped = InFileOrder(Sieve(self.cfg, read, None))(rows)
         left, numbers = self._filtered(source, rows, skipped, numbers)
-        for role, known in self.numbers.items() if trains else ():
-            known |= column_numbers(left, numbers, source, name, role)
+        roles = ROLES if trains else ()
+        said = {
+            role: list(column_numbers(left, numbers, source, name, role).values()) for role in roles
+        }
         rows = read(left, numbers)
+        for role, values in said.items():
+            # A row of which several items were made says the same of each.
+            per_row = len(rows) // max(len(values), 1)
+            self.numbers[role] |= {
+                row.id: values[place // per_row] for place, row in enumerate(rows) if values
+            }
         examples = open_images(rows, self.images, self.cfg, self.report)
         if rows and not examples:
             raise UserError(
