@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hone.algorithms.settings import AlgorithmConfig, CriticConfig, PreferenceConfig
     from hone.api import (
         Check,
+        DataPage,
         DPOConfig,
         EvaluateConfig,
         Evaluation,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
         SFTConfig,
         UserError,
         check,
+        data_check,
+        data_show,
+        data_stats,
         dpo,
         evaluate,
         generate,
@@ -50,7 +54,6 @@ if TYPE_CHECKING:
     from hone.config.run import EvaluationConfig
     from hone.data.prompts import load_prompts
     from hone.data.settings import DataConfig, SourceConfig
-    from hone.data_pages import DataPage, data_check, data_show, data_stats
     from hone.engine.engine import EmbeddedEngine as Engine
     from hone.engine.settings import EngineConfig
     from hone.models.decoder import alias_module
@@ -87,7 +90,6 @@ _PARTS = {
     "CriticConfig": "hone.algorithms.settings",
     "DPO": "hone.algorithms.preferences.dpo",
     "DataConfig": "hone.data.settings",
-    "DataPage": "hone.data_pages",
     "Engine": "hone.engine.engine:EmbeddedEngine",
     "EngineConfig": "hone.engine.settings",
     "EvaluationConfig": "hone.config.run",
@@ -113,9 +115,6 @@ _PARTS = {
     "TrainerConfig": "hone.trainer.settings",
     "WeightSync": "hone.weights.sync",
     "alias_module": "hone.models.decoder",
-    "data_check": "hone.data_pages",
-    "data_show": "hone.data_pages",
-    "data_stats": "hone.data_pages",
     "decoder": "hone.models.tokenizer",
     "eos_token_ids": "hone.models.support",
     "load_model": "hone.models.load",

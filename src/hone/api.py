@@ -8,7 +8,6 @@ anything is loaded. Mistakes of the user raise `UserError`, whose traceback ends
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -19,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from hone.cli import rl as rl_command
 from hone.cli import sft as sft_command
@@ -45,7 +44,8 @@ from hone.config.tree import (
     SFTDataConfig,
 )
 from hone.data.given import GivenRows, given_rows, is_source
-from hone.errors import UserError
+from hone.data_pages import DataPage, data_check, data_show, data_stats
+from hone.errors import UserError, raises_user_errors
 from hone.hardware import known_gpu
 from hone.notebook import following
 from hone.paths import standing_in
@@ -57,6 +57,7 @@ from hone.user_code.inherited import inheriting
 __all__ = [
     "Check",
     "DPOConfig",
+    "DataPage",
     "EvaluateConfig",
     "Evaluation",
     "GenerateConfig",
@@ -67,6 +68,9 @@ __all__ = [
     "SampleRecord",
     "UserError",
     "check",
+    "data_check",
+    "data_show",
+    "data_stats",
     "dpo",
     "evaluate",
     "generate",
@@ -75,8 +79,6 @@ __all__ = [
     "sft",
 ]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T", bound=Command)
 
 Config: TypeAlias = str | Path | Mapping[str, Any] | Section
@@ -89,24 +91,6 @@ Data: TypeAlias = str | Path | Mapping[str, Any] | Iterable[Any]
 hub name of a data set, or the section `data` as a dict."""
 
 _log = logging.getLogger("hone")
-
-
-def raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator that turns users' errors into a UserError without the traceback behind it."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except (ValueError, OSError) as error:
-            if os.environ.get("HONE_TRACEBACK"):
-                raise
-            text = str(error)
-            if not isinstance(error, UserError):
-                text += "\n(HONE_TRACEBACK=1 shows where)"
-        raise UserError(text)
-
-    return call
 
 
 @raises_user_errors

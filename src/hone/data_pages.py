@@ -14,10 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from hone.api import raises_user_errors
 from hone.cli.data import language_of
 from hone.data.given import GivenRows, given_rows, is_source
-from hone.errors import UserError
+from hone.errors import UserError, raises_user_errors
 from hone.observe.whole_file import write_whole
 from hone.paths import standing_in
 from hone.tools.data_view.check import check

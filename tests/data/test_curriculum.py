@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.tree import SFTDataConfig
+from hone.config.tree import PairsDataConfig, SFTDataConfig
 from hone.data.curriculum import PassRates, column_numbers
 from hone.data.hashing import keyed_hash
 from hone.data.mixture import Mixture
 from hone.data.order import Window
+from hone.data.pairs import load_pairs
 from hone.data.phases import Limits
 from hone.data.prompts import load_prompts
 from hone.data.row_source import Skipped, epoch_order
@@ -96,6 +97,31 @@ def rows(values: list[Any]) -> list[dict[str, Any]]:
 
 def source_of(path: Path, **settings: Any) -> SourceConfig:
     return SourceConfig(path=str(path), columns=ColumnsConfig(difficulty="level"), **settings)
+
+
+@table("is_unpaired", [False, True])
+def test_a_column_says_how_difficult_pairs_are(is_unpaired, tmp_path):
+    rows = [
+        {"prompt": f"q{i}", "chosen": "a", "rejected": "b" if i != 3 else "", "level": -(i // 2)}
+        for i in range(8)
+    ]
+    cfg = PairsDataConfig.model_validate(
+        {
+            "train": [
+                {
+                    "path": write_rows(tmp_path / "a.jsonl", rows),
+                    "columns": {"difficulty": "level"},
+                }
+            ],
+            "missing_answers": "drop",
+        }
+    )
+    data = load_pairs(cfg, TOKENIZER, seed=3, is_unpaired=is_unpaired)
+    drawn = ids(data.train.take(len(data.train)))
+    numbers = [int(row_id.split(":")[1]) for row_id in drawn]
+    assert sorted(numbers) == sorted([1, 2, 3, 5, 6, 7, 8] * (2 if is_unpaired else 1))
+    levels = [rows[number - 1]["level"] for number in numbers]
+    assert levels == sorted(levels)
 
 
 def test_a_column_says_how_difficult_rows_are(tmp_path):
@@ -384,7 +410,7 @@ def test_a_prompt_rests_once_and_is_tried_again():
 
 
 def test_where_all_rest_they_are_drawn_all_the_same_and_this_is_said_once(caplog):
-    stream = Stream([prompts(5)], seed=0)
+    stream = Stream([prompts(5)], seed=0, names=["sums"])
     stream.let_rest(CurriculumConfig(pass_rate=(0.1, 0.9), rest_epochs=10**6))
     drawn: list[str] = []
     with caplog.at_level(logging.WARNING):
@@ -394,8 +420,31 @@ def test_where_all_rest_they_are_drawn_all_the_same_and_this_is_said_once(caplog
                 stream.learn(row_id, 1.0)
     assert [sorted(drawn[i : i + 5]) for i in range(0, 20, 5)] == [ids(prompts(5))] * 4
     assert [r.message for r in caplog.records if "all prompts rest" in r.message] == [
-        "the source: all prompts rest, by data.curriculum, so they are drawn all the same (this is "
+        "sums: all prompts rest, by data.curriculum, so they are drawn all the same (this is "
         "said once)"
+    ]
+
+
+def test_a_source_that_rests_until_it_ends_gives_no_row(caplog):
+    """By rates from before the run; it is no source of which filters leave nothing."""
+    known = {row.id: 1.0 for row in prompts(5)}
+    stream = Stream(
+        [prompts(5), prompts(5, "b")],
+        seed=0,
+        names=["a", "b"],
+        limits=[Limits(max_epochs=1), Limits()],
+        column_values={"pass_rate": known},
+    )
+    stream.let_rest(CurriculumConfig(pass_rate=(0, 1), rest_epochs=10**6))
+    with caplog.at_level(logging.WARNING):
+        assert {row_id[0] for row_id in ids(stream.take(20))} == {"b"}
+        state = stream.state_dict()
+        stream.load_state_dict(json.loads(json.dumps(state)))
+        assert {row_id[0] for row_id in ids(stream.take(20))} == {"b"}
+    assert stream.counts["skipped_resting"] == 5
+    assert [record.message for record in caplog.records] == [
+        "a: all its prompts rest, by columns.pass_rate, until it ends (max_epochs 1), so it gives "
+        "no row"
     ]
 
 

@@ -301,6 +301,29 @@ def test_ends_and_beginnings_are_said_once(caplog: pytest.LogCaptureFixture):
     ]
 
 
+def test_a_row_that_a_look_ahead_skips_is_said_once(caplog: pytest.LogCaptureFixture):
+    source = streamed("s0", Given(1, 9, Limits(), drop=2), seed=1)
+    stream = Stream([source], seed=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            stream.peek(6)
+            stream.take(6)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1, messages
+
+
+def test_other_data_are_named():
+    sources = [Given(1, 5, Limits()), Given(1, 5, Limits())]
+    state = stream_of(sources, whole=True).state_dict()
+    assert "digests" in state
+    other = [Given(1, 5, Limits()), Given(1, 6, Limits(), drop=3)]
+    for saved in (state, {key: x for key, x in state.items() if key != "digests"}):
+        with pytest.raises(UserError) as caught:
+            stream_of(other, whole=True).load_state_dict(saved)
+        is_named = "Of s1 the files or the keys that choose rows have changed" in str(caught.value)
+        assert is_named == ("digests" in saved)
+
+
 def test_rows_drawn_are_told_by_source_and_step():
     sources = [Given(3, 9, Limits()), Given(1, 4, Limits(until_step=1), drop=2)]
     stream = stream_of(sources, whole=False)

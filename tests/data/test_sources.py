@@ -107,6 +107,12 @@ def test_names_are_short_and_unique():
     assert names == ["train", "train~2", "gsm8k", "data", "train~3"]
 
 
+def test_a_file_may_have_the_name_that_a_repeated_one_would_get():
+    paths = ["a/x.jsonl", "b/x.jsonl", "x~2.jsonl", "x~2~2.jsonl", "c/x.jsonl"]
+    names = source_names([SourceConfig(path=path) for path in paths])
+    assert names == ["x", "x~2", "x~2~2", "x~2~2~2", "x~3"]
+
+
 # --------------------------------------------------------------------------- mistakes (R22)
 
 BAD_FILES = {

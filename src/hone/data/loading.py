@@ -50,7 +50,16 @@ from hone.model_input import prompt_digest
 if TYPE_CHECKING:
     from hone.images.reader import ImageReader
 
-__all__ = ["WHOLE_BYTES", "WHOLE_ROWS", "WINDOW", "Readers", "RowReader", "load_data"]
+__all__ = [
+    "WHOLE_BYTES",
+    "WHOLE_ROWS",
+    "WINDOW",
+    "Readers",
+    "RowReader",
+    "is_streamed",
+    "load_data",
+    "require_no_order",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -184,14 +193,10 @@ class _Loader(Generic[E, R, T]):
     def train(self, source: SourceConfig, name: str) -> list[T] | StreamedRows[T]:
         """A source to train on, whole or streamed. Raises UserError."""
         index = SourceIndex.build(source, self.cache, least_kept_bytes=KEPT_BYTES)
-        sizes = index.sizes
-        is_large = sizes.total_bytes > WHOLE_BYTES or sizes.total_rows > WHOLE_ROWS
-        if not (is_large or self.cfg.shuffle_window):
+        if not is_streamed(self.cfg, index):
             return self.whole(source, name, index.all_rows(), trains=True)
-        for role in ROLES:
-            if getattr(source.columns, role) is not None:
-                raise _needs_all_rows(source, role)
-        largest = int(sizes.num_bytes.max())
+        require_no_order(source)
+        largest = int(index.sizes.num_bytes.max())
         if largest > MAX_OPEN_BYTES:
             raise UserError(
                 f"{source.path}: {largest >> 20:,} MiB of rows can only be read at once, and at "
@@ -210,9 +215,17 @@ class _Loader(Generic[E, R, T]):
         read = self.readers.by_all(rows, source, name)
         skipped = InFileOrder(Sieve(self.cfg, read, None))(rows)
         left, numbers = self._filtered(source, rows, skipped, numbers)
-        for role, known in self.column_values.items() if trains else ():
-            known |= column_numbers(left, numbers, source, name, role)
+        roles: Sequence[Role] = ROLES if trains else ()
+        said: dict[Role, list[float]] = {
+            role: list(column_numbers(left, numbers, source, name, role).values()) for role in roles
+        }
         given = read(left, numbers)
+        for role, values in said.items():
+            # A row of which several items were made says the same of each.
+            per_row = len(given) // max(len(values), 1)
+            self.column_values[role] |= {
+                row.id: values[place // per_row] for place, row in enumerate(given) if values
+            }
         examples = open_images(given, self.images, self.cfg, self.report)
         if given and not examples:
             raise UserError(
@@ -376,6 +389,20 @@ def _none_left(source: SourceBase, num_rows: int, report: FilterReport) -> UserE
         f"{source.path}: none of the {num_rows:,} rows is left: {why}. Change what drops "
         "them, or remove the source; `hone data check` shows each of them"
     )
+
+
+def is_streamed(cfg: DataConfig, index: SourceIndex) -> bool:
+    """Whether a source to train on is read while a run draws from it."""
+    sizes = index.sizes
+    is_large = sizes.total_bytes > WHOLE_BYTES or sizes.total_rows > WHOLE_ROWS
+    return is_large or cfg.shuffle_window is not None
+
+
+def require_no_order(source: SourceBase) -> None:
+    """Raise UserError where a streamed source has a column for the order of all its rows."""
+    for role in ROLES:
+        if getattr(source.columns, role) is not None:
+            raise _needs_all_rows(source, role)
 
 
 def _needs_all_rows(source: SourceBase, role: Role) -> UserError:

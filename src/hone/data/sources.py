@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, count
 from pathlib import Path
 
 from hone.data import index
@@ -72,11 +72,10 @@ def is_json_array(path: Path) -> bool:
 
 def source_names(sources: Sequence[SourceBase]) -> list[str]:
     """A short, unique name for each source, with which its row ids begin."""
-    counts: Counter[str] = Counter()
     names: list[str] = []
     for name in map(short_name, sources):
-        counts[name] += 1
-        names.append(name if counts[name] == 1 else f"{name}~{counts[name]}")
+        further = (f"{name}~{number}" for number in count(2))
+        names.append(next(each for each in chain([name], further) if each not in names))
     return names
 
 

@@ -91,7 +91,8 @@ class Stream(Generic[T]):
         self._skipped: Counter[str] = Counter()
         self._known_rates = values.get("pass_rate", {})
         self._rates: tuple[PassRates, ...] = ()
-        self._has_woken = False
+        self._said = set[str]()
+        """Kinds of warnings that are logged once."""
 
     def __len__(self) -> int:
         """Rows over all sources, with those that are skipped while they are read."""
@@ -201,7 +202,8 @@ class Stream(Generic[T]):
             "told": list(self._told),
             "phase": self._phase.state_dict(),
         }
-        state = {**self._identity, **position, "skipped": dict(self._skipped)}
+        known = {"digests": list(self._digests), "skipped": dict(self._skipped)}
+        state = {**self._identity, **position, **known}
         if self._rates:
             state["pass_rates"] = [rates.state_dict() for rates in self._rates]
         return state
@@ -213,8 +215,8 @@ class Stream(Generic[T]):
             if state[key] != value:
                 raise UserError(
                     f"the saved data position belongs to other data: {key} was {state[key]!r} "
-                    f"and is now {value!r}. Restore the data settings of that run, or start anew "
-                    "in another `run.dir`."
+                    f"and is now {value!r}{self._other_sources(state)}. Restore the data settings "
+                    "of that run, or start anew in another `run.dir`."
                 )
         # Checkpoints from before sources could be streamed have one counter a source.
         self._read = [int(number) for number in state.get("read", state.get("drawn", ()))]
@@ -227,6 +229,18 @@ class Stream(Generic[T]):
         # Absent where the run has had no `data.curriculum.pass_rate` so far.
         for rates, table in zip(self._rates, state.get("pass_rates", ()), strict=False):
             rates.load_state_dict(table)
+
+    def _other_sources(self, state: Mapping[str, Any]) -> str:
+        """The sources whose rows are not those of a saved position, for messages; empty where that
+        does not say."""
+        before = state.get("digests", ())
+        if len(before) != len(self._digests):
+            return ""
+        pairs = zip(self.names, before, self._digests, strict=True)
+        changed = [name for name, old, new in pairs if old != new]
+        if not changed:
+            return ""
+        return f". Of {', '.join(changed)} the files or the keys that choose rows have changed"
 
     def _require_rows(self) -> None:
         if not self.sources or not all(source.num_rows for source in self.sources):
@@ -279,13 +293,18 @@ class Stream(Generic[T]):
         """Let all rows of a source be drawn again."""
         source = self.sources[number]
         self._rates[number].wake(self._read[number] // source.num_rows)
-        if not self._has_woken:
-            self._has_woken = True
-            logger.warning(
-                "%s: all prompts rest, by data.curriculum, so they are drawn all the same (this is "
-                "said once)",
-                source.name,
-            )
+        self._say_once(
+            "woken",
+            "%s: all prompts rest, by data.curriculum, so they are drawn all the same (this is "
+            "said once)",
+            self.names[number],
+        )
+
+    def _say_once(self, what: str, message: str, *values: object) -> None:
+        """Log a warning, unless one of the same kind was logged."""
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(message, *values)
 
     def _has_ended(self, number: int) -> bool:
         """Whether a source has served all rows of its last epoch. What is skipped or rests is
@@ -300,7 +319,16 @@ class Stream(Generic[T]):
             self._read[number] += 1
             self._skip(row)
         if not self._served[number]:
-            raise nothing_left(source)
+            # Rows that were never drawn rest only by rates from before the run.
+            if not (self._rates and self._rates[number].rates.size):
+                raise nothing_left(source)
+            self._say_once(
+                "all rest",
+                "%s: all its prompts rest, by columns.pass_rate, until it ends (max_epochs %d), so "
+                "it gives no row",
+                self.names[number],
+                max_epochs,
+            )
         return True
 
     def _say_what_changes(self, before: Phase) -> None:
@@ -326,12 +354,25 @@ class Stream(Generic[T]):
         """Count a row, and log the first of each reason."""
         self._skipped[row.reason] += 1
         if self._skipped[row.reason] == 1 and row.reason in REASONS:
-            logger.warning(
+            # A look ahead counts rows that are counted again when they are drawn.
+            self._say_once(
+                row.reason,
                 "a row was skipped, since %s: %s; further ones are counted in data/skipped_%s",
                 REASONS[row.reason].of_one,
                 row.where,
                 row.reason,
             )
+
+    @cached_property
+    def _digests(self) -> tuple[str, ...]:
+        """A digest of what each source is recognised by."""
+        digests: list[str] = []
+        for source in self.sources:
+            digest = blake2b(digest_size=8)
+            for value in source.identity:
+                digest.update(repr(value).encode())
+            digests.append(digest.hexdigest())
+        return tuple(digests)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

@@ -662,6 +662,7 @@ def test_check_stats_and_show_leave_out_what_a_run_does(
         assert (source.num_rows, source.num_kept) == (600, len(kept))
         stats = count(viewed, language)
         assert stats.num_read == len(kept)
+        assert not stats.missing_answers
         assert stats.dropped.skipped_in_words == report.skipped_in_words
         (shown,) = show(viewed, language, first=250, number=20).sources
         left = [row.id for row in shown.rows if not dict(row.facts).get("dropped")]
@@ -905,3 +906,17 @@ def test_kto_reads_pairs_as_two_completions_of_a_row(tmp_path: Path, model: Path
     assert stats.prompts.num_repeats == 0
     (row,) = show(viewed, language, first=1, number=1).sources[0].rows
     assert [text.label for text in row.texts] == ["good completion", "bad completion"]
+
+
+@pytest.mark.parametrize("role", ["difficulty", "pass_rate"])
+def test_check_refuses_an_order_of_rows_that_a_run_does_not_know(role: str, tmp_path: Path) -> None:
+    path = in_lines(
+        [{"prompt": f"{n}", "answer": "1", "x": n} for n in range(9)], tmp_path / "a.jsonl"
+    )
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"data: {{train: [{{path: {path}, columns: {{{role}: x}}}}]}}")
+    problems = check(choose([str(recipe), "--data.shuffle_window=4"], "rl"), PLAIN).problems
+    assert len(problems) == 1
+    (kind,) = problems.kinds.values()
+    assert f"columns.{role} is for a source that is read whole" in kind.told[0]
+    assert not check(choose([str(recipe)], "rl"), PLAIN).problems

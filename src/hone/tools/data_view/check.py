@@ -7,9 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hone.config.tree import SFTConfig
+from hone.data.curriculum import ROLES
 from hone.data.filters import REASONS, FilterReport
+from hone.data.index import SourceIndex
+from hone.data.loading import is_streamed, require_no_order
 from hone.data.pairs import Compared, weak_pairs
+from hone.data.settings import SourceBase, SourceConfig
 from hone.data.split import is_held_out
+from hone.errors import UserError
 from hone.tools.data_view.chosen import Viewed
 from hone.tools.data_view.problems import MOST_SHOWN, Problems
 from hone.tools.data_view.reading import (
@@ -147,11 +152,24 @@ class _Checker:
                     shortest = dropped
             self._tell(checked.num_rows)
         self._say_weak(reader, source)
+        self._require_no_order(reader.source, source.num_rows)
         if source.num_rows and not source.num_kept and len(checked.problems) == num_problems:
             checked.problems.add(
                 f"{source.path}: a run would have no row left. {shortest[1]}; raise the limit, or "
                 "shorten the rows"
             )
+
+    def _require_no_order(self, source: SourceBase, num_rows: int) -> None:
+        """Refuse columns that say how rows are ordered where a run does not read all rows first."""
+        if not (num_rows and isinstance(source, SourceConfig)):
+            return
+        if not any(getattr(source.columns, role) for role in ROLES):
+            return
+        try:
+            if is_streamed(self._data, SourceIndex.build(source)):
+                require_no_order(source)
+        except UserError as error:
+            self.checked.problems.add(f"{error}")
 
     def _is_dropped(self, item: Item, entry: Entry) -> tuple[int, str] | None:
         """The length of a row that a limit of the run drops, and a message; None for others."""

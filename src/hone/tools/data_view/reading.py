@@ -89,10 +89,12 @@ class Block:
     """Those that can be parsed."""
     skipped: list[Skipped] = field(default_factory=list[Skipped])
     """What leaves rows out before they are read."""
+    left: list[SourceRow] = field(default_factory=list[SourceRow])
+    """All others."""
     read: list[tuple[SourceRow, list[Item]]] = field(
         default_factory=list[tuple[SourceRow, list[Item]]]
     )
-    """All others that can be read, with what a run would read of them."""
+    """Those of them that can be read, with what a run would read of them."""
 
 
 @dataclass
@@ -386,8 +388,10 @@ def blocks(reader: Reader, problems: Problems) -> Iterator[Block]:
             return
         sifted = attempt(wanted, lambda some: reader.sift([row for _, row in some]), problems)
         block.skipped += [why for _, why in sifted if why is not None]
+        left = [each for each, why in sifted if why is None]
+        block.left = [row for _, row in left]
         done = attempt(
-            [each for each, why in sifted if why is None],
+            left,
             lambda some: reader.read([row for _, row in some], [number for number, _ in some]),
             problems,
         )

@@ -70,7 +70,7 @@ class Stats:
     """Rows that a run leaves out before it reads them; they are in no other figure."""
     num_unreadable_images: int = 0
     missing_answers: int | None = None
-    """Rows without an answer; None where none is read."""
+    """Rows without an answer, of those that no filter leaves out; None where none is read."""
     lengths: dict[str, Lengths] = field(default_factory=dict[str, Lengths])
     """Of `prompt`, `completion` and `whole row`."""
     num_cut: int = 0
@@ -133,7 +133,7 @@ class _Counter:
                 files.see(row)
             for why in block.skipped:
                 stats.dropped.skip(why)
-            self._answers(reader, block.rows)
+            self._answers(reader, block.left)
             self._entries([(row, item) for row, items in block.read for item in items])
             self._tell(stats.num_rows)
 
