@@ -437,3 +437,11 @@ print(result.steps, hone.check("gsm8k").derived["samples_per_step"])
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "2 256"
+
+
+def test_a_section_of_any_command_is_one_of_hone_rl() -> None:
+    """`hone.DataConfig` is the section of commands without a curriculum."""
+    data = hone.DataConfig(train=(hone.SourceConfig(path="rows.jsonl"),), shuffle=False)
+    cfg = hone.RLConfig(model={"path": "here"}, data=data)  # type: ignore[arg-type]
+    assert (cfg.data.train, cfg.data.shuffle) == (data.train, False)
+    assert cfg.data.model_fields_set == {"train", "shuffle"}

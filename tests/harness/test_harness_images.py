@@ -179,7 +179,7 @@ def test_a_program_gets_the_images_of_its_row(
         EvaluateConfig.model_validate(
             {
                 "model": {"path": str(twin.folder)},
-                "data": cfg.data.model_dump(exclude={"train"})
+                "data": cfg.data.model_dump(exclude={"train", "curriculum"})
                 | {"eval": [{"path": str(inputs / "train.jsonl"), "max_rows": 3}]},
                 "run": {"dir": str(tmp_path / "eval"), "device": "cpu"},
                 "env": cfg.env.model_dump(),

@@ -106,7 +106,7 @@ def test_an_environment_that_the_first_rank_alone_asks(
     assert_same_run(one.run.dir, tmp_path / "two")
     tree = {
         "model": {"path": one.model.path},
-        "data": one.data.model_dump() | {"train": []},
+        "data": one.data.model_dump(exclude={"curriculum"}) | {"train": []},
         "env": sections["env"],
         "reward": sections["reward"],
         "eval": {"max_completion_tokens": 24, "n_samples_per_prompt": 2},

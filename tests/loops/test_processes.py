@@ -240,7 +240,7 @@ def test_R24_an_evaluation_in_two_processes(make_config: MakeConfig, tmp_path: P
         {
             "run": {"dir": tmp_path / "one", "device": "cpu"},
             "model": tree.model.model_dump(exclude={"lora"}),
-            "data": tree.data.model_dump() | {"train": []},
+            "data": tree.data.model_dump(exclude={"curriculum"}) | {"train": []},
             "engine": tree.engine.model_dump(),
             "reward": tree.reward.model_dump(),
             "eval": {"max_completion_tokens": 8, "n_samples_per_prompt": 4},

@@ -366,7 +366,7 @@ def test_a_run_and_an_evaluation_try_functions_before_the_model(
     names = ("model", "engine", "reward")
     tree = {name: getattr(cfg, name).model_dump() for name in names}
     tree["model"] = {"path": cfg.model.path}
-    tree["data"] = cfg.data.model_dump()
+    tree["data"] = cfg.data.model_dump(exclude={"curriculum"})
     tree["run"] = {"dir": tmp_path / "eval", "device": "cpu"}
     tree["eval"] = {"max_completion_tokens": 8}
     with pytest.raises(UserError, match=r"row eval:1, .*rewards\.py:2: NameError: name 'unknown'"):

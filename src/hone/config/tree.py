@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.algorithms.settings import (
     AlgorithmConfig,
@@ -81,6 +81,14 @@ class RLDataConfig(DataConfig):
     """Data of `hone rl`: prompts."""
 
     curriculum: CurriculumConfig = CurriculumConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_other_commands(cls, value: Any) -> Any:
+        """Take the section of a command that has no curriculum, as a program passes it."""
+        if isinstance(value, DataConfig) and not isinstance(value, cls):
+            return {name: getattr(value, name) for name in value.model_fields_set}
+        return value
 
 
 class RLConfig(Section):

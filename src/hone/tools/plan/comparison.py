@@ -133,8 +133,8 @@ class Comparison:
 
     @property
     def plain(self) -> Outcome:
-        """The plain run, for comparison: synchronous and colocated without carry-over of samples;
-        with remote engines where colocation is not possible."""
+        """The plain run, for comparison: the first in rank that is synchronous and colocated,
+        without carry-over of samples; with remote engines where colocation is not possible."""
         plain = [
             x for x in self.outcomes if not x.is_async and not x.run.rollout.oversample_prompts
         ]
