@@ -59,14 +59,18 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture(autouse=True)
 def no_image_is_left() -> Iterator[None]:
-    """Each test begins and ends without images of requests."""
+    """Each test ends with the images of requests with which it began. Those are of other tests of
+    this process, which pytest may keep alive, as it does where one has failed."""
+    gc.collect()
+    before = len(STORE._shown)
     yield
     gc.collect()
-    assert len(STORE._shown) == 0
+    assert len(STORE._shown) <= before
 
 
 def png(number: int) -> bytes:
-    return encoded(drawn(number))
+    """An image of these tests alone: what others keep of theirs must not be found."""
+    return encoded(drawn(9_000 + number))
 
 
 def uri(data: bytes) -> str:
@@ -284,15 +288,15 @@ def test_an_image_that_is_sent_again_is_the_same_one(
     made = pixels.load_rgb
     monkeypatch.setattr(pixels, "load_rgb", lambda file: decoded.append(1) or made(file))
     monkeypatch.setattr(STORE, "max_bytes", 0)  # nothing is kept of pixels
-    others = num_sources()  # of other tests of this process
+    others, own = num_sources(), range(40, 43)  # of other tests of this process, and of this one
     with serving(sees=family) as served:
         client, messages = served.open(history="linear"), list[dict[str, Any]]()
-        for number in range(3):
+        for number in own:
             messages.append(user([part(png(number)), text(f"{number}")]))
             messages.append(asked(client, *messages))
         assert sum(decoded) == 3
         assert [each.hash for each in sees(served)[1].contents] == [
-            hash_of(family, number) for number in range(3)
+            hash_of(family, number) for number in own
         ]
         num_kept: list[int] = []
         served.engine.on_step = lambda: num_kept.append(num_sources())
@@ -301,7 +305,7 @@ def test_an_image_that_is_sent_again_is_the_same_one(
         end = client.end()
     assert (end["bridged"], end["num_paths"]) == (3, 1)
     hashes = [image["hash"] for image in end["paths"][0]["images"]]
-    assert hashes == [hash_of(family, number) for number in range(3)]
+    assert hashes == [hash_of(family, number) for number in own]
 
 
 def num_sources() -> int:
@@ -617,8 +621,7 @@ def alive(served: Served) -> dict[str, int]:
 
 def test_images_are_given_back_with_their_session(qwen: Family) -> None:
     with serving(sees=qwen) as served:
-        nothing = alive(served)  # but files of other tests of this process
-        assert nothing == {"known": 0, "files": nothing["files"], "opened": 0}
+        nothing = alive(served)  # but what other tests of this process have left
         client, other = served.open(), served.open()
         messages = list[dict[str, Any]]()
         for number in range(3):
@@ -626,10 +629,11 @@ def test_images_are_given_back_with_their_session(qwen: Family) -> None:
             messages.append(asked(client, *messages))
         asked(client, user([part(png(8))]))
         asked(other, user([part(png(1))]))
-        until(lambda: alive(served)["opened"] == 0)
-        assert alive(served)["known"] == 4, "an image of two sessions is there once"
+        until(lambda: alive(served)["opened"] == nothing["opened"])
+        known = nothing["known"]
+        assert alive(served)["known"] == known + 4, "an image of two sessions is there once"
         client.end()
-        until(lambda: alive(served)["known"] == 1)
+        until(lambda: alive(served)["known"] == known + 1)
         other.end()
         until(lambda: alive(served) == nothing)
         # Requests of no session, those that are refused, and those whose clients leave.
