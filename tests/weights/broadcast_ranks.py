@@ -82,8 +82,10 @@ class PartEngine:
         self._weights: dict[str, Tensor] = {}
         self.weight_version = 0
         made: dict[object, Tensor] = {}
+        parts: list[Tensor] = []  # kept: the memory of one that was copied would be that of another
         for name, tensor in export_weights(model):
             part = self.shard(name, tensor)
+            parts.append(part)
             zeros = torch.zeros(part.shape, dtype=dtype)
             self._weights[name] = made.setdefault(memory_of(part), zeros)
 

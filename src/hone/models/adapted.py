@@ -81,8 +81,10 @@ def merged_weights(
     Raises RuntimeError if parts of a projection are missing.
     """
     adapters = adapters_of(model)
+    # Not `yield from`: each tensor is kept here until the next one is there.
     if adapters is None:
-        yield from named
+        for name, tensor in named:
+            yield name, tensor
         return
     incomplete: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named:
