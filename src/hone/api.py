@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from hone.cli import rl as rl_command
 from hone.cli import sft as sft_command
@@ -44,7 +44,6 @@ from hone.config.tree import (
     SFTDataConfig,
 )
 from hone.data.given import GivenRows, given_rows, is_source
-from hone.data_pages import DataPage, data_check, data_show, data_stats
 from hone.errors import UserError, raises_user_errors
 from hone.hardware import known_gpu
 from hone.notebook import following
@@ -53,6 +52,9 @@ from hone.results import Check, Evaluation, RunResult, SampleRecord, read_sample
 from hone.rewards.settings import RewardConfig
 from hone.tools.plan.lines import plan_lines
 from hone.user_code.inherited import inheriting
+
+if TYPE_CHECKING:
+    from hone.data_pages import DataPage, data_check, data_show, data_stats
 
 __all__ = [
     "Check",
@@ -80,6 +82,18 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=Command)
+
+_OF_DATA = frozenset(("DataPage", "data_check", "data_show", "data_stats"))
+
+
+def __getattr__(name: str) -> Any:
+    # What draws pages takes a tenth of the time in which this module loads, and no run needs it.
+    if name not in _OF_DATA:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hone import data_pages
+
+    return getattr(data_pages, name)
+
 
 Config: TypeAlias = str | Path | Mapping[str, Any] | Section
 """A recipe by name or path, a nested dict, or typed sections."""

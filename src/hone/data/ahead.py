@@ -55,7 +55,7 @@ class Ahead(Generic[T]):
 
 
 class _Work(Generic[T]):
-    """What the thread shares with the one who asks."""
+    """The parts and the state that the thread shares with the threads that ask for parts."""
 
     def __init__(
         self, make: weakref.WeakMethod[Callable[[int], Part[T]]], max_bytes: int, max_rows: int

@@ -68,8 +68,8 @@ class Blocks(Protocol):
 
     def walk(self, first: Block | None = None, *, on_bad: OnBad = None) -> Iterator[SourceRow]:
         """All rows in order, or those of the block `first` and of the blocks after it. Needs no
-        scan before; memory does not grow with the file. Raises UserError for what cannot be read
-        and `on_bad` is not told of."""
+        scan before; memory does not grow with the file. `on_bad` is called for what
+        cannot be read; without it UserError is raised."""
         ...
 
     def rows(self, block: Block, numbers: Sequence[int] | None) -> list[SourceRow]:

@@ -245,7 +245,7 @@ class _WholeReader(ExampleReader):
         self._source = source
 
     def __call__(self, rows: Sequence[SourceRow], numbers: Sequence[int]) -> list[Example]:
-        """As of every reader; logs how many completions are truncated."""
+        """Call `ExampleReader`, and log how many completions are truncated."""
         examples = super().__call__(rows, numbers)
         log_truncated(self._source, examples)
         return examples

@@ -114,14 +114,14 @@ class Digests:
 
 @dataclass
 class _Epoch:
-    """What is known of an epoch."""
+    """The places of an epoch whose digests are known."""
 
     begin: int
-    """Of the places before it is known that they have been added, and not which repeat."""
+    """The first place of which `repeats` is known; those before it have only been added."""
     end: int
     """The first place that has not been added."""
     repeats: NDArray[np.bool_]
-    """Of each place, [rows of the source]."""
+    """Whether each place repeats an earlier one, [rows of the source]."""
     digests: Digests | None = field(default_factory=Digests)
     """None once a later epoch has begun."""
 

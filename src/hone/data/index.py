@@ -195,8 +195,8 @@ class SourceIndex:
 
 
 def walk(source: SourceBase, on_bad: OnBad = None) -> Iterator[SourceRow]:
-    """All rows of a source, one after another, without an index of them. Raises UserError for what
-    cannot be read and `on_bad` is not told of."""
+    """All rows of a source, one after another, without an index of them. `on_bad` is called for
+    what cannot be read; without it UserError is raised."""
     for open_part in _unopened_parts(source):
         try:
             yield from open_part().walk(on_bad=on_bad)

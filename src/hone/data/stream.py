@@ -202,7 +202,7 @@ class Stream(Generic[T]):
             "told": list(self._told),
             "phase": self._phase.state_dict(),
         }
-        known = {"digests": list(self._digests), "skipped": dict(self._skipped)}
+        known = {"digests": list(self._fingerprints[1]), "skipped": dict(self._skipped)}
         state = {**self._identity, **position, **known}
         if self._rates:
             state["pass_rates"] = [rates.state_dict() for rates in self._rates]
@@ -233,10 +233,10 @@ class Stream(Generic[T]):
     def _other_sources(self, state: Mapping[str, Any]) -> str:
         """The sources whose rows are not those of a saved position, for messages; empty where that
         does not say."""
-        before = state.get("digests", ())
-        if len(before) != len(self._digests):
+        before, (_, digests) = state.get("digests", ()), self._fingerprints
+        if len(before) != len(digests):
             return ""
-        pairs = zip(self.names, before, self._digests, strict=True)
+        pairs = zip(self.names, before, digests, strict=True)
         changed = [name for name, old, new in pairs if old != new]
         if not changed:
             return ""
@@ -364,27 +364,25 @@ class Stream(Generic[T]):
             )
 
     @cached_property
-    def _digests(self) -> tuple[str, ...]:
-        """A digest of what each source is recognised by."""
-        digests: list[str] = []
+    def _fingerprints(self) -> tuple[str, tuple[str, ...]]:
+        """Digests of the values by which sources are recognised: of all sources, and of each."""
+        of_all, digests = blake2b(digest_size=16), list[str]()
         for source in self.sources:
-            digest = blake2b(digest_size=8)
+            of_source = blake2b(digest_size=8)
             for value in source.identity:
-                digest.update(repr(value).encode())
-            digests.append(digest.hexdigest())
-        return tuple(digests)
+                text = repr(value).encode()
+                of_all.update(text)
+                of_source.update(text)
+            digests.append(of_source.hexdigest())
+        return of_all.hexdigest(), tuple(digests)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        digest = blake2b(digest_size=16)
-        for source in self.sources:
-            for value in source.identity:
-                digest.update(repr(value).encode())
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
             "shares": [str(share) for share in self._phases.shares],
             "limits": _in_state(self._phases.limits),
             "num_rows": [source.num_rows for source in self.sources],
-            "fingerprint": digest.hexdigest(),
+            "fingerprint": self._fingerprints[0],
         }
