@@ -224,6 +224,16 @@ def test_passages_are_found_and_documents_read(tmp_path: Path) -> None:
         Documents(str(tmp_path / "absent"))
 
 
+def test_a_relative_folder_is_the_one_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("first", "Rivers feed lakes."), ("second", "Lakes feed rivers.")):
+        (tmp_path / name / "documents").mkdir(parents=True)
+        (tmp_path / name / "documents/water.txt").write_text(text)
+        monkeypatch.chdir(tmp_path / name)
+        assert Documents("documents").search("lakes") == f"water: {text}"
+
+
 @pytest.mark.usefixtures("inputs")
 def test_every_question_is_answered_by_its_searches() -> None:
     """The documents, as the tool finds them, lead to each answer; what teachers say is of it."""

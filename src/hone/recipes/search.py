@@ -32,7 +32,7 @@ class Documents:
         """`limit` is the number of passages that a search finds.
 
         Raises ValueError where the folder has no text file."""
-        self._index = _index(folder)
+        self._index = _index(Path(folder).resolve())
         self._limit = limit
 
     def reset(self, **columns: object) -> None:
@@ -100,15 +100,15 @@ class Index:
 
 
 @cache
-def _index(folder: str) -> Index:
-    """The index of a folder, made once in each worker."""
-    files = sorted(Path(folder).rglob("*.txt"))
+def _index(folder: Path) -> Index:
+    """The index of a folder, made once in each worker. The path is absolute: a relative one names
+    another folder once the worker's current folder is another."""
+    files = sorted(folder.rglob("*.txt"))
     if not files:
         raise ValueError(f"there is no text file (*.txt) in '{folder}'; name a folder of documents")
-    root = Path(folder)
     return Index(
         {
-            str(file.relative_to(root).with_suffix("")): file.read_text(encoding="utf-8").strip()
+            str(file.relative_to(folder).with_suffix("")): file.read_text(encoding="utf-8").strip()
             for file in files
         }
     )
