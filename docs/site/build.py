@@ -6,6 +6,7 @@ Pages keep their places, so that links work here and there; what they link to co
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -19,12 +20,14 @@ from hone.cli.help import default_text
 from hone.config.recipe import RECIPES, recipe_names
 from hone.config.schema import Field, fields, is_section
 from hone.config.tree import TREES
+from hone.version import __version__
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "build" / "docs-source"
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/README.md",
-         "benchmarks/*.md")  # fmt: skip
-_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md",
+         "docs/**/*.md", "examples/README.md", "benchmarks/*.md")  # fmt: skip
+_LINK = re.compile(r"""(?:\]\(|src(?:set)?=")([^)"#\s]+)(?:#[^)"]*)?[)"]""")
+"""A link of Markdown, or the source of a picture."""
 
 
 def copy_pages(source: Path) -> None:
@@ -114,10 +117,12 @@ def main() -> int:
     if "--pages-only" in sys.argv:
         return 0
     here = Path(__file__).parent
-    shutil.copy(here / "wide.css", SOURCE)
+    for name in ("wide.css", "iframe-worker.js"):
+        shutil.copy(here / name, SOURCE)
     config = str(here / "mkdocs.yml")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", config]
-    return subprocess.run(command, check=False).returncode
+    named = os.environ | {"HONE_SITE_NAME": f"hone {__version__}"}
+    return subprocess.run(command, check=False, env=named).returncode
 
 
 if __name__ == "__main__":
