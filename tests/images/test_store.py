@@ -59,7 +59,7 @@ def same(found: Sequence[TilePixels], tiles: dict[str, TileSource], names: Seque
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
