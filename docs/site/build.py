@@ -6,6 +6,7 @@ Pages keep their places, so that links work here and there; what they link to co
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -80,12 +81,34 @@ def _escaped(text: str) -> str:
 
 
 def recipe_reference() -> str:
-    """The recipes that ship, whole."""
-    text = "# Recipes\n\n`hone recipes copy NAME` writes one out.\n"
+    """What each recipe that ships needs and brings, from its comment, and the recipes whole."""
+    rows = [
+        "# Recipes",
+        "",
+        "`hone recipes copy NAME` writes one out. Its comment says what comes before it.",
+        "",
+        "| Recipe | What it trains | Model | GPU | Time | Curve |",
+        "|---|---|---|---|---|---|",
+    ]
+    whole = ""
     for name in recipe_names():
         content = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
-        text += f"\n## {name}\n\n```yaml\n{content}```\n"
-    return text
+        cells = [_escaped(each or "-") for each in recipe_facts(content)]
+        rows.append(f"| [{name}](#{name}) | {' | '.join(cells)} |")
+        whole += f"\n## {name}\n\n```yaml\n{content}```\n"
+    return "\n".join(rows) + "\n" + whole
+
+
+def recipe_facts(content: str) -> tuple[str, ...]:
+    """Title, model, GPU, time and curve of a recipe, from its comment; empty where it is silent."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), content.splitlines())
+    title, *rest = (line.removeprefix("#").strip() for line in comment)
+    both = "Time: not measured. Curve: not measured."
+    text = " ".join(rest).replace("Time and curve: not measured.", both)
+    names = ("Model", "GPU", "Time", "Curve")
+    end = rf"\.?(?=\s+(?:{'|'.join(names)}): |\s+[A-Z][\w' ]*?: |\s{{2,}}|$)"
+    found = (re.search(rf"\b{name}: (.*?){end}", text) for name in names)
+    return (title.removesuffix("."), *(each[1] if each else "" for each in found))
 
 
 def python_reference() -> str:

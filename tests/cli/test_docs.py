@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hone.config.commands import COMMANDS
+from hone.config.recipe import RECIPES, recipe_names
 from hone.config.schema import fields, is_section, locate
 from hone.config.tree import TREES
 from hone.envs import Env, Episode
@@ -66,6 +67,29 @@ def test_commands_and_flags_that_pages_name_are_there(site: ModuleType) -> None:
             ]
     assert len(pages) > 10
     assert unknown == []
+
+
+def test_the_table_of_recipes_has_what_their_comments_say(site: ModuleType) -> None:
+    table = {
+        name: site.recipe_facts((RECIPES / f"{name}.yaml").read_text()) for name in recipe_names()
+    }
+    assert table["gsm8k"][1:3] == ("Qwen3-0.6B", "one of 80 GB, by the prediction of `hone check`")
+    assert table["code"][3:] == ("not measured", "not measured")
+    assert table["quickstart-rl"][0].startswith("The quick start's second half: GRPO on sums")
+    assert table["quickstart-rl"][1:] == (
+        "two layers, 0.4 M weights",
+        "none",
+        "a minute on two idle cores, both halves",
+        "held-out accuracy from 0.465 to 0.960 (benchmarks/README.md)",
+    )
+    for name, (title, *facts) in table.items():
+        text = " ".join((RECIPES / f"{name}.yaml").read_text().replace("#", " ").split())
+        assert title, name
+        for label, fact in zip(("Model", "GPU", "Time", "Curve"), facts, strict=True):
+            said = f"{label}: " in text or (
+                label in ("Time", "Curve") and "Time and curve: " in text
+            )
+            assert bool(fact) == said, (name, label)
 
 
 def test_every_page_has_its_place(site: ModuleType) -> None:
