@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +60,8 @@ def test_commands_and_flags_that_pages_name_are_there(site: ModuleType) -> None:
         for command, words in re.findall(r"(?m)(?:^|`)hone ([a-z][a-z-]*)(.*)$", text):
             own = [tree for name, tree in TREES.items() if name.split()[0] == command]
             trees = own or [TREES["rl"]]
+            if command == "check":  # takes a shape in place of a model, as `hone bench` does
+                trees = [*trees, TREES["bench train"]]
             if command not in COMMANDS:
                 unknown.append(f"{page.name}: hone {command}")
             unknown += [
@@ -94,8 +98,25 @@ def test_the_table_of_recipes_has_what_their_comments_say(site: ModuleType) -> N
 
 def test_every_page_has_its_place(site: ModuleType) -> None:
     nav = (ROOT / "docs/site/mkdocs.yml").read_text().partition("\nnav:")[2]
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{page.name}" in nav, page.name
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/tutorials").glob("*.md")]:
+        assert str(page.relative_to(ROOT)) in nav, page.name
+
+
+def test_the_house_has_every_room_in_the_order_of_imports() -> None:
+    """CONTRIBUTING.md, against the contract in pyproject.toml."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [
+        [name.strip() for name in layer.split("|")] for layer in settings["contracts"][0]["layers"]
+    ]
+    floors = {name.removeprefix("hone."): n for n, layer in enumerate(layers) for name in layer}
+    (house,) = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    rows = [re.findall(r"\w+", line[:38]) for line in house.splitlines()]
+    named = [name for row in rows for name in row]
+    folders = {path.parent.name for path in (ROOT / "src/hone").glob("*/__init__.py")}
+    assert folders - {*named} <= {"recipes"}
+    for above, below in pairwise(rows):
+        lowest, highest = max(floors[x] for x in above), min(floors[x] for x in below)
+        assert lowest < highest, (above, below)
 
 
 def test_the_table_of_symptoms_names_alarms_keys_and_tests_that_are_there() -> None:
