@@ -18,6 +18,7 @@ from pathlib import Path
 import hone
 from hone import api
 from hone.cli.help import default_text
+from hone.config.aliases import FRAMEWORKS, aliases
 from hone.config.recipe import RECIPES, recipe_names
 from hone.config.schema import Field, fields, is_section
 from hone.config.tree import TREES
@@ -61,14 +62,54 @@ def key_reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+def names_elsewhere(key: str) -> str:
+    """What other frameworks call a key: `TRL: num_generations; verl: rollout.n`."""
+    rows = [row for row in aliases() if key in row.to]
+    said = []
+    for framework, title in FRAMEWORKS.items():
+        names = [name for row in rows for name in row.names.get(framework, ())]
+        if names:
+            said.append(f"{title}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}")
+    return "; ".join(said)
+
+
+def name_reference() -> str:
+    """Every setting of other frameworks that hone knows, with what it is here."""
+    lines = [
+        "# Settings of other frameworks",
+        "",
+        "Each setting that `hone import` knows, and what it is here. An unknown key of a recipe is",
+        "looked up in the same table.",
+    ]
+    for framework, title in FRAMEWORKS.items():
+        lines += ["", f"## {title}", "", "| There | Here | Remark |", "|---|---|---|"]
+        for row in aliases():
+            differs = (
+                row.differs if isinstance(row.differs, str) else row.differs.get(framework, "")
+            )
+            keys = ", ".join(f"`{key}`" for key in row.to if key)
+            here = keys or f"{row.words[0].upper()}{row.words[1:]}"
+            remark = _cell(". ".join(each for each in (row.note, differs) if each))
+            lines += [
+                f"| `{name}` | {_cell(here)} | {remark} |" for name in row.names.get(framework, ())
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return _escaped(" ".join(text.split())).replace("|", "\\|")
+
+
 def _described(command: str, field: Field) -> list[str]:
     anchor = f"{command.replace(' ', '-')}.{field.key}"
     if is_section(field.annotation):
         return ["", f"### `{field.key}` {{ #{anchor} }}", "", _escaped(field.help)]
     state = "required" if field.required else f"default `{default_text(field.default)}`"
     heading = f"`--{field.key}` {{ #{anchor} }}"
+    names = names_elsewhere(field.key)
+    elsewhere = ["", f"    *Elsewhere*: {names}"] if names else []
     return ["", f"**{heading.partition(' {')[0]}** {field.allowed}; {state}", "",
-            f":   {_escaped(field.help)}"]  # fmt: skip
+            f":   {_escaped(field.help)}", *elsewhere]  # fmt: skip
 
 
 def _escaped(text: str) -> str:
@@ -135,6 +176,7 @@ def main() -> int:
     reference = SOURCE / "reference"
     reference.mkdir(parents=True)
     (reference / "keys.md").write_text(key_reference(), encoding="utf-8")
+    (reference / "names.md").write_text(name_reference(), encoding="utf-8")
     (reference / "recipes.md").write_text(recipe_reference(), encoding="utf-8")
     (reference / "python.md").write_text(python_reference(), encoding="utf-8")
     if "--pages-only" in sys.argv:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hone.config.aliases import FRAMEWORKS, aliases
 from hone.config.commands import COMMANDS
 from hone.config.recipe import RECIPES, recipe_names
 from hone.config.schema import fields, is_section, locate
@@ -40,6 +41,18 @@ def test_every_key_is_in_the_reference(site: ModuleType) -> None:
         for field in fields(tree):
             name = f"### `{field.key}`" if is_section(field.annotation) else f"`--{field.key}`"
             assert name in text, field.key
+
+
+def test_names_of_other_frameworks_stand_at_their_keys(site: ModuleType) -> None:
+    page = site.name_reference()
+    for row in aliases():
+        for framework in FRAMEWORKS:
+            for name in row.names.get(framework, ()):
+                assert f"| `{name}` |" in page, name
+    said = site.names_elsewhere("rollout.n_samples_per_prompt")
+    assert "TRL: `num_generations`" in said
+    assert f"*Elsewhere*: {said}" in site.key_reference()
+    assert site.names_elsewhere("run.seed.nothing") == ""
 
 
 def test_links_between_pages_lead_to_files(site: ModuleType) -> None:
