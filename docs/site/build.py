@@ -126,7 +126,8 @@ def recipe_reference() -> str:
     rows = [
         "# Recipes",
         "",
-        "`hone recipes copy NAME` writes one out. Its comment says what comes before it.",
+        "`hone recipes copy NAME` writes one out. Its comment says what comes before it. Sizes of",
+        "GPUs are predictions of `hone check`.",
         "",
         "| Recipe | What it trains | Model | GPU | Time | Curve |",
         "|---|---|---|---|---|---|",
@@ -134,7 +135,8 @@ def recipe_reference() -> str:
     whole = ""
     for name in recipe_names():
         content = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
-        cells = [_escaped(each or "-") for each in recipe_facts(content)]
+        facts = (re.sub(r", by the prediction of.*", "", each) for each in recipe_facts(content))
+        cells = [_escaped(each or "-") for each in facts]
         rows.append(f"| [{name}](#{name}) | {' | '.join(cells)} |")
         whole += f"\n## {name}\n\n```yaml\n{content}```\n"
     return "\n".join(rows) + "\n" + whole
