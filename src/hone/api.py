@@ -119,8 +119,9 @@ def rl(
     """Train by reinforcement learning, like `hone rl`.
 
     `reward` replaces `reward.functions`, `data` replaces `data.train` and `eval_data` replaces
-    `data.eval`; `sections` are merged into `config`. Ctrl-C saves and returns; the same call
-    resumes from there. Raises UserError.
+    `data.eval`; `sections` are merged into `config`, and so are settings of the section `data` by
+    their own names, such as `chat="never"`. Ctrl-C saves and returns; the same call resumes from
+    there. Raises UserError.
 
         def correct(completion, answer):
             return float(completion.strip() == answer)
@@ -387,7 +388,8 @@ class _Given(Generic[T]):
                 )
         for name, section in self.sections.items():
             plain = _plain(section, name, functions)
-            values.append((f"{name}=", {name: plain}))
+            is_of_data = name in _data_settings(self.tree)
+            values.append((f"{name}=", {"data": {name: plain}} if is_of_data else {name: plain}))
         if isinstance(self.reward, RewardConfig) or (
             isinstance(self.reward, Mapping) and self.reward.keys() & RewardConfig.model_fields
         ):
@@ -414,6 +416,15 @@ class _Given(Generic[T]):
             for name, (split, data) in self.data.items()
             if data is not None and not is_source(data) and not _is_section(data)
         ]
+
+
+def _data_settings(tree: type[Section]) -> set[str]:
+    """Settings of the section `data` that are arguments by themselves: how rows are read. Its
+    sources are the arguments `data` and `eval_data`."""
+    section = tree.model_fields["data"].annotation
+    assert isinstance(section, type)
+    assert issubclass(section, Section)
+    return {*section.model_fields} - {"train", "eval"} - {*tree.model_fields}
 
 
 def _is_section(data: Any) -> bool:

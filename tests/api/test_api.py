@@ -145,6 +145,16 @@ def test_recipes_dicts_and_typed_sections_are_merged_in_this_order() -> None:
     assert by_recipe == hone.check(tree).config
 
 
+def test_settings_of_data_are_arguments_by_their_own_names() -> None:
+    in_section = hone.check(DATA, data=rows(), **SECTIONS).config
+    by_name = hone.check(data=rows(), **DATA["data"], **SECTIONS).config
+    assert by_name == in_section
+    over_config = hone.check(DATA, data=rows(), max_prompt_tokens=6, **SECTIONS).config
+    assert (over_config["data"]["max_prompt_tokens"], over_config["data"]["chat"]) == (6, "never")
+    with pytest.raises(hone.UserError, match=r"max_promt_tokens: unknown key.*max_prompt_tokens"):
+        hone.check(DATA, data=rows(), max_promt_tokens=6, **SECTIONS)
+
+
 def test_check_returns_what_is_wrong_and_leaves_nothing() -> None:
     before = sorted(Path().rglob("*"))
     found = hone.check(DATA, reward=lambda completion: 1.0, data=rows(), **SECTIONS)

@@ -117,15 +117,6 @@ def test_the_loop_as_shipped_goes_on_from_the_quick_start(
     assert after > before + 0.15, (before, rewards, after)
 
 
-def test_the_readme_shows_the_loop_behind_the_quick_start() -> None:
-    """After a change: put the file's text into the block."""
-    blocks = (ROOT / "README.md").read_text().split("\n```python\n")
-    shown, _, _ = blocks[1].partition("```\n")
-    assert shown == EXAMPLE.read_text()
-    assert "## Install and try it" in blocks[0]
-    assert "## Train on your own data" not in blocks[0]
-
-
 def test_the_page_on_python_names_every_part() -> None:
     page = (ROOT / "docs" / "python.md").read_text()
     section = page.partition("\n## A loop of your own\n")[2].partition("\n## ")[0]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from hone.config.aliases import FRAMEWORKS, aliases
 from hone.config.commands import COMMANDS
+from hone.config.recipe import RECIPES, recipe_names
 from hone.config.schema import fields, is_section, locate
 from hone.config.tree import TREES
 from hone.envs import Env, Episode
@@ -39,6 +43,18 @@ def test_every_key_is_in_the_reference(site: ModuleType) -> None:
             assert name in text, field.key
 
 
+def test_names_of_other_frameworks_stand_at_their_keys(site: ModuleType) -> None:
+    page = site.name_reference()
+    for row in aliases():
+        for framework in FRAMEWORKS:
+            for name in row.names.get(framework, ()):
+                assert f"| `{name}` |" in page, name
+    said = site.names_elsewhere("rollout.n_samples_per_prompt")
+    assert "TRL: `num_generations`" in said
+    assert f"*Elsewhere*: {said}" in site.key_reference()
+    assert site.names_elsewhere("run.seed.nothing") == ""
+
+
 def test_links_between_pages_lead_to_files(site: ModuleType) -> None:
     for pattern in site.PAGES:
         for page in ROOT.glob(pattern):
@@ -57,6 +73,8 @@ def test_commands_and_flags_that_pages_name_are_there(site: ModuleType) -> None:
         for command, words in re.findall(r"(?m)(?:^|`)hone ([a-z][a-z-]*)(.*)$", text):
             own = [tree for name, tree in TREES.items() if name.split()[0] == command]
             trees = own or [TREES["rl"]]
+            if command == "check":  # takes a shape in place of a model, as `hone bench` does
+                trees = [*trees, TREES["bench train"]]
             if command not in COMMANDS:
                 unknown.append(f"{page.name}: hone {command}")
             unknown += [
@@ -68,10 +86,50 @@ def test_commands_and_flags_that_pages_name_are_there(site: ModuleType) -> None:
     assert unknown == []
 
 
+def test_the_table_of_recipes_has_what_their_comments_say(site: ModuleType) -> None:
+    table = {
+        name: site.recipe_facts((RECIPES / f"{name}.yaml").read_text()) for name in recipe_names()
+    }
+    assert table["gsm8k"][1:3] == ("Qwen3-0.6B", "one of 80 GB, by the prediction of `hone check`")
+    assert table["code"][3:] == ("not measured", "not measured")
+    assert table["quickstart-rl"][0].startswith("The quick start's second half: GRPO on sums")
+    assert table["quickstart-rl"][1:] == (
+        "two layers, 0.4 M weights",
+        "none",
+        "a minute on two idle cores, both halves",
+        "held-out accuracy from 0.465 to 0.960 (benchmarks/README.md)",
+    )
+    for name, (title, *facts) in table.items():
+        text = " ".join((RECIPES / f"{name}.yaml").read_text().replace("#", " ").split())
+        assert title, name
+        for label, fact in zip(("Model", "GPU", "Time", "Curve"), facts, strict=True):
+            said = f"{label}: " in text or (
+                label in ("Time", "Curve") and "Time and curve: " in text
+            )
+            assert bool(fact) == said, (name, label)
+
+
 def test_every_page_has_its_place(site: ModuleType) -> None:
     nav = (ROOT / "docs/site/mkdocs.yml").read_text().partition("\nnav:")[2]
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{page.name}" in nav, page.name
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/tutorials").glob("*.md")]:
+        assert str(page.relative_to(ROOT)) in nav, page.name
+
+
+def test_the_house_has_every_room_in_the_order_of_imports() -> None:
+    """CONTRIBUTING.md, against the contract in pyproject.toml."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [
+        [name.strip() for name in layer.split("|")] for layer in settings["contracts"][0]["layers"]
+    ]
+    floors = {name.removeprefix("hone."): n for n, layer in enumerate(layers) for name in layer}
+    (house,) = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    rows = [re.findall(r"\w+", line[:38]) for line in house.splitlines()]
+    named = [name for row in rows for name in row]
+    folders = {path.parent.name for path in (ROOT / "src/hone").glob("*/__init__.py")}
+    assert folders - {*named} <= {"recipes"}
+    for above, below in pairwise(rows):
+        lowest, highest = max(floors[x] for x in above), min(floors[x] for x in below)
+        assert lowest < highest, (above, below)
 
 
 def test_the_table_of_symptoms_names_alarms_keys_and_tests_that_are_there() -> None:
