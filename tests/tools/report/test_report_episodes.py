@@ -294,7 +294,7 @@ def test_the_middle_of_many_turns_is_folded() -> None:
     turns: list[Row] = [{"text": f"t{number}"} for number in range(1, 31)]
     html = drawn(turns)
     assert re.findall(r"policy (\d+)", html) == [f"{number}" for number in range(1, 31)]
-    assert "<summary>turns 5 to 26</summary>" in html
+    assert "<summary>show turns 5 to 26</summary>" in html
     inside = html[html.index("<details>") : html.index("</details>")]
     assert re.findall(r"policy (\d+)", inside) == [f"{number}" for number in range(5, 27)]
     assert "<details" not in drawn(turns[:12])

@@ -11,6 +11,9 @@ const LONG = { chars: 1200, lines: 16, turns: 12 };
 const PEEK = 160;
 const isLong = (text) => text.length > LONG.chars || text.split("\n").length > LONG.lines;
 
+// A text without empty lines at its edges; the first line keeps its indentation.
+const withoutEdges = (text) => text.replace(/^(?:[^\S\n]*\n)+/, "").trimEnd();
+
 // A line of an episode: its speaker, what is known of it, and what is said, as HTML. What is long,
 // by its `text`, is folded to its first words.
 function lineHtml(kind, speaker, facts, said, text = "") {
@@ -18,7 +21,8 @@ function lineHtml(kind, speaker, facts, said, text = "") {
   const body = `<div class="said">${said}</div>`;
   if (!isLong(text)) return `<li class="turn ${kind}"><p class="speaker">${who}</p>${body}</li>`;
   const size = `${text.length.toLocaleString("en")} characters`;
-  const peek = `<span class="peek">${escapeHtml(text.trim().slice(0, PEEK))}… <span class="unfold">show all ${size}</span></span>`;
+  const first = text.trim().slice(0, PEEK).replace(/\s+/g, " ");
+  const peek = `<span class="peek">${escapeHtml(first)}… <span class="unfold">show all ${size}</span></span>`;
   return `<li class="turn ${kind}"><details><summary><span class="speaker">${who}</span>${peek}</summary>${body}</details></li>`;
 }
 
@@ -34,7 +38,7 @@ function observedHtml({ observed = [], images, env_s }, between, num) {
       const kind = role === "tool" ? "tool" : "said-by-env";
       const asked = calls.map((call) => `<span class="call">${escapeHtml(call)}</span>`).join("");
       const speaker = [role || "environment", name].filter(Boolean).join(" ");
-      const said = `${escapeHtml(text.trim())}${asked}${i === observed.length - 1 ? shown : ""}`;
+      const said = `${escapeHtml(withoutEdges(text))}${asked}${i === observed.length - 1 ? shown : ""}`;
       return lineHtml(kind, speaker, i ? [] : facts, said, [text, ...calls].join("\n"));
     })
     .join("");
@@ -75,7 +79,7 @@ function turnsHtml(turns, own = null) {
   if (turns.length <= LONG.turns) return lines.join("");
   const edge = LONG.turns / 3;
   const [first, middle, last] = [lines.slice(0, edge), lines.slice(edge, -edge), lines.slice(-edge)];
-  const label = `turns ${edge + 1} to ${turns.length - edge}`;
+  const label = `show turns ${edge + 1} to ${turns.length - edge}`;
   return `${first.join("")}<li class="turn middle"><details><summary>${label}</summary>
     <ol class="episode">${middle.join("")}</ol></details></li>${last.join("")}`;
 }
