@@ -89,6 +89,7 @@ def test_a_value_lies_between_its_marks() -> None:
         if element.get("text-anchor") == "end" and element.text != "step"
     }
     (low, at_low), (high, at_high) = min(marks.items()), max(marks.items())
+    assert at_high < at_low, "larger values are above"
     (line,) = lines_of(plot)
     shown = [low + (at_low - y) / (at_low - at_high) * (high - low) for _, y in line]
     assert shown == pytest.approx(values, abs=2e-3)
