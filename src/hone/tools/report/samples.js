@@ -594,7 +594,7 @@ class SampleBrowser {
       if (marks.length < 64) marks.push(`<i class="${kind}">${failed ? "×" : number(score[i])}</i>`);
       if ((score[i] ?? null) !== null) held.push(score[i]);
     }
-    return `<span class="mean">${number(mean(held))}</span><span class="strip">${marks.join("")}</span>`;
+    return `<span class="mean">${number(mean(held))}</span><span class="strip">${marks.join(" ")}</span>`;
   }
 
   // Mark the words of the search, where the browser can do so without changing the text.
