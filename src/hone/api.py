@@ -269,8 +269,13 @@ def check(
     given = _Given(RECIPE_TREES[command], config, sections, reward, splits, starts=False)
     with given.loaded() as cfg:
         plan = plan_here(cfg, nproc, gpu=None if gpu is None else known_gpu(gpu))
-        derived = {line.name: line.value for line in plan_lines(plan)}
-        return Check(check_plan(plan), derived, cfg.model_dump(mode="json"))
+        lines = plan_lines(plan)
+        return Check(
+            check_plan(plan),
+            {line.name: line.value for line in lines},
+            cfg.model_dump(mode="json"),
+            {line.name: line.how for line in lines},
+        )
 
 
 def _train_on_rows(

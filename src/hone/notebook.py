@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hone.curves import curves
 from hone.observe.run_folder import METRICS
-from hone.results import curves
 
 __all__ = ["following", "is_notebook"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -12,6 +12,7 @@ from typing import Any
 
 from hone.cli.eval import evaluation_rows
 from hone.config.rules.finding import Finding
+from hone.curves import CURVES, curves
 from hone.observe.run_folder import RunFolder
 
 __all__ = [
@@ -19,18 +20,8 @@ __all__ = [
     "Evaluation",
     "RunResult",
     "SampleRecord",
-    "curves",
     "read_samples",
 ]
-
-_CURVES = (
-    ("reward/mean", "reward"),
-    ("eval/reward/mean", "held-out reward"),
-    ("train/loss", "loss"),
-    ("eval/loss", "held-out loss"),
-    ("rollout/completion_tokens/mean", "completion tokens"),
-    ("policy/entropy", "entropy"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +115,7 @@ class RunResult:
         return self.run_dir / "report.html"
 
     def __repr__(self) -> str:
-        last = {name: self.final.get(metric) for metric, name in _CURVES}
+        last = {curve.name: self.final.get(curve.metric) for curve in CURVES}
         shown = {name: value for name, value in last.items() if value is not None}
         values = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
         return f"RunResult({str(self.run_dir)!r}, steps={self.steps}: {values})"
@@ -157,13 +148,15 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of `hone.check`, before a run starts."""
+    """The result of `hone.check`, before a run starts. A notebook shows it as tables."""
 
     findings: Sequence[Finding]
     derived: Mapping[str, Any]
     """Numbers that follow from the configuration, as `hone check` prints them."""
     config: Mapping[str, Any]
     """The whole configuration, defaults included."""
+    derivations: Mapping[str, str]
+    """How each number of `derived` follows, by its name."""
 
     @property
     def errors(self) -> list[str]:
@@ -175,31 +168,33 @@ class Check:
         """Messages on settings that may not be what was meant."""
         return [finding.message for finding in self.findings if finding.level == "warning"]
 
-
-def curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """HTML with a small plot of each curve in the rows of `metrics.jsonl`."""
-    return "".join(_plots(rows))
-
-
-def _plots(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    width, height = 220, 80
-    for metric, name in _CURVES:
-        points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
-        if len(points) < 2:
-            continue
-        steps, values = [step for step, _ in points], [value for _, value in points]
-        low, high = min(values), max(values)
-        span, length = (high - low) or 1.0, (steps[-1] - steps[0]) or 1
-        polyline = " ".join(
-            f"{width * (step - steps[0]) / length:.1f},{height * (1 - (value - low) / span):.1f}"
-            for step, value in points
+    def _repr_html_(self) -> str:
+        findings = sorted(self.findings, key=lambda finding: finding.level)
+        problems = [
+            (f"<b>{finding.level}</b>", escape(", ".join(finding.keys)), escape(finding.message))
+            for finding in findings
+        ]
+        numbers = [
+            (escape(name), escape(_shown(value)), escape(self.derivations.get(name, "")))
+            for name, value in self.derived.items()
+        ]
+        summary = f"errors: {len(self.errors)}, warnings: {len(self.warnings)}"
+        return "".join(
+            [
+                f"<p><b>{summary}</b></p>",
+                _table(("", "settings", "what is wrong"), problems) if problems else "",
+                _table(("number", "value", "how it follows"), numbers) if numbers else "",
+            ]
         )
-        yield (
-            # All figures have one width, so that plots line up in columns whatever the captions.
-            f'<figure style="display:inline-block;width:{width}px;margin:4px 16px 8px 0">'
-            f'<figcaption style="font-size:small"><b>{name}</b> {values[-1]:.4g}<br>'
-            f'<span style="opacity:0.6">{low:.4g} to {high:.4g}</span></figcaption>'
-            f'<svg width="{width}" height="{height}" viewBox="-2 -2 {width + 4} {height + 4}">'
-            f'<polyline points="{polyline}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
-            "</svg></figure>"
-        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """An HTML table; cells are HTML. Its words stand to the left, which notebooks do not do."""
+    cell = 'style="text-align:left;vertical-align:top;white-space:normal;max-width:60em"'
+    head = "".join(f"<th {cell}>{column}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td {cell}>{x}</td>' for x in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

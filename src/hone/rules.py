@@ -12,6 +12,7 @@ load no torch; those on sections that belong to no part lie with the language.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Unpack, cast
 
 from hone.algorithms import rules as algorithms
@@ -29,7 +30,7 @@ from hone.rollout import rules as sampling
 from hone.trainer import critic_axes_rules as critic
 from hone.trainer import rules as trainer
 
-__all__ = ["RULES", "TOPICS", "findings", "matches"]
+__all__ = ["RULES", "TOPICS", "findings", "matches", "unread_keys"]
 
 TOPICS: Mapping[str, tuple[Rule, ...]] = {
     "files": files.RULES,
@@ -62,6 +63,12 @@ def findings(plan: RunPlan, **known: Unpack[Known]) -> list[Finding]:
     plan."""
     found = dict.fromkeys(finding for _, finding in matches(plan, **known))
     return sorted(found, key=lambda finding: finding.level)
+
+
+@cache
+def unread_keys(command: str) -> frozenset[str]:
+    """The keys of a command that have no effect on it, whatever else is set."""
+    return frozenset(key for rule in RULES for key in rule.unread_keys(command))
 
 
 def matches(plan: RunPlan, **known: Unpack[Known]) -> Iterator[tuple[Rule, Finding]]:

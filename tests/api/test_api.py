@@ -24,10 +24,10 @@ from datasets import Dataset
 import hone
 from hone.algorithms.settings import AlgorithmConfig
 from hone.config.run import RunConfig
+from hone.curves import curves
 from hone.data.given import given_rows
 from hone.loops.launch import lock_run_dir
 from hone.notebook import following, is_notebook
-from hone.results import curves
 from tests.tables import table
 from tests.tiny_runs import lines, write_inputs
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from hone.trainer import narrow_moments, offload, update_rules
 from hone.trainer.narrow_moments import FlatLayout, adamw_bfloat16_
+from hone.trainer.optimizer import Optimizer
 from hone.trainer.pieces import Piece
 from hone.trainer.settings import OptimizerConfig
 from hone.trainer.update_rules import ParameterOptimizer
@@ -282,3 +284,29 @@ def test_the_kernel_equals_the_step_in_torch():
         assert errors["largest_difference_in_steps"] <= 1
     # Other noise, or the noise of another place.
     assert all(share > 0.1 for share in outcome["planted"].values())
+
+
+@table(
+    "name, rates",
+    [
+        ("adamw", {"train/lr": 0.5e-3}),
+        ("muon", {"train/lr": 0.5e-3, "train/muon_lr": 0.5e-2}),
+    ],
+)
+def test_the_rate_of_each_group_is_reported(name: Any, rates: dict[str, float]) -> None:
+    """Half of the peak rates, in the only step of warm-up."""
+    named = parameters()
+    policy: Any = SimpleNamespace(
+        masters=named,
+        gradients={key: torch.ones_like(each) for key, each in named.items()},
+        embedding_names={"embed"},
+        device=torch.device("cpu"),
+        gradients_on_host=False,
+        masters_on_host=False,
+        apply=lambda update: (update(), {})[1],
+        drop_gradient=lambda: None,
+    )
+    cfg = OptimizerConfig(name=name, lr=1e-3, muon_lr=1e-2, warmup_steps=1)
+    metrics = Optimizer(policy, cfg, total_steps=10).step(torch.tensor(1.0))
+    found = {key: value.value for key, value in metrics.items() if key.endswith("lr")}
+    assert found == pytest.approx(rates)

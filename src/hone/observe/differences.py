@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["DASH", "differences", "flat"]
@@ -28,21 +28,13 @@ def flat(tree: Any, prefix: str = "") -> dict[str, str]:
     return values
 
 
-def differences(
-    trees: Sequence[Mapping[str, str]],
-    *,
-    ignored: Collection[str] = (),
-    only_common: bool = False,
-) -> list[list[str]]:
+def differences(trees: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """`[key, value in each tree]` of the keys whose values are not equal in all trees.
 
-    A dash stands for a missing key, which equals an unset one. Trees without any key are ignored;
-    with `only_common`, so are keys that some other tree lacks.
+    A dash stands for a missing key, which equals an unset one. Trees without any key are ignored.
     """
     known = [tree for tree in trees if tree]
-    keys = dict.fromkeys(key for tree in known for key in tree if key not in ignored)
-    if only_common:
-        keys = dict.fromkeys(key for key in keys if all(key in tree for tree in known))
+    keys = dict.fromkeys(key for tree in known for key in tree)
     return [
         [key, *(tree.get(key, DASH) for tree in trees)]
         for key in keys

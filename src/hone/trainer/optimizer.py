@@ -60,10 +60,10 @@ class Optimizer:
         metrics = policy.apply(lambda: self._rule.step(policy.gradients, scale, clip))
         policy.drop_gradient()
         self.num_steps += 1
-        return metrics | {
-            "train/grad_norm": Mean(norm, 1),
-            "train/lr": Last(self._cfg.lr * scale),
-        }
+        rates = {"train/lr": Last(self._cfg.lr * scale)}
+        if self._cfg.name == "muon":
+            rates["train/muon_lr"] = Last(self._cfg.muon_lr * scale)
+        return metrics | {"train/grad_norm": Mean(norm, 1)} | rates
 
     def state_dict(self) -> dict[str, Tensor]:
         """Masters and moments."""

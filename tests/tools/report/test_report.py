@@ -32,18 +32,20 @@ VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that elements nest, and collects attributes and visible text."""
+    """Checks that elements nest, and collects ids, links and visible text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.links: list[str] = []
+        self.ids: list[str] = []
         self.text = ""
         self.feed(html)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.links += [f"{k}={v}" for k, v in attrs if k in ("src", "href", "srcset")]
+        self.ids += [str(v) for k, v in attrs if k == "id"]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -61,7 +63,8 @@ def render(*runs: Path) -> tuple[str, Page]:
     output = None if len(runs) == 1 else runs[0].parent / "comparison.html"
     html = write_report(*runs, output=output).read_text()
     page = Page(html)
-    assert page.links == []
+    assert len(set(page.ids)) == len(page.ids)
+    assert {*page.links} <= {f"href=#{name}" for name in page.ids}, "a link leads elsewhere"
     written = re.sub(r'<script type="text/plain".*?</script>', "", html, flags=re.S)
     assert re.findall(r"(?:https?:)?//[a-z]|url\((?!#)|@import", written) == []
     return html, page
@@ -279,6 +282,81 @@ def test_no_two_sections_have_one_title(tmp_path: Path) -> None:
     assert len(set(titles)) == len(titles)
 
 
+def jumps(html: str) -> dict[str, str]:
+    """The links at the top, by what they lead to."""
+    found = re.search(r'<nav [^>]*aria-label="Sections">(.*?)</nav>', html, re.S)
+    assert found is not None
+    return dict(re.findall(r'<li><a href="#([^"]+)">([^<]+)</a></li>', found[1]))
+
+
+def test_each_section_has_a_link_at_the_top(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=30)
+    html, page = render(folder)
+    sections = re.findall(r'<section id="([^"]+)"', html)
+    assert [*jumps(html)] == [name for name in sections if name != "alarms-2"]
+    assert {"Learning", "Sampling", "Speed", "Samples", "Evaluation", "Settings"} <= {
+        *jumps(html).values()
+    }
+    assert len(re.findall(r"<section\b", html)) == len(sections) + 1, "all but the tiles"
+    assert "alarms" not in jumps(html)
+    alarm = {"name": "a", "metric": "m", "value": 1.0, "limit": 0.1, "advice": "look"}
+    append_event(folder, "alarm", step=7, **alarm)
+    assert next(iter(jumps(render(folder)[0]))) == "alarms"
+    other = write_run(tmp_path / "other", num_steps=3)
+    append_event(other, "alarm", step=2, **alarm)
+    html, page = render(folder, other)
+    assert {"alarms", "alarms-2", "events-2", "configuration-2"} <= {*page.ids}
+    assert jumps(html)["what-differs-between-the-configurations"] == "Differences"
+
+
+@table("missing, is_there", [("", True), ("reward", False), ("samples.jsonl", False)])
+def test_the_lowest_rewards_are_one_link_away(tmp_path: Path, missing: str, is_there: bool) -> None:
+    """It stands before the first curve, and leads to the list of samples itself, past controls."""
+    folder = write_run(tmp_path / "run", num_steps=3)
+    samples = folder / "samples.jsonl"
+    if missing == "samples.jsonl":
+        samples.unlink()
+    elif missing:
+        rows = [json.loads(line) | {missing: None} for line in samples.read_text().splitlines()]
+        samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html, page = render(folder)
+    assert ("href=#lowest-reward" in page.links) == is_there
+    if is_there:
+        assert html.index('href="#lowest-reward"') < html.index('class="tiles"')
+        assert html.index('class="controls"') < html.index('id="lowest-reward"')
+        assert html.index('id="lowest-reward"') < html.index('class="groups"')
+
+
+@table(
+    "rates, rank, labels",
+    [
+        (["train/lr"], 0, ["AdamW: all weights"]),
+        (["train/lr"], 8, ["AdamW: adapters"]),
+        (
+            ["train/lr", "train/muon_lr"],
+            0,
+            ["AdamW: embeddings, head, vectors", "Muon: hidden matrices"],
+        ),
+        (["train/lr", "critic/lr"], 0, ["AdamW: all weights", "critic"]),
+    ],
+)
+def test_learning_rates_are_those_of_named_parameters(
+    tmp_path: Path, rates: list[str], rank: int, labels: list[str]
+) -> None:
+    def write(folder: Path) -> Path:
+        folder.mkdir()
+        (folder / "config.yaml").write_text(f"model: {{lora: {{rank: {rank}}}}}")
+        rows = [dict.fromkeys(rates, 1e-3) | {"step": step} for step in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    first, second = write(tmp_path / "a"), write(tmp_path / "b")
+    lines = charts_of(render(first)[0])["Learning rate"]["lines"]
+    assert [line["label"] for line in lines] == labels
+    titles = [title for title in charts_of(render(first, second)[0]) if "Learning" in title]
+    assert len(titles) == len(rates)
+
+
 AXIS_SCRIPT = """
 globalThis.document = {
   getElementById: () => ({ textContent: "{}" }), querySelectorAll: () => [],
@@ -314,6 +392,39 @@ def test_marks_of_an_axis_read_differently(values: list[float], scale: str) -> N
     for mark, label in zip(marks, labels, strict=True):
         read = float(label.rstrip("kM%").replace(",", "")) * unit.get(label[-1], 1)
         assert read == pytest.approx(mark, abs=1e-3 * abs(marks[1] - marks[0])), label
+
+
+def test_rounding_is_a_flat_line_in_the_middle() -> None:
+    marks, _ = marks_of([0.999999, 1.0], "linear")
+    assert marks[0] <= 0.5
+    assert marks[-1] >= 1.5
+
+
+@table("width", [0, 1, 149])
+def test_a_plot_without_room_is_not_drawn(width: int) -> None:
+    """Such as in a window of no size: its axes would have negative widths."""
+    if shutil.which("node") is None:
+        pytest.skip("the page's script needs node to run here")
+    script = (files("hone.tools.report") / "charts.js").read_text()
+    program = f"""{AXIS_SCRIPT}{script}
+      const lines = [{{ run: 0, label: "a", values: [1, 2] }}];
+      const chart = {{ kind: "curves", scale: "zero", lines }};
+      Object.assign(DATA, {{ steps: [[1, 2]], sections: [{{ charts: [chart] }}] }});
+      const plot = {{ clientHeight: 190, innerHTML: "", querySelector: () => ({{}}) }};
+      const parts = {{ ".plot": plot, ".legend": {{}} }};
+      const dataset = {{ section: 0, chart: 0 }};
+      const figure = {{ dataset, querySelector: (name) => parts[name] }};
+      const drawn = [{width}, 400].map((width) => {{
+        plot.clientWidth = width;
+        draw(figure);
+        return plot.innerHTML;
+      }});
+      console.log(JSON.stringify(drawn));"""
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    narrow, wide = json.loads(done.stdout)
+    assert narrow == ""
+    assert "<rect" in wide
+    assert '="-' not in wide
 
 
 @table("scale", ["linear", "zero"])
@@ -586,22 +697,18 @@ def test_the_command_writes_where_it_is_told(
 
 
 @table(
-    "trees, only_common, expected",
+    "trees, expected",
     [
-        ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], False, [["b", "2", "3"]]),
-        ([{"a": "1"}, {"b": "1"}], False, [["a", "1", DASH], ["b", DASH, "1"]]),
-        ([{"a": "1"}, {"b": "1"}], True, []),
-        ([{"a": "1"}, {}, {"a": "1"}], False, []),
-        ([{"a": "1"}, {}, {"a": "2"}], True, [["a", "1", DASH, "2"]]),
-        ([{"run.dir": "a"}, {"run.dir": "b"}], False, []),
-        ([{"a": "None", "b": "1"}, {"b": "1"}], False, []),
-        ([{"a": "None"}, {"a": "1"}], False, [["a", "None", "1"]]),
+        ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], [["b", "2", "3"]]),
+        ([{"a": "1"}, {"b": "1"}], [["a", "1", DASH], ["b", DASH, "1"]]),
+        ([{"a": "1"}, {}, {"a": "1"}], []),
+        ([{"a": "1"}, {}, {"a": "2"}], [["a", "1", DASH, "2"]]),
+        ([{"a": "None", "b": "1"}, {"b": "1"}], []),
+        ([{"a": "None"}, {"a": "1"}], [["a", "None", "1"]]),
     ],
 )
-def test_differences(
-    trees: list[dict[str, str]], only_common: bool, expected: list[list[str]]
-) -> None:
-    assert differences(trees, ignored=("run.dir",), only_common=only_common) == expected
+def test_differences(trees: list[dict[str, str]], expected: list[list[str]]) -> None:
+    assert differences(trees) == expected
 
 
 def test_a_tree_by_dotted_keys() -> None:

@@ -136,6 +136,8 @@ def test_the_page_has_the_episodes(tmp_path: Path) -> None:
     assert (last["step"], last["failure"]) == (3, "crash")
     assert last["turns"][0] == {
         "text": "add 3 4",
+        "start": 0,
+        "end": 2,
         "stop": "eos",
         "policy_s": 0.5,
         "env_s": 0.125,
@@ -192,7 +194,7 @@ def test_a_sample_with_a_prompt_of_its_own_shows_it(tmp_path: Path) -> None:
 def test_abandoned_paths_are_read() -> None:
     branch = {"turns": [{"start": 0, "end": 2, "text": "a", "observed": "b"}]}
     assert branches_of({"branches": [branch]}) == [
-        [{"text": "a", "stop": "", "observed": [{"text": "b"}]}]
+        [{"text": "a", "start": 0, "end": 2, "stop": "", "observed": [{"text": "b"}]}]
     ]
 
 
@@ -225,6 +227,77 @@ def test_turns_are_drawn_with_role_tool_time_and_reward() -> None:
     assert "<3>" not in html
     assert html.count('class="turn own"') == 2
     assert html.count('class="turn tool"') == 1
+
+
+def drawn(turns: list[Row]) -> str:
+    return run_script(f"episodeHtml({json.dumps({'turns': turns})})")
+
+
+@needs_node
+def test_a_turn_says_what_it_called_its_tokens_and_its_reward() -> None:
+    answers = [{"role": "tool", "name": name, "text": "7"} for name in ("add", "<b>", "add")]
+    turns = [
+        {"start": 0, "end": 1, "text": "x", "observed": answers, "reward": 0.5},
+        {"start": 21, "end": 23, "text": "y", "observed": [{"role": "user", "text": "no"}]},
+        {"start": 30, "end": 1030, "text": "z", "reward": -1},
+    ]
+    facts = re.findall(
+        r'<p class="speaker"><b>(.*?)</b><span class="dim">(.*?)</span></p>', drawn(turns)
+    )
+    assert [(name, re.sub(r"<.*?>", "", text)) for name, text in facts] == [
+        ("policy 1", "calls add \u00d7 2, &#60;b&#62; · 1 token · reward +0.5"),
+        ("tool add", "20 tokens"),
+        ("tool &#60;b&#62;", ""),
+        ("tool add", ""),
+        ("policy 2", "2 tokens"),
+        ("user", "7 tokens"),
+        ("policy 3", "1,000 tokens · reward \u22121"),
+    ]
+
+
+@needs_node
+def test_long_texts_are_folded_and_escaped() -> None:
+    hostile = "</li><script>x</script>" * 100
+    short, lines = "<i>" * 10, "a\n" * 20
+    html = drawn([
+        {"text": hostile, "observed": [{"role": "tool", "name": hostile, "text": hostile}]},
+        {"text": lines, "observed": [{"role": "user", "text": short, "calls": [hostile]}]},
+    ])  # fmt: skip
+    assert html.count("<details>") == html.count("<summary>") == 4
+    assert "show all 2,300 characters" in html
+    assert "<script" not in html
+    assert "<i>" not in html
+    (peek, *_) = re.findall(r'class="peek">(.*?)…', html)
+    assert len(peek.replace("&#60;", "<").replace("&#62;", ">")) == 160
+    assert html.count("<li") == html.count("</li>") == 4
+    assert "<details" not in drawn([{"text": short}])
+
+
+@needs_node
+def test_long_texts_of_tokens_are_folded() -> None:
+    sample = {
+        "pieces": ["ab "] * 500,
+        "ids": [1] * 500,
+        "logprobs": [-1] * 500,
+        "versions": 0,
+        "mask": 1,
+        "turns": [{"start": 0, "end": 450}, {"start": 460, "end": 500}],
+    }
+    html = run_script(f"completionHtml({json.dumps(sample)})")
+    assert html.count("<details>") == 1
+    assert html.count("data-t=") == 500
+    assert "show all 1,350 characters" in html
+
+
+@needs_node
+def test_the_middle_of_many_turns_is_folded() -> None:
+    turns: list[Row] = [{"text": f"t{number}"} for number in range(1, 31)]
+    html = drawn(turns)
+    assert re.findall(r"policy (\d+)", html) == [f"{number}" for number in range(1, 31)]
+    assert "<summary>show turns 5 to 26</summary>" in html
+    inside = html[html.index("<details>") : html.index("</details>")]
+    assert re.findall(r"policy (\d+)", inside) == [f"{number}" for number in range(5, 27)]
+    assert "<details" not in drawn(turns[:12])
 
 
 @needs_node

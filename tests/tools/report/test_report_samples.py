@@ -18,6 +18,7 @@ from hone.observe.loggers import json_line
 from hone.observe.run_folder import RunFolder
 from hone.tools.report import samples as samples_module
 from hone.tools.report.pieces import Splitter
+from hone.tools.report.sample_table import newest_from
 from hone.tools.report.samples import sample_store
 from hone.tools.report.write import write_report
 from tests.observe.fake_run import write_run
@@ -289,6 +290,44 @@ def test_groups_come_in_the_order_asked_for() -> None:
 
 
 @needs_node
+def test_the_sample_that_a_group_is_ordered_by_comes_first() -> None:
+    """Samples 2, 3 have rewards 1, 0.5; sample 4 failed, 5 has 0.25."""
+    cases = {
+        "placesIn(INDEX, 1, 'worst')": [1, 0],
+        "placesIn(INDEX, 1, 'best')": [0, 1],
+        "placesIn(INDEX, 1, 'newest')": [0, 1],
+        "placesIn(INDEX, 2, 'worst')": [1, 0],
+        "placesIn(INDEX, 2, 'best')": [1, 0],
+        "placesIn(INDEX, 0, 'worst', 'format')": [0, 1],
+    }
+    assert dict(zip(cases, run_script(f"[{', '.join(cases)}]"), strict=True)) == cases
+    html = run_script("groupHtml(INDEX, 1, CHUNKS[0][1], [], {order: 'worst'})")
+    assert html.index("y/1") < html.index("y/0")
+
+
+@needs_node
+def test_the_newest_steps_are_a_tenth() -> None:
+    """As the server of a live page says."""
+    steps: list[list[int]] = [[], [0], [3, 3, 9], [*range(10)], [*range(0, 110, 10)], [5, 1, 3]]
+    found = run_script(f"{json.dumps(steps)}.map(newestFrom)")
+    assert found == [0, 0, 9, 9, 90, 5]
+    assert found == [newest_from(each) for each in steps]
+
+
+@needs_node
+def test_what_an_environment_has_not_counted_is_no_line_of_a_card() -> None:
+    index = INDEX | {"functions": ["env/errors", "env/calls", "right"]}
+    index["parts"] = {
+        "env/errors": [0.0] * 6,
+        "env/calls": [0.0, 0.0, 0.0, 2.0, 0.0, 0.0],
+        "right": [0.0] * 6,
+    }
+    html = run_script(f"groupHtml({json.dumps(index)}, 1, CHUNKS[0][1], [])")
+    assert "env/errors" not in html
+    assert html.count("<dt>env/calls</dt>") == html.count("<dt>right</dt>") == 2
+
+
+@needs_node
 def test_search_finds_words_wherever_they_stand() -> None:
     cases: dict[str, list[int]] = {
         "FOUR": [0],
@@ -416,5 +455,5 @@ def test_controls_of_the_page_in_a_browser(
         text=True,
         check=True,
     )
-    assert f'class="count">{count}<' in done.stdout
+    assert f">{count}, newest first</span>" in done.stdout
     assert done.stdout.count('class="plot"><svg') > 3, "charts are drawn"

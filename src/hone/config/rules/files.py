@@ -41,7 +41,7 @@ from hone.paths import (
     package_for,
 )
 
-__all__ = ["RULES", "unwritable"]
+__all__ = ["RULES", "UNREAD_OF_SOURCES", "unwritable"]
 
 Found = Iterator[Details]
 
@@ -502,7 +502,7 @@ _OF_SCORES = (*_OF_REWARDS, "columns.answer", "columns.label")
 _OF_ORDER = ("columns.difficulty", "columns.pass_rate")
 _OF_RATES = ("columns.pass_rate",)
 _OF_THE_MIX = ("weight", "max_epochs", "from_step", "until_step")
-_UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+UNREAD_OF_SOURCES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "rl": {"eval": _OF_ORDER},
     "sft": {"train": (*_OF_REWARDS, *_OF_RATES), "eval": (*_OF_REWARDS, *_OF_ORDER)},
     "dpo": {"train": (*_OF_PAIRS, *_OF_RATES), "eval": (*_OF_PAIRS, *_OF_ORDER)},
@@ -515,7 +515,7 @@ trained on is taken whole, in the order of its files."""
 
 
 def _unused_columns(view: FileFacts) -> Found:
-    for section, names in _UNUSED[view.command].items():
+    for section, names in UNREAD_OF_SOURCES[view.command].items():
         for key, source in _sources(view, section):
             for name in names:
                 *above, last = name.split(".")
@@ -601,7 +601,7 @@ _DATA = (
            why="`hone generate` leaves out all rows that `data.eval_fraction` holds out"),
     unused("data.(eval|eval_fraction)", only=("generate",),
            why="`hone generate` answers the prompts of data.train that are not held out"),
-    warning(each=_unused_columns, only=tuple(_UNUSED),
+    warning(each=_unused_columns, only=tuple(UNREAD_OF_SOURCES),
             says="{key} is set and has no effect", why="`hone {command}` does not use it",
             fix="remove {key}"),
     warning(each=_idle_rates, only=("rl",), says="{key} is set and has no effect",

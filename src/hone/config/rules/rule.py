@@ -111,6 +111,12 @@ class Condition:
         except NotKnownError:
             return False
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys on the left, `data.(eval|eval_fraction)` written out."""
+        above, _, names = self.left.rpartition(".")
+        return [f"{above}.{name}" if above else name for name in names.strip("()").split("|")]
+
     def keys_set(self, view: Facts) -> list[str]:
         """The keys on the left that have another value than their default."""
         if self.left.startswith("@"):
@@ -246,6 +252,12 @@ class Rule:
                 yield self._finding(view, details)
         except NotKnownError:
             return
+
+    def unread_keys(self, command: str) -> list[str]:
+        """The keys that by this rule a command always reads past, whatever else is set."""
+        if not self.is_unused or command not in self.only or len(self.when) != 1 or self.given:
+            return []
+        return _condition(self.when[0]).keys
 
     def facts_read(self) -> list[str]:
         """The names of the facts in its conditions and texts.

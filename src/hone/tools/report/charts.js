@@ -63,7 +63,8 @@ function axis(values, scale, isWhole = false) {
   if (!mapped.length) [low, high] = [0, 1];
   if (log) [low, high] = [Math.floor(low), Math.max(Math.ceil(high), Math.floor(low) + 1)];
   else if (scale !== "linear") low = Math.min(low, 0);
-  if (high - low <= 1e-9 * Math.abs(high))
+  // Differences of single-precision rounding are none to look at.
+  if (high - low <= 2e-6 * Math.max(Math.abs(low), Math.abs(high)))
     [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
   const step = tickStep(low, high, 4, isWhole);
   if (!log) {
@@ -503,7 +504,13 @@ function drawLanes(figure, chart) {
 
 const DRAW = { curves: drawCurves, bars: drawBars, columns: drawColumns, lanes: drawLanes };
 
+// A plot that is narrower than its axes, as in a hidden part of the page or in a window of no size,
+// is drawn once it has room: the window then tells of its new size.
+const LEAST_WIDTH = 150;
+const hasRoom = (plot) => plot.clientWidth >= LEAST_WIDTH;
+
 function draw(figure) {
+  if (!hasRoom(figure.querySelector(".plot"))) return;
   const chart = DATA.sections[figure.dataset.section].charts[figure.dataset.chart];
   DRAW[chart.kind](figure, chart);
 }

@@ -16,6 +16,7 @@ import numpy as np
 
 from hone.observe.histogram import NUM_BINS
 from hone.observe.run_folder import RunFolder
+from hone.tools.report.explanations import explanation_of_all
 from hone.tools.report.lanes import lanes_chart
 
 __all__ = ["chart_data"]
@@ -50,7 +51,8 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
                "rollout/completion_tokens/p95": "95th percentile"}),
         Chart("Entropy", "nats per token", {"policy/entropy": "policy"}),
         Chart("Gradient norm", "", {"train/grad_norm": "before clipping"}),
-        Chart("Learning rate", "", {"train/lr": "peak group"}),
+        Chart("Learning rate", "",
+              {"train/lr": "AdamW", "train/muon_lr": "Muon", "critic/lr": "critic"}),
     ),
     "Preferences": (
         Chart("Margin", "reward of the chosen less the other's",
@@ -115,24 +117,26 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
 
 def chart_data(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """`{"steps": steps of each run, "sections": [{"title", "charts": [...]}], "zero": titles of
-    charts left out because all of their values are 0}`.
+    charts left out because all of their values are 0, "why_zero": sentences that explain it}`.
 
-    A chart has `title`, `unit` and `kind`. `curves` has `lines`, each with the number of its `run`,
+    A chart has `title`, `unit` and `kind`, and curves have `notes`: sentences on what may surprise
+    (`hone.tools.report.explanations`). `curves` has `lines`, each with the number of its `run`,
     whose steps its `values` are at; `bars` and `columns` (a histogram for each of its steps, of
     counts where it is `whole`) have `steps` of their own; `lanes` are over time.
     """
     grids = [_thin(run.rows, ()) for run in runs]
-    curves, zero_curves = _curves(runs)
+    curves, empty = _curves(runs)
     spreads, zero_spreads = _histograms(runs)
     return {
         "steps": [steps for steps, _ in grids],
         "sections": [*curves, *spreads, *_phases(runs)],
-        "zero": list(dict.fromkeys([*zero_curves, *zero_spreads])),
+        "zero": list(dict.fromkeys([*(chart.title for chart in empty), *zero_spreads])),
+        "why_zero": list(dict.fromkeys(note for chart in empty for note in _notes(runs, chart))),
     }
 
 
-def _curves(runs: Sequence[RunFolder]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The sections of curves, and the titles of the charts whose values are all 0."""
+def _curves(runs: Sequence[RunFolder]) -> tuple[list[dict[str, Any]], list[Chart]]:
+    """The sections of curves, and the charts whose values are all 0."""
     names = {name for run in runs for name in run.metric_names}
     parts = {
         name: name.split("/")[1]
@@ -140,16 +144,17 @@ def _curves(runs: Sequence[RunFolder]) -> tuple[list[dict[str, Any]], list[str]]
         if name.startswith("reward/") and name.count("/") == 2 and name.endswith("/mean")
     }
     sections: list[dict[str, Any]] = []
-    zero: list[str] = []
+    zero: list[Chart] = []
     for title, charts in SECTIONS.items():
         if title == "Sampling" and len(parts) > 1:
             charts = (Chart("Reward parts", "mean", parts, "linear"), *charts)
+        charts = tuple(_with_groups(runs, chart) for chart in charts)
         if len(runs) > 1:
             charts = tuple(single for chart in charts for single in _one_metric_each(chart))
         present = [chart for chart in charts if chart.lines.keys() & names]
         empty = [chart for chart in present if _is_zero(runs, chart)]
         drawn = [_chart_of(runs, chart) for chart in present if chart not in empty]
-        zero += [chart.title for chart in empty]
+        zero += empty
         if drawn:
             sections.append({"title": title, "charts": drawn})
     return sections, zero
@@ -160,6 +165,29 @@ def _is_zero(runs: Sequence[RunFolder], chart: Chart) -> bool:
     shown = (*chart.lines, *(chart.band or ()))
     values = [value for run in runs for metric in shown for value in run.values(metric)]
     return bool(values) and not any(values)
+
+
+def _with_groups(runs: Sequence[RunFolder], chart: Chart) -> Chart:
+    """The chart of the learning rate with the groups that the optimizers of these runs have; where
+    there is one run, with the parameters of each."""
+    if "train/lr" not in chart.lines:
+        return chart
+    present = {m: label for m, label in chart.lines.items() if any(run.values(m) for run in runs)}
+    if len(runs) > 1:
+        return replace(chart, lines=present)
+    trained = "adapters" if runs[0].setting("model.lora.rank") else "all weights"
+    named = {
+        "train/lr": "embeddings, head, vectors" if "train/muon_lr" in present else trained,
+        "train/muon_lr": "hidden matrices",
+    }
+    lines = {m: f"{label}: {named[m]}" if m in named else label for m, label in present.items()}
+    return replace(chart, lines=lines)
+
+
+def _notes(runs: Sequence[RunFolder], chart: Chart) -> list[str]:
+    """What is to be said of the course of a chart's curves."""
+    said = (explanation_of_all(metric, runs) for metric in chart.lines)
+    return [note for note in dict.fromkeys(said) if note]
 
 
 def _one_metric_each(chart: Chart) -> list[Chart]:
@@ -200,6 +228,7 @@ def _chart_of(runs: Sequence[RunFolder], chart: Chart) -> dict[str, Any]:
         "scale": chart.scale,
         "lines": lines,
         "band": drawn_band,
+        "notes": _notes(runs, chart),
     }
 
 

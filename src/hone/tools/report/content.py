@@ -19,6 +19,7 @@ from hone.observe.differences import DASH, differences, flat
 from hone.observe.run_folder import Kind, RunFolder
 from hone.tools.report.charts import chart_data
 from hone.tools.report.samples import SampleStore, sample_store
+from hone.tools.report.settings import unequal_settings
 
 __all__ = ["Page", "describe"]
 
@@ -30,6 +31,9 @@ _KINDS: Mapping[Kind, str] = {
     "eval": "evaluation",
     "generate": "generation",
 }
+
+_MAX_UNKNOWN = 5
+"""Most keys of other versions that a comparison names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,45 +360,58 @@ def _metrics(run: RunFolder) -> Table:
 
 
 def _comparison(runs: Sequence[RunFolder]) -> list[Table]:
-    """Tables that compare runs: results, then differences."""
+    """Tables that compare runs: what differs between their settings and environments, results."""
     names = [run.name for run in runs]
-    several_kinds = len({run.kind for run in runs}) > 1
-    configs = differences(
-        [flat(run.config) for run in runs],
-        ignored=("run.dir", "output"),
-        only_common=several_kinds,
+    environments = _unequal_environments(runs)
+    results = Table(title="Results", columns=["", *names], rows=_results(runs))
+    metrics = Table(
+        title="All metrics, last values",
+        columns=["metric", *names],
+        rows=[
+            [name, *(_number(_last(run, name)) for run in runs)]
+            for name in dict.fromkeys(name for run in runs for name in run.metric_names)
+        ],
+        is_folded=True,
     )
-    environments = differences([flat(run.environment) for run in runs])
+    differ = [environments, results] if environments.columns else [results, environments]
+    return [_unequal_configurations(runs), *differ, metrics]
+
+
+def _unequal_configurations(runs: Sequence[RunFolder]) -> Table:
+    rows, unknown = unequal_settings(runs)
+    kinds = list(dict.fromkeys(run.kind for run in runs))
+    note = (
+        "Settings that only one kind of run has are not listed."
+        if len(kinds) > 1
+        else f"All other settings that `hone {kinds[0]}` reads are equal, except for where it "
+        "writes to."
+    )
+    if unknown:
+        shown = [*unknown[:_MAX_UNKNOWN], *["..."] * (len(unknown) > _MAX_UNKNOWN)]
+        note += (
+            " Not compared, because this version of hone does not have them there: "
+            f"{', '.join(shown)}."
+        )
+    return Table(
+        title="What differs between the configurations",
+        columns=["key", *(run.name for run in runs)] if rows else (),
+        rows=rows or [["nothing"]],
+        note=note,
+        is_text=True,
+    )
+
+
+def _unequal_environments(runs: Sequence[RunFolder]) -> Table:
+    rows = differences([flat(run.environment) for run in runs])
     unknown = [run.name for run in runs if not run.environment]
     nothing = "nothing" if len(runs) - len(unknown) > 1 else "not known"
-    return [
-        Table(title="Results", columns=["", *names], rows=_results(runs)),
-        Table(
-            title="What differs between the configurations",
-            columns=["key", *names] if configs else (),
-            rows=configs or [["nothing"]],
-            note="Settings that only one kind of run has are not listed."
-            if several_kinds
-            else "All other settings are equal, except for the folder of the run.",
-            is_text=True,
-        ),
-        Table(
-            title="What differs between the environments",
-            columns=["", *names] if environments else (),
-            rows=environments or [[nothing]],
-            note=f"Not recorded of {', '.join(unknown)}." if unknown else "",
-            is_text=True,
-        ),
-        Table(
-            title="All metrics, last values",
-            columns=["metric", *names],
-            rows=[
-                [name, *(_number(_last(run, name)) for run in runs)]
-                for name in dict.fromkeys(name for run in runs for name in run.metric_names)
-            ],
-            is_folded=True,
-        ),
-    ]
+    return Table(
+        title="What differs between the environments",
+        columns=["", *(run.name for run in runs)] if rows else (),
+        rows=rows or [[nothing]],
+        note=f"Not recorded of {', '.join(unknown)}." if unknown else "",
+        is_text=True,
+    )
 
 
 def _results(runs: Sequence[RunFolder]) -> list[list[str]]:

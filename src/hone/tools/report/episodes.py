@@ -30,8 +30,7 @@ MAX_CHARS = 20_000
 def turns_of(head: Mapping[str, Any], *, with_text: bool = True) -> list[dict[str, Any]] | None:
     """The turns of a row as the page draws them; None where the row has no texts of turns.
 
-    Without `with_text` they say where in the sample's tokens they are, in place of the policy's
-    text.
+    Each says where in the sample's tokens it is, and `with_text` also what the policy said.
     """
     read = read_turns(head)
     if read is None:
@@ -50,7 +49,9 @@ def branches_of(head: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def _turn(turn: TurnRecord, *, with_text: bool) -> dict[str, Any]:
-    place = {"text": _cut(turn.text)} if with_text else {"start": turn.start, "end": turn.end}
+    place = {"start": turn.start, "end": turn.end}
+    if with_text:
+        place = {"text": _cut(turn.text)} | place
     others = {
         "stop": turn.stop_reason,
         "reward": turn.reward or None,

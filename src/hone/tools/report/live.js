@@ -12,8 +12,8 @@ function replaceLive(area, fresh) {
 }
 
 // Charts that are there already are drawn again where they are.
-const layoutOf = ({ sections, zero }) =>
-  JSON.stringify([sections.map(({ title, charts }) => [title, charts.map((c) => c.title)]), zero]);
+const layoutOf = ({ sections, zero, why_zero }) =>
+  JSON.stringify([sections.map(({ title, charts }) => [title, charts.map((c) => [c.title, c.notes])]), zero, why_zero]);
 
 function takeOver(page) {
   const data = JSON.parse(page.getElementById("data").textContent);
@@ -45,6 +45,7 @@ async function startLive(stamp, starting, episodes) {
       stamp = now.stamp;
       await episodes.refresh();
       samples = samples ? await samples.refresh() : await startSamples();
+      showLinks();
     } catch (error) {
       document.body.classList.add("lost"); // the server has ended, or the way to it
     }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from hone.tools.report.images import asked_of
 from hone.tools.report.pieces import Splitter
 from hone.tools.report.samples import SampleIndex, SampleRow, text_of
 
-__all__ = ["SampleTable"]
+__all__ = ["SampleTable", "newest_from"]
 
 PAGE_GROUPS = 25
 NUM_BINS = 30
@@ -176,6 +176,7 @@ class SampleTable:
                 "splits": list(dict.fromkeys(samples.split)),
                 "functions": [*samples.parts],
                 "hasSteps": len(set(samples.step)) > 1,
+                "newestFrom": newest_from(samples.step),
                 "hasScores": bool(np.isfinite(self._score("")).any()) or any(samples.is_failed),
             }
 
@@ -324,6 +325,12 @@ def _bytes(path: Path, begin: int, end: int) -> bytes:
 def _closed(head: bytes) -> bytes:
     """A row that was cut before its per-token part, closed to a JSON object."""
     return head if head.endswith(b"}\n") else head + b"}"
+
+
+def newest_from(steps: Sequence[int]) -> int:
+    """The first of the newest tenth of the steps that have samples, one of them at least."""
+    held = sorted(set(steps))
+    return held[-max(math.ceil(len(held) / 10), 1)] if held else 0
 
 
 def _number(value: float | None) -> float:

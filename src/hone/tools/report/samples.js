@@ -46,6 +46,12 @@ function matching(index, filter) {
   return mask;
 }
 
+// The first of the newest tenth of the steps that have samples, one of them at least.
+function newestFrom(steps) {
+  const held = [...new Set(steps)].sort((a, b) => a - b);
+  return held[held.length - Math.max(Math.ceil(held.length / 10), 1)] ?? 0;
+}
+
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 
 // Groups with a sample in the mask, in an order: newest, oldest, best, worst, spread, longest. A
@@ -128,11 +134,12 @@ function searched(index, chunk, group, words) {
 function completionHtml(sample, step = null) {
   const environment = (text) => `<i class="env">${escapeHtml(text)}</i>`;
   if (sample.turns && (FORM === "turns" || !sample.pieces)) {
-    const tokens = (from, to) => {
+    const own = (from, to) => {
       const held = sample.pieces.slice(from, to);
-      return held.map((piece, i) => tokenHtml(sample, piece, from + i, step)).join("");
+      const html = held.map((piece, i) => tokenHtml(sample, piece, from + i, step)).join("");
+      return { html, text: held.join("") };
     };
-    return episodeHtml(sample, sample.pieces ? tokens : null);
+    return episodeHtml(sample, sample.pieces ? own : null);
   }
   if (sample.parts)
     return sample.parts.map(([text, own]) => (own ? escapeHtml(text) : environment(text))).join("");
@@ -214,6 +221,7 @@ function cardHtml(index, i, sample, functions, { isTrained, isShown, step }) {
     ...(isTrained ? [["mean advantage", signed(index.advantage[i])]] : []),
     ...functions.map((name) => [name, number(index.parts[name][i])]),
     ["tokens", number(index.tokens[i])],
+    ...(sample.turns ? [["turns", number(sample.turns.length)]] : []),
     ["end", index.stops[index.stop[i]]],
   ];
   const line = ([name, value]) => `<div><dt>${escapeHtml(name)}</dt><dd>${escapeHtml(value)}</dd></div>`;
@@ -225,17 +233,30 @@ function cardHtml(index, i, sample, functions, { isTrained, isShown, step }) {
     <div class="text">${completionHtml(sample, step)}</div></article>`;
 }
 
+// The samples of a group by their place in it: with the order `worst` or `best` by score, so that
+// what the group stands there for comes first, else as they were sampled.
+function placesIn(index, group, order, by = "") {
+  const [first, end] = sampleRange(index, group);
+  const places = [...new Array(end - first).keys()];
+  const sign = { worst: 1, best: -1 }[order];
+  const score = scoreOf(index, by) ?? [];
+  const rank = (i) => sign * (score[first + i] ?? sign * Infinity);
+  return sign ? places.sort((a, b) => (rank(a) === rank(b) ? a - b : rank(a) - rank(b))) : places;
+}
+
 // A card for each sample of a group, side by side, with the same lines in all.
-function groupHtml(index, group, held, mask) {
+function groupHtml(index, group, held, mask, { order, by } = {}) {
   const [first, end] = sampleRange(index, group);
   const has = (column) => column.slice(first, end).some((v) => v !== null && v !== undefined);
-  const functions = index.functions.filter((name) => has(index.parts[name]));
+  const functions = index.functions.filter(
+    (name) => has(index.parts[name]) && isTelling(name, index.parts[name].slice(first, end)),
+  );
   const isTrained = has(index.advantage);
   const isTraining = index.splits[index.groups.split[group]] === "train";
   const step = isTraining ? index.groups.step[group] : null;
-  const cards = held.samples.map((sample, offset) => {
+  const cards = placesIn(index, group, order, by).map((offset) => {
     const isShown = mask[first + offset];
-    return cardHtml(index, first + offset, sample, functions, { isTrained, isShown, step });
+    return cardHtml(index, first + offset, held.samples[offset], functions, { isTrained, isShown, step });
   });
   const absent = '<span class="dim">Its texts are not in this page.</span>';
   const answer = `<p class="answer"><span class="dim">answer</span> ${escapeHtml(String(held.answer))}</p>`;
@@ -259,6 +280,7 @@ class SamplesInPage {
       splits: index.splits,
       functions: index.functions,
       hasSteps: new Set(index.groups.step).size > 1,
+      newestFrom: newestFrom(index.groups.step),
       hasScores: index.reward.some((v) => v !== null) || index.failure.some((kind) => kind),
     };
   }
@@ -359,14 +381,16 @@ class ServedSamples {
   async newer() {
     const now = await ServedSamples.ask("samples", this.query);
     this.about = { ...this.about, splits: now.splits, functions: now.functions };
-    for (const name of ["hasSteps", "hasScores"]) this.about[name] = now[name];
+    for (const name of ["hasSteps", "hasScores", "newestFrom"]) this.about[name] = now[name];
     return now.num - this.first.num;
   }
 }
 
 // The page's part: controls, the list of groups, the histograms of what is shown.
+let BROWSER = null;
 class SampleBrowser {
   constructor(area, source) {
+    BROWSER = this;
     Object.assign(this, { area, source, asked: 0, groups: 0, bins: null });
     this.list = area.querySelector(".groups");
     this.count = area.querySelector(".count");
@@ -473,7 +497,9 @@ class SampleBrowser {
     const found = await this.source.select(filter, isAsked, (text) => (this.count.textContent = text));
     if (!isAsked()) return;
     const [num, all, groups] = [found.num, found.all, found.numGroups].map((n) => n.toLocaleString("en"));
-    this.count.textContent = `${num} of ${all} samples, in ${groups} ${groups === "1" ? "group" : "groups"}`;
+    const among = filter.from === null ? "" : `, from step ${filter.from.toLocaleString("en")} on`;
+    const order = this.field("order").selectedOptions[0].textContent;
+    this.count.textContent = `${num} of ${all} samples, in ${groups} ${groups === "1" ? "group" : "groups"}${among}, ${order}`;
     this.area.querySelector(".limits").hidden = this.limits.low === null;
     const newer = this.area.querySelector(".newer");
     if (newer) newer.hidden = true;
@@ -492,6 +518,16 @@ class SampleBrowser {
     const scale = this.area.querySelectorAll(".scale i");
     marks.forEach((mark, i) => (scale[i].textContent = mark));
     for (const token of this.list.querySelectorAll("[data-t]")) token.className = shadeOf(tokenOf(token.dataset.t));
+  }
+
+  // The samples with the lowest reward of the newest steps.
+  showLowest() {
+    const { hasSteps, newestFrom } = this.source.about;
+    const wanted = { search: "", show: "all", by: "", run: "", split: "", order: "worst", to: "" };
+    for (const [name, value] of Object.entries({ ...wanted, from: hasSteps ? newestFrom : "" }))
+      this.field(name).value = value;
+    this.limits = { low: null, high: null };
+    this.apply();
   }
 
   // Offer what has come since, and leave what is being looked at in its place.
@@ -525,7 +561,8 @@ class SampleBrowser {
     details.ontoggle = async () => {
       const body = details.querySelector(".body");
       if (!details.open || body.hasChildNodes()) return;
-      body.innerHTML = groupHtml(index, group, await place.texts(), mask);
+      const shown = { order: this.field("order").value, by: this.by };
+      body.innerHTML = groupHtml(index, group, await place.texts(), mask, shown);
       this.highlight(body);
       const cards = body.querySelector(".cards");
       const first = body.querySelector(".card:not(.other)");
@@ -557,7 +594,7 @@ class SampleBrowser {
       if (marks.length < 64) marks.push(`<i class="${kind}">${failed ? "×" : number(score[i])}</i>`);
       if ((score[i] ?? null) !== null) held.push(score[i]);
     }
-    return `<span class="mean">${number(mean(held))}</span><span class="strip">${marks.join("")}</span>`;
+    return `<span class="mean">${number(mean(held))}</span><span class="strip">${marks.join(" ")}</span>`;
   }
 
   // Mark the words of the search, where the browser can do so without changing the text.
@@ -594,6 +631,7 @@ class SampleBrowser {
 // A histogram, of whole numbers where `isWhole`; `choose` gets the limits of the bar that is clicked.
 function drawBins(plot, held, isWhole, choose = null) {
   plot.onclick = plot.onpointermove = null;
+  if (!hasRoom(plot)) return;
   if (held === null) {
     plot.innerHTML = `<p class="dim">None of the samples shown has one.</p>`;
     return;

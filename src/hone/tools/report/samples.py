@@ -56,6 +56,8 @@ class SampleStore:
     environment."""
     pictures: Mapping[str, str]
     """The small pictures of the images, as data URIs by hash."""
+    has_scores: bool
+    """Whether a sample has a reward."""
 
 
 def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
@@ -113,6 +115,7 @@ def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
         left_out=left_out,
         episodes=picks.columns(),
         pictures=pictures_of(named),
+        has_scores=index.has_scores,
     )
 
 
@@ -322,6 +325,11 @@ class SampleIndex:
                 column = self._parts.setdefault(name, [])
                 column += [None] * (number - len(column))
                 column.append(_short(value))
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether a sample has a reward."""
+        return any(reward is not None for reward in self._sample["reward"])
 
     def columns(self) -> dict[str, Any]:
         number = len(self._sample["reward"])

@@ -25,6 +25,7 @@ from hone.errors import UserError
 from hone.observe.run_folder import RunFolder
 from hone.observe.whole_file import write_whole
 from hone.tools.report.content import Page, describe
+from hone.tools.report.jump import anchor, jump_links
 
 __all__ = ["render", "template_environment", "write_report"]
 
@@ -70,7 +71,7 @@ def _default_output(paths: Sequence[Path]) -> Path:
 
 def render(page: Page) -> str:
     """The page as HTML."""
-    return _template().render(page=page)
+    return _template().render(page=page, links=jump_links(page))
 
 
 def template_environment(*packages: str) -> Environment:
@@ -88,6 +89,7 @@ def template_environment(*packages: str) -> Environment:
 def _template() -> Template:
     environment = template_environment("hone.tools.report")
     environment.filters["script_json"] = _script_json
+    environment.filters["anchor"] = anchor
     return environment.get_template("page.html.jinja")
 
 
