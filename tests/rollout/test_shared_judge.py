@@ -64,7 +64,7 @@ def test_R8_logprobs_of_a_reference_are_those_of_a_whole_copy(ranks: Sequence[Pa
         assert max(found["logprobs"].values()) < 1e-6, found["logprobs"]
 
 
-def test_R26_a_process_has_the_weights_that_are_planned(ranks: Sequence[Parts]) -> None:
+def test_a_process_has_the_weights_that_are_planned(ranks: Sequence[Parts]) -> None:
     found = ranks[0]["memory"]
     assert len(found) == 2 * len(LAYOUTS[len(ranks)])
     check_rows(found.keys(), lambda name: _same(*found[name]))

@@ -173,7 +173,7 @@ class RunMemory:
         """Bytes in host memory that are offloaded by the policy and a colocated critic."""
         return self.step.host + (self.critic_beside.host if self.critic_beside else 0)
 
-    @property
+    @cached_property
     def frozen(self) -> dict[str, int]:
         """Weights of frozen models colocated with the policy, by role, where all are awake."""
         return {role.title: self._beside(role) for role in self.plan.scorers}
@@ -229,9 +229,9 @@ class RunMemory:
     def _beside(self, role: Role) -> int:
         if role.has_own_devices or role.aliases_weights_of is not None:
             return 0
-        return self._held(role)
+        return self.held_by(role)
 
-    def _held(self, role: Role) -> int:
+    def held_by(self, role: Role) -> int:
         """Weights of a frozen model on the fullest of its devices."""
         return frozen_bytes(
             self.shape_of(role),
@@ -444,7 +444,7 @@ class RunMemory:
     def _scoring(self, role: Role) -> Phase:
         """The phase of a remote frozen model."""
         parts = {
-            "weights": self._held(role),
+            "weights": self.held_by(role),
             "activations and work": self._scoring_bytes(role),
         }
         return Phase("score", role.name, parts | self._process)
