@@ -263,6 +263,7 @@ def test_what_divides_a_model_is_said_of_that_model(workspace: Path) -> None:
             assert told[f"{name}_gib"].endswith(own)
         of_judge = "frozen, whole" if stage == 0 else "frozen, 4 shards"
         assert told["reward_model_gib"].endswith(of_judge)
+        assert ("weights that it gathers" in told["reward_model_pass_gib"]) == (stage == 3)
         assert told["reference_gib"].endswith("4 shards")
 
 

@@ -88,16 +88,17 @@ def in_threads(size: int, work: Callable[[Thread], Any]) -> list[Any]:
 
 
 class AtMeetings(FakeScorer):
-    """Scores what has been submitted when all processes meet, and no sample before."""
+    """Scores a sample when all processes meet, the first time or a later one, as where a function
+    returns it late; so samples of groups that are carried over may be left behind."""
 
     def __init__(self, comm: Any) -> None:
-        super().__init__()
+        super().__init__(delay=40)
         self.comm = comm
         self._scored: list[tuple[int, Sample]] = []
 
     def meet(self, is_waiting: bool) -> bool:
-        self._scored += self._waiting
-        self._waiting = []
+        self._scored += [(0, sample) for left, sample in self._waiting if left == 0]
+        self._waiting = [(left - 1, sample) for left, sample in self._waiting if left]
         return any(self.comm.gather(is_waiting))
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:

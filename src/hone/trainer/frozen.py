@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["FrozenScorer", "SleepingWeights", "WithoutAdapters"]
 
 
+_PURPOSE = (
+    "the weights of a frozen model sleep on the host, those of a reward model with "
+    "engine.enable_sleep, others with trainer.enable_sleep"
+)
+
+
 class SleepingWeights:
     """The weights of a frozen model in this process, whole or shards, which can wait in host memory
     while nothing scores."""
@@ -48,7 +54,7 @@ class SleepingWeights:
         if self._offload is None:
             from hone.trainer.offload import StateOffload
 
-            self._offload = StateOffload(is_frozen=True)
+            self._offload = StateOffload(_PURPOSE, is_frozen=True)
         self._offload.offload([local_part(p.detach()) for p in self._module.parameters()])
 
     def wake(self) -> None:

@@ -283,9 +283,15 @@ class StateOffload:
     Host buffers are allocated at the first `offload` and used again for tensors of the same layout.
     """
 
-    def __init__(self, *, is_frozen: bool = False) -> None:
-        """`is_frozen`: the tensors are always the same and never change, so they are copied to the
-        host once."""
+    def __init__(
+        self,
+        purpose: str = "the trainer sleeps with its state on the host (trainer.enable_sleep)",
+        *,
+        is_frozen: bool = False,
+    ) -> None:
+        """`purpose` is as of `host_tensors`. With `is_frozen` the tensors are always the same and
+        never change, so they are copied to the host once."""
+        self._purpose = purpose
         self._is_frozen = is_frozen
         self._hosts: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
@@ -312,9 +318,7 @@ class StateOffload:
         is_on_host = self._is_frozen and layout_of(self._hosts) == layout
         if layout_of(self._hosts) != layout:
             self._hosts = []  # freed before others are asked for
-            self._hosts = host_tensors(
-                layout, device, purpose="the trainer sleeps with its state on the host"
-            )
+            self._hosts = host_tensors(layout, device, purpose=self._purpose)
         away = list(zip(storages.values(), self._hosts, strict=True))
         for storage, host in () if is_on_host else away:
             host.copy_(_whole_storage(storage), non_blocking=True)

@@ -329,9 +329,9 @@ def _reward_model(plan: RunPlan) -> Iterator[Line]:
     if plan.batch is None:
         yield _gib("reward_model_gib", run.frozen["reward model"], f"{plan.dtype}, frozen, whole")
     if run.judging:  # colocated; a remote one is in the peak of its phase
-        yield _gib(
-            "reward_model_pass_gib", sum(run.judging.values()), "the widest moment of a layer"
-        )
+        how = "the widest moment of a layer"
+        how += ", and the weights that it gathers" * (plan.roles["reward_model"].axes.world > 1)
+        yield _gib("reward_model_pass_gib", sum(run.judging.values()), how)
 
 
 def _memory(plan: RunPlan) -> Iterator[Line]:
