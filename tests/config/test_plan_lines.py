@@ -252,7 +252,7 @@ def test_what_sleeps_is_in_host_memory(
 
 
 def test_what_divides_a_model_is_said_of_that_model(workspace: Path) -> None:
-    """A reward model is whole in each process, and a reference in shards whatever the stage."""
+    """A reward model is in shards where the policy is, and a reference whatever the stage."""
     flags = ("--run.device=cuda", "--algorithm.kl.coef=1", f"--reward.model.path={CONTEXT}")
     for stage, own in ((0, "of one process"), (3, "4 shards")):
         cfg = load_config(
@@ -261,7 +261,9 @@ def test_what_divides_a_model_is_said_of_that_model(workspace: Path) -> None:
         told = {line.name: line.how for line in plan_lines(planned(cfg, MODEL, 4))}
         for name in ("weights", "gradients", "optimizer"):
             assert told[f"{name}_gib"].endswith(own)
-        assert told["reward_model_gib"].endswith("frozen, whole")
+        of_judge = "frozen, whole" if stage == 0 else "frozen, 4 shards"
+        assert told["reward_model_gib"].endswith(of_judge)
+        assert ("weights that it gathers" in told["reward_model_pass_gib"]) == (stage == 3)
         assert told["reference_gib"].endswith("4 shards")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from PIL.Image import Image
+from tests.loops.test_processes import run_hone
 from tests.tiny_runs import lines, make_classifier, tiny_config
 from tests.vision.examples import Judge, picture
 from transformers import PreTrainedModel
@@ -165,6 +166,17 @@ def test_reward_models_apart_score_samples_ahead_of_training(
     assert_scored(lines(tmp_path / "samples.jsonl"), judge)
     assert len(loaded.models) == 2
     assert all(require_features(model).num_encoded <= sum(NUM_IMAGES) for model in loaded)
+
+
+@pytest.mark.slow
+def test_processes_that_share_it_score_the_images_of_each_other(
+    inputs: Path, judges: dict[str, Judge], tmp_path: Path
+) -> None:
+    judge, shards = judges["gemma3"], {"parallel": {"zero_stage": 3}}
+    folder = tmp_path / "run"
+    cfg = configured(inputs, "qwen3_vl", judge.judge, folder, trainer=shards)
+    run_hone("rl", cfg, tmp_path, "--nproc", "2")
+    assert_scored(lines(folder / "samples.jsonl"), judge)
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.loops.conftest import MakeConfig
 from tests.loops.test_processes import assert_same_run, run_hone
-from tests.tiny_runs import lines, make_classifier
+from tests.tiny_runs import lines, make_classifier, write_inputs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hone.cli.main import main
@@ -103,17 +103,58 @@ def test_samples_of_every_mode_are_scored(
 
 @pytest.mark.slow
 def test_R24_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path, judge: str) -> None:
-    """Each scores its own samples, in other passes."""
+    """Each scores its own samples, in other passes. Or all share the model: with an engine each, of
+    which one has fewer samples to score, or with one engine, whose second rank has none; also where
+    a run is resumed, and where frozen models sleep."""
     sections: dict[str, Any] = {
         "reward": {"functions": [], "model": {"path": judge}},
-        "trainer": {"prompts_per_minibatch": 2, "optimizer": {"lr": 3e-3, "eps": 1e-5}},
+        "algorithm": {"kl": {"coef": 0.1}},
+        "rollout": {"prompts_per_step": 3},
+        "eval": {"every_n_steps": 1, "max_completion_tokens": 8},
+        "checkpoint": {"every_n_steps": 1},
         "log": {"samples_per_step": 99},
     }
-    one = make_config(run={"dir": tmp_path / "one"}, **sections)
+    trainer: dict[str, Any] = {"optimizer": {"lr": 3e-3, "eps": 1e-5}}
+    shards = ["--trainer.parallel.zero_stage", "3"]
+    asleep = ["--trainer.enable_sleep", "true", "--engine.enable_sleep", "true"]
+    write_inputs(tmp_path, num_kv_heads=2)
+    sections["model"] = {"path": str(tmp_path / "model")}
+    one = make_config(run={"dir": tmp_path / "one"}, trainer=trainer, **sections)
     reinforce.run(one)
-    two = make_config(run={"dir": tmp_path / "two"}, **sections)
-    run_hone("rl", two, tmp_path, "--nproc", "2")
-    assert_same_run(one.run.dir, two.run.dir)
+    for name, launches in {
+        "whole": [[]],
+        "shards": [shards],
+        "one engine, asleep, resumed": [
+            [*shards, *asleep, "--engine.tensor_parallel_size", "2", "--run.steps", "2"],
+            [*shards, *asleep, "--engine.tensor_parallel_size", "2"],
+        ],
+    }.items():
+        two = make_config(run={"dir": tmp_path / name}, trainer=trainer, **sections)
+        for more in launches:
+            run_hone("rl", two, tmp_path, "--nproc", "2", *more)
+        assert_same_run(one.run.dir, two.run.dir)
+
+
+@pytest.mark.slow
+def test_processes_that_share_it_carry_samples_over_and_drop_groups(
+    make_config: MakeConfig, tmp_path: Path, judge: str
+) -> None:
+    """With functions beside it, which are slower or quicker than the model."""
+    cfg = make_config(
+        reward={
+            "functions": [{"fn": "exact_match", "weight": 0}],
+            "model": {"path": judge, "max_tokens_per_forward": 64},
+        },
+        rollout={"oversample_prompts": 3, "dynamic_sampling": True},
+        trainer={"parallel": {"zero_stage": 3}},
+        log={"samples_per_step": 99},
+    )
+    run_hone("rl", cfg, tmp_path, "--nproc", "2")
+    samples = lines(cfg.run.dir / "samples.jsonl")
+    assert len(samples) == 48
+    assert_scored(samples[::4], judge)
+    (*_, last) = lines(cfg.run.dir / "metrics.jsonl")
+    assert last["time/generate/reward_model_s"] > 0
 
 
 def test_an_evaluation_and_the_best_of_several_by_it(

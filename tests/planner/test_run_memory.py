@@ -332,7 +332,8 @@ def test_a_teacher_and_a_reward_model_apart_have_devices_of_their_own(
         for phase in (found["generate"], found["train"], found["sync"])
     )
     alone = found[f"{role} score"].parts
-    assert alone["weights"] == beside == 2 * one.num_params
+    head = 2048 if role == "reward model" else 0  # of a value, in place of logits
+    assert alone["weights"] == beside == 2 * (one.num_params + head)
     assert alone["activations and work"] == 2 * 8192 * (2 * 2048 + 3 * 6144)
     assert [*phases(*flags, number, *APART, world_size=2)][-1] == f"{role} score"
     plan = planned(configured(*flags, number), shape_of("qwen3-0.6b"))
@@ -766,13 +767,101 @@ def test_a_reward_model_lies_whole_beside_the_engine(command: str) -> None:
         plan = resolve(cfg, facts, Devices(), world_size=world_size, others=known_models(cfg))
         phases = RunMemory(plan).phases()
         for phase in phases:
-            assert phase.parts["reward model"] == large.weight_bytes(2), phase.title
+            expected = large.weight_bytes(2) + 2 * large.hidden_size  # the head of a value
+            assert phase.parts["reward model"] == expected, phase.title
         (own,) = [
             phase.parts["reward model's pass"] for phase in phases if phase.name == "generate"
         ]
         widest = 32768 * (2 * large.hidden_size + 3 * large.intermediate_size) * 2
         assert own == widest
         assert all("reward model's pass" not in x.parts for x in phases if x.name != "generate")
+
+
+JUDGE = "--reward.model.path=Qwen/Qwen2.5-72B"
+
+
+@table(
+    "flags, world_size, sharers",
+    [
+        ((), 8, 1),
+        (("--trainer.parallel.zero_stage=3",), 1, 1),
+        (("--trainer.parallel.zero_stage=3",), 8, 8),
+        (("--trainer.parallel.zero_stage=3", "--trainer.parallel.fsdp_size=2"), 8, 2),
+        (("--trainer.parallel.zero_stage=3", "--trainer.parallel.tensor_parallel_size=4"), 8, 8),
+        (("--trainer.parallel.zero_stage=3", "--cluster.num_engines=2", "--cluster.num_trainers=2"),
+         2, 1),
+    ],
+)  # fmt: skip
+def test_a_reward_model_is_in_shards_where_the_policy_is_and_samples(
+    flags: tuple[str, ...], world_size: int, sharers: int
+) -> None:
+    """Over all processes, whatever their axes; a pass then has two layers and what lies outside of
+    them."""
+    plan = planned(configured(JUDGE, *flags), shape_of("qwen3-8b"), world_size=world_size)
+    shape = replace(shape_of("qwen2.5-72b"), tied=True)
+    body, embedding = shape.body_params - 8192, 8192 * 152_064
+    held = (body + embedding) // sharers + (8192 // sharers) + 8192  # the norm, and the head
+    run = RunMemory(plan)
+    assert run.frozen["reward model"] == 2 * held
+    (work,) = run.judging.values()
+    gathered = 2 * (embedding + 8192 + 2 * body // shape.num_layers) if sharers > 1 else 0
+    assert work == 2 * 32768 * (2 * 8192 + 3 * shape.mlp_size) + gathered
+
+
+@table(
+    "asleep, generate, train, host",
+    [
+        ((), {"teacher", "reward model"}, {"teacher", "reward model"}, set()),
+        (("trainer",), {"reward model"}, {"teacher", "reward model"}, {"teacher"}),
+        (("engine",), {"teacher", "reward model"}, {"teacher"}, {"reward model"}),
+        (("trainer", "engine"), {"reward model"}, {"teacher"}, {"teacher", "reward model"}),
+    ],
+)
+def test_frozen_models_sleep_with_the_side_that_they_serve(
+    asleep: tuple[str, ...], generate: set[str], train: set[str], host: set[str]
+) -> None:
+    flags = [f"--{side}.enable_sleep=true" for side in asleep]
+    models = ("--teacher.path=Qwen/Qwen3-4B", "--reward.model.path=Qwen/Qwen3-1.7B")
+    models += ("--trainer.parallel.zero_stage=3",)
+    cfg, shape = configured(*models, *flags), shape_of("qwen3-0.6b")
+    plan, without = (planned(x, shape, world_size=4) for x in (cfg, configured(*flags)))
+    run, bare = RunMemory(plan), RunMemory(without)
+    for phase in run.phases():
+        awake = train if phase.name == "train" else generate
+        for name, num_bytes in run.frozen.items():
+            assert phase.parts[name] == (num_bytes if name in awake else 0), (phase.name, name)
+
+    def on_host(run: RunMemory) -> int:
+        return run.trainer_asleep + run.reward_model_asleep
+
+    masters = bare.trainer_asleep and (  # those of stage 3 take as much as those of stage 2
+        run.step.masters + run.step.optimizer + run.step.weights
+    )
+    assert on_host(run) == masters + sum(run.frozen[name] for name in host)
+
+
+@table(
+    "flags, world_size, said",
+    [
+        (("--cluster.num_engines=4", "--cluster.num_trainers=4"), 4,
+         "set cluster.num_engines to 0 and trainer.parallel.zero_stage to 3 and start more"),
+        ((), 1, "set trainer.parallel.zero_stage to 3 and start more trainers (--nproc)"),
+        ((), 8, "trainer.parallel.zero_stage to 3."),
+    ],
+)  # fmt: skip
+def test_what_serves_a_frozen_model_that_fills_a_device_is_named(
+    flags: tuple[str, ...], world_size: int, said: str
+) -> None:
+    """More devices for the policy, or adapters, would not."""
+    (told,) = findings(JUDGE, *flags, name="qwen3-8b", world_size=world_size)
+    assert said in told
+    assert "adapters" not in told
+
+
+def test_more_trainers_serve_a_teacher_that_fills_a_device() -> None:
+    (told,) = findings("--teacher.path=Qwen/Qwen2.5-72B", name="qwen3-8b")
+    assert "without the teacher (teacher.path), whose weights take 135.4 GiB of a device" in told
+    assert "it would: start more trainers (--nproc), which share it, or take a smaller one" in told
 
 
 def test_a_reward_model_that_is_too_large_is_refused_with_what_serves() -> None:

@@ -216,10 +216,12 @@ class Fake:
     def __init__(self, scores: dict[int, float] | None = None) -> None:
         self.passes: list[list[int]] = []
         self.by_length = scores or {}
+        self.busy_s = 0.0
 
     def begin(self, sequences: Sequence[Transcript]) -> Future[list[float]]:
         lengths = [len(sequence.token_ids) for sequence in sequences]
         self.passes.append(lengths)
+        self.busy_s += 1.5
         noise = len(self.passes) * 1e-3
         done: Future[list[float]] = Future()
         done.set_result([self.by_length.get(length, length + noise) for length in lengths])
@@ -395,7 +397,7 @@ def test_a_pass_is_made_when_it_is_full_or_after_some_polls() -> None:
     assert polls == 31
     assert [one.index for one in found] == [2]
     assert fake.passes == [[6, 7], [8]]
-    assert own.stats().model_s > 0
+    assert own.stats().model_s == 3.0
 
 
 class OfImages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ from hone.rollout.collector import Collector, SingleProcess
 from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
 from hone.rollout.state import group_to_dict
-from hone.types import Request
+from hone.types import Request, Sample
 from tests.rollout.fakes import (
     CyclicPrompts,
     FakeEngine,
@@ -87,14 +87,48 @@ def in_threads(size: int, work: Callable[[Thread], Any]) -> list[Any]:
         return [future.result() for future in futures]
 
 
-def make(settings: dict[str, Any], comm: Any, prompts: CyclicPrompts) -> Collector:
-    return make_collector(scorer=FakeScorer(delay=3), prompts=prompts, comm=comm, **settings)
+class AtMeetings(FakeScorer):
+    """Scores a sample when all processes meet, the first time or a later one, as where a function
+    returns it late; so samples of groups that are carried over may be left behind."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(delay=40)
+        self.comm = comm
+        self._scored: list[tuple[int, Sample]] = []
+
+    def meet(self, is_waiting: bool) -> bool:
+        self._scored += [(0, sample) for left, sample in self._waiting if left == 0]
+        self._waiting = [(left - 1, sample) for left, sample in self._waiting if left]
+        return any(self.comm.gather(is_waiting))
+
+    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
+        waiting, self._waiting = self._waiting, self._scored
+        found = super().poll(timeout_s)
+        self._waiting, self._scored = waiting, []
+        return found
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting) + len(self._scored)
 
 
-def collected(settings: dict[str, Any], comm: Any, num_steps: int = NUM_STEPS) -> list[Any]:
+def make(
+    settings: dict[str, Any], comm: Any, prompts: CyclicPrompts, *, meets: bool = False
+) -> Collector:
+    judge = AtMeetings(comm)
+    scorer = judge if meets else FakeScorer(delay=3)
+    collector = make_collector(scorer=scorer, prompts=prompts, comm=comm, **settings)
+    if meets:
+        collector.meet = judge.meet
+    return collector
+
+
+def collected(
+    settings: dict[str, Any], comm: Any, num_steps: int = NUM_STEPS, *, meets: bool = False
+) -> list[Any]:
     """The groups of each step, with the weights of a version of their own, and the last state."""
     prompts = CyclicPrompts()
-    collector = make(settings, comm, prompts)
+    collector = make(settings, comm, prompts, meets=meets)
     found: list[Any] = []
     for step in range(num_steps):
         groups = collect(collector, step)
@@ -139,6 +173,17 @@ def test_R21_processes_collect_what_one_does(name: str, size: int) -> None:
         assert any(step[4] for step in alone[:-1]), "something must be carried over"
     if "dynamic" in name:
         assert any(step[2] for step in alone[:-1]), "something must be dropped"
+
+
+@table("size", [2, 4])
+@table("name", SETTINGS)
+def test_R21_processes_that_score_when_all_meet_collect_what_one_does(name: str, size: int) -> None:
+    """A process without a group comes to every meeting too."""
+    alone = collected(config(name), SingleProcess(), meets=True)
+    for own in in_threads(size, lambda comm: collected(config(name), comm, meets=True)):
+        assert own == alone
+    # The order in which samples of unfinished groups were scored is in the state alone.
+    assert alone[:-1] == collected(config(name), SingleProcess())[:-1]
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)])
@@ -204,23 +249,48 @@ def test_R21_planted_sharing(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check()
 
 
-def evaluated(comm: Any, num_prompts: int) -> list[Any]:
+def evaluated(
+    comm: Any,
+    num_prompts: int,
+    *,
+    meets: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[Any] | None:
+    judge = AtMeetings(comm)
     samples = evaluate(
         [prompt(number) for number in range(num_prompts)],
         engine=FakeEngine(),
-        scorer=FakeScorer(delay=2),
+        scorer=judge if meets else FakeScorer(delay=2),
         cfg=EvaluationConfig(n_samples_per_prompt=3, max_completion_tokens=9),
         episodes=Episodes(decode=lambda ids: str(list(ids)), run_seed=3, purpose="eval"),
         comm=comm,
+        meet=judge.meet if meets else bool,
+        should_stop=should_stop,
     )
-    return [(s.id, s.prompt, s.token_ids, s.reward, s.index) for s in samples]
+    return samples and [(s.id, s.prompt, s.token_ids, s.reward, s.index) for s in samples]
 
 
 @pytest.mark.parametrize(("size", "num_prompts"), [(2, 5), (4, 2), (3, 9)])
 def test_R24_an_evaluation_is_the_same_in_any_number_of_processes(
     size: int, num_prompts: int
 ) -> None:
-    alone: Sequence[Any] = evaluated(SingleProcess(), num_prompts)
+    alone = evaluated(SingleProcess(), num_prompts)
+    assert alone is not None
     assert len(alone) == 3 * num_prompts
-    for own in in_threads(size, lambda comm: evaluated(comm, num_prompts)):
-        assert own == alone
+    for meets in (False, True):
+        for own in in_threads(size, lambda comm, m=meets: evaluated(comm, num_prompts, meets=m)):
+            assert own == alone
+
+
+@pytest.mark.parametrize("after", [0, 4, 100])
+def test_one_that_stops_an_evaluation_comes_to_the_meetings_of_the_others(after: int) -> None:
+    """Whether it stops while it samples or while the others wait for scores."""
+
+    def work(comm: Thread) -> Any:
+        steps = iter(range(after if comm.rank == 0 else 10**6))
+        stops = lambda: next(steps, None) is None  # noqa: E731
+        return evaluated(comm, 6, meets=True, should_stop=stops)
+
+    found = in_threads(3, work)
+    assert all(own == found[0] for own in found)
+    assert (found[0] is None) == (after < 100)

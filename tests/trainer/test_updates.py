@@ -15,9 +15,9 @@ from hone.models.adapters import adapt
 from hone.models.decoder import decoder_layers
 from hone.models.settings import LoraConfig
 from hone.observe.metrics import to_scalars
-from hone.trainer.frozen import WithoutAdapters
+from hone.trainer.frozen import FrozenScorer, WithoutAdapters
 from hone.trainer.models import Models
-from hone.trainer.settings import SFTTrainerConfig
+from hone.trainer.settings import SFTTrainerConfig, TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
 from tests.tables import table
@@ -292,3 +292,17 @@ def test_all_layers_of_adapters_run_what_is_compiled_once(monkeypatch: pytest.Mo
     assert compiled.keys() == plain.keys()
     for name, gradient in plain.items():
         torch.testing.assert_close(compiled[name], gradient, msg=name)
+
+
+def test_frozen_models_sleep_with_the_trained_ones():
+    """Their memory is free meanwhile; awake they say the same, however often they have slept."""
+    rows, reference = random_rows(6), tiny_model(seed=3)
+    scorer = FrozenScorer(reference, TrainerConfig())
+    models = Models({"policy": make_trainer(tiny_model())}, {"reference": scorer})
+    before = logprobs_of(scorer, rows)
+    for _ in range(2):
+        models.sleep()
+        assert not any(p.untyped_storage().nbytes() for p in reference.parameters())
+        models.wake()
+        for found, expected in zip(logprobs_of(scorer, rows), before, strict=True):
+            assert torch.equal(found, expected)

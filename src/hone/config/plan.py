@@ -433,7 +433,7 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> Iterator[Role]:
         )
         yield _placed(teacher, cfg, axes)
     if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
-        yield from _reward_model(plan, cfg)
+        yield from _reward_model(plan, cfg, axes)
 
 
 def _role(plan: RunPlan, name: RoleName, settings: Settings, model: ModelConfig) -> Role:
@@ -530,14 +530,30 @@ def _is_scored_anew(cfg: DPOConfig) -> bool:
     return cfg.has_frozen_reference or (cfg.algorithm.needs_reference and cfg.model.lora.rank > 0)
 
 
-def _reward_model(plan: RunPlan, cfg: RLConfig | EvaluateConfig | GenerateConfig) -> Iterator[Role]:
-    """On devices of its own; else whole in each process that drives an engine, and in the first
-    where that drives all."""
+def _reward_model(
+    plan: RunPlan, cfg: RLConfig | EvaluateConfig | GenerateConfig, axes: AxisSizes
+) -> Iterator[Role]:
+    """On devices of its own; else in shards over trainers that sample, where their policy is; else
+    whole in each process that drives an engine, and in the first where that drives all."""
     if (model := reward_model(cfg)) is None:
         return
     role = _role(plan, "reward_model", cfg.reward.model, model)
+    if (apart := _apart(role, cfg)) is not None:
+        yield apart
+        return
     host_role: RoleName = "engine" if plan.trainer is None else "policy"
-    yield _apart(role, cfg) or replace(role, shares_devices_of=host_role)
+    role = replace(role, shares_devices_of=host_role)
+    if isinstance(cfg, RLConfig) and _trainers_sample(cfg) and cfg.trainer.parallel.zero_stage == 3:
+        # Sizes that fit no mesh are for the rules to refuse.
+        with suppress(UserError):
+            own = AxisSizes.of(cfg.trainer.parallel.for_sequences, axes.world)
+            role = replace(role, axes=own)
+    yield role
+
+
+def _trainers_sample(cfg: RLConfig) -> bool:
+    """Whether every trainer has a part of an engine, and none samples while it trains."""
+    return not (cfg.cluster.num_engines or cfg.has_engine_thread)
 
 
 def _apart(role: Role, cfg: Command) -> Role | None:

@@ -65,7 +65,9 @@ class ClusterConfig(Section):
     num_reward_models: int = Field(default=0, ge=0)
     """Copies of the reward model (`reward.model.path`) on devices of their own, one each, which
     score samples as they end, beside generation and training. 0: it lies whole beside the engine of
-    each training process, or where engines are apart on the device of the first trainer."""
+    each training process, or with `trainer.parallel.zero_stage` 3 in shards over all of them, which
+    then score together once each has generated its samples; where engines are apart it lies whole
+    on the device of the first trainer."""
 
     num_nodes: int = Field(default=1, ge=1)
     """Hosts that the run may use."""
@@ -181,7 +183,8 @@ class ParallelConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What is sharded over processes: 0 nothing, 1 optimizer states and master weights, 2 also
-    gradients, 3 also the weights that compute. Higher stages need less memory and talk more."""
+    gradients, 3 also the weights that compute, and those of a reward model that shares the
+    processes' devices with their engines. Higher stages need less memory and talk more."""
 
     fsdp_size: int = Field(default=-1, ge=-1)
     """Processes that share one set of shards; -1: all. Fewer replicate the shards (hybrid
@@ -237,6 +240,11 @@ class ParallelConfig(Section):
                 "ulysses_size": self.reference_ulysses_size or self.ulysses_size,
             }
         )
+
+    @property
+    def for_sequences(self) -> ParallelConfig:
+        """That of a reward model in shards: each process scores whole sequences."""
+        return ParallelConfig(zero_stage=3, fsdp_size=self.fsdp_size, timeout_s=self.timeout_s)
 
 
 class CriticParallelConfig(Section):

@@ -105,7 +105,7 @@ class EngineConfig(Section):
     enable_sleep: bool = False
     """Free the KV cache while the trainer works and allocate it again afterwards; and weights that
     the engine does not share with the trainer, which the next sync delivers again. vLLM's wait on
-    the host meanwhile."""
+    the host meanwhile, as do those of a reward model on the engine's device."""
 
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt beginnings, within a group above all."""

@@ -3,10 +3,10 @@ engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -64,10 +64,11 @@ class EngineRanks:
         """Whether this process drives its engine."""
         return self.tp.rank == 0
 
-    def team(self, engine: SamplingEngine) -> Team:
-        """Team of the ranks of `engine`, which repeat the calls of their first rank."""
+    def team(self, engine: SamplingEngine, others: Mapping[str, Callable[..., Any]]) -> Team:
+        """Team of the ranks of `engine`, which repeat the calls of their first rank: the engine's,
+        and `others` by name."""
         calls = {"submit": engine.submit, "abort": engine.abort, "step": engine.step}
-        return Team(self._channel, is_first=self.is_first, calls=calls)
+        return Team(self._channel, is_first=self.is_first, calls={**calls, **others})
 
 
 class LedEngine:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.algorithms.algorithm import Algorithm
@@ -44,7 +45,9 @@ from hone.loops.run import Outcome, Phase, Run
 from hone.loops.scoring import Scoring, scoring
 from hone.loops.untrained import Untrained, is_stalled, why_untrained
 from hone.loops.workers import (
+    ColocatedJudge,
     Pools,
+    colocated_reward_model,
     engine_model,
     make_engine,
     reserved_gpus,
@@ -70,8 +73,10 @@ from hone.rewards.scorer import Scorer, check_failure_rate
 from hone.rollout.buffer import apply_masks
 from hone.rollout.collector import Collector
 from hone.rollout.eval_metrics import PassRule, pass_rule, summarise
+from hone.rollout.judge import RewardModelScorer
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.runner import SampleScorer
+from hone.rollout.shared_judge import SharedRewardModel
 from hone.rollout.transcripts import Transcripts
 from hone.trainer.frozen import WithoutAdapters
 from hone.trainer.models import Models
@@ -115,6 +120,8 @@ class Sampling:
     collector: Rank0Collector
     weights: WeightSync | PoolWeights | None
     """None if the model that this process trains goes to no engine."""
+    judge: ColocatedJudge | None = None
+    """The reward model in this process. None where that has none."""
 
 
 @dataclass(kw_only=True)
@@ -191,10 +198,12 @@ class RLRun(Run[Group]):
     def _trainer_on_device(self) -> Generator[None]:
         """Context manager in which the trainer has the device. With `enable_sleep` each side frees
         its memory before the other takes the device."""
-        engine = self._sleeping_engine
+        engine, judge = self._sleeping_engine, self.sampling.judge
         if engine is not None:
             self.recorder.memory.end_phase()
             engine.sleep()
+            if judge is not None:
+                judge.sleep()
         sleeps = self.launch.plan.roles[self.launch.roles.own].sleeps
         if sleeps:
             self.models.wake()
@@ -203,6 +212,8 @@ class RLRun(Run[Group]):
             self.models.sleep()
         if engine is not None:
             self.recorder.memory.end_phase()
+            if judge is not None:
+                judge.wake()
             engine.wake()
 
     @contextmanager
@@ -324,8 +335,9 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         if plan.policy.sleeps:
             models.sleep()  # before the engine measures the free memory
 
-        judges = pools and pools.scorers.get("reward_model")
-        scores = plays and with_reward_model(plays, transcripts, plan, mesh.device, judges)
+        judge = _colocated_judge(start, groups, scores=transcripts is not None)
+        remote = pools and pools.scorers.get("reward_model")
+        scores = plays and with_reward_model(plays, transcripts, plan, remote or judge)
         sampling = stack.enter_context(
             _sampling(
                 cfg,
@@ -338,6 +350,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 data=data,
                 scorer=scorer,
                 scores=scores,
+                judge=judge,
                 pools=pools,
                 critics=_critic_team(start),
                 on_complete=_scoring_ahead(cfg, algorithm, models),
@@ -429,6 +442,17 @@ def _pools(start: Launch, make_pools: MakePools) -> Generator[Pools | None]:
         yield stack.enter_context(make_pools(plan)) if needs_pools else None
 
 
+def _colocated_judge(
+    start: Launch, groups: set[dist.ProcessGroup], *, scores: bool
+) -> ColocatedJudge | None:
+    """The result of `colocated_reward_model`. The watch follows the groups of a shared one besides
+    `groups`."""
+    judge = colocated_reward_model(start.plan, start.mesh, scores=scores)
+    if isinstance(judge, SharedRewardModel):
+        start.watch.follow(groups | judge.groups, start.roles.channels)
+    return judge
+
+
 @contextmanager
 def _scoring(
     cfg: RLConfig,
@@ -476,6 +500,7 @@ def _sampling(
     data: PromptData,
     scorer: Scorer | None,
     scores: SampleScorer | None,
+    judge: ColocatedJudge | None,
     pools: Pools | None,
     critics: Sequence[Team],
     on_complete: Callable[[Group], None] | None,
@@ -484,7 +509,8 @@ def _sampling(
 
     A colocated engine, or a rank of one, uses the weights of `sampled`. Remote engines have their
     own weights, and the first process drives them. `scores` is `scorer` combined with the reward
-    model if there is one. `critics` is the team of the remote critic where this process leads one.
+    model if there is one; `judge` is what this process has of it. `critics` is the team of the
+    remote critic where this process leads one.
     """
     mesh = trainer.mesh
     collector_of = partial(
@@ -511,11 +537,15 @@ def _sampling(
             device=mesh.device,
             name=f"engine {ranks.tp.replica}",
         )
-        team = ranks.team(engine)
+        is_shared = isinstance(judge, SharedRewardModel)
+        team = ranks.team(engine, {"meet": judge.meet} if is_shared else {})
         led = LedEngine(engine, team)
-        local = None if scores is None else collector_of(led, scores, comm=ranks.comm)
+        local = None
+        if scores is not None:
+            meet = _meeting(scores, team) if is_shared else bool
+            local = collector_of(led, scores, comm=ranks.comm, meet=meet)
         collector = Rank0Collector([*critics, team], local)
-        yield Sampling(data, scorer, engine, collector, WeightSync(trainer, engine))
+        yield Sampling(data, scorer, engine, collector, WeightSync(trainer, engine), judge)
         return
     engines = pools and pools.engines
     sync = BroadcastSync(
@@ -532,7 +562,19 @@ def _sampling(
         if engines is not None and scores is not None:
             local = collector_of(engines, scores)
         collector = Rank0Collector([*critics, weights.team], local, weights)
-        yield Sampling(data, scorer, engines, collector, weights)
+        yield Sampling(data, scorer, engines, collector, weights, judge)
+
+
+def _meeting(scores: SampleScorer, team: Team) -> Callable[[bool], bool]:
+    """`Collector.meet` of a process whose `scores` ask a reward model that is shared. The ranks of
+    its `team` come to meetings with it."""
+    assert isinstance(scores, RewardModelScorer)
+
+    def meet(is_waiting: bool) -> bool:
+        scores.begin_passes()
+        return team.call("meet", is_waiting)
+
+    return meet
 
 
 def _models(

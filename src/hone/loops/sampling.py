@@ -35,12 +35,14 @@ from hone.errors import UserError
 from hone.loops.inputs import transcripts_of, try_out
 from hone.loops.launch import choose_device, join, plan_run
 from hone.loops.scoring import scoring
-from hone.loops.workers import load_engine, local_pools, with_reward_model
+from hone.loops.workers import load_engine, load_reward_model, local_pools, with_reward_model
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import decoder
 from hone.observe.loggers import append_event
 from hone.rollout.episodes import Episodes
+from hone.rollout.judge import RewardModel
 from hone.rollout.runner import Runner, SampleScorer
+from hone.rollout.scorer_pool import ScorerPool
 from hone.types import Engine, Prompt, SamplingEngine
 
 __all__ = [
@@ -194,8 +196,12 @@ def sampler_of(
             device = choose_device(cfg.run)
         scores = None
         if plays is not None:
-            pool = None if pools is None else pools.scorers.get("reward_model")
-            scores = with_reward_model(plays, transcripts, plan, device, pool)
+            judge: RewardModel | ScorerPool | None = None
+            if pools is not None:
+                judge = pools.scorers.get("reward_model")
+            elif transcripts is not None:
+                judge = load_reward_model(plan, device)
+            scores = with_reward_model(plays, transcripts, plan, judge)
         engine: SamplingEngine
         engine = load_alone(plan, device, tokenizer) if pools is None else pools.engines
         episodes = Episodes(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from hone.config.run import GenerateRunConfig, RunConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.distributed.channel import GroupChannel
 from hone.distributed.local import LocalWorker, local_workers
+from hone.distributed.mesh import Mesh
 from hone.distributed.pool import RecordEvent, ThreadWorker
 from hone.distributed.processes import processes
 from hone.distributed.settings import RoleName
@@ -35,23 +36,28 @@ from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import decoder, load_tokenizer
 from hone.observe.tracing import EngineTracer, MemoryRecorder
+from hone.rewards.settings import RewardModelConfig
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.judge import PooledRewardModel, RewardModel, RewardModelScorer
 from hone.rollout.runner import SampleScorer
 from hone.rollout.scorer_pool import ScorerPool
+from hone.rollout.shared_judge import SharedRewardModel
 from hone.rollout.transcripts import Transcripts
 from hone.trainer.frozen import FrozenScorer
 from hone.types import Engine, EngineLostError
 from hone.weights.receiver import WeightReceiver
 
 __all__ = [
+    "ColocatedJudge",
     "Pools",
     "build_engine_worker",
     "build_loaded_worker",
     "build_scorer",
     "build_worker",
+    "colocated_reward_model",
     "engine_model",
     "load_engine",
+    "load_reward_model",
     "local_pools",
     "make_engine",
     "ray_pools",
@@ -61,6 +67,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+ColocatedJudge: TypeAlias = RewardModel | SharedRewardModel
+"""A reward model on the device of this process, whole or a shard of it."""
 
 MAX_RESTARTS = 3
 """Restarts of lost engines before the run gives up. Each scoring model has the same number."""
@@ -139,27 +147,46 @@ def make_engine(
     return engine
 
 
+def colocated_reward_model(plan: RunPlan, mesh: Mesh, *, scores: bool) -> ColocatedJudge | None:
+    """The reward model of a training process that has a part of it: whole where the process
+    `scores` samples, a shard in every process where they share it. None otherwise. Collective.
+    Raises as `load_value_model`.
+
+    Must be called before the engine measures the free memory.
+    """
+    role = plan.roles.get("reward_model")
+    if role is None or role.has_own_devices:
+        return None
+    if role.axes.world == 1:
+        return load_reward_model(plan, mesh.device) if scores else None
+    assert isinstance(role.settings, RewardModelConfig)
+    seed = plan.config.run.seed
+    return SharedRewardModel(
+        load_value_model(role.model, device=mesh.device, seed=seed, deferred=True),
+        mesh,
+        plan.policy.trainer.parallel,
+        max_tokens=role.settings.max_tokens_per_forward,
+    )
+
+
 def with_reward_model(
     scorer: SampleScorer,
     transcripts: Transcripts | None,
     plan: RunPlan,
-    device: torch.device,
-    pool: ScorerPool | None = None,
+    judge: ColocatedJudge | ScorerPool | None,
 ) -> SampleScorer:
-    """`scorer`, combined with the reward model if `transcripts` are made for one. The model is
-    loaded on `device`, or taken from `pool`. Raises as `load_model`.
-
-    Must be called before the engine measures the free memory.
-    """
+    """`scorer`, combined with the reward model if `transcripts` are made for one: `judge`, or
+    remote ones of its pool."""
     cfg, role = plan.config, plan.roles.get("reward_model")
     if transcripts is None or role is None:
         return scorer
     assert isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig)
-    judge: RewardModel | PooledRewardModel
-    if pool is None:
-        judge = _load_reward_model(plan, device)
-    else:
-        judge = PooledRewardModel(pool, pad_id=load_config(role.model).pad_token_id)
+    assert judge is not None
+    if isinstance(judge, ScorerPool):
+        pad_id = load_config(role.model).pad_token_id
+        return RewardModelScorer(
+            PooledRewardModel(judge, pad_id=pad_id), transcripts, scorer, cfg.reward
+        )
     return RewardModelScorer(judge, transcripts, scorer, cfg.reward)
 
 
@@ -238,7 +265,7 @@ def build_loaded_worker(role: RoleName, plan: RunPlan, name: str) -> EngineWorke
             f"{name} sees no GPU (torch {torch.__version__}); the driver has given it one"
         )
     if role == "reward_model":
-        return _load_reward_model(plan, device)
+        return load_reward_model(plan, device)
     engine = plan.roles["engine"]
     tp = TensorParallel.from_environment(engine.axes.tensor, device)
     tokenizer = load_tokenizer(engine.model)
@@ -255,7 +282,8 @@ def _refuse_weights(spec: Any, rank: int) -> Any:
     raise RuntimeError(f"weights of {spec!r} for rank {rank}: this engine has loaded its own")
 
 
-def _load_reward_model(plan: RunPlan, device: torch.device) -> RewardModel:
+def load_reward_model(plan: RunPlan, device: torch.device) -> RewardModel:
+    """The reward model of a plan, whole on `device`. Raises as `load_value_model`."""
     model, seed = plan.roles["reward_model"].model, plan.config.run.seed
     return RewardModel(load_value_model(model, device=device, seed=seed))
 
@@ -270,7 +298,7 @@ def build_scorer(role: Role, plan: RunPlan) -> FrozenScorer | RewardModel:
     run = plan.config.run
     device = choose_device(run)
     if role.name == "reward_model":
-        return _load_reward_model(plan, device)
+        return load_reward_model(plan, device)
     assert isinstance(run, RunConfig)
     return FrozenScorer(
         load_model(role.model, device=device, seed=run.seed),

@@ -3,14 +3,17 @@ not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from hone.config.base import Section
-from hone.config.plan import RunPlan, resolve
+from hone.config.plan import Role, RunPlan, resolve
+from hone.config.roles import MODEL_KEYS
 from hone.config.rules.finding import Finding
 from hone.config.tree import PlanConfig, RLConfig
+from hone.distributed.settings import SCORERS, RoleName
 from hone.errors import listed
 from hone.hardware import GIB
 from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
@@ -44,8 +47,15 @@ __all__ = [
     "rounds_differently",
 ]
 
-_OTHER_WAYS = ("trainer.parallel.zero_stage", "model.lora.rank", "model.path")
-"""Settings that the message names where no knob is enough."""
+_OTHER_WAYS = (
+    "trainer.parallel.zero_stage",
+    "model.lora.rank",
+    "model.path",
+    *MODEL_KEYS.values(),
+    "cluster.num_engines",
+    *(f"cluster.num_{name}s" for name in SCORERS),
+)
+"""Settings that the message may name where no knob is enough."""
 S = TypeVar("S", bound=Section)
 
 
@@ -61,8 +71,8 @@ def check_gpu_memory(plan: RunPlan) -> Iterator[Finding]:
         saved = RunMemory(plan).engine.weights - RunMemory(changed(plan, one)).engine.weights
         more = f" It rounds the weights that sample, and saves {saved / GIB:.1f} GiB of them."
     keys = dict.fromkeys(key for change in changes for key in change)
-    named = keys or [key for key in _OTHER_WAYS if setting(plan.config, key) is not None]
     message = f"{_lack(RunMemory(plan))} {_remedy(changes, plan)}{more}"
+    named = keys or [key for key in _OTHER_WAYS if re.search(rf"(?<![.\w]){key}", message)]
     yield Finding("error", tuple(named), message)
 
 
@@ -297,17 +307,79 @@ def _remedy(changes: Sequence[Change], plan: RunPlan) -> str:
     ]
     match words:
         case []:
-            more = "a smaller model (model.path)"
-            if plan.trainer is not None:
-                ways = ["more devices (--nproc, with trainer.parallel.zero_stage 3)"]
-                if plan.lora is not None and not plan.lora.rank:
-                    ways.append("adapters alone (model.lora.rank)")
-                more = f"{', '.join(ways)}, or {more}"
-            return f"No setting that was tried makes it fit: take {more}."
+            if (role := _too_much(plan)) is not None:
+                return _less_of(role, plan)
+            return f"No setting that was tried makes it fit: take {_other_ways(plan)}."
         case [only]:
             return f"Set {only}."
         case _:
             return f"Set one of these: {'; '.join(words)}."
+
+
+def _other_ways(plan: RunPlan) -> str:
+    """Text on what makes a run smaller where settings are not enough, as far as it does."""
+    models = ["model.path", *(x.path_key for x in plan.scorers if RunMemory(plan).frozen[x.title])]
+    ways = [f"a smaller model ({listed([*dict.fromkeys(models)], last='or')})"]
+    if plan.trainer is None:
+        return ways[0]
+    if plan.lora is not None and not plan.lora.rank:
+        ways.insert(0, "adapters alone (model.lora.rank)")
+    if _excess(_on_more_devices(plan)) < _excess(plan):
+        ways.insert(0, "more devices (--nproc, with trainer.parallel.zero_stage 3)")
+    *others, last = ways
+    return f"{', '.join(others)}, or {last}" if others else last
+
+
+def _on_more_devices(plan: RunPlan) -> RunPlan:
+    """The plan with eight times as many trainers that share the weights."""
+    number = 8 * (plan.world_size or 1)
+    cfg = _replaced(plan.config, ["trainer", "parallel", "zero_stage"], 3)
+    if isinstance(cfg, RLConfig) and cfg.cluster.is_used:
+        cfg = _replaced(cfg, ["cluster", "num_trainers"], number)
+    return resolve(cfg, plan.model, plan.devices, world_size=number, others=plan.others)
+
+
+def _fits_with_settings(plan: RunPlan) -> bool:
+    """Whether a plan fits, as it is or with other settings."""
+    return not _excess(plan) or bool(remedies(plan, moves=False))
+
+
+def _too_much(plan: RunPlan) -> Role | None:
+    """The frozen model without which the run would fit; None where there is none."""
+    for role in plan.scorers:
+        key, value = _ABSENT[role.name]
+        is_held = role.aliases_weights_of is None and setting(plan.config, key) is not None
+        if is_held and _fits_with_settings(changed(plan, {key: value})):
+            return role
+    return None
+
+
+def _less_of(role: Role, plan: RunPlan) -> str:
+    """Text on what gives each device less of a frozen model, without which the run would fit."""
+    ways = [f"take a smaller one ({role.path_key})"]
+    if isinstance(plan.config, RLConfig):
+        keys = {f"cluster.num_{role.name}s": 0}
+        if role.name == "reward_model":
+            keys |= {"cluster.num_engines": 0, "trainer.parallel.zero_stage": 3}
+        change = {key: n for key, n in keys.items() if setting(plan.config, key) != n}
+        if _fits_with_settings(_on_more_devices(changed(plan, change))):
+            more = "start more trainers (--nproc), which share it"
+            words = listed([f"{key} to {n}" for key, n in change.items()])
+            ways.insert(0, f"set {words} and {more}" if change else more)
+    run, number = RunMemory(plan), role.axes.fsdp * role.axes.tensor
+    held = f"{run.held_by(role) / GIB:.1f} GiB of a device"
+    return (
+        f"No setting that was tried makes it fit; without the {role.title} ({role.path_key}), "
+        f"whose weights take {held}{', in shards' * (number > 1)}, it would: {', or '.join(ways)}."
+    )
+
+
+_ABSENT: Mapping[RoleName, tuple[str, Any]] = {
+    "reference": ("algorithm.kl.coef", 0.0),
+    "teacher": ("teacher.path", None),
+    "reward_model": ("reward.model.path", None),
+}
+"""The setting with which a run has no such model."""
 
 
 # -- the host ------------------------------------------------------------------------------------

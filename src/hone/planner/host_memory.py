@@ -5,9 +5,10 @@
 
 On a CPU it is all that a run has: weights, gradients, moments, activations, the KV cache. On GPUs
 it is what `trainer.offload`, `trainer.offload_activations` and `trainer.enable_sleep` move there,
-and the weights of a vLLM engine that sleeps. A checkpoint that is written behind the training is a
-copy of masters and moments. Not counted, so that the plan is below what a run takes: what attention
-on a CPU computes with, reward workers, the data, Ray, and on GPUs what a process itself takes.
+the weights of a vLLM engine that sleeps, and of a reward model that sleeps with the engine. A
+checkpoint that is written behind the training is a copy of masters and moments. Not counted, so
+that the plan is below what a run takes: what attention on a CPU computes with, reward workers, the
+data, Ray, and on GPUs what a process itself takes.
 """
 
 from __future__ import annotations
@@ -130,6 +131,11 @@ def _offloaded(run: RunMemory, num_local: int) -> Iterator[HostRole]:
         yield HostRole("engine", num_local, {"asleep": run.engine_asleep})
     if run.plan.trainer is None:
         return
+    if run.reward_model_asleep:
+        judge, engine = run.plan.roles["reward_model"], run.plan.roles["engine"]
+        # A whole copy is in the first process of each engine alone.
+        number = num_local if judge.axes.world > 1 else -(-num_local // engine.axes.world)
+        yield HostRole("reward model", number, {"asleep": run.reward_model_asleep})
     beside = run.critic_beside
     parts = {
         "offloaded": run.offloaded,

@@ -8,9 +8,10 @@ module combines the parts that are on a device at the same time. A step generate
 Where trainer and engine are colocated, the memory that one keeps while the other works decides
 whether the run fits: the engine keeps its KV cache and weights of its own unless
 `engine.enable_sleep` is on, the trainer keeps masters, moments and a whole critic unless
-`trainer.enable_sleep` is on. Otherwise each has devices of its own, as do frozen models with
-`cluster.num_references`, `num_teachers` and `num_reward_models`, and a critic with
-`cluster.num_critics`. Commands that only train or only sample have one phase.
+`trainer.enable_sleep` is on. Frozen models sleep with the side that they serve: a reward model with
+the engine, references and teachers with the trainer. Otherwise each has devices of its own, as do
+frozen models with `cluster.num_references`, `num_teachers` and `num_reward_models`, and a critic
+with `cluster.num_critics`. Commands that only train or only sample have one phase.
 
 The engine sizes its cache when it starts, before the trainer has moments, so the room that it was
 granted may be missing later. On an H200 whole runs of Qwen3-0.6B and 1.7B peaked 1 to 2 % below
@@ -33,6 +34,8 @@ from hone.hardware import GIB
 from hone.rewards.settings import RewardModelConfig
 from hone.trainer.cost import (
     TrainingMemory,
+    frozen_bytes,
+    gathered_to_score,
     layer_code,
     planned_step,
     scoring_bytes,
@@ -170,10 +173,23 @@ class RunMemory:
         """Bytes in host memory that are offloaded by the policy and a colocated critic."""
         return self.step.host + (self.critic_beside.host if self.critic_beside else 0)
 
-    @property
+    @cached_property
     def frozen(self) -> dict[str, int]:
-        """Weights of frozen models colocated with the policy, by role."""
+        """Weights of frozen models colocated with the policy, by role, where all are awake."""
         return {role.title: self._beside(role) for role in self.plan.scorers}
+
+    def _frozen_awake(self, side: Literal["engine", "trainer"]) -> dict[str, int]:
+        """`frozen` while one side works, without those of the other side where it sleeps."""
+        asleep = self._frozen_asleep("trainer" if side == "engine" else "engine")
+        return {title: 0 if title in asleep else n for title, n in self.frozen.items()}
+
+    def _frozen_asleep(self, side: Literal["engine", "trainer"]) -> dict[str, int]:
+        """Weights of frozen models that sleep with a side: those that score samples with the
+        engine, those that score rows with the trainer."""
+        if not (self._trainer_sleeps if side == "trainer" else self._engine_sleeps):
+            return {}
+        own = [x for x in self.plan.scorers if x.scores_rows == (side == "trainer")]
+        return {role.title: self.frozen[role.title] for role in own}
 
     @property
     def judging(self) -> dict[str, int]:
@@ -182,7 +198,10 @@ class RunMemory:
         role = self.plan.roles.get("reward_model")
         if role is None or role.has_own_devices or self.length_share > 1:
             return {}
-        return {"reward model's pass": self._scoring_bytes(role)}
+        gathered = 0
+        if role.axes.world > 1:
+            gathered = gathered_to_score(self.shape_of(role), num_bytes=self.num_bytes)
+        return {"reward model's pass": self._scoring_bytes(role) + gathered}
 
     @property
     def _teaching(self) -> dict[str, int]:
@@ -210,12 +229,24 @@ class RunMemory:
     def _beside(self, role: Role) -> int:
         if role.has_own_devices or role.aliases_weights_of is not None:
             return 0
-        num_bytes = self.shape_of(role).weight_bytes(self.num_bytes)
-        return -(-num_bytes // (role.axes.fsdp * role.axes.tensor))
+        return self.held_by(role)
+
+    def held_by(self, role: Role) -> int:
+        """Weights of a frozen model on the fullest of its devices."""
+        return frozen_bytes(
+            self.shape_of(role),
+            role.axes,
+            num_bytes=self.num_bytes,
+            gives_values=role.name == "reward_model",
+        )
 
     @property
     def _trainer_sleeps(self) -> bool:
         return self.plan.policy.sleeps and not self.plan.is_apart
+
+    @property
+    def _engine_sleeps(self) -> bool:
+        return self.role is not None and self.role.sleeps and not self.plan.is_apart
 
     @property
     def sleeping_weights(self) -> int:
@@ -225,12 +256,12 @@ class RunMemory:
 
     @property
     def trainer_asleep(self) -> int:
-        """Bytes that a sleeping trainer and a colocated critic move to host memory while the engine
-        works."""
+        """Bytes that a sleeping trainer, a colocated critic and frozen models that score rows move
+        to host memory while the engine works."""
         if not self._trainer_sleeps:
             return 0
-        step = self.step
-        return step.masters + step.optimizer + self.sleeping_weights + self.critic_at_rest
+        step, frozen = self.step, sum(self._frozen_asleep("trainer").values())
+        return step.masters + step.optimizer + self.sleeping_weights + self.critic_at_rest + frozen
 
     def trainer_at_rest(self, *, has_moments: bool = True) -> dict[str, int]:
         """Memory of the trainer while the engine works, by kind."""
@@ -242,15 +273,16 @@ class RunMemory:
             "weights": self.step.weights - (self.sleeping_weights if asleep else 0),
             "masters": 0 if asleep else self.step.masters,
             "moments": 0 if asleep or not has_moments else self.step.optimizer,
-            **self.frozen,
+            **self._frozen_awake("engine"),
             "critic": 0 if asleep else critic,
         }
 
     def trainer_at_work(self) -> dict[str, int]:
         """Memory of the trainer, by kind, at the peak of its step, of the critic's step, or of a
         teacher's pass."""
-        policy = {**self.step.parts, **self.frozen, "critic": self.critic_at_rest}
-        held = {name: policy[name] for name in ("weights", "masters", "moments", *self.frozen)}
+        frozen = self._frozen_awake("trainer")
+        policy = {**self.step.parts, **frozen, "critic": self.critic_at_rest}
+        held = {name: policy[name] for name in ("weights", "masters", "moments", *frozen)}
         moments = [policy, held | {"critic": self.critic_at_rest} | self._teaching]
         if self.critic_beside is not None:
             moments.append(held | {"critic": self.critic_beside.peak})
@@ -297,6 +329,11 @@ class RunMemory:
     def engine_asleep(self) -> int:
         """Weights of a sleeping engine in host memory, while the trainer works."""
         return 0 if self.role is None else self.engine.asleep
+
+    @property
+    def reward_model_asleep(self) -> int:
+        """Weights of a reward model in a process that sleeps with the engine, in host memory."""
+        return sum(self._frozen_asleep("engine").values())
 
     @cached_property
     def cache(self) -> int | None:
@@ -407,7 +444,7 @@ class RunMemory:
     def _scoring(self, role: Role) -> Phase:
         """The phase of a remote frozen model."""
         parts = {
-            "weights": self.shape_of(role).weight_bytes(self.num_bytes),
+            "weights": self.held_by(role),
             "activations and work": self._scoring_bytes(role),
         }
         return Phase("score", role.name, parts | self._process)

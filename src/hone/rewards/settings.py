@@ -58,7 +58,8 @@ class RewardFunctionConfig(Section):
 
 class RewardModelConfig(Section):
     """A reward model: a frozen model that gives a number to a prompt with its completion. It lies
-    whole beside the engine of each process, or of the first one where that drives all engines."""
+    whole beside the engine of each process, or of the first one where that drives all engines; or
+    in shards over training processes that sample, with `trainer.parallel.zero_stage` 3."""
 
     path: str | None = None
     """Folder or hub name of a model with one label for `AutoModelForSequenceClassification`, with

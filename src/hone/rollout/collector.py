@@ -154,6 +154,11 @@ class Collector:
     render: RenderTurn | None = None
     """Renders observations; required with an environment."""
     comm: Comm = field(default_factory=SingleProcess)
+    meet: Callable[[bool], bool] = bool
+    """Called with whether this process waits for scores, before it waits; returns whether it must
+    go on. By default it decides alone. Where processes share a reward model
+    (`hone.rollout.shared_judge`) the call is collective, scores what all have asked, and all go on
+    as long as one of them waits."""
     on_complete: Callable[[Group], None] | None = None
     """Callback, with sampling ahead, for each complete group that will be trained; it runs in the
     polling thread."""
@@ -304,6 +309,7 @@ class Collector:
             episodes=self._episodes("eval"),
             max_failure_rate=self.max_failure_rate,
             comm=self.comm,
+            meet=self.meet,
             progress=progress,
             should_stop=should_stop,
         )
@@ -342,7 +348,7 @@ class Collector:
             self._wait_for_answers(all_are_needed)
             self._check_failures(num_groups)
             self._report(progress, num_groups)
-        while any(entry.generated and entry.unscored for entry in self._own()):
+        while self.meet(any(entry.generated and entry.unscored for entry in self._own())):
             self._buffer.poll(SCORE_WAIT_S)
             self._check_failures(num_groups)
             self._report(progress, num_groups)
@@ -563,7 +569,7 @@ class Collector:
         """Withdraw everything from engine and scorer."""
         if self._runner.is_submitted:
             self._withdraw()
-        while self.scorer.pending:
+        while self.meet(self.scorer.pending > 0):
             self._keep(self._buffer.poll(SCORE_WAIT_S))
         if len(self._buffer):
             self._share(self._own())

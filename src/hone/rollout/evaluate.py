@@ -26,6 +26,7 @@ def evaluate(
     stop: Sequence[str | int] = (),
     max_failure_rate: float = 1.0,
     comm: Comm | None = None,
+    meet: Callable[[bool], bool] = bool,
     progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Sample] | None:
@@ -37,8 +38,8 @@ def evaluate(
     allows for all.
 
     The same seed gives the same samples at every evaluation of a run, so two evaluations differ
-    only by the weights. `stop` are stop strings and ids. The engine is left without requests, and
-    none of these samples has a session any more.
+    only by the weights. `stop` are stop strings and ids, `meet` is that of `Collector`. The engine
+    is left without requests, and none of these samples has a session any more.
     """
     comm = comm or SingleProcess()
     sampling = sampling_params(cfg, stop)
@@ -58,13 +59,19 @@ def evaluate(
     num_own = len(groups) * cfg.n_samples_per_prompt
     runner = Runner(engine, scorer, episodes)
     runner.submit(groups)
-    while runner.groups and not should_stop():
+
+    def advance() -> None:
         num_failed = runner.num_failed
         runner.step()
         if runner.num_failed > num_failed:
             check_failure_rate(_ended(groups), max_failure_rate, num_samples=num_samples)
         if progress is not None:
             progress(runner.num_ended, num_own)
+
+    while runner.is_sampling and not should_stop():
+        advance()
+    while meet(bool(runner.groups) and not should_stop()):
+        advance()
     own = None if runner.groups else _ended(groups)
     if own is None:
         runner.drop()

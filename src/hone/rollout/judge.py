@@ -6,9 +6,10 @@ completion ─┬─► Scorer: functions, in their workers ──────�
 With an environment the model comes after the functions, since only the environment knows which
 turn of an episode is its last one. Functions of whole groups come after both.
 
-The model is colocated (whole on the collecting process's device) or remote (copies on their own
-devices, which score during generation and training). It is frozen, so a score depends only on the
-sample: groups are filtered by rewards, and advantages are computed from them.
+The model is colocated (whole on the collecting process's device, or in shards over all training
+processes: `shared_judge.py`) or remote (copies on their own devices, which score during generation
+and training). It is frozen, so a score depends only on the sample: groups are filtered by rewards,
+and advantages are computed from them.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from hone.rollout.scorer_pool import ScorerPool
 from hone.rollout.transcripts import Transcript, Transcripts
 from hone.trainer.build import frozen_model
 from hone.trainer.collating import collate
+from hone.trainer.frozen import SleepingWeights
 from hone.trainer.settings import SFTTrainerConfig
 from hone.types import FailureKind, Row, Sample, SamplingParams
 
-__all__ = ["PooledRewardModel", "RewardModel", "RewardModelScorer"]
+__all__ = ["VALUES", "PooledRewardModel", "RewardModel", "RewardModelScorer", "rows_of"]
 
 _MAX_POLLS = 32
 """Most polls, one for each engine step, that a sequence waits for others to fill its pass: a small
@@ -59,6 +61,11 @@ _Sequences = Sequence[Transcript]
 
 class SequenceScorer(Protocol):
     """A reward model, colocated or remote."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that this process has spent on scoring."""
+        ...
 
     def begin(self, sequences: _Sequences, /) -> Future[list[float]]:
         """Start to score sequences, each at its last token, in one pass. The future raises
@@ -76,19 +83,30 @@ class RewardModel:
         # Not compiled: compilation takes a minute before the first score, and passes are few.
         cfg = SFTTrainerConfig(compile=False)
         self._model = frozen_model(module, cfg, Mesh.alone(module.device))
+        self._weights = SleepingWeights(module)
+        self.busy_s = 0.0
 
     def begin(self, sequences: _Sequences) -> Future[list[float]]:
         """Score sequences before returning; the future is done."""
-        done: Future[list[float]] = Future()
-        values = self.score(_rows(sequences, self._pad_id), _VALUES)
+        start, done = perf_counter(), Future[list[float]]()
+        values = self.score(rows_of(sequences, self._pad_id), VALUES)
         done.set_result(values[0].tolist())
+        self.busy_s += perf_counter() - start
         return done
+
+    def sleep(self) -> None:
+        """Move the weights to host memory. Raises as `SleepingWeights.sleep`."""
+        self._weights.sleep()
+
+    def wake(self) -> None:
+        """Bring the weights back. Raises as `SleepingWeights.wake`."""
+        self._weights.wake()
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row], outputs: frozenset[Output]) -> npt.NDArray[np.float32]:
         """The values of the trained tokens of `rows`, row after row, from one pass: [1, N].
         `outputs` must be `values` alone."""
-        assert outputs == _VALUES, outputs
+        assert outputs == VALUES, outputs
         if not rows:
             return np.zeros((1, 0), np.float32)
         device = self._model.mesh.device
@@ -99,6 +117,9 @@ class RewardModel:
 class PooledRewardModel:
     """Remote copies of a reward model."""
 
+    busy_s = 0.0
+    """This process only asks."""
+
     def __init__(self, pool: ScorerPool, *, pad_id: int | None) -> None:
         """`pad_id` is the model's padding token."""
         self._pool = pool
@@ -106,7 +127,7 @@ class PooledRewardModel:
 
     def begin(self, sequences: _Sequences) -> Future[list[float]]:
         """Score sequences in the background."""
-        rows, done = _rows(sequences, self._pad_id), Future[list[float]]()
+        rows, done = rows_of(sequences, self._pad_id), Future[list[float]]()
 
         def answer(scoring: Future[list[Outputs]]) -> None:
             if (error := scoring.exception()) is not None:
@@ -114,14 +135,15 @@ class PooledRewardModel:
             else:
                 done.set_result([outputs["values"].item() for outputs in scoring.result()])
 
-        self._pool.begin(rows, [range(len(rows))], _VALUES).add_done_callback(answer)
+        self._pool.begin(rows, [range(len(rows))], VALUES).add_done_callback(answer)
         return done
 
 
-_VALUES = frozenset[Output]({"values"})
+VALUES = frozenset[Output]({"values"})
+"""The output of a reward model."""
 
 
-def _rows(sequences: _Sequences, pad_id: int | None) -> list[Row]:
+def rows_of(sequences: _Sequences, pad_id: int | None) -> list[Row]:
     """Rows that are valued at their last token before padding, as in transformers. For a model that
     pads with its end token this is the token before the end token, in training as well."""
     return [
@@ -197,7 +219,6 @@ class RewardModelScorer:
         """By a sequence in a running pass: the samples that wait for its score."""
         self._passes: dict[Future[list[float]], list[_Key]] = {}
         """Running passes with their sequences."""
-        self._busy_s = 0.0
 
     @property
     def max_turns(self) -> int:
@@ -267,6 +288,11 @@ class RewardModelScorer:
             self._clip(pending.sample)
         return [pending.sample for pending in done]
 
+    def begin_passes(self) -> None:
+        """Start the passes of all samples that wait for one."""
+        while self._queue:
+            self._begin_pass()
+
     def rest(self) -> list[Sample]:
         """Like `Scorer.rest`."""
         samples = self._functions.rest()
@@ -288,7 +314,9 @@ class RewardModelScorer:
         self._num_queued = self._num_polls = 0
 
     def stats(self) -> ScorerStats:
-        return replace(self._functions.stats(), num_pending=self.pending, model_s=self._busy_s)
+        return replace(
+            self._functions.stats(), num_pending=self.pending, model_s=self._model.busy_s
+        )
 
     def _take_returned(self, sample: Sample) -> None:
         """Take a sample from the functions. If it is an episode that its environment has ended, the
@@ -324,7 +352,7 @@ class RewardModelScorer:
 
     def _begin_pass(self) -> None:
         """Start a pass of the first samples of the queue that fit into it."""
-        start, taken, num_tokens = perf_counter(), list[_Pending](), 0
+        taken, num_tokens = list[_Pending](), 0
         while self._queue and (
             not taken or num_tokens + self._queue[0].num_tokens <= self._max_tokens
         ):
@@ -344,7 +372,6 @@ class RewardModelScorer:
         if asked:
             scoring = self._model.begin([pending.sequence for pending in asked])
             self._passes[scoring] = [pending.key for pending in asked]
-        self._busy_s += perf_counter() - start
 
     def _take_passes(self) -> bool:
         """Take the scores of finished passes; whether there were any. Raises the model's errors."""

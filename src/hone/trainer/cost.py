@@ -45,6 +45,8 @@ __all__ = [
     "LayerCode",
     "TrainingMemory",
     "adapter_params",
+    "frozen_bytes",
+    "gathered_to_score",
     "layer_code",
     "params_in_4bit",
     "planned_step",
@@ -210,6 +212,22 @@ def scoring_bytes(
     return 2 * hidden + max(layer, hidden + logits)
 
 
+def frozen_bytes(shape: ModelShape, axes: AxisSizes, *, num_bytes: int, gives_values: bool) -> int:
+    """Bytes of a frozen model's weights on the fullest of the devices that share a copy, of
+    `num_bytes` each. A model that `gives_values` has a head of one row on the first of them."""
+    held = sum(_shard(tensor, axes) for tensor in shape.tensors())
+    return num_bytes * (held + gives_values * shape.hidden_size)
+
+
+def gathered_to_score(shape: ModelShape, *, num_bytes: int) -> int:
+    """Bytes of the weights that a pass of a frozen model in shards gathers at a time: those outside
+    the layers, a layer and the one fetched ahead of it."""
+    tensors = shape.tensors()
+    layers = sum(t.count * t.numel for t in tensors if t.in_layer)
+    rest = sum(t.count * t.numel for t in tensors if not t.in_layer)
+    return num_bytes * (rest + min(2, shape.num_layers) * layers // shape.num_layers)
+
+
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
     if not lora.rank:
@@ -229,6 +247,20 @@ def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
 def _has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> bool:
     targets = lora.target_modules or spec_of(shape.family).lora_targets
     return bool(lora.rank) and tensor.name in targets
+
+
+def _shard(tensor: TensorShape, axes: AxisSizes) -> int:
+    """Number of elements that a process keeps of all `count` tensors: FSDP cuts rows."""
+    rows, *rest = _local(tensor, axes)
+    ranks = axes.expert_fsdp if tensor.of_experts else axes.fsdp
+    return tensor.count * -(-rows // ranks) * prod(rest)
+
+
+def _local(tensor: TensorShape, axes: AxisSizes) -> tuple[int, ...]:
+    """Shape of one tensor after the tensor and expert axes have divided it, as FSDP gets it."""
+    if tensor.of_experts:
+        return (tensor.size[0] // axes.expert, *tensor.size[1:])
+    return tensor.local(axes.tensor)
 
 
 def _nf4_bytes(tensor: TensorShape) -> int:
@@ -424,21 +456,12 @@ class _Step:
             self.whole_root += num_bytes
 
     def _shard(self, tensor: TensorShape) -> int:
-        """Number of elements that this process keeps of all `count` tensors: FSDP cuts rows."""
-        rows, *rest = self._local(tensor)
-        ranks = self.sizes.expert_fsdp if tensor.of_experts else self.sizes.fsdp
-        return tensor.count * -(-rows // ranks) * prod(rest)
+        return _shard(tensor, self.sizes)
 
     def _whole(self, tensor: TensorShape) -> int:
         """Number of elements of one tensor that a pass gathers; of experts, only this process's
         own."""
-        return prod(self._local(tensor))
-
-    def _local(self, tensor: TensorShape) -> tuple[int, ...]:
-        """Shape of one tensor after the tensor and expert axes have divided it, as FSDP gets it."""
-        if tensor.of_experts:
-            return (tensor.size[0] // self.sizes.expert, *tensor.size[1:])
-        return tensor.local(self.sizes.tensor)
+        return prod(_local(tensor, self.sizes))
 
     # -- modelled --------------------------------------------------------------------------------
 

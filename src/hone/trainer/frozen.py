@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hone.algorithms.algorithm import Outputs
 from hone.algorithms.settings import Output
-from hone.checkpoint.sharded import bytes_on
+from hone.checkpoint.sharded import bytes_on, local_part
 from hone.distributed.mesh import Mesh
 from hone.models.adapted import adapters_off
 from hone.models.routes import unrecorded
@@ -24,7 +26,42 @@ from hone.trainer.scorer import RowScorer, row_outputs
 from hone.trainer.settings import SFTTrainerConfig
 from hone.types import Column, Row
 
-__all__ = ["FrozenScorer", "WithoutAdapters"]
+if TYPE_CHECKING:
+    from hone.trainer.offload import StateOffload
+
+__all__ = ["FrozenScorer", "SleepingWeights", "WithoutAdapters"]
+
+
+_PURPOSE = (
+    "the weights of a frozen model sleep on the host, those of a reward model with "
+    "engine.enable_sleep, others with trainer.enable_sleep"
+)
+
+
+class SleepingWeights:
+    """The weights of a frozen model in this process, whole or shards, which can wait in host memory
+    while nothing scores."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._offload: StateOffload | None = None
+        """Created by the first `sleep`."""
+
+    def sleep(self) -> None:
+        """Move the weights to host memory, pinned where they are on a GPU, and their device memory
+        to the driver. The host keeps its copy from then on. No pass may run until `wake`. Raises
+        UserError, with nothing moved, where the host has too little memory."""
+        if self._offload is None:
+            from hone.trainer.offload import StateOffload
+
+            self._offload = StateOffload(_PURPOSE, is_frozen=True)
+        self._offload.offload([local_part(p.detach()) for p in self._module.parameters()])
+
+    def wake(self) -> None:
+        """Bring the weights back. Raises torch.OutOfMemoryError, still asleep, where the device has
+        too little memory free."""
+        if self._offload is not None:
+            self._offload.restore()
 
 
 class FrozenScorer:
@@ -56,11 +93,20 @@ class FrozenScorer:
         self.model = frozen_model(
             model, cfg, mesh, temperature=temperature, exact=exact, top_k=top_k
         )
+        self._weights = SleepingWeights(model)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the weights that this process has on its device."""
         return bytes_on(self.model.mesh.device, self.model.module.parameters())
+
+    def sleep(self) -> None:
+        """Move the weights to host memory. Raises as `SleepingWeights.sleep`."""
+        self._weights.sleep()
+
+    def wake(self) -> None:
+        """Bring the weights back. Raises as `SleepingWeights.wake`."""
+        self._weights.wake()
 
     def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
         """Scoring starts when the returned function is called."""

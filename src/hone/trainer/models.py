@@ -54,9 +54,8 @@ class Models:
         groups = set[dist.ProcessGroup]()
         for trainer in self.learners.values():
             groups |= trainer.mesh.groups
-        for scorer in self.scorers.values():
-            if isinstance(scorer, FrozenScorer):
-                groups = groups | scorer.model.mesh.groups
+        for scorer in self._frozen.values():
+            groups = groups | scorer.model.mesh.groups
         return groups
 
     def prepare(
@@ -109,24 +108,34 @@ class Models:
         """Metrics of each role in this process: GiB on the device between passes, and its
         reductions after out-of-memory errors."""
         held = {role: trainer.device_bytes for role, trainer in self.learners.items()}
-        frozen = {r: s for r, s in self.scorers.items() if isinstance(s, FrozenScorer)}
-        held |= {role: scorer.device_bytes for role, scorer in frozen.items()}
+        held |= {role: scorer.device_bytes for role, scorer in self._frozen.items()}
         metrics: Metrics = {
             f"mem/{role}_gib": Last(num_bytes / 2**30) for role, num_bytes in held.items()
         }
-        for part in (*self.learners.values(), *frozen.values()):
+        for part in self._parts:
             metrics |= part.repair.take_metrics()
         return metrics
 
     def sleep(self) -> None:
-        """Free device memory of all trained roles for an engine, by `Trainer.sleep`."""
-        for trainer in self.learners.values():
-            trainer.sleep()
+        """Free device memory of all roles for an engine: trained ones by `Trainer.sleep`, frozen
+        models in this process by `FrozenScorer.sleep`."""
+        for part in self._parts:
+            part.sleep()
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away. Raises as `Policy.wake`."""
-        for trainer in self.learners.values():
-            trainer.wake()
+        for part in self._parts:
+            part.wake()
+
+    @property
+    def _parts(self) -> list[Trainer | FrozenScorer]:
+        """The models that this process has weights of."""
+        return [*self.learners.values(), *self._frozen.values()]
+
+    @property
+    def _frozen(self) -> dict[str, FrozenScorer]:
+        """The frozen models that this process has weights of, by role."""
+        return {r: s for r, s in self.scorers.items() if isinstance(s, FrozenScorer)}
 
     def _score(
         self, algorithm: Algorithm[Item], rows: Sequence[Row], kept: dict[str, list[Outputs]]

@@ -1,9 +1,10 @@
 """Offloading of the trainer's state to host memory.
 
-Four things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
+Five things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
 masters and moments, which each step streams through the device piece by piece (`stream_buckets`),
-gradients between micro-batches and until that step (`host_gradients.py`), and all of the trainer's
-state while an engine generates (`StateOffload`).
+gradients between micro-batches and until that step (`host_gradients.py`), all of the trainer's
+state while an engine generates, and frozen models while nothing asks for their scores
+(`StateOffload`).
 
 Copies run on streams of their own, from and to page-locked buffers that are used again: neither
 device nor host memory grows from step to step. On a CPU the same copies happen at once.
@@ -282,7 +283,16 @@ class StateOffload:
     Host buffers are allocated at the first `offload` and used again for tensors of the same layout.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        purpose: str = "the trainer sleeps with its state on the host (trainer.enable_sleep)",
+        *,
+        is_frozen: bool = False,
+    ) -> None:
+        """`purpose` is as of `host_tensors`. With `is_frozen` the tensors are always the same and
+        never change, so they are copied to the host once."""
+        self._purpose = purpose
+        self._is_frozen = is_frozen
         self._hosts: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
@@ -305,13 +315,12 @@ class StateOffload:
             return
         device = next(iter(storages.values())).device
         layout = [(torch.Size([s.nbytes()]), torch.uint8) for s in storages.values()]
+        is_on_host = self._is_frozen and layout_of(self._hosts) == layout
         if layout_of(self._hosts) != layout:
             self._hosts = []  # freed before others are asked for
-            self._hosts = host_tensors(
-                layout, device, purpose="the trainer sleeps with its state on the host"
-            )
+            self._hosts = host_tensors(layout, device, purpose=self._purpose)
         away = list(zip(storages.values(), self._hosts, strict=True))
-        for storage, host in away:
+        for storage, host in () if is_on_host else away:
             host.copy_(_whole_storage(storage), non_blocking=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

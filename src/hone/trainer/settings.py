@@ -196,8 +196,9 @@ class TrainerConfig(SFTTrainerConfig):
     """Passes over each rollout."""
 
     enable_sleep: bool = False
-    """Keep master weights and optimizer states in pinned host memory but while they train, so that
-    the engine has their room; of several processes each its shards."""
+    """Keep master weights and optimizer states in pinned host memory but while they train, and the
+    weights of a reference and a teacher beside them but while they score, so that the engine has
+    their room; of several processes each its shards."""
 
     parity: Literal["auto", "off"] | float = "auto"
     """Launch gate: engine and trainer must agree on log-probabilities of the first step's samples,

@@ -808,6 +808,32 @@ def test_the_time_of_a_teacher_and_of_a_reward_model_is_planned_wherever_it_is(r
     assert any("in no split" in note for note in result.notes)
 
 
+def test_trainers_that_share_a_reward_model_gather_its_weights_for_every_pass() -> None:
+    """By hand, of two that sample: each scores half of the rows, in as many passes as it takes."""
+    shape, judge = public_shape("qwen3-0.6b"), public_shape("qwen3-4b")
+    assert shape is not None
+    assert judge is not None
+    judge = replace(judge, tied=True)
+    rows, placement = [1000] * 8, Placement(num_trainers=2, num_engines=2, colocated=True)
+
+    def train_s(stage: int, path: str | None, budget: int = 1000) -> float:
+        cfg = config(
+            plan={"training_scaling": 1.0},
+            cluster={"num_engines": 0, "num_trainers": 1},
+            trainer={"parallel": {"zero_stage": stage}},
+            reward={"functions": (), "model": {"path": path, "max_tokens_per_forward": budget}},
+        )
+        return placement_rates(cfg, shape, GPUS[0], placement).train_s(rows, 7000)
+
+    pass_s = Compute(GPUS[0], PlanningConfig()).forward_s(judge, rows, num_head_tokens=0)
+    gather_s = judge.weight_bytes(2) / 2 / (0.7 * GPUS[0].link_bytes_per_s)
+    path = "Qwen/Qwen3-4B"
+    assert train_s(2, path) == pytest.approx(train_s(2, None) + pass_s / 2)
+    without = train_s(3, None)
+    assert train_s(3, path) == pytest.approx(without + pass_s / 2 + 4 * gather_s)
+    assert train_s(3, path, budget=10**4) == pytest.approx(without + pass_s / 2 + gather_s)
+
+
 def scored_by(name: RoleName, each: float) -> Rates:
     """An engine with a token a second, updates of 10 s, and a model apart; trainers score the rows
     themselves for 1 s."""

@@ -329,9 +329,9 @@ def _reward_model(plan: RunPlan) -> Iterator[Line]:
     if plan.batch is None:
         yield _gib("reward_model_gib", run.frozen["reward model"], f"{plan.dtype}, frozen, whole")
     if run.judging:  # colocated; a remote one is in the peak of its phase
-        yield _gib(
-            "reward_model_pass_gib", sum(run.judging.values()), "the widest moment of a layer"
-        )
+        how = "the widest moment of a layer"
+        how += ", and the weights that it gathers" * (plan.roles["reward_model"].axes.world > 1)
+        yield _gib("reward_model_pass_gib", sum(run.judging.values()), how)
 
 
 def _memory(plan: RunPlan) -> Iterator[Line]:
@@ -358,7 +358,8 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         for role in plan.scorers:
             if num_bytes := run.frozen[role.title]:
                 what = purpose if role.name == "reference" else "frozen"
-                of_each = "whole" if role.name == "reward_model" else _shards(role)
+                is_whole = role.name == "reward_model" and role.axes.world == 1
+                of_each = "whole" if is_whole else _shards(role)
                 held[role.name] = (num_bytes, f"{plan.dtype}, {what}, {of_each}")
         if run.critic_beside is not None:
             of_each = _shards(plan.roles["critic"])
@@ -368,7 +369,7 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         total = sum(num_bytes for num_bytes, _ in held.values())
         less = ", without the vision tower" * (run.shape.tower is not None)
         yield _gib("total_gib", total, f"of one device, before activations and KV cache{less}")
-        asleep = run.trainer_asleep + run.engine_asleep
+        asleep = run.trainer_asleep + run.engine_asleep + run.reward_model_asleep
         what = "what is offloaded" + ", and what sleeps" * bool(asleep)
         yield _gib("host_gib", run.offloaded + asleep, f"of a process, in host memory: {what}")
         yield _gib("training_peak_gib", step.peak, _sentences(in_gib(step.parts), has))

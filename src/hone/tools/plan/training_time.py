@@ -178,15 +178,27 @@ class TrainingTime:
         return RunMemory(self.plan)
 
     def _judging_s(self, lengths: Lengths) -> float:
-        """Seconds of a colocated reward model's passes: on the device of each engine's first
-        process, or of the first trainer where engines are remote."""
+        """Seconds of a colocated reward model's passes: in shards on all devices; else on the
+        device of each engine's first process, or of the first trainer where engines are remote."""
         engine, role = self.plan.roles.get("engine"), self.plan.roles.get("reward_model")
         if role is None or engine is None or role.has_own_devices:
             return 0.0
-        number = 1 if self.plan.is_apart else engine.num_workers
-        return (
-            self._compute.forward_s(self._run.shape_of(role), lengths, num_head_tokens=0) / number
-        )
+        shape, sharers = self._run.shape_of(role), role.axes.world
+        seconds = self._compute.forward_s(shape, lengths, num_head_tokens=0)
+        if sharers == 1:
+            return seconds / (1 if self.plan.is_apart else engine.num_workers)
+        return seconds / sharers + self._gathers_to_judge_s(role, shape, int(np.sum(lengths)))
+
+    def _gathers_to_judge_s(self, role: Role, shape: ModelShape, num_tokens: int) -> float:
+        """Seconds in which the passes of a reward model in shards gather its weights."""
+        gpu, axes = self.plan.devices.gpu, role.axes
+        assert gpu is not None
+        per_node = self.plan.devices.per_node or axes.world
+        link = gpu.link_bytes_per_s if axes.fsdp <= per_node else gpu.node_bytes_per_s
+        budget = self._config.reward.model.max_tokens_per_forward
+        num_passes = -(-num_tokens // (axes.world * budget))
+        num_bytes = shape.weight_bytes(self.plan.num_bytes) * (axes.fsdp - 1) / axes.fsdp
+        return num_passes * num_bytes / (link * _REACHED)
 
     def _training_s(self, lengths: Integers, repeated: Integers, num_trained: int) -> float:
         """Seconds of forward and backward on one device."""
