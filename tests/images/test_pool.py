@@ -260,6 +260,19 @@ def test_nothing_is_left_however_the_process_ends(number: int | None, code: str)
     until(lambda: not any(map(is_running, pids)))
 
 
+def test_processes_outlive_signals_to_every_process_of_a_run(pool: PixelPool) -> None:
+    """Which `ray job stop` and SLURM send: the step is finished first, and needs images."""
+    (file,) = files(1)
+    pool.submit(file, SETTINGS).result(WAIT_S)  # they serve by now
+    before = workers()
+    for process in before:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            process.send_signal(number)
+    made = [pool.submit(file, SETTINGS) for _ in range(4)]
+    assert all(len(tiles.result(WAIT_S)) == 1 for tiles in made)
+    assert {process.pid for process in before} <= {process.pid for process in workers()}
+
+
 def test_closing_cancels_what_is_not_done() -> None:
     pool = PixelPool(1)
     tiles = [pool.submit(file, SETTINGS) for file in files(8) * 20]
