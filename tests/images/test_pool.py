@@ -71,7 +71,8 @@ def pool() -> Iterator[PixelPool]:
     yield pool
     pool.close()
     assert workers() == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    # Fewer, where something that an earlier test has left was closed meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_pixels_are_those_of_this_process(pool: PixelPool, tmp_path: Path) -> None:
