@@ -33,8 +33,9 @@ await 'ray status --address "$head:$port" | grep "/$((others * 8)).0 GPU" > /dev
 srun --nodes 1 --ntasks 1 -w "$head" --overlap --gpus-per-node 8 \
   hone rl "$@" --cluster.address "$head:$port" &
 run=$! code=0
-# SIGTERM ends the run alone: it needs Ray until it has saved. The signal also ends a `wait`.
-trap 'kill -TERM "$run"' TERM
+# SIGTERM ends the run, the third step, alone: it needs Ray until it has saved, and srun would kill it
+# at once. The signal also ends a `wait`.
+trap 'scancel --signal TERM "$SLURM_JOB_ID.2"' TERM
 wait "$run" || code=$?
 while kill -0 "$run" 2> /dev/null; do code=0; wait "$run" || code=$?; done
 exit "$code"

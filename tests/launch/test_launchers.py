@@ -84,6 +84,14 @@ def test_the_page_names_every_file_and_every_file_is_a_program_or_a_document() -
         assert path.read_text().startswith("#!/usr/bin/env bash\n"), path
 
 
+def test_slurm_signals_the_step_of_the_run_alone() -> None:
+    """Steps are numbered by their `srun`, and the last one is hone's."""
+    text = script("slurm_async.sh")
+    steps = re.findall(r"(?m)^srun .*\\\n +(\w+) ", text)
+    assert steps == ["ray", "ray", "hone"]
+    assert "trap 'scancel --signal TERM \"$SLURM_JOB_ID.2\"' TERM" in text
+
+
 def test_the_commands_of_files_are_commands_of_hone() -> None:
     commands = [container("kubernetes_job.yaml")["args"]]
     commands.append(container("kubernetes_indexed_job.yaml")["args"])
