@@ -54,7 +54,7 @@ def test_the_long_description_is_the_readme_without_links_into_the_repository(
 ) -> None:
     text = built.metadata.get_payload()
     assert isinstance(text, str)
-    links = re.findall(r"\]\(([^)]*)\)", text)
+    links = re.findall(r"\]\(([^)]*)\)", text) + re.findall(r'(?:src|srcset|href)="([^"]*)"', text)
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     assert built.metadata["Description-Content-Type"] == "text/markdown"
     readme = (ROOT / "README.md").read_text()
