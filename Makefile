@@ -4,8 +4,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-failed test-vllm test-agents plan costs mutants requirements size \
-  lint docs install clean
+.PHONY: help quickstart test test-all test-failed test-vllm test-agents test-launch plan costs mutants \
+  requirements size lint docs dist install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,6 +32,10 @@ ENVS_EXTRAS := .[data,envs]
 FREE_VENV := .venv-envs-free
 FREE_BIN := $(FREE_VENV)/bin
 
+# What reads the files for schedulers, and checks a release: it adds to $(VENV).
+LAUNCH_VENV := .venv-launch
+LAUNCH_BIN := $(LAUNCH_VENV)/bin
+
 help:
 	@echo "make quickstart   train a tiny model on this machine and draw its report"
 	@echo "make test         run all cheap tests, and the costly ones that your change touches most"
@@ -44,15 +48,18 @@ help:
 	@echo "make test-vllm    run the tests that need vLLM, on a CPU, in $(VLLM_VENV)"
 	@echo "make test-agents  run the tests that need other frameworks' environments, in $(ENVS_VENV)"
 	@echo "                  and $(FREE_VENV)"
+	@echo "make test-launch  run the tests that need the parsers of Kubernetes, SkyPilot and others, in"
+	@echo "                  $(LAUNCH_VENV)"
 	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2;"
 	@echo "                  SLICE=1/6: every sixth, which takes about an hour)"
 	@echo "make requirements say which tests and planted mistakes hold up each requirement"
 	@echo "make size         count files, lines by kind and keys"
 	@echo "make lint         run the linters and the type checker"
 	@echo "make docs         build the documentation in build/docs"
+	@echo "make dist         build the wheel and the sdist of a release in dist, and check them"
 	@echo "make install      set up $(VENV) only"
-	@echo "make clean        remove $(VENV), $(VLLM_VENV), $(ENVS_VENV), $(FREE_VENV) and caches;"
-	@echo "                  run folders stay"
+	@echo "make clean        remove $(VENV), $(VLLM_VENV), $(ENVS_VENV), $(FREE_VENV),"
+	@echo "                  $(LAUNCH_VENV) and caches; run folders stay"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/hone quickstart
@@ -81,6 +88,9 @@ test-agents: $(ENVS_VENV)/.installed $(FREE_VENV)/.installed
 	@OMP_NUM_THREADS=1 $(FREE_BIN)/python -m pytest -m envs --noconftest \
 	  tests/envs/shapes/test_verifiers.py tests/envs/shapes/test_openenv.py
 
+test-launch: $(LAUNCH_VENV)/.installed
+	@OMP_NUM_THREADS=1 $(LAUNCH_BIN)/python -m pytest -m launch tests/launch/test_parsers.py
+
 mutants: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.mutants.run --only "$(ONLY)" --area "$(AREA)" --jobs $(or $(JOBS),1) \
 	  --slice $(or $(SLICE),1/1)
@@ -100,10 +110,18 @@ lint: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python docs/site/build.py
 
+dist: $(LAUNCH_VENV)/.installed
+	@rm -rf dist
+	@version=$$($(BIN)/python -m hatchling version); \
+	grep -q "^## $$version - 2" CHANGELOG.md \
+	  || { echo "CHANGELOG.md has no section '## $$version - DATE'" >&2; exit 1; }
+	@$(BIN)/python -m hatchling build
+	@$(LAUNCH_BIN)/twine check --strict dist/*
+
 install: $(VENV)/.installed
 
 clean:
-	@rm -rf $(VENV) $(VLLM_VENV) $(ENVS_VENV) $(FREE_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) $(ENVS_VENV) $(FREE_VENV) $(LAUNCH_VENV) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A step that fails shows the end of its log; a step that succeeds is silent.
@@ -173,4 +191,20 @@ $(FREE_VENV)/.installed: constraints-envs.txt pyproject.toml | $(FREE_BIN)/pytho
 	@$(call quietly, $(FREE_BIN)/python $(PIP_INSTALL) --constraint constraints-envs.txt \
 	  verifiers openenv pytest pytest-timeout)
 	@$(call quietly, $(FREE_BIN)/python $(PIP_INSTALL) --no-deps --editable .)
+	@touch $@
+
+# It sees what $(VENV) has. Of SkyPilot only the reading of tasks is run, so it goes in without most of
+# what it requires, among which are other versions than hone's.
+SKYPILOT_READS_WITH := aiosqlite alembic cachetools casbin colorama fastapi greenlet httpx ijson paramiko \
+  passlib prettytable prometheus-client psycopg2-binary sqlalchemy sqlalchemy-adapter
+$(LAUNCH_VENV)/.installed: constraints-launch.txt $(VENV)/.installed-dev
+	@echo "Setting up $(LAUNCH_VENV); this takes half a minute or more, once."
+	@$(BIN)/python -m venv $(LAUNCH_VENV)
+	@$(call quietly, \
+	  purelib='import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  && base=$$($(BIN)/python -c "$$purelib") \
+	  && echo "import site; site.addsitedir('$$base')" > "$$($(LAUNCH_BIN)/python -c "$$purelib")/base.pth" \
+	  && $(LAUNCH_BIN)/python $(PIP_INSTALL) --constraint constraints.txt \
+	    --constraint constraints-launch.txt kubernetes-validate "ray[default]" twine uv $(SKYPILOT_READS_WITH) \
+	  && $(LAUNCH_BIN)/python $(PIP_INSTALL) --constraint constraints-launch.txt --no-deps skypilot)
 	@touch $@

@@ -21,7 +21,8 @@ from tests.config import workspace as files
 from tests.tables import table
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml"))
+LAUNCHERS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("launch/*"))
+RECIPES = sorted({str(p.relative_to(EXAMPLES)) for p in EXAMPLES.rglob("*.yaml")} - {*LAUNCHERS})
 _ROW = re.compile(r"\]\((\S+)\) \|.*\|\s*([^|]*?)\s*\|$", re.MULTILINE)
 ROWS = dict(_ROW.findall((EXAMPLES / "README.md").read_text()))
 """By file: the GPUs in its row of the table."""
@@ -113,8 +114,7 @@ def test_every_large_recipe_has_its_plan() -> None:
 
 
 def test_every_example_is_in_the_table() -> None:
-    scripts = [path.name for path in EXAMPLES.glob("*.sh")]
-    assert sorted(ROWS) == sorted([*RECIPES, *scripts])
+    assert sorted(ROWS) == sorted([*RECIPES, *LAUNCHERS])
 
 
 def test_X1_the_16_gpu_template_of_20_is_refused_with_its_sum() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -375,6 +376,19 @@ def test_a_run_that_still_writes_is_not_read_by_the_next_one(
     with pytest.raises(UserError, match=rf"another run is at work.*process {os.getpid()}\. Wait"):
         supervised.run(sft_config)
     lock.release()
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre without `-o flock`, or a bucket that is mounted as a folder."""
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UserError, match=rf"run\.dir '{tmp_path}' has no locks.*not impl.*flock"):
+        FolderLock(tmp_path)
 
 
 class EndsInDel:

@@ -1,5 +1,6 @@
 """Scoring code that loops, forks, eats memory or crashes costs one sample and nothing else."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -224,7 +225,65 @@ def test_R13_fork_server_killed_by_someone_else(processes):
     assert processes.wait_until(lambda found: not found) == {}
 
 
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+def test_signals_to_every_process_of_a_run_end_no_call(tmp_path):
+    """As `ray job stop` and SLURM send them: the step is finished first, which needs rewards."""
+    begun, free = tmp_path / "begun", tmp_path / "free"
+    file = tmp_path / "patient.py"
+    file.write_text(
+        "import pathlib, time\n"
+        "def score(completion):\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n"
+        f"    while not pathlib.Path({str(free)!r}).exists():\n        time.sleep(0.01)\n"
+        "    return 1.0\n"
+    )
+    cfg = config(f"{file}:score", timeout_s=PATIENCE_S)
+    with Scorer(cfg, max_completion_tokens=64) as scorer:
+        sample = make_sample("good")
+        scorer.submit(sample)
+        end = time.monotonic() + PATIENCE_S
+        while not begun.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        tree = [psutil.Process(scorer._pool._process.pid)]
+        tree += tree[0].children(recursive=True)
+        assert len(tree) > 1
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            for process in tree:
+                process.send_signal(number)
+        free.touch()
+        while scorer.pending:
+            scorer.poll(1.0)
+        assert all(process.is_running() for process in tree)
+    assert sample.reward is not None, sample.failure_detail
+    assert sample.reward.total == 1.0
+
+
+def test_what_a_reward_starts_ends_by_signals_as_usual(tmp_path):
+    """A program, and forks of the worker, however early the signal comes."""
+    file = tmp_path / "starting.py"
+    file.write_text(
+        "import multiprocessing, subprocess, time\n"
+        "def score(completion):\n"
+        "    program = subprocess.Popen(['sleep', '1000'])\n"
+        "    program.terminate()\n"
+        "    codes = {program.wait()}\n"
+        "    context = multiprocessing.get_context('fork')\n"
+        "    for _ in range(20):\n"
+        "        fork = context.Process(target=time.sleep, args=(1000,))\n"
+        "        fork.start()\n"
+        "        fork.terminate()\n"
+        "        fork.join()\n"
+        "        codes.add(fork.exitcode)\n"
+        "    return float(codes == {-15})\n"
+    )
+    cfg = config(f"{file}:score", timeout_s=PATIENCE_S)
+    with Scorer(cfg, max_completion_tokens=64) as scorer:
+        sample = make_sample("good")
+        scorer.score([sample])
+    assert sample.reward is not None, sample.failure_detail
+    assert sample.reward.total == 1.0
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGABRT"])
 def test_a_reward_that_ends_the_workers_parent_is_named(tmp_path, number):
     file = tmp_path / "deadly.py"
     file.write_text(

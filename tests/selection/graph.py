@@ -28,6 +28,7 @@ TOUCHES_ALL = frozenset({"pyproject.toml", "constraints.txt", "tests/conftest.py
 
 NEEDED_BY = {
     "constraints-envs.txt": ("tests/envs/shapes/test_frameworks.py",),
+    "constraints-launch.txt": ("tests/launch/test_parsers.py",),
     "constraints-vllm.txt": (
         "tests/engine/test_vllm.py",
         "tests/engine/test_vllm_experts.py",

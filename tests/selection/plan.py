@@ -15,7 +15,7 @@ from tests.selection.graph import Graph
 ROOT = Path(__file__).parents[2]
 COSTS = Path(__file__).with_name("costs.json")
 SHARES_FIXTURES = 'fixture(scope="module"'
-MARKS = ("slow", "vllm", "envs")
+MARKS = ("slow", "vllm", "envs", "launch")
 """Marks whose tests are a unit of their own."""
 ALWAYS = ("tests/config/test_key_walk.py",)
 """Units that always run, whatever they cost: every change may leave a key that nobody reads."""

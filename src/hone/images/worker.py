@@ -32,6 +32,9 @@ Answer = list[list[int]] | str
 
 def main() -> None:
     """Serve the process at the other end of the connection."""
+    # A scheduler may send these to every process of a run, which still needs images for its step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     while True:
         try:

@@ -340,6 +340,12 @@ class FolderLock:
                     f"another run is at work in run.dir '{self._folder}': process "
                     f"{lock_holder(self._folder)}. Wait for its end, or name another folder."
                 ) from error
+            except OSError as error:
+                raise UserError(
+                    f"the file system of run.dir '{self._folder}' has no locks ({error}), which "
+                    "keep a second run out. Mount it with locks (Lustre: -o flock), or name a "
+                    "folder of another file system."
+                ) from error
             with writing(self._folder, "run.dir"):
                 file.truncate(0)
                 file.write(f"{os.getpid()}\n")

@@ -1,6 +1,6 @@
 """`python -m hone.recipes.counting [--dir DIR] [--seed N]`: what the recipes `counting-sft` and
 `counting-rl` start from. Pictures of coloured shapes, questions on how many have a colour, and
-a tiny model of random weights that sees pictures. Needs pillow: `pip install 'hone[images]'`.
+a tiny model of random weights that sees pictures. Needs pillow: `pip install 'pillow>=11.3'`.
 """
 
 from __future__ import annotations

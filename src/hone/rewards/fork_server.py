@@ -43,6 +43,7 @@ from hone.rewards.worker import (
     Job,
     become_subreaper,
     encode_request,
+    outlive_signals,
     session_of,
     size_of,
     ticket_of,
@@ -499,6 +500,7 @@ def _kill_worker(worker: _Worker) -> None:
 
 
 def _be_worker(sock: socket.socket, job: Job) -> NoReturn:
+    outlive_signals()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Close all inherited descriptors: the sockets of the driver and of other workers.
@@ -518,6 +520,7 @@ def _be_worker(sock: socket.socket, job: Job) -> NoReturn:
 
 def main() -> None:
     """Serve the driver at the other end of the socket whose descriptor is the first argument."""
+    outlive_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     greeting = wire.receive(control)
     if greeting is None:
@@ -538,8 +541,7 @@ def serve_forked(control: socket.socket, job: Job) -> NoReturn:
 def _leave_driver(control: socket.socket) -> None:
     """Give up everything that a fork shares with the driver, except `control`."""
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    outlive_signals()
     signal.set_wakeup_fd(-1)
     # Close the driver's descriptors: locks, sockets, the streams of a notebook.
     os.closerange(3, control.fileno())

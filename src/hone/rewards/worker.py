@@ -16,7 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
@@ -44,6 +46,7 @@ __all__ = [
     "become_subreaper",
     "encode_request",
     "load",
+    "outlive_signals",
     "session_of",
     "size_of",
     "ticket_of",
@@ -337,6 +340,43 @@ def become_subreaper() -> None:
     """Adopt orphaned descendants, so that none of them can leave the process tree (Linux)."""
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def outlive_signals() -> None:
+    """Let this process go on after signals that ask a run to end, until the driver ends it.
+
+    Some schedulers send SIGTERM to every process of a run, and the driver then finishes its step,
+    which needs rewards. Programs that this process starts, and its forks, end as usual.
+    """
+    _let_forks_end()
+    for number in _ENDING:
+        signal.signal(number, _go_on)  # not SIG_IGN, which programs would inherit
+
+
+def _go_on(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+@cache
+def _let_forks_end() -> None:
+    """Give forks the default handlers. Meanwhile signals wait, since Python forgets one that comes
+    to a fork before it runs."""
+
+    def reset() -> None:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
 
 
 def _prctl(option: int, value: int) -> None:
