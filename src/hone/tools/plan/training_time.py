@@ -48,6 +48,7 @@ from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
 from hone.families.stages import layer_costs, stage_layers
+from hone.planner.recompute import COMPUTED_AGAIN, layers_again
 from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
 from hone.prefixes import COPIED, saves_enough
@@ -61,8 +62,6 @@ __all__ = ["TrainingTime"]
 Integers: TypeAlias = NDArray[np.integer[Any]]
 Lengths: TypeAlias = Sequence[int] | Integers
 
-_RECOMPUTED = {"off": 0.0, "selective": 0.8, "full": 1.0}
-"""Share of a layer's forward pass: measured 18 and 22 % of a step of 1.7B, 22 and 27 % of 4B."""
 _HIDDEN = 0.8
 """Share of a pass beside which collectives run over links slower than NVLink."""
 _NVLINK = 100e9
@@ -243,13 +242,11 @@ class TrainingTime:
 
     def _recomputed_share(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
         layers = self._recomputed_layers(trainer, shape, role)
-        return _RECOMPUTED[trainer.recompute_mode] * layers
+        return COMPUTED_AGAIN[trainer.recompute_mode] * layers
 
     def _recomputed_layers(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
         """Share of the layers that are recomputed."""
-        groups = chain(*self._stages(shape, role))
-        again = sum(len(span) for own in groups for span in trainer.recomputed_spans(len(own)))
-        return again / shape.num_layers
+        return layers_again(trainer, self._stages(shape, role)) / shape.num_layers
 
     def _stages(self, shape: ModelShape, role: Role) -> list[list[range]]:
         """Groups of layers of each stage."""
@@ -268,7 +265,7 @@ class TrainingTime:
     ) -> float:
         """Compute time of the slowest stage over the mean of all stages, forward and backward.
         `head` is the time of the head over that of all layers."""
-        costs, again = layer_costs(shape), _RECOMPUTED[trainer.recompute_mode]
+        costs, again = layer_costs(shape), COMPUTED_AGAIN[trainer.recompute_mode]
 
         def of_group(group: range) -> float:
             recomputed = sum(map(len, trainer.recomputed_spans(len(group))))
