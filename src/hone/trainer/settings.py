@@ -25,8 +25,7 @@ __all__ = [
 MatmulPrecision = Literal["default", "tf32", "fp8"]
 RecomputeMode = Literal["off", "selective", "full"]
 Recompute = (
-    RecomputeMode
-    | Literal["auto"]
+    Literal["off", "selective", "full", "auto"]
     | Annotated[
         str, Field(pattern=r"^(uniform|block):[1-9][0-9]*$", description="uniform:N, or block:N")
     ]
