@@ -31,6 +31,7 @@ Recompute = (
     ]
 )
 OffloadLevel = Literal["none", "optimizer", "gradients", "parameters"]
+_OFFLOAD_LEVELS: tuple[OffloadLevel, ...] = get_args(OffloadLevel)
 
 
 class OptimizerConfig(Section):
@@ -185,8 +186,7 @@ class SFTTrainerConfig(Section):
 
     def offloads(self, what: OffloadLevel) -> bool:
         """Whether `what` is offloaded to host memory; each level includes those before it."""
-        levels = get_args(OffloadLevel)
-        return levels.index(self.offload) >= levels.index(what)
+        return _OFFLOAD_LEVELS.index(self.offload) >= _OFFLOAD_LEVELS.index(what)
 
 
 class TrainerConfig(SFTTrainerConfig):

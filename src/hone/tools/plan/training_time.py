@@ -36,9 +36,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,40 @@ _BACKWARD = 2 / 3
 """Share of a pass that is backward."""
 _UNPACKED_BYTES = 0.5625 + 2
 """Device memory that a weight of four bits with its scale is read from, and written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows whose times are kept: a search asks for those of the same rows with hundreds of
+    settings."""
+
+    lengths: bytes
+    """As int64."""
+    num_head_tokens: int
+
+    @classmethod
+    def of(cls, lengths: Integers, num_head_tokens: int) -> Self:
+        return cls(lengths.astype(np.int64).tobytes(), num_head_tokens)
+
+    @property
+    def array(self) -> Integers:
+        return np.frombuffer(self.lengths, dtype=np.int64)
+
+
+@lru_cache(maxsize=256)
+def _forward_s(rows: _Rows, compute: Compute, shape: ModelShape) -> float:
+    """Seconds of a forward pass on one device."""
+    return compute.forward_s(shape, rows.array, num_head_tokens=rows.num_head_tokens)
+
+
+@lru_cache(maxsize=256)
+def _training_s(rows: _Rows, compute: Compute, shape: ModelShape, adapters: int | None) -> float:
+    """Seconds of forward and backward on one device; `adapters` is the number of their
+    parameters."""
+    flops = training_flops(
+        shape, rows.array, num_head_tokens=rows.num_head_tokens, num_adapter_params=adapters
+    )
+    return compute.passes_s(shape, rows.array, flops, num_attention=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +226,16 @@ class TrainingTime:
         shape = self.plan.shape
         assert shape is not None
         adapters = adapter_params(shape, self._config.model.lora) or None
-
-        def passes_s(lengths: Integers, num_head_tokens: int) -> float:
-            flops = training_flops(
-                shape, lengths, num_head_tokens=num_head_tokens, num_adapter_params=adapters
-            )
-            return self._compute.passes_s(shape, lengths, flops, num_attention=3)
-
-        return passes_s(lengths, num_trained) - passes_s(repeated, 0)
+        whole_s = _training_s(_Rows.of(lengths, num_trained), self._compute, shape, adapters)
+        return whole_s - _training_s(_Rows.of(repeated, 0), self._compute, shape, adapters)
 
     def _forward_s(
         self, shape: ModelShape, *, lengths: Integers, repeated: Integers, num_head_tokens: int
     ) -> float:
         """Seconds of a forward pass on one device over rows of these lengths, without the
         `repeated` prompts."""
-        whole_s = self._compute.forward_s(shape, lengths, num_head_tokens=num_head_tokens)
-        return whole_s - self._compute.forward_s(shape, repeated, num_head_tokens=0)
+        whole_s = _forward_s(_Rows.of(lengths, num_head_tokens), self._compute, shape)
+        return whole_s - _forward_s(_Rows.of(repeated, 0), self._compute, shape)
 
     def _repeated(self, lengths: Integers, num_trained: int) -> Integers:
         """Lengths of prompts that other rows of their group bring, all of the mean length."""
