@@ -179,21 +179,21 @@ class TrainingTime:
 
     def scoring(self, lengths: Lengths, num_trained: int) -> Scoring:
         """Times of remote models for such rows."""
+        remote = [role for role in self.plan.scorers if role.has_own_devices]
+        if not remote:
+            return NO_SCORING
         lengths = np.asarray(lengths)
         repeated = self._repeated(lengths, num_trained)
         run, seconds = self._run, dict[RoleName, float]()
-        for role in self.plan.scorers:
-            if role.has_own_devices:
-                shape = run.shape_of(role)
-                if role.name == "reward_model":
-                    pass_s = self._compute.forward_s(shape, lengths, num_head_tokens=0)
-                else:
-                    pass_s = self._forward_s(
-                        shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
-                    )
-                seconds[role.name] = pass_s / role.num_workers
-        if not seconds:
-            return NO_SCORING
+        for role in remote:
+            shape = run.shape_of(role)
+            if role.name == "reward_model":
+                pass_s = self._compute.forward_s(shape, lengths, num_head_tokens=0)
+            else:
+                pass_s = self._forward_s(
+                    shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
+                )
+            seconds[role.name] = pass_s / role.num_workers
         shape, left_s = self.plan.shape, 0.0
         assert shape is not None
         if "reward_model" in seconds:  # each copy's last pass; samples are scored as they end
