@@ -138,7 +138,8 @@ def test_help_of_one_section(workspace: Path, capsys: pytest.CaptureFixture[str]
     )
     assert "--model.path  [required]" in output(capsys, "check", "rl", "--help")
     text = output(capsys, "rl", "--run.steps", "3", "--help", "trainer.recompute")
-    assert text.startswith("  --trainer.recompute\n      one of off, selective, full, or uniform:N")
+    values = "one of off, selective, full, auto, or uniform:N"
+    assert text.startswith(f"  --trainer.recompute\n      {values}")
 
 
 @table("command", FIRST_PAGES)

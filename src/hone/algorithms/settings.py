@@ -191,7 +191,8 @@ class CriticConfig(Section):
     `max_tokens_per_microbatch` where that is set, else that of the policy's passes."""
 
     recompute: RecomputeMode | None = None
-    """What its backward computes again, as `trainer.recompute`; unset: that."""
+    """What its backward computes again, as `trainer.recompute`; unset: that, also where it is
+    chosen (`auto`)."""
 
     offload: OffloadLevel | None = None
     """What of it is kept in host memory, as `trainer.offload`; unset: that."""

@@ -102,9 +102,9 @@ def run(argv: Sequence[str]) -> int:
         notes.append(f"Sizes are those of the shape {shape}; a run needs a model in model.path.")
     notes = [*notes, *_unknown_sizes(plan), *_walls(cfg)]
     if as_json:
-        _print_json(plan, findings, notes)
+        _print_json(cfg, plan, findings, notes)
     else:
-        _print_tables(plan, findings, [f"Checked for `hone {command}`.", *notes])
+        _print_tables(cfg, plan, findings, [f"Checked for `hone {command}`.", *notes])
     return 2 if any(finding.level == "error" for finding in findings) else 0
 
 
@@ -229,25 +229,25 @@ def _planned_for(plan: RunPlan) -> str:
     )
 
 
-def _print_json(plan: RunPlan, findings: list[Finding], notes: list[str]) -> None:
+def _print_json(cfg: Command, plan: RunPlan, findings: list[Finding], notes: list[str]) -> None:
     outcome = {
         "notes": notes,
         "findings": [asdict(finding) for finding in findings],
         "derived": {row.name: row.value for row in plan_lines(plan)},
         "planned_for": _planned_for(plan),
-        "config": plan.config.model_dump(mode="json"),
+        "config": cfg.model_dump(mode="json"),
     }
     sys.stdout.write(json.dumps(outcome, indent=2) + "\n")
 
 
-def _print_tables(plan: RunPlan, findings: list[Finding], notes: list[str]) -> None:
+def _print_tables(cfg: Command, plan: RunPlan, findings: list[Finding], notes: list[str]) -> None:
     """Print settings, numbers, notes, warnings, and last the errors. A line before the numbers
     names the errors' keys, since a table may be longer than a screen."""
     lines = plan_lines(plan)
     errors = [finding for finding in findings if finding.level == "error"]
     console = Console(highlight=False)
     console.print(Text("What differs from the defaults", style="bold"))
-    console.print(to_yaml(plan.config.model_dump(mode="json", exclude_defaults=True)), markup=False)
+    console.print(to_yaml(cfg.model_dump(mode="json", exclude_defaults=True)), markup=False)
     if lines:
         if errors:
             keys = dict.fromkeys(key for error in errors for key in error.keys[:1])

@@ -55,12 +55,14 @@ from hone.observe.kept_result import require_same_settings
 from hone.observe.resumed_run import (
     exported_step,
     is_finished,
+    kept_choices,
     newest_step,
     require_resumable,
 )
 from hone.paths import data_suffix, local_path, must_be_local
 from hone.planner.disk import check_disk
 from hone.planner.fitting import check_gpu_memory, check_host_memory, has_room_for_two_rows
+from hone.planner.recompute import settled
 from hone.rewards.builtin import BUILTINS, build
 from hone.rewards.rules import needs_columns
 from hone.rules import findings
@@ -271,7 +273,8 @@ def plan_here(
 ) -> RunPlan:
     """The plan of `cfg` in `world_size` processes, including those of a remote critic, on this
     host's devices or on GPUs `gpu`. Without a GPU here `run.device` auto is the CPU, as for a run
-    that starts here."""
+    that starts here. What is `auto` is settled, but for `hone plan`, which searches it. Raises
+    UserError if the record of what a resumed run has chosen is damaged."""
     num_gpus = _num_gpus()
     on_cpu = chosen_device(cfg.run.device) == "cpu"
     if gpu is not None:
@@ -287,13 +290,14 @@ def plan_here(
         )
     if world_size is not None and isinstance(cfg, RLConfig) and not isinstance(cfg, PlanConfig):
         world_size = max(world_size - cfg.cluster.num_critics, 0)
-    return resolve(
+    plan = resolve(
         cfg,
         _known_model(cfg, may_fetch=starts),
         devices,
         world_size=world_size,
         others=known_models(cfg, may_fetch=starts),
     )
+    return settled(plan, kept=kept_choices(cfg)) if _trains(cfg) else plan
 
 
 def _known_model(cfg: Command, *, may_fetch: bool = False) -> ModelFacts | None:

@@ -35,6 +35,7 @@ from hone.observe.whole_file import write_whole
 from hone.planner.fitting import changed, does_fit, rl_config
 from hone.planner.host_memory import host_roles
 from hone.planner.knobs import LOGITS, Change
+from hone.planner.recompute import settled
 from hone.planner.run_memory import peak_bytes
 from hone.tools.plan.calibration import Measured, simulated
 from hone.tools.plan.comparison import (
@@ -308,7 +309,7 @@ class Search:
                     processes = placement.num_trainers if placement.colocated else 1
                     starts.append((planned_config(cfg, outcome), processes))
         for start, processes in starts[: self._number]:
-            for change in ({}, *variants(_plan(start, processes))):
+            for change in ({}, *variants(settled(_plan(start, processes)))):
                 way = _changed(start, processes, change)
                 is_old = way.pipeline.samples_ahead or way.rollout.oversample_prompts > 0
                 if not (is_old and cfg.plan.goal == "on_policy"):

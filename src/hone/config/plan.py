@@ -152,6 +152,9 @@ class RunPlan:
     problem: str | None = None
     """Why `world_size` processes cannot be laid out along the axes of training; `roles` is then
     laid out for one replica."""
+    chosen: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Settings that are `auto` in the recipe and have a value in `config`, by key, each with the
+    reason for its value (`hone.planner.recompute`)."""
 
     # -- the sections of whichever command it is, None where it has none --------------------------
 

@@ -326,13 +326,7 @@ class ModelShape:
     def rank_bytes(self, size: int, bytes_per_param: int = 2, *, packs_rows: bool = False) -> int:
         """Bytes of the weights of one of `size` ranks of an engine, with `packs_rows` under
         `engine.weight_dtype=int8`. Every rank has the whole embedding."""
-        return sum(
-            t.count
-            * t.num_bytes(
-                1 if t.name == "embed_tokens" else size, bytes_per_param, packs_rows=packs_rows
-            )
-            for t in self.tensors()
-        )
+        return _rank_bytes(self, size, bytes_per_param, packs_rows)
 
     def decode_bytes(self, bytes_per_param: int = 2, *, packs_rows: bool = False) -> int:
         """Bytes of weights that one decode step of many sequences reads: body and head, but no
@@ -410,6 +404,17 @@ class ModelShape:
 @lru_cache
 def _tensors(shape: ModelShape) -> tuple[TensorShape, ...]:
     return tuple(shape._tensors())  # pyright: ignore[reportPrivateUsage]
+
+
+@lru_cache
+def _rank_bytes(shape: ModelShape, size: int, bytes_per_param: int, packs_rows: bool) -> int:
+    return sum(
+        t.count
+        * t.num_bytes(
+            1 if t.name == "embed_tokens" else size, bytes_per_param, packs_rows=packs_rows
+        )
+        for t in shape.tensors()
+    )
 
 
 @lru_cache

@@ -33,6 +33,7 @@ from hone.distributed.watch import Watch
 from hone.distributed.worker_rank import runs_on_gpus
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
+from hone.loops.choices import settle
 from hone.loops.ending import Ending
 from hone.loops.hosts import require_same_inputs, require_shared
 from hone.loops.interrupt import terminable
@@ -48,10 +49,12 @@ from hone.observe.pages import Pages
 from hone.observe.resumed_run import (
     exported_last,
     exported_step,
+    kept_choices,
     save_config,
 )
 from hone.observe.run_folder import ENVIRONMENT, LOCK, lock_holder
 from hone.observe.tracing import Tracing
+from hone.planner.recompute import chosen_values
 from hone.planner.smaller_start import smaller_start
 from hone.trainer.frozen import FrozenScorer
 from hone.trainer.trainer import Trainer
@@ -110,7 +113,7 @@ class Launch:
             if self.steps_done and (changed := changes(self.cfg, self.steps_done)):
                 fields = {"step": self.steps_done, "settings": changed}
                 append_event(self.dir, "changed", **fields)
-            save_config(self.cfg)
+            save_config(self.cfg, chosen_values(self.plan))
             save_environment(self.dir / ENVIRONMENT, self.mesh.device, self.everyone.size)
 
     @property
@@ -267,6 +270,7 @@ def launch(cfg: RLConfig | SFTConfig, pages: Pages | None = None) -> Generator[L
                 _log.info("%s", line)
         ending = Ending(run.dir, watch, is_first=everyone.is_first, pages=pages)
         stack.enter_context(ending.report())
+        plan = settle(plan, everyone, kept_choices(cfg))
         if everyone.is_first and lock is None:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)

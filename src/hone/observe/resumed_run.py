@@ -31,6 +31,7 @@ __all__ = [
     "exported_last",
     "exported_step",
     "is_finished",
+    "kept_choices",
     "newest_step",
     "require_resumable",
     "save_config",
@@ -42,6 +43,8 @@ _MODEL = "model.json"
 folder, `config.json`."""
 _FUNCTIONS = "functions.json"
 """Digests of the code of the user's functions, by the keys that name them."""
+_CHOSEN = "chosen.json"
+"""The values that the run has chosen for settings that are `auto`, by key."""
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 """Keys of `config.json` that do not change the architecture."""
 
@@ -200,13 +203,36 @@ def _flat(tree: Any, above: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def save_config(cfg: RLConfig | SFTConfig) -> None:
-    """Write the configuration into its run folder, with a record of the model and of the functions'
-    code. Called once nothing can refuse a resume any more."""
+def save_config(cfg: RLConfig | SFTConfig, chosen: Mapping[str, Any] | None = None) -> None:
+    """Write the configuration into its run folder, with a record of the model, of the functions'
+    code, and of the values by key that were `chosen` for settings that are `auto`. Called once
+    nothing can refuse a resume any more."""
     write_whole(cfg.run.dir / CONFIG, dump_config(cfg), "run.dir")
     write_whole(cfg.run.dir / _MODEL, json.dumps(_identity(cfg.model), indent=2), "run.dir")
     functions = json.dumps(_function_digests(cfg), indent=2)
     write_whole(cfg.run.dir / _FUNCTIONS, functions, "run.dir")
+    if chosen:
+        write_whole(cfg.run.dir / _CHOSEN, json.dumps(chosen, indent=2), "run.dir")
+    else:
+        (cfg.run.dir / _CHOSEN).unlink(missing_ok=True)
+
+
+def kept_choices(cfg: RLConfig | SFTConfig) -> Mapping[str, Any]:
+    """The values by key that the run in `run.dir` has chosen for settings that are `auto`. Empty if
+    there is no checkpoint to resume from. Raises UserError if the record is damaged."""
+    record = cfg.run.dir / _CHOSEN
+    if newest_step(cfg.run.dir) is None or not record.is_file():
+        return {}
+    try:
+        held = json.loads(record.read_text(encoding="utf-8"))
+    except ValueError:
+        held = None
+    if not isinstance(held, dict) or not all(isinstance(value, str) for value in held.values()):
+        raise UserError(
+            f"{str(record)!r}, which says what the run has chosen for settings that are auto, is "
+            "damaged. Remove it to choose again, or name the values in the recipe."
+        )
+    return held
 
 
 def saved_config(folder: Path) -> dict[str, Any]:

@@ -280,13 +280,32 @@ class RunMemory:
     def trainer_at_work(self) -> dict[str, int]:
         """Memory of the trainer, by kind, at the peak of its step, of the critic's step, or of a
         teacher's pass."""
+        return max(self._moments.values(), key=lambda parts: sum(parts.values()))
+
+    @property
+    def _moments(self) -> dict[RoleName, dict[str, int]]:
+        """Memory of the trainer, by kind, while each of the models on its devices works."""
         frozen = self._frozen_awake("trainer")
         policy = {**self.step.parts, **frozen, "critic": self.critic_at_rest}
         held = {name: policy[name] for name in ("weights", "masters", "moments", *frozen)}
-        moments = [policy, held | {"critic": self.critic_at_rest} | self._teaching]
+        moments: dict[RoleName, dict[str, int]] = {
+            "policy": policy,
+            "teacher": held | {"critic": self.critic_at_rest} | self._teaching,
+        }
         if self.critic_beside is not None:
-            moments.append(held | {"critic": self.critic_beside.peak})
-        return max(moments, key=lambda parts: sum(parts.values()))
+            moments["critic"] = held | {"critic": self.critic_beside.peak}
+        return moments
+
+    def training_peak(self, role: Literal["policy", "critic"]) -> int:
+        """Bytes of the fullest device of the policy or the critic at the peak of its optimizer
+        step."""
+        phases = [phase for phase in self.phases() if phase.name == "train"]
+        own = next((phase for phase in phases if phase.role == role), None)
+        if own is not None:  # a critic with devices of its own
+            return own.num_bytes
+        shared = next(phase for phase in phases if phase.role in ("", "trainer"))
+        at_work = sum(self.trainer_at_work().values())
+        return shared.num_bytes - at_work + sum(self._moments[role].values())
 
     # -- towers ----------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ own memory come on top (`hone.planner.run_memory`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, chain
 from math import prod
 from typing import Literal, NamedTuple
@@ -39,7 +40,7 @@ from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
 from hone.models.settings import LoraConfig
 from hone.rewards.settings import RewardModelConfig
 from hone.segments import CHUNK
-from hone.trainer.settings import SFTTrainerConfig
+from hone.trainer.settings import RecomputeMode, SFTTrainerConfig
 
 __all__ = [
     "LayerCode",
@@ -142,20 +143,55 @@ def training_memory(
     optimizer step, when moments exist. `sizes` are the axes of several processes; None or a world
     of one is one process. With pipeline stages the result is that of the fullest.
     """
-    axes = sizes or AxisSizes()
+    return _fullest_stage(
+        _Trained(
+            shape=shape,
+            trainer=trainer,
+            lora=lora or LoraConfig(),
+            sizes=sizes or AxisSizes(),
+            layers=layers,
+            num_bytes=4 if dtype == "float32" else 2,
+            num_tokens=num_tokens,
+            num_trained=num_tokens if num_trained is None else num_trained,
+            is_single=num_micro_batches == 1,
+            has_head=num_trained != 0,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """The arguments of `training_memory`, without defaults."""
+
+    shape: ModelShape
+    trainer: SFTTrainerConfig
+    lora: LoraConfig
+    sizes: AxisSizes
+    layers: LayerCode
+    num_bytes: int
+    num_tokens: int
+    num_trained: int
+    is_single: bool
+    has_head: bool
+
+
+@lru_cache(maxsize=8192)
+def _fullest_stage(what: _Trained) -> TrainingMemory:
+    """`training_memory`, kept: a search asks for the same trainer beside many engines and hosts."""
+    shape, axes = what.shape, what.sizes
 
     def of_stage(number: int, groups: Sequence[range]) -> TrainingMemory:
         own = [*chain(*groups)]
         step = _Step(
             shape.part(own),
-            trainer,
-            lora or LoraConfig(),
+            what.trainer,
+            what.lora,
             axes,
-            layers,
-            num_bytes=4 if dtype == "float32" else 2,
-            num_tokens=num_tokens,
-            num_trained=num_tokens if num_trained is None else num_trained,
-            is_single=num_micro_batches == 1,
+            what.layers,
+            num_bytes=what.num_bytes,
+            num_tokens=what.num_tokens,
+            num_trained=what.num_trained,
+            is_single=what.is_single,
             stage=number,
             groups=[len(group) for group in groups],
         )
@@ -165,7 +201,7 @@ def training_memory(
         return step.plan()
 
     num_stages = min(axes.pipeline, shape.num_layers)
-    stages = stage_layers(shape, num_stages, axes.virtual_stages, has_head=num_trained != 0)
+    stages = stage_layers(shape, num_stages, axes.virtual_stages, has_head=what.has_head)
     return max((of_stage(*stage) for stage in enumerate(stages)), key=lambda memory: memory.peak)
 
 
@@ -313,6 +349,10 @@ class _Step:
     """Number of elements of this process's masters."""
     layer_gradients: int = 0
     """Bytes of this process's masters in all layers, on device or host."""
+    known_layers: dict[tuple[RecomputeMode, bool], int] = field(
+        default_factory=dict[tuple[RecomputeMode, bool], int]
+    )
+    """Results of `_layer_bytes`: layers with the same mixer keep as much."""
 
     @property
     def is_shared(self) -> bool:
@@ -525,14 +565,20 @@ class _Step:
         experts has a copy."""
         return 2 * self.shape.experts_per_token * self.shape.hidden_size
 
-    def _layer_bytes(self, mode: Literal["off", "selective", "full"], layer: int) -> int:
+    def _layer_bytes(self, mode: RecomputeMode, layer: int) -> int:
         """Bytes that one layer keeps for backward, for all tokens of a micro-batch on this
         device."""
         if mode == "full":
             return self._input_bytes
+        kind = mode, layer in self.shape.recurrent_indices
+        if kind not in self.known_layers:
+            self.known_layers[kind] = self._bytes_of_layers(*kind)
+        return self.known_layers[kind]
+
+    def _bytes_of_layers(self, mode: Literal["off", "selective"], is_recurrent: bool) -> int:
+        """`_layer_bytes` of a layer with one of the two mixers."""
         shape, tensor = self.shape, self.sizes.tensor
         hidden, inter = shape.hidden_size, shape.mlp_size // tensor
-        is_recurrent = layer in shape.recurrent_indices
         mixer = (self._recurrent_mixer if is_recurrent else self._attention_mixer)(mode)
         inputs = hidden // tensor
         # Both residuals, gate and up.

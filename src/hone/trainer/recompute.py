@@ -63,10 +63,13 @@ def apply_recompute(layers: nn.ModuleList, cfg: SFTTrainerConfig) -> None:
     With `offload_activations`, the kept tensors wait in host memory (`ActivationOffload`). Call
     before `layer.compile` and `fully_shard`. Only the layers themselves are put in training mode,
     in which they recompute; their submodules stay in evaluation mode, so no dropout is switched on.
-    Raises ValueError for layers that transformers cannot checkpoint.
+    Raises ValueError for layers that transformers cannot checkpoint, and for `auto`, in whose place
+    the plan of a run has a value.
     """
     if cfg.recompute == "off":
         return
+    if cfg.recompute == "auto":
+        raise ValueError("trainer.recompute auto is settled by the plan of a run; name a value")
     if not can_recompute(layers):
         raise ValueError(
             f"{type(layers[0]).__name__} is no GradientCheckpointingLayer of transformers; set "

@@ -25,12 +25,13 @@ __all__ = [
 MatmulPrecision = Literal["default", "tf32", "fp8"]
 RecomputeMode = Literal["off", "selective", "full"]
 Recompute = (
-    RecomputeMode
+    Literal["off", "selective", "full", "auto"]
     | Annotated[
         str, Field(pattern=r"^(uniform|block):[1-9][0-9]*$", description="uniform:N, or block:N")
     ]
 )
 OffloadLevel = Literal["none", "optimizer", "gradients", "parameters"]
+_OFFLOAD_LEVELS: tuple[OffloadLevel, ...] = get_args(OffloadLevel)
 
 
 class OptimizerConfig(Section):
@@ -91,7 +92,9 @@ class SFTTrainerConfig(Section):
     input, `selective` also keeps the results of attention, and of matrix products where layers are
     not compiled (a compiled layer recomputes what lies around attention as a whole). `block:N` is
     `full` for the first N layers, of each group in a pipeline stage. `uniform:N` keeps the input of
-    every N layers, which are computed again together: less is kept, and more exists at a time."""
+    every N layers, which are computed again together: less is kept, and more exists at a time.
+    `auto` is the cheapest of these whose predicted memory fits the GPUs of the run with a margin,
+    chosen when it starts, and kept when it is resumed; on a CPU it is `off`."""
 
     recompute_every_n_layers: int = Field(default=1, ge=1)
     """Recompute every n-th layer only."""
@@ -140,10 +143,12 @@ class SFTTrainerConfig(Section):
 
     @property
     def recompute_mode(self) -> RecomputeMode:
-        """Recomputation mode of the layers that are recomputed."""
+        """Recomputation mode of the layers that are recomputed; `off` before `auto` is settled."""
         match self.recompute:
             case "off" | "selective" as mode:
                 return mode
+            case "auto":
+                return "off"
             case _:
                 return "full"
 
@@ -157,7 +162,7 @@ class SFTTrainerConfig(Section):
         """Spans of recomputed layers among `num_layers` neighbours: the layers of a span are
         recomputed together, from the input of the first."""
         number = self.recompute_number
-        if self.recompute == "off":
+        if self.recompute_mode == "off":
             return ()
         if number is None:
             starts = range(0, num_layers, self.recompute_every_n_layers)
@@ -181,8 +186,7 @@ class SFTTrainerConfig(Section):
 
     def offloads(self, what: OffloadLevel) -> bool:
         """Whether `what` is offloaded to host memory; each level includes those before it."""
-        levels = get_args(OffloadLevel)
-        return levels.index(self.offload) >= levels.index(what)
+        return _OFFLOAD_LEVELS.index(self.offload) >= _OFFLOAD_LEVELS.index(what)
 
 
 class TrainerConfig(SFTTrainerConfig):

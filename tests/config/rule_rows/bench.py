@@ -22,6 +22,7 @@ ROWS: list[Row] = [
      "against engine.weight_dtype"),
     ("bench train", "trainer.num_epochs=2 trainer.parity=off", "warning",
      "trainer.num_epochs trainer.parity"),
+    ("bench train", "trainer.recompute=auto", "error", "trainer.recompute"),
     ("bench train", "rows.tokens=5000 trainer.max_tokens_per_microbatch=9000", "error",
      "rows.tokens model.path"),
     # the simulation

@@ -86,6 +86,9 @@ RULES = with_facts(
     # The trainer.
     unused("trainer.(prompts_per_minibatch|num_epochs|enable_sleep|parity)", only=("bench train",),
            why="a step of the benchmark is one optimizer step"),
+    error("trainer.recompute = auto", only=("bench train",),
+          why="that is chosen for the memory of a run, and a measurement is of what it names",
+          fix="trainer.recompute = off | trainer.recompute = full"),
     error("@longest > @context_length", only=("bench train",),
           fix="use rows of at most {context_length} tokens"),
     # The simulation.

@@ -19,6 +19,7 @@ from hone.families.shape import ModelShape
 from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
 from hone.hardware import GIB
 from hone.planner.disk import disk_use
+from hone.planner.recompute import KEY, chosen_values, is_open
 from hone.planner.run_memory import RunMemory, in_gib
 from hone.user_code.signatures import OWN, parsed_parameters, shape_of
 
@@ -43,7 +44,7 @@ def plan_lines(plan: RunPlan) -> list[Line]:
     lines = [*_steps(plan), *_shapes(plan), *_cluster(plan), *_pipeline(plan)]
     if plan.batch is not None and plan.trainer is not None:
         lines += [*_layout(plan), *_critic_layout(plan)]
-        lines += [*_experts(plan), *_micro_batches(plan, plan.batch)]
+        lines += [*_experts(plan), *_micro_batches(plan, plan.batch), *_recompute(plan)]
     return [*lines, *_engine(plan), *_reward_model(plan), *_memory(plan)]
 
 
@@ -262,6 +263,15 @@ def _micro_batches(plan: RunPlan, batch: BatchArithmetic) -> Iterator[Line]:
     fitting = f"sequences of {plan.max_sequence_tokens} tokens that fit {row}"
     yield Line("min_micro_batch_size", micro, fitting)
     yield Line("max_accumulation", most, f"{identity}, if all samples are of full length")
+
+
+def _recompute(plan: RunPlan) -> Iterator[Line]:
+    """The value of `trainer.recompute auto`, and the reason for it."""
+    if KEY in plan.chosen:
+        yield Line("recompute", chosen_values(plan)[KEY], f"{KEY} auto: {plan.chosen[KEY]}")
+    elif is_open(plan):
+        how = f"{KEY} is chosen when the run starts; the memory below is that of off"
+        yield Line("recompute", "auto", how)
 
 
 def _engine(plan: RunPlan) -> Iterator[Line]:

@@ -91,6 +91,8 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
         "cluster": _cluster(cfg.cluster, placement),
         "engine.tensor_parallel_size": placement.tensor_parallel_size,
     }
+    if cfg.trainer.recompute == "auto":
+        change["trainer.recompute"] = "off"  # where the search begins, which settles it
     if placement.colocated:  # trainers and engines take turns
         change["pipeline.max_staleness"] = 0
     else:

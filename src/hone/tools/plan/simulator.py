@@ -358,7 +358,8 @@ class _Run:
         """Assign the unfinished samples of a group to the engine with the fewest outstanding
         tokens."""
         engines = self.engines
-        index = min(range(len(engines)), key=lambda i: engines[i].outstanding_tokens)
+        outstanding = [engine.outstanding_tokens for engine in engines]
+        index = outstanding.index(min(outstanding))
         unfinished = [sample for sample in group.samples if sample.done < sample.length]
         engines[index].submit(unfinished, self.now_s)
         self._refresh(index)
@@ -386,8 +387,8 @@ class _Run:
         halt."""
         is_ahead, in_flight = self.pipeline.samples_ahead, self.pipeline.in_flight
         if is_ahead and in_flight == "finish":
-            while min(self.events_s) < math.inf:
-                self._next_event()
+            while (event_s := min(self.events_s)) < math.inf:
+                self._next_event(event_s)
         elif is_ahead:
             while self._is_overdue():
                 self._await_completion()
@@ -448,15 +449,15 @@ class _Run:
                 while self.completing and self.completing[0][0] == completed_s:
                     self._see_completion()
                 return True
-            self._next_event()
+            self._next_event(event_s)
 
     def _await_completion(self) -> None:
         """Let engines work until a group is complete."""
         if not self._next_completion(math.inf):
             raise RuntimeError(f"nothing is left to wait for: {len(self.open)} groups are open")
 
-    def _next_event(self) -> None:
-        event_s = min(self.events_s)
+    def _next_event(self, event_s: float) -> None:
+        """Let the first engine whose next event is at `event_s` work until then."""
         index = self.events_s.index(event_s)
         self.engines[index].advance()
         self._refresh(index)

@@ -36,9 +36,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
 from hone.families.stages import layer_costs, stage_layers
+from hone.planner.recompute import COMPUTED_AGAIN, layers_again
 from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
 from hone.prefixes import COPIED, saves_enough
@@ -61,8 +62,6 @@ __all__ = ["TrainingTime"]
 Integers: TypeAlias = NDArray[np.integer[Any]]
 Lengths: TypeAlias = Sequence[int] | Integers
 
-_RECOMPUTED = {"off": 0.0, "selective": 0.8, "full": 1.0}
-"""Share of a layer's forward pass: measured 18 and 22 % of a step of 1.7B, 22 and 27 % of 4B."""
 _HIDDEN = 0.8
 """Share of a pass beside which collectives run over links slower than NVLink."""
 _NVLINK = 100e9
@@ -74,6 +73,40 @@ _BACKWARD = 2 / 3
 """Share of a pass that is backward."""
 _UNPACKED_BYTES = 0.5625 + 2
 """Device memory that a weight of four bits with its scale is read from, and written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows whose times are kept: a search asks for those of the same rows with hundreds of
+    settings."""
+
+    lengths: bytes
+    """As int64."""
+    num_head_tokens: int
+
+    @classmethod
+    def of(cls, lengths: Integers, num_head_tokens: int) -> Self:
+        return cls(lengths.astype(np.int64).tobytes(), num_head_tokens)
+
+    @property
+    def array(self) -> Integers:
+        return np.frombuffer(self.lengths, dtype=np.int64)
+
+
+@lru_cache(maxsize=256)
+def _forward_s(rows: _Rows, compute: Compute, shape: ModelShape) -> float:
+    """Seconds of a forward pass on one device."""
+    return compute.forward_s(shape, rows.array, num_head_tokens=rows.num_head_tokens)
+
+
+@lru_cache(maxsize=256)
+def _training_s(rows: _Rows, compute: Compute, shape: ModelShape, adapters: int | None) -> float:
+    """Seconds of forward and backward on one device; `adapters` is the number of their
+    parameters."""
+    flops = training_flops(
+        shape, rows.array, num_head_tokens=rows.num_head_tokens, num_adapter_params=adapters
+    )
+    return compute.passes_s(shape, rows.array, flops, num_attention=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +179,21 @@ class TrainingTime:
 
     def scoring(self, lengths: Lengths, num_trained: int) -> Scoring:
         """Times of remote models for such rows."""
+        remote = [role for role in self.plan.scorers if role.has_own_devices]
+        if not remote:
+            return NO_SCORING
         lengths = np.asarray(lengths)
         repeated = self._repeated(lengths, num_trained)
         run, seconds = self._run, dict[RoleName, float]()
-        for role in self.plan.scorers:
-            if role.has_own_devices:
-                shape = run.shape_of(role)
-                if role.name == "reward_model":
-                    pass_s = self._compute.forward_s(shape, lengths, num_head_tokens=0)
-                else:
-                    pass_s = self._forward_s(
-                        shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
-                    )
-                seconds[role.name] = pass_s / role.num_workers
-        if not seconds:
-            return NO_SCORING
+        for role in remote:
+            shape = run.shape_of(role)
+            if role.name == "reward_model":
+                pass_s = self._compute.forward_s(shape, lengths, num_head_tokens=0)
+            else:
+                pass_s = self._forward_s(
+                    shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
+                )
+            seconds[role.name] = pass_s / role.num_workers
         shape, left_s = self.plan.shape, 0.0
         assert shape is not None
         if "reward_model" in seconds:  # each copy's last pass; samples are scored as they end
@@ -205,22 +238,16 @@ class TrainingTime:
         shape = self.plan.shape
         assert shape is not None
         adapters = adapter_params(shape, self._config.model.lora) or None
-
-        def passes_s(lengths: Integers, num_head_tokens: int) -> float:
-            flops = training_flops(
-                shape, lengths, num_head_tokens=num_head_tokens, num_adapter_params=adapters
-            )
-            return self._compute.passes_s(shape, lengths, flops, num_attention=3)
-
-        return passes_s(lengths, num_trained) - passes_s(repeated, 0)
+        whole_s = _training_s(_Rows.of(lengths, num_trained), self._compute, shape, adapters)
+        return whole_s - _training_s(_Rows.of(repeated, 0), self._compute, shape, adapters)
 
     def _forward_s(
         self, shape: ModelShape, *, lengths: Integers, repeated: Integers, num_head_tokens: int
     ) -> float:
         """Seconds of a forward pass on one device over rows of these lengths, without the
         `repeated` prompts."""
-        whole_s = self._compute.forward_s(shape, lengths, num_head_tokens=num_head_tokens)
-        return whole_s - self._compute.forward_s(shape, repeated, num_head_tokens=0)
+        whole_s = _forward_s(_Rows.of(lengths, num_head_tokens), self._compute, shape)
+        return whole_s - _forward_s(_Rows.of(repeated, 0), self._compute, shape)
 
     def _repeated(self, lengths: Integers, num_trained: int) -> Integers:
         """Lengths of prompts that other rows of their group bring, all of the mean length."""
@@ -255,13 +282,11 @@ class TrainingTime:
 
     def _recomputed_share(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
         layers = self._recomputed_layers(trainer, shape, role)
-        return _RECOMPUTED[trainer.recompute_mode] * layers
+        return COMPUTED_AGAIN[trainer.recompute_mode] * layers
 
     def _recomputed_layers(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
         """Share of the layers that are recomputed."""
-        groups = chain(*self._stages(shape, role))
-        again = sum(len(span) for own in groups for span in trainer.recomputed_spans(len(own)))
-        return again / shape.num_layers
+        return layers_again(trainer, self._stages(shape, role)) / shape.num_layers
 
     def _stages(self, shape: ModelShape, role: Role) -> list[list[range]]:
         """Groups of layers of each stage."""
@@ -280,7 +305,7 @@ class TrainingTime:
     ) -> float:
         """Compute time of the slowest stage over the mean of all stages, forward and backward.
         `head` is the time of the head over that of all layers."""
-        costs, again = layer_costs(shape), _RECOMPUTED[trainer.recompute_mode]
+        costs, again = layer_costs(shape), COMPUTED_AGAIN[trainer.recompute_mode]
 
         def of_group(group: range) -> float:
             recomputed = sum(map(len, trainer.recomputed_spans(len(group))))
