@@ -19,6 +19,16 @@ from hone.loops import reinforce
 from hone.loops.evaluation import run_evaluation
 from hone.rewards.scorer import FailureRateError
 
+GAME = """
+class Game:
+    def start(self, row):
+        self.num_turns = 0
+
+    def step(self, action):
+        self.num_turns += 1
+        return "+1=" if self.num_turns == 1 and len(action.text) % 2 else None
+"""
+
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -39,7 +49,8 @@ def assert_scored(rows: list[dict[str, Any]], judge: str) -> None:
     """Each row of samples, at its score: where it was cut the end token is missing."""
     assert rows
     for row in rows:
-        ends = row["stop_reason"] != "length"
+        last = (row.get("turns") or [row])[-1]  # an episode without room for a turn ends whole
+        ends = last["stop_reason"] != "length"
         score = row["reward_parts"]["reward_model"]
         assert score == pytest.approx(
             expected_score(judge, row["prompt"], row["text"], ends=ends), abs=1e-5
@@ -139,19 +150,27 @@ def test_R24_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path, 
 def test_processes_that_share_it_carry_samples_over_and_drop_groups(
     make_config: MakeConfig, tmp_path: Path, judge: str
 ) -> None:
-    """With functions beside it, which are slower or quicker than the model."""
+    """With functions, which are slower or quicker than the model, and episodes of two turns, which
+    their environment ends."""
+    (tmp_path / "game.py").write_text(GAME)
     cfg = make_config(
+        env={"path": f"{tmp_path / 'game.py'}:Game", "max_turns": 2},
         reward={
             "functions": [{"fn": "exact_match", "weight": 0}],
             "model": {"path": judge, "max_tokens_per_forward": 64},
         },
-        rollout={"oversample_prompts": 3, "dynamic_sampling": True},
+        rollout={
+            "oversample_prompts": 3,
+            "dynamic_sampling": True,
+            "max_completion_tokens": 20,
+        },
         trainer={"parallel": {"zero_stage": 3}},
         log={"samples_per_step": 99},
     )
     run_hone("rl", cfg, tmp_path, "--nproc", "2")
     samples = lines(cfg.run.dir / "samples.jsonl")
     assert len(samples) == 48
+    assert {len(row["turns"]) for row in samples} == {1, 2}
     assert_scored(samples[::4], judge)
     (*_, last) = lines(cfg.run.dir / "metrics.jsonl")
     assert last["time/generate/reward_model_s"] > 0

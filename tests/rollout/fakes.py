@@ -10,6 +10,7 @@ from typing import Any
 
 from hone.data.turns import Appended
 from hone.model_input import TEXT
+from hone.rewards.environment import EnvFacts
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector, SingleProcess
 from hone.rollout.settings import PipelineConfig, RolloutConfig
@@ -194,7 +195,8 @@ class FakeScorer:
     ) -> None:
         self.max_turns = 1 if answer is None else 4
         self.answer = answer
-        self.sessions = self.requests = self.environment = None
+        self.sessions = self.requests = None
+        self.environment: EnvFacts | None = None
         self.max_turn_tokens = None
         self.takes_whole_groups = takes_whole_groups
         self.scores = scores
@@ -239,6 +241,9 @@ class FakeScorer:
     def begin(self, sample: Sample, sampling: SamplingParams) -> None:
         del sampling
         self.submit(sample)
+
+    def take_decided(self) -> list[Sample]:
+        return []
 
     def rest(self) -> list[Sample]:
         return []

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hone.config.run import EvaluationConfig
+from hone.rewards.environment import EnvFacts
+from hone.rewards.settings import RewardConfig
 from hone.rollout import collector as collector_module
 from hone.rollout.collector import Collector, SingleProcess
 from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
+from hone.rollout.judge import RewardModelScorer
 from hone.rollout.state import group_to_dict
+from hone.rollout.transcripts import Transcript
 from hone.types import Request, Sample
 from tests.rollout.fakes import (
     CyclicPrompts,
     FakeEngine,
     FakeScorer,
     collect,
+    draw,
     make_collector,
+    play,
     prompt,
+    render,
 )
 from tests.tables import table
 
@@ -184,6 +191,101 @@ def test_R21_processes_that_score_when_all_meet_collect_what_one_does(name: str,
         assert own == alone
     # The order in which samples of unfinished groups were scored is in the state alone.
     assert alone[:-1] == collected(config(name), SingleProcess())[:-1]
+
+
+class ModelAtMeetings:
+    """A reward model that scores what has been asked when all processes meet."""
+
+    busy_s = 0.0
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._asked: list[tuple[Sequence[Transcript], Future[list[float]]]] = []
+
+    def begin(self, sequences: Sequence[Transcript]) -> Future[list[float]]:
+        scores = Future[list[float]]()
+        self._asked.append((sequences, scores))
+        return scores
+
+    def meet(self, is_waiting: bool) -> bool:
+        asked, self._asked = self._asked, []
+        for sequences, scores in asked:
+            scores.set_result([float(draw("score", *x.token_ids) % 5) for x in sequences])
+        return any(self._comm.gather(is_waiting))
+
+
+class WholeText:
+    """Transcripts of the tokens of an episode."""
+
+    max_tokens = 999
+
+    def of_sample(self, sample: Sample) -> Transcript:
+        return Transcript((*sample.prompt.token_ids, *sample.token_ids))
+
+
+class Impatient(FakeScorer):
+    """Plays episodes, and fails where it is polled on and on before the processes meet."""
+
+    def __init__(self) -> None:
+        super().__init__(delay=3, answer=play)
+        self.environment = EnvFacts(shape="stateless", has_sessions=False)
+        self.num_polls = 0
+
+    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
+        self.num_polls += 1
+        assert self.num_polls < 200, "they never meet"
+        return super().poll(timeout_s)
+
+
+def judged_episodes(comm: Any) -> tuple[Any, Callable[[bool], bool]]:
+    """The scorer of episodes that a shared model judges, and how it meets."""
+    model, functions, transcripts = ModelAtMeetings(comm), Impatient(), cast("Any", WholeText())
+    scorer = RewardModelScorer(model, transcripts, functions, RewardConfig())
+
+    def meet(is_waiting: bool) -> bool:
+        functions.num_polls = 0
+        scorer.begin_passes()
+        return model.meet(is_waiting)
+
+    return scorer, meet
+
+
+def judged_steps(name: str, comm: Any) -> list[Any]:
+    scorer, meet = judged_episodes(comm)
+    collector = make_collector(scorer=scorer, comm=comm, **config(name))
+    collector.meet = meet
+    steps = [collect(collector, step) for step in range(NUM_STEPS)]
+    assert all(one.reward for groups in steps for group in groups for one in group.samples)
+    return [[group_to_dict(group) for group in groups] for groups in steps]
+
+
+def judged_evaluation(comm: Any) -> list[Any]:
+    scorer, meet = judged_episodes(comm)
+    samples = evaluate(
+        [prompt(number) for number in range(3)],
+        engine=FakeEngine(),
+        scorer=scorer,
+        cfg=EvaluationConfig(n_samples_per_prompt=3, max_completion_tokens=20),
+        episodes=Episodes(decode=str, max_turns=4, render=render, run_seed=3, purpose="eval"),
+        comm=comm,
+        meet=meet,
+    )
+    assert samples is not None
+    assert any(len(one.turns) > 1 for one in samples)
+    return [(one.id, one.token_ids, one.reward) for one in samples]
+
+
+@table("name", ["plain", "dynamic", "oversampled, patient", "evaluation"])
+def test_R21_processes_that_share_a_model_meet_when_episodes_have_ended(name: str) -> None:
+    """An episode that its environment has ended waits for no engine, which may be another one's."""
+
+    def work(comm: Any) -> list[Any]:
+        return judged_evaluation(comm) if name == "evaluation" else judged_steps(name, comm)
+
+    alone = work(SingleProcess())
+    for size in (2, 4):
+        for own in in_threads(size, work):
+            assert own == alone
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)])

@@ -161,6 +161,10 @@ class HarnessScorer:
         returned, self._returned = self._returned, []
         return returned
 
+    def take_decided(self) -> list[Sample]:
+        """As `Scorer.take_decided`."""
+        return self.scorer.take_decided()
+
     def rest(self) -> list[Sample]:
         """Leave programs to themselves until their samples are submitted again. Returns the samples
         whose programs run or wait for a place."""

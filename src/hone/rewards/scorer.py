@@ -427,6 +427,10 @@ class Scorer:
             others = batch["failed"] - timeouts
             self.on_wait(text + (f", {others:,} failed" if others else ""))
 
+    def take_decided(self) -> list[Sample]:
+        """None. Functions that score an ended episode are part of its answer."""
+        return []
+
     def rest(self) -> list[Sample]:
         """Give the places of sessions to others until `wake`; nothing else may be submitted by
         their owner meanwhile. Returns the samples whose sessions wait for a place, which are no

@@ -208,6 +208,8 @@ class RewardModelScorer:
         self._cfg, self._max_tokens = cfg, cfg.model.max_tokens_per_forward
         self._pending: dict[str, _Pending] = {}
         """Samples without a complete reward, by id."""
+        self._decided: list[Sample] = []
+        """Episodes that the environment has ended since the last `take_decided`."""
         self._queue: deque[_Pending] = deque()
         """Samples that wait for a pass."""
         self._num_queued = 0
@@ -288,6 +290,12 @@ class RewardModelScorer:
             self._clip(pending.sample)
         return [pending.sample for pending in done]
 
+    def take_decided(self) -> list[Sample]:
+        """Pending episodes that the environment has ended since the last call, so that they wait
+        for the model alone."""
+        decided, self._decided = self._decided, []
+        return [sample for sample in decided if sample.id in self._pending]
+
     def begin_passes(self) -> None:
         """Start the passes of all samples that wait for one."""
         while self._queue:
@@ -308,6 +316,7 @@ class RewardModelScorer:
         """Drop all pending samples, like `Scorer.cancel`."""
         self._functions.cancel()
         self._pending.clear()
+        self._decided.clear()
         self._queue.clear()
         self._waiting.clear()
         self._passes.clear()
@@ -327,6 +336,7 @@ class RewardModelScorer:
             return
         if sample.reward is not None:
             pending.is_asked = True
+            self._decided.append(sample)
             self._enqueue(pending)
 
     def _enqueue(self, pending: _Pending) -> None:

@@ -67,6 +67,10 @@ class SampleScorer(Protocol):
     def submit(self, *samples: Sample) -> None: ...
     def compare(self, samples: Sequence[Sample], /) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
+    def take_decided(self) -> list[Sample]:
+        """Pending samples that have got no further turn, since the last call, and miss a score."""
+        ...
+
     def cancel(self) -> None: ...
     def rest(self) -> list[Sample]: ...
     def wake(self) -> None: ...
@@ -231,6 +235,8 @@ class Runner:
     """Requests to be submitted by the next step."""
     _ended: Ended = field(default_factory=lambda: Ended([], []))
     """Returned by the next `step` or `poll`."""
+    _decided: set[str] = field(default_factory=set[str])
+    """Ids of samples that were undecided and that only miss a score."""
     _dropped: set[str] = field(default_factory=set[str])
     """Ids of requests of closed episodes that had just finished when they were aborted."""
     _num_opened: int = 0
@@ -312,6 +318,8 @@ class Runner:
                     self._end(entry, sample)
             elif not self._go_on(entry, sample):
                 self._score(entry, sample)
+        for sample in [] if self.scorer is None else self.scorer.take_decided():
+            self._note_decided(self.groups[sample.id.rpartition("/")[0]], sample)
         if (requests := self._requests) is not None:
             self._ended.turns[:] = requests.give(self, self._ended.turns)
             requests.take(self)
@@ -340,6 +348,7 @@ class Runner:
         if self.scorer is not None:
             self.scorer.cancel()
         self.groups.clear()
+        self._decided.clear()
         self.num_undecided = 0
 
     def _abort(self) -> None:
@@ -523,10 +532,19 @@ class Runner:
 
     def _returned(self, entry: RunningGroup, sample: Sample) -> None:
         """Take note that the scorer has a sample no longer."""
-        may_go_on = not entry.is_compared and self._may_go_on(sample)
         entry.unscored -= 1
-        entry.undecided -= may_go_on
-        self.num_undecided -= may_go_on
+        if sample.id in self._decided:
+            self._decided.remove(sample.id)
+        elif not entry.is_compared and self._may_go_on(sample):
+            entry.undecided -= 1
+            self.num_undecided -= 1
+
+    def _note_decided(self, entry: RunningGroup, sample: Sample) -> None:
+        """Take note that a sample that the scorer still has needs the engine no more."""
+        if self._may_go_on(sample):
+            self._decided.add(sample.id)
+            entry.undecided -= 1
+            self.num_undecided -= 1
 
     def _may_go_on(self, sample: Sample) -> bool:
         """Whether a sample that the scorer has may need the engine again."""
