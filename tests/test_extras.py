@@ -16,6 +16,7 @@ from hone.errors import UserError
 from hone.extras import import_extra, is_installed, missing_extra
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 OF_OTHERS = {"cuda-bindings", "ray[default]", "sglang==0.5.15", "torch", "triton"}
@@ -86,7 +87,7 @@ def test_R25_every_line_for_pip_names_what_can_be_installed() -> None:
     has it (or the name alone)."""
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.yaml")]
     files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    files += [file for file in (ROOT / "examples").rglob("*.*") if file.is_file()]
+    files += [file for kind in ("py", "sh", "yaml", "md") for file in EXAMPLES.rglob(f"*.{kind}")]
     known = required() | {Requirement(line).name for line in required()} | OF_OTHERS
     wrong: list[str] = []
     num_lines = 0

@@ -177,9 +177,6 @@ def test_a_limit_is_that_of_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[Any] = []
 
     class Pipe:
-        def __init__(self, descriptor: int) -> None:
-            assert descriptor == 7
-
         def recv(self) -> Any:
             happened.append("waits")
             if not jobs:
@@ -193,11 +190,10 @@ def test_a_limit_is_that_of_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
         happened.append("decodes")
         return []
 
-    monkeypatch.setattr(sys, "argv", ["worker", "7", "8"])
-    monkeypatch.setattr(worker, "Connection", Pipe)
     monkeypatch.setattr(worker, "_answer", decode)
     monkeypatch.setattr(worker.signal, "setitimer", lambda *timer: happened.append(timer))
-    worker.main()
+    pipe: Any = Pipe()
+    worker.serve(pipe, memory=8)
     timers = [[(signal.ITIMER_REAL, limit_s), "decodes"] for limit_s in (3.0, 5.0)]
     off = [(signal.ITIMER_REAL, 0.0), "answers"]
     expected = [each for timer in timers for each in ["waits", *timer, *off]]

@@ -22,7 +22,7 @@ from hone.families.vision.spec import ImageSettings
 from hone.images.opening import ImageError, ImageFile, verify
 from hone.images.pixels import make_tiles
 
-__all__ = ["Answer", "Job", "main"]
+__all__ = ["Answer", "Job", "main", "serve"]
 
 Job = tuple[ImageFile, ImageSettings | None, float]
 """Without settings the image is decoded, and makes no pixels."""
@@ -35,7 +35,12 @@ def main() -> None:
     # A scheduler may send these to every process of a run, which still needs images for its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+
+
+def serve(connection: Connection, memory: int) -> None:
+    """Answer jobs that come through `connection`, with pixels in the file `memory`, until the other
+    end is closed."""
     while True:
         try:
             file, settings, limit_s = connection.recv()
