@@ -391,10 +391,10 @@ class _Given(Generic[T]):
                     f"config is of type {type(self.config).__name__}; give the name or path of a "
                     f"recipe, a dict of sections, or a {self.tree.__name__}"
                 )
+        of_data = _data_settings(self.tree)
         for name, section in self.sections.items():
-            plain = _plain(section, name, functions)
-            is_of_data = name in _data_settings(self.tree)
-            values.append((f"{name}=", {"data": {name: plain}} if is_of_data else {name: plain}))
+            own = {name: _plain(section, name, functions)}
+            values.append((f"{name}=", {"data": own} if name in of_data else own))
         if isinstance(self.reward, RewardConfig) or (
             isinstance(self.reward, Mapping) and self.reward.keys() & RewardConfig.model_fields
         ):

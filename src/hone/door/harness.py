@@ -162,7 +162,7 @@ class HarnessScorer:
         return returned
 
     def take_decided(self) -> list[Sample]:
-        """As `Scorer.take_decided`."""
+        """Like `Scorer.take_decided`, of the samples that programs have left to the scorer."""
         return self.scorer.take_decided()
 
     def rest(self) -> list[Sample]:

@@ -318,7 +318,8 @@ def _remedy(changes: Sequence[Change], plan: RunPlan) -> str:
 
 def _other_ways(plan: RunPlan) -> str:
     """Text on what makes a run smaller where settings are not enough, as far as it does."""
-    models = ["model.path", *(x.path_key for x in plan.scorers if RunMemory(plan).frozen[x.title])]
+    frozen = RunMemory(plan).frozen
+    models = ["model.path", *(role.path_key for role in plan.scorers if frozen[role.title])]
     ways = [f"a smaller model ({listed([*dict.fromkeys(models)], last='or')})"]
     if plan.trainer is None:
         return ways[0]

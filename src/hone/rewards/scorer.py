@@ -428,7 +428,7 @@ class Scorer:
             self.on_wait(text + (f", {others:,} failed" if others else ""))
 
     def take_decided(self) -> list[Sample]:
-        """None. Functions that score an ended episode are part of its answer."""
+        """Return no sample: the answer that ends an episode comes with its scores by functions."""
         return []
 
     def rest(self) -> list[Sample]:
