@@ -234,7 +234,7 @@ def tune(run: Run) -> None:
                 us = graph_us(partial(all_mixed, steps, tuning), 5) / count
                 found[batch][tuning] = us
             limit = step_bytes(one) / rate * 1e6
-            chosen = decode_kernel.choose_tuning(heads, batch)
+            chosen = decode_kernel.choose_tuning(heads)
             us = graph_us(partial(all_mixed, steps, chosen), 5) / count
             best = min(found[batch], key=found[batch].__getitem__)
             run.row(

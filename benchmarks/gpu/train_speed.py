@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from benchmarks.gpu.models import build, compiled_policy
-from benchmarks.gpu.sections import Run
+from benchmarks.gpu.sections import Run, release
 from benchmarks.gpu.timing import device_ms
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -136,12 +136,12 @@ STEPS: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
     ),
 }
 HYBRIDS: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
-    "qwen3.5-0.8b": ((TOKENS, {}),),
-    "qwen3-0.6b": ((TOKENS, {}),),
     "qwen3.5-9b": ((TOKENS, {"recompute": "full"}),),
     "qwen3-8b": ((TOKENS, {"recompute": "full"}),),
     "qwen3.5-2b": ((TOKENS, {}),),
     "qwen3-1.7b": ((TOKENS, {}),),
+    "qwen3.5-0.8b": ((TOKENS, {}),),
+    "qwen3-0.6b": ((TOKENS, {}),),
 }
 PROFILED_HYBRIDS = ("qwen3.5-0.8b", "qwen3.5-9b")
 PROFILED = {"qwen3-0.6b": {}, "qwen3-4b": {"recompute": "full"}}
@@ -194,8 +194,19 @@ def hybrids(run: Run) -> None:
         time_shapes(run, {shape: variants})
         if shape in PROFILED_HYBRIDS and run.has_time(f"profile, {shape}"):
             with run.attempt(f"profile, {shape}"):
-                policy = compiled_policy(build(shape), **variants[0][1])
-                longest_kernels(run, shape, Pass(policy, TOKENS))
+                profile_shape(run, shape, variants[0][1])
+            forget()
+
+
+def profile_shape(run: Run, shape: str, options: Mapping[str, Any]) -> None:
+    policy = compiled_policy(build(shape), **options)
+    longest_kernels(run, shape, Pass(policy, TOKENS))
+
+
+def forget() -> None:
+    """Give back the memory of the models before the next, of which 9B leaves room for none."""
+    torch.compiler.reset()
+    release()
 
 
 def time_shapes(run: Run, shapes: Mapping[str, Sequence[tuple[int, dict[str, Any]]]]) -> None:
@@ -206,8 +217,8 @@ def time_shapes(run: Run, shapes: Mapping[str, Sequence[tuple[int, dict[str, Any
         for num_tokens, options in variants:
             name = " ".join((shape, *map(str, options.values())))
             with run.attempt(name):
-                policy = compiled_policy(build(shape), **options)
-                time_passes(run, name, policy, num_tokens)
+                time_passes(run, name, compiled_policy(build(shape), **options), num_tokens)
+            forget()
 
 
 def time_passes(run: Run, name: str, policy: Policy, num_tokens: int) -> float:
@@ -276,8 +287,8 @@ def profile_passes(run: Run) -> None:
         if not run.has_time(f"profile, {shape}"):
             return
         with run.attempt(f"profile, {shape}"):
-            policy = compiled_policy(build(shape), **options)
-            longest_kernels(run, shape, Pass(policy, TOKENS))
+            profile_shape(run, shape, options)
+        forget()
 
 
 def longest_kernels(run: Run, name: str, work: Callable[[], object]) -> None:
