@@ -91,6 +91,9 @@ def test_how_many_rows_are_for_what_is_told(tmp_path, caplog):
     assert "a.jsonl: 1,200 rows, prompt from" in caplog.text
     assert "b.jsonl: 3 rows, prompt from" in caplog.text
     assert "1,203 of 1,203 rows kept (1,200 to train on, 3 held out), longest" in caplog.text
+    caplog.clear()
+    load(source(tmp_path, "a", rows(1_200)), eval=(held_out,), shuffle_window=1_000)
+    assert "3 of 3 rows kept for evaluation, longest" in caplog.text
 
 
 def test_the_lower_limit_counts(tmp_path):

@@ -158,11 +158,13 @@ class FilterReport:
 
     def summary(self, num_held_out: int, num_listed: int = 5) -> str:
         """One line for the log, with the first dropped rows. `num_held_out` of the kept rows are
-        for evaluation."""
+        for evaluation; if all are, the rows to train on are not counted here but read later."""
         num_read = self.num_rows + len(self.unreadable) + self.skipped.total()
         text = f"{self.num_kept:,} of {num_read:,} rows kept"
         if num_held_out:
-            text += f" ({self.num_kept - num_held_out:,} to train on, {num_held_out:,} held out)"
+            num_trained = self.num_kept - num_held_out
+            parts = f" ({num_trained:,} to train on, {num_held_out:,} held out)"
+            text += parts if num_trained else " for evaluation"
         text += f", longest {self.longest_tokens:,} tokens"
         text = "; ".join([text, *self.skipped_in_words])
         if self.unreadable:

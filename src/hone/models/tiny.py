@@ -78,12 +78,20 @@ def make_char_tokenizer(alphabet: str, words: Sequence[str] = ()) -> PreTrainedT
     return _fast(tokenizer, CHAR_CHAT_TEMPLATE)
 
 
-def make_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on `texts`; every string round-trips. At least 259 tokens."""
+def make_bpe_tokenizer(
+    texts: Iterable[str], vocab_size: int, *, split_digits: bool = False
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on `texts`; every string round-trips. At least 259 tokens.
+    `split_digits` makes each digit a token, so that a number is read and written by its places."""
     if vocab_size < 259:
         raise ValueError(f"{vocab_size=}: 256 bytes and 3 special tokens need at least 259")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of_words])
+        if split_digits
+        else bytes_of_words
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
