@@ -1,0 +1,30 @@
+"""The public table of whole steps: what it predicts is what the planner predicts now."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from benchmarks import whole_steps
+
+ROWS = json.loads((whole_steps.HERE / "whole_steps.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_has_the_predictions_of_the_planner() -> None:
+    """`python benchmarks/whole_steps.py` writes it anew."""
+    assert whole_steps.PAGE.read_text(encoding="utf-8") == whole_steps.page(ROWS)
+
+
+def test_every_row_names_its_commit_and_has_figures() -> None:
+    for row in ROWS:
+        assert re.fullmatch(r"[0-9a-f]{7}", row["commit"]), row
+        assert row["step_s"] > 0
+        assert min(row["tokens"]) > 0
+
+
+def test_predictions_of_memory_are_near_what_was_measured() -> None:
+    known = [row for row in ROWS if row.get("peak_gib")]
+    assert known
+    for row in known:
+        _, peak_gib = whole_steps.predicted(row)
+        assert abs(peak_gib / row["peak_gib"] - 1) < 0.05, row
