@@ -19,7 +19,7 @@ from hone.observe.metrics_server import exposition
 from hone.tools.report.grafana import dashboard
 
 OF_A_GPU = {"hone_perf_gpu_utilization", "hone_mem_gpu_peak_gib", "hone_mem_gpu_free_gib"}
-OF_A_GPU |= {"hone_perf_R_gen", "hone_perf_R_train", "hone_perf_R_step"}
+OF_A_GPU |= {"hone_perf_R_gen", "hone_perf_R_train", "hone_perf_R_step", "hone_perf_mfu"}
 OF_OTHER_RUNS = {"hone_mem_critic_gib", "hone_mem_teacher_gib"}
 OF_OTHER_RUNS |= {"hone_eval_reward_mean", "hone_eval_loss"}
 OF_OTHER_RUNS |= {"hone_critic_lr", "hone_train_muon_lr"}

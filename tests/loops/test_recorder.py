@@ -111,15 +111,18 @@ def test_measured_times_are_compared_with_the_limits() -> None:
         kv_bytes_per_value=2,
     )
     train_s = training_time_s(SHAPE, GPUS[0], [8] * 4, passes=3.0, num_head_tokens=20) / 2
-    assert LIMITS.ratios(GROUPS, ROWS, SECONDS) == {
+    of_data_sheet = {"perf/mfu": pytest.approx(train_s / 2.0 * 790 / 989)}
+    assert LIMITS.ratios(GROUPS, ROWS, SECONDS) == of_data_sheet | {
         "perf/R_gen": pytest.approx(generate_s / 3.0),
         "perf/R_train": pytest.approx(train_s / 2.0),
         "perf/R_step": pytest.approx((generate_s + train_s) / 6.0),
     }
-    assert replace(LIMITS, overlaps=True).ratios(GROUPS, ROWS, SECONDS) == {
+    assert replace(LIMITS, overlaps=True).ratios(GROUPS, ROWS, SECONDS) == of_data_sheet | {
         "perf/R_train": pytest.approx(train_s / 2.0),
         "perf/R_step": pytest.approx(max(generate_s, train_s) / 6.0),
     }
+    unknown = replace(LIMITS, peaks=replace(GPUS[0], datasheet_flops_per_s=None))
+    assert "perf/mfu" not in unknown.ratios(GROUPS, ROWS, SECONDS)
 
 
 def test_the_limit_encodes_each_image_of_a_step_once() -> None:

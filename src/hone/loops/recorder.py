@@ -32,6 +32,7 @@ from hone.observe.host_memory import host_memory
 from hone.observe.loggers import ENTROPY, POLICY_LOGPROBS, RunLog, groups_to_write
 from hone.observe.metrics import Max, Mean, Metrics, merge, to_scalars
 from hone.observe.metrics_server import MetricsServer
+from hone.observe.network import NetworkUse
 from hone.observe.spans import Spans
 from hone.planner.roofline import encoding_time_s, generation_time_s, training_time_s
 from hone.rewards.scorer import FailureRateError
@@ -92,8 +93,8 @@ class Limits:
     def ratios(
         self, groups: Sequence[Group], rows: Sequence[Row], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths.
-        Empty without peaks."""
+        """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths; `mfu`:
+        `R_train` of the rate on the data sheet. Empty without peaks."""
         if self.peaks is None:
             return {}
         share = groups[:: self.num_engines]  # the groups of the first engine
@@ -140,7 +141,10 @@ class Limits:
             )
         train_s = of_one_device_s / self.num_devices
         measured_train_s = seconds.get("train", 0.0) + seconds.get("experience", 0.0)
-        ratios = {"perf/R_train": train_s / max(measured_train_s, 1e-9)}
+        share = train_s / max(measured_train_s, 1e-9)
+        ratios = {"perf/R_train": share}
+        if (promised := self.peaks.datasheet_flops_per_s) is not None:
+            ratios["perf/mfu"] = share * self.peaks.flops_per_s / promised
         if self.overlaps:  # the time that engines took for these samples is not known
             limit_s = max(generate_s, train_s)
         else:
@@ -220,6 +224,7 @@ class Recorder:
     limits: Limits | None = None
     metrics_server: MetricsServer | None = None
     cpu_use: CPUUse = field(default_factory=CPUUse)
+    network_use: NetworkUse = field(default_factory=NetworkUse)
     gpu_use: GPUUse | None = None
     """Utilization of this process's device."""
     memory: DeviceMemory = field(init=False)
@@ -312,7 +317,8 @@ class Recorder:
         """Write the metrics row of `step`, the number of updates done. Collective. Times are those
         of the first process. `why_untrained` is the reason if no token of the step was trained."""
         seconds = self.spans.take()
-        own: Metrics = {name: Max(value) for name, value in host_memory().items()}
+        of_host = host_memory() | self.network_use.take()
+        own: Metrics = {name: Max(value) for name, value in of_host.items()}
         own |= self.memory.take()
         if self.gpu_use is not None:
             own["perf/gpu_utilization"] = Mean.of(self.gpu_use.take())

@@ -1,0 +1,95 @@
+"""Traffic of the host's network: which counters are read, and what becomes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hone.observe import network
+from hone.observe.network import NetworkUse
+
+SENT, RECEIVED = "perf/network_sent_bytes_per_s", "perf/network_received_bytes_per_s"
+
+
+class Host:
+    """Counters of a host, and its clock."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.now_s = folder, 100.0
+        self.devices: dict[str, tuple[int, int]] = {}
+        monkeypatch.setattr(network, "SYS", folder)
+        monkeypatch.setattr(network.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(network.psutil, "net_io_counters", self.counters)
+
+    def counters(self, *, pernic: bool) -> dict[str, SimpleNamespace]:
+        assert pernic
+        return {
+            name: SimpleNamespace(bytes_sent=sent, bytes_recv=received)
+            for name, (sent, received) in self.devices.items()
+        }
+
+    def card(self, name: str) -> None:
+        (self.folder / "net" / name / "device").mkdir(parents=True)
+
+    def port(self, name: str, sent: int, received: int) -> None:
+        folder = self.folder / "infiniband" / name / "ports/1/counters"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "port_xmit_data").write_text(f"{sent // 4}\n")
+        (folder / "port_rcv_data").write_text(f"{received // 4}\n")
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tmp_path, monkeypatch)
+
+
+def test_rates_are_of_the_time_since_the_last_reading(host: Host) -> None:
+    host.devices = {"eth0": (1000, 5000)}
+    use = NetworkUse()
+    host.now_s += 2.0
+    host.devices = {"eth0": (1400, 5100)}
+    assert use.take() == {SENT: 200.0, RECEIVED: 50.0}
+    host.now_s += 4.0
+    assert use.take() == {SENT: 0.0, RECEIVED: 0.0}
+
+
+def test_bridges_and_the_loopback_count_no_byte_again(host: Host) -> None:
+    host.card("eth0")
+    host.devices = {"eth0": (0, 0), "docker0": (0, 0), "lo": (0, 0)}
+    use = NetworkUse()
+    host.now_s += 1.0
+    host.devices = {"eth0": (100, 10), "docker0": (90, 9), "lo": (7000, 7000)}
+    assert use.take() == {SENT: 100.0, RECEIVED: 10.0}
+
+
+def test_a_container_without_a_card_has_what_its_devices_count(host: Host) -> None:
+    host.devices = {"eth0": (0, 0), "lo": (0, 0)}
+    use = NetworkUse()
+    host.now_s += 1.0
+    host.devices = {"eth0": (30, 40), "lo": (500, 500)}
+    assert use.take() == {SENT: 30.0, RECEIVED: 40.0}
+
+
+def test_ports_of_rdma_are_read_and_count_once_beside_their_card(host: Host) -> None:
+    host.card("eth0")
+    host.devices = {"eth0": (0, 0)}
+    host.port("mlx5_0", 0, 0)
+    host.port("mlx5_1", 0, 0)
+    use = NetworkUse()
+    host.now_s += 1.0
+    host.devices = {"eth0": (400, 8000)}
+    host.port("mlx5_0", 4000, 2000)
+    host.port("mlx5_1", 4000, 2000)
+    assert use.take() == {SENT: 8000.0, RECEIVED: 8000.0}
+
+
+def test_a_port_without_counters_and_one_that_began_anew(host: Host) -> None:
+    host.devices = {"eth0": (900, 900)}
+    host.port("mlx5_0", 4000, 4000)
+    use = NetworkUse()
+    host.now_s += 1.0
+    host.devices = {"eth0": (0, 0)}
+    (host.folder / "infiniband/mlx5_0/ports/1/counters/port_xmit_data").unlink()
+    assert use.take() == {SENT: 0.0, RECEIVED: 0.0}
