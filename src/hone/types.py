@@ -362,12 +362,15 @@ class Turn:
     """Messages of the observation; an image is `{"type": "image", "hash": ...}`, with the content
     hash of its first tile."""
     reward: float = 0.0
+    is_answered: bool = False
+    """Whether an environment has answered it, or has ended or failed the episode. Unlike `env_s` it
+    is kept in checkpoints."""
     policy_s: float | None = field(default=None, compare=False)
     """Seconds from the last submission of the turn's request to its end, with waiting for the
     engine. None: not measured."""
     env_s: float | None = field(default=None, compare=False)
     """Seconds that a worker took for the answer of the environment, and for scores where that ended
-    the episode. None: there is no environment, or it has not answered."""
+    the episode. None: not measured."""
 
 
 _CUT = frozenset({StopReason.LENGTH, StopReason.MAX_TURNS, StopReason.DEADLINE})

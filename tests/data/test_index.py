@@ -1,8 +1,10 @@
 """Indexes of sources: blocks whose rows are those of the files, kept in a file, made once."""
 
+import errno
 import gzip
 import json
 import multiprocessing
+import os
 import random
 import string
 import time
@@ -439,7 +441,7 @@ def test_eight_processes_of_a_host_make_one_pass(shards, tmp_path, make):
 
 
 def test_planted_an_index_without_a_lock_is_made_more_than_once(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(index.fcntl, "flock", lambda *args: None)
+    monkeypatch.setattr("fcntl.flock", lambda *args: None)
     real, barrier = index._read, multiprocessing.get_context("fork").Barrier(8)
 
     def reads_late(*args, **settings):
@@ -450,6 +452,20 @@ def test_planted_an_index_without_a_lock_is_made_more_than_once(shards, tmp_path
     monkeypatch.setattr(index, "_read", reads_late)
     with pytest.raises(AssertionError):
         test_eight_processes_of_a_host_make_one_pass(shards, tmp_path, SourceIndex.build)
+
+
+def test_without_locks_each_process_makes_the_index(shards, tmp_path, monkeypatch, caplog):
+    """As on Lustre without `-o flock`, or in a bucket that is mounted as a folder."""
+
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    expected = SourceIndex.build(source(shards)).fingerprint
+    monkeypatch.setattr("fcntl.flock", flock)
+    for _ in range(2):
+        assert SourceIndex.to_walk(source(shards), tmp_path / "run").fingerprint == expected
+    assert f"the file system of '{tmp_path / 'run'}' has no locks" in caplog.text
+    assert [path.suffix for path in (tmp_path / "run").iterdir()].count(".npz") == 1
 
 
 def test_a_slow_pass_says_its_rate(shards, monkeypatch, caplog, small_blocks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from hone.loops.workers import make_engine
 from hone.models.load import load_model
 from hone.models.support import declared_eos_ids
 from hone.models.tokenizer import decoder, load_tokenizer
+from hone.observe.episode_rows import read_turns
 from hone.rollout.episodes import Episodes
 from hone.rollout.requests import Decode, request_seed, sampling_params
+from hone.trainer.trainer import Trainer
 from hone.types import NOT_SAMPLED, Completion, Engine, Request, Sample
 from tests.tiny_runs import lines, tiny_config, write_inputs
 
@@ -32,15 +35,16 @@ from hone.envs import Observation
 
 
 class Echo:
-    """Two to four turns: says how long a turn was, until one begins with an even digit."""
+    """Two to four turns, or `first` to `last` of them: says how long a turn was, until one begins
+    with an even digit."""
 
-    def __init__(self, last=4):
-        self.last = last
+    def __init__(self, first=2, last=4):
+        self.first, self.last = first, last
 
     def step(self, episode):
         number = len(episode.turns)
         even = sum(c in "02468" for c in episode.turn) / 3
-        if number > 1 and (number == self.last or episode.turn[:1] in "02468"):
+        if number >= self.first and (number == self.last or episode.turn[:1] in "02468"):
             return even
         said = f"={len(episode.turn)}="
         state = [*(episode.state or []), said]
@@ -256,24 +260,45 @@ def test_episodes_are_whole_however_they_are_interrupted(
         assert row["train/num_tokens"] == sum(sum(s["loss_mask"]) for s in of_step)
 
 
-def test_a_resumed_run_is_the_straight_one(inputs: Path, tmp_path: Path) -> None:
-    """Unfinished episodes, with the state of their environment, are in the checkpoint."""
-    courses = {"straight": (4,), "resumed": (2, 4)}
-    for name, ends in courses.items():
-        for last in ends:
-            run(
-                configured(
-                    inputs,
-                    tmp_path / name,
-                    run={"dir": tmp_path / name, "steps": last},
-                    rollout={"oversample_prompts": 3},
-                    checkpoint={"every_n_steps": 1},
-                )
-            )
-    held = [lines(tmp_path / name / "samples.jsonl") for name in courses]
-    assert held[0] == held[1]
-    assert any(len(set(s["weight_versions"]) - {NOT_SAMPLED}) > 1 for s in held[0])
-    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in courses)
+def test_a_killed_run_that_goes_on_is_the_straight_one(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended and unfinished episodes, with the state of their environment, are in the checkpoint.
+    Rows equal in all but times, also of episodes whose first turn was the last."""
+
+    def to_step(name: str, last: int) -> list[dict[str, Any]]:
+        cfg = configured(
+            inputs,
+            tmp_path / name,
+            run={"dir": tmp_path / name, "steps": last},
+            rollout={"oversample_prompts": 3},
+            checkpoint={"every_n_steps": 2},
+            env={"args": {"first": 1}},
+        )
+        return run(cfg)[1]
+
+    class Killed(BaseException):
+        pass
+
+    update, num_updates = Trainer.update, count(1)
+
+    def killed(self: Trainer, *given: Any) -> Mapping[str, Any]:
+        if next(num_updates) == 3:
+            raise Killed
+        return update(self, *given)
+
+    straight = to_step("straight", 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "update", killed)
+        with pytest.raises(Killed):
+            to_step("resumed", 4)
+    assert to_step("resumed", 4) == straight
+    carried = [row for row in straight if row["step"] == 3 and max(row["weight_versions"]) < 2]
+    assert {1, 2} <= {len(row["turns"]) for row in carried}
+    assert all(read_turns(row) is not None for row in straight)
+    assert any(len(set(row["weight_versions"]) - {NOT_SAMPLED}) > 1 for row in straight)
+    names = ("straight", "resumed")
+    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in names)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,23 @@ def test_a_state_stays_within_its_bytes(tmp_path: Path) -> None:
         writer.append(most, [], [], row=most)
         writer.close()
     assert (parts_folder(output) / "0-of-1.done.json").stat().st_size == 512
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre without `-o flock`, or a bucket that is mounted as a folder."""
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    output = tmp_path / "out.jsonl"
+    with (
+        pytest.raises(UserError, match=rf"output '{output}' has no locks.*No locks.*flock.*name"),
+        locked_parts(output),
+    ):
+        pass
 
 
 def test_two_may_not_write_at_once(tmp_path: Path) -> None:

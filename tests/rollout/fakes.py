@@ -44,9 +44,13 @@ class CyclicPrompts:
         self.position = 0
 
     def take(self, num: int, *, step: int) -> list[Prompt]:
+        prompts = self.peek(num, step=step)
+        self.position += num
+        return prompts
+
+    def peek(self, num: int, *, step: int) -> list[Prompt]:
         del step
-        start, self.position = self.position, self.position + num
-        return [prompt(number) for number in range(start, start + num)]
+        return [prompt(number) for number in range(self.position, self.position + num)]
 
 
 class FakeEngine:

@@ -8,10 +8,9 @@ format allows it, kept in a file, and refused once a file of the source has chan
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
+import secrets
 import time
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -42,6 +41,7 @@ from hone.data.rows import OnBad, SourceRow
 from hone.data.settings import SourceBase
 from hone.data.tables import TableBlocks, load_hub, load_saved
 from hone.errors import UserError
+from hone.observe.locks import NoLocksError, take_lock
 from hone.paths import data_suffix, is_saved_dataset, is_url, local_path, must_be_local
 
 __all__ = ["BLOCK", "MAX_OPEN_BYTES", "SourceIndex", "no_rows", "walk"]
@@ -338,10 +338,14 @@ def _kept(source: SourceBase, cache: Path) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Keep other processes of this host out of the block."""
+    """Keep other processes out of the block, where the file system has locks: without them each
+    makes the index, and the last one is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file gives it back
+        try:
+            take_lock(file, f"'{path.parent}'", waits=True)
+        except NoLocksError as error:
+            logger.warning("Each process makes the index of the data: %s", error)
         yield
 
 
@@ -412,7 +416,7 @@ def _write(
     for number in np.unique(blocks["file"]) if has_access_points else ():
         if points := parts[number].access_points():
             arrays[_points_name(number)] = np.frombuffer(points, np.uint8)
-    partial = kept.with_suffix(f".{os.getpid()}.partial")
+    partial = kept.with_suffix(f".{secrets.token_hex(4)}.partial")
     try:
         with partial.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)

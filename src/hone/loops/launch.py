@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import random
@@ -43,6 +42,7 @@ from hone.models.settings import ModelConfig
 from hone.observe.disk import writing
 from hone.observe.environment import save_environment
 from hone.observe.local_server import ADDRESS
+from hone.observe.locks import take_lock
 from hone.observe.loggers import append_event
 from hone.observe.metrics_server import MetricsServer
 from hone.observe.pages import Pages
@@ -308,7 +308,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Lock the folder. Raises UserError if another run has it."""
+        """Lock the folder. Raises UserError if another run has it, or its file system has no
+        locks."""
         self._folder = folder
         self._file = self._locked_file()
 
@@ -338,17 +339,11 @@ class FolderLock:
                 # The file holds another run's process id until the lock is ours.
                 file = stack.enter_context((self._folder / LOCK).open("a"))
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_lock(file, f"run.dir '{self._folder}'")
             except BlockingIOError as error:
                 raise UserError(
                     f"another run is at work in run.dir '{self._folder}': process "
                     f"{lock_holder(self._folder)}. Wait for its end, or name another folder."
-                ) from error
-            except OSError as error:
-                raise UserError(
-                    f"the file system of run.dir '{self._folder}' has no locks ({error}), which "
-                    "keep a second run out. Mount it with locks (Lustre: -o flock), or name a "
-                    "folder of another file system."
                 ) from error
             with writing(self._folder, "run.dir"):
                 file.truncate(0)

@@ -65,7 +65,7 @@ def turn_rows(
 
 def is_episode(turns: Sequence[Turn]) -> bool:
     """Whether an environment has answered, so that a person wants to see turns."""
-    return len(turns) > 1 or any(turn.env_s is not None for turn in turns)
+    return len(turns) > 1 or any(turn.is_answered for turn in turns)
 
 
 def _placed(name: str, said: str, text: str | None, begin: int) -> tuple[dict[str, Any], int]:

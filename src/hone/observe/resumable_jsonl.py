@@ -17,7 +17,6 @@ the groups again without what lies before.
 
 from __future__ import annotations
 
-import fcntl
 import heapq
 import json
 import math
@@ -31,6 +30,7 @@ from pathlib import Path
 
 from hone.errors import UserError
 from hone.observe.disk import AppendedFile, writing
+from hone.observe.locks import take_lock
 from hone.observe.whole_file import whole_file
 from hone.types import Sample
 
@@ -179,15 +179,15 @@ def locked_parts(output: Path) -> Generator[list[PartFile]]:
     """Context manager that locks the part files of an output, cuts off rows of unfinished groups,
     and yields them.
 
-    Raises UserError if another process has the lock.
+    Raises UserError if another process has the lock, or the file system has none.
     """
     folder = parts_folder(output)
     with writing(folder, "output"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a")
-    with lock:
+        file = (folder / ".lock").open("a")
+    with file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(file, f"output '{output}'")
         except BlockingIOError as error:
             raise UserError(
                 f"another process writes output '{output}'. Wait for its end, or name another."

@@ -5,7 +5,6 @@ A run is a folder (of training, of `hone eval`, or of both), or the JSONL file o
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from hone.errors import UserError
+from hone.observe.locks import is_taken
 from hone.paths import settings_file
 
 __all__ = [
@@ -295,14 +295,7 @@ def _read_yaml(file: Path) -> tuple[str, dict[str, Any]]:
 
 def is_locked(folder: Path) -> bool:
     """Whether a run is running in the folder."""
-    try:
-        with (folder / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no run was here, or the file system has no locks
-        return False
-    return False
+    return is_taken(folder / LOCK)
 
 
 def lock_holder(folder: Path) -> str | None:

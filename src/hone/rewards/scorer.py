@@ -387,7 +387,8 @@ class Scorer:
             if self.sessions is not None:
                 self.sessions.take(request, verdict)
             if self._has_env and request.turns:
-                request.turns[-1].env_s = verdict.seconds
+                turn = request.turns[-1]
+                turn.is_answered, turn.env_s = True, verdict.seconds
             self._finish(request, verdict)
             return
         self._add(request, verdict)
