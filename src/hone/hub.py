@@ -2,6 +2,8 @@
 
 Where the hub cannot be reached, the libraries that read from it try for a minute and then report
 the repository as missing. So this module checks once, before they are called, whether it answers.
+What asks the hub is imported where it is called: it costs a quarter of a second, and every command
+imports this module.
 """
 
 from __future__ import annotations
@@ -17,14 +19,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from huggingface_hub import constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import constants
 
 from hone.errors import UserError
 from hone.paths import must_be_local
@@ -60,6 +55,8 @@ def locate_model(name: str, key: str) -> str:
 def config_of(name: str, *, may_fetch: bool) -> Path | None:
     """`config.json` of a hub name, from the local cache, or with `may_fetch` from the hub; None
     where neither has it."""
+    from huggingface_hub import hf_hub_download
+
     is_local = not may_fetch or unreachable() is not None
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=is_local))
@@ -72,6 +69,15 @@ def refusal(name: str) -> str | None:
     or the local cache has the file, and where the hub cannot be reached."""
     if config_of(name, may_fetch=False) is not None or unreachable() is not None:
         return None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
         hf_hub_download(name, "config.json")
     except GatedRepoError:
@@ -142,6 +148,9 @@ def _connection_error(host: str, port: int) -> str | None:
 
 def _cached(name: str) -> str | None:
     """The folder of a repository in the local cache, or None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     try:
         return snapshot_download(name, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):

@@ -146,6 +146,10 @@ class Evaluation:
         return read_samples(self.run_dir / "eval_samples.jsonl")
 
 
+_WRONG = ("", "settings", "what is wrong")
+_NUMBERS = ("number", "value", "how it follows")
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """The result of `hone.check`, before a run starts. A notebook shows it as tables."""
@@ -182,19 +186,27 @@ class Check:
         return "".join(
             [
                 f"<p><b>{summary}</b></p>",
-                _table(("", "settings", "what is wrong"), problems) if problems else "",
-                _table(("number", "value", "how it follows"), numbers) if numbers else "",
+                _table(_WRONG, problems, num_whole=1) if problems else "",
+                _table(_NUMBERS, numbers, num_whole=2) if numbers else "",
             ]
         )
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table; cells are HTML. Its words stand to the left, which notebooks do not do."""
-    cell = 'style="text-align:left;vertical-align:top;white-space:normal;max-width:60em"'
-    head = "".join(f"<th {cell}>{column}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td {cell}>{x}</td>' for x in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_whole: int) -> str:
+    """An HTML table; cells are HTML. Its words stand to the left, which notebooks do not do, and
+    after the first `num_whole` columns they break where a phone has no room for a whole key."""
+    whole = "text-align:left;vertical-align:top;white-space:normal;max-width:60em"
+    styles = [whole] * num_whole + [f"{whole};overflow-wrap:anywhere"] * (len(columns) - num_whole)
+
+    def line(tag: str, words: Sequence[str]) -> str:
+        cells = (f'<{tag} style="{s}">{x}</{tag}>' for s, x in zip(styles, words, strict=True))
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<table><thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>"

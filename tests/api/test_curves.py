@@ -144,15 +144,21 @@ def test_a_check_is_shown_as_tables() -> None:
         Finding("warning", ("a.b",), "a.b is <odd>"),
         Finding("error", ("c", "d.e"), "c is wrong"),
     ]
-    check = Check(findings, {"num": 12345.678, "mode": "<x>"}, {}, {"num": "3 < 4"})
+    derived = {"num": 12345.678, "tokens": 16384, "mode": "<x>"}
+    check = Check(findings, derived, {}, {"num": "3 < 4"})
     html = check._repr_html_()  # pyright: ignore[reportPrivateUsage]
     cells = [re.sub(r"<.*?>", "", cell) for cell in re.findall(r"<td.*?>(.*?)</td>", html)]
     assert cells == [
         *("error", "c, d.e", "c is wrong"),
         *("warning", "a.b", "a.b is &lt;odd&gt;"),
         *("num", "12,345.7", "3 &lt; 4"),
+        *("tokens", "16,384", ""),
         *("mode", "&lt;x&gt;", ""),
     ]
+    breaking = [cell for cell in re.findall(r"<td.*?</td>", html) if "overflow-wrap" in cell]
+    assert len(breaking) == 2 * 2 + 3, (
+        "keys and sentences break on a phone, words and numbers do not"
+    )
     assert "errors: 1, warnings: 1" in html
     nothing = Check([], {}, {}, {})._repr_html_()  # pyright: ignore[reportPrivateUsage]
     assert "errors: 0, warnings: 0" in nothing

@@ -670,7 +670,7 @@ def test_a_name_that_the_hub_refuses_is_told_with_what_is_near(
             raise LocalEntryNotFoundError("not here")
         raise RepositoryNotFoundError("404", response=Mock())
 
-    monkeypatch.setattr("hone.hub.hf_hub_download", answer)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", answer)
     monkeypatch.setattr("hone.hub.unreachable", lambda: None)
     flags = ("--model.path=Qwen/Qwen3-06B", "--data.train.0.path=train.jsonl")
     for argv in (("check", "rl"), ("rl",)):
@@ -679,7 +679,7 @@ def test_a_name_that_the_hub_refuses_is_told_with_what_is_near(
         assert "there is no such model" in told
         assert "Did you mean qwen3-0.6b?" in told
     config = str(workspace / "mixtral" / "config.json")
-    monkeypatch.setattr("hone.hub.hf_hub_download", lambda *_, **__: config)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: config)
     flags = ("--model.path=mistralai/Mixtral-8x7B-v0.1", flags[1])
     told = " ".join(output(capsys, "check", "rl", *flags, code=2).split())
     assert "is of the family mixtral" in told

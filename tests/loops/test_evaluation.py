@@ -184,6 +184,29 @@ def test_completions_are_replaced_by_the_same_command_alone(tmp_path, monkeypatc
     assert output.read_bytes() == first
 
 
+def test_an_evaluation_reads_what_is_trained_only_to_hold_rows_out_of_it(
+    tmp_path, monkeypatch, capsys, caplog
+):
+    caplog.set_level("INFO", logger="hone")
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    for name, number in (("trained", 8), ("held", 3)):
+        rows = (f'{{"prompt": "{i} + {i} =", "answer": "2"}}\n' for i in range(number))
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    flags = (
+        *("--model.path=model", "--run.device=cpu", "--data.train.0.path=trained.jsonl"),
+        *("--reward.functions.0.fn=exact_match", "--eval.max_completion_tokens=4"),
+    )
+    for own, is_read in (
+        ("--data.eval.0.path=held.jsonl", False),
+        ("--data.eval_fraction=0.5", True),
+    ):
+        caplog.clear()
+        assert main(["eval", *flags, own, f"--run.dir={is_read}"]) == 0
+        assert ("trained.jsonl: 8 rows" in caplog.text) == is_read
+        assert not capsys.readouterr().out.startswith("\n"), "a bar that nobody sees leaves no line"
+
+
 def test_an_evaluation_is_replaced_by_one_of_the_same_weights_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)

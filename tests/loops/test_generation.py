@@ -80,7 +80,8 @@ def groups_of(rows):
     return found
 
 
-def test_what_is_kept(here):
+def test_what_is_kept(here, caplog):
+    caplog.set_level("INFO", logger="hone")
     every = groups_of(made(DIGITS))
     assert [len(group) for group in every.values()] == [4] * 40
 
@@ -103,6 +104,7 @@ def test_what_is_kept(here):
         (best["completion"], worst["completion"]) for best, worst in both
     ]
     assert all("completion" not in row for row in pairs)
+    assert f"{len(pairs)} pairs written to completions.jsonl" in caplog.messages
 
 
 def test_completions_that_cannot_be_scored_are_kept_by_all_alone(here, caplog):

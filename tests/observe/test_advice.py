@@ -105,17 +105,20 @@ NAMED: dict[str, tuple[dict[str, Any], Scalars, dict[str, Any]]] = {
 def test_functions_that_compute_get_no_more_workers_than_cores(
     fn: str, on_six_cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the user's own and services may wait for something else; and where the wait is that for
-    a single call, more workers shorten nothing."""
+    """Only the user's own and services may wait for something else. Where the wait is that for a
+    single call, or for samples on their way to calls that take no time, more workers shorten
+    nothing."""
     plan = plan_of(reward={"num_workers": 2, "functions": [{"fn": fn}]})
     assert isinstance(plan.config, RLConfig)
     waits = {"perf/wait_for_rewards_share": 0.4, "time/step_s": 20.0, "time/reward/p99_s": 0.06}
-    one_call = waits | {"time/reward/p99_s": 8.0}
+    waits["rollout/samples"] = 256.0
+    useless = (waits | {"time/reward/p99_s": 8.0}, waits | {"time/reward/p99_s": 0.0001})
     for cores, number in ((6, on_six_cores), (2, 8 if on_six_cores == 8 else None)):
         monkeypatch.setattr("hone.observe.advice.num_usable_cores", lambda cores=cores: cores)
         found = [x["reward.num_workers"] for x in more_reward_workers(plan, plan.config, waits)]
         assert found == ([] if number is None else [number])
-        assert [*more_reward_workers(plan, plan.config, one_call)] == []
+        for others in useless:
+            assert [*more_reward_workers(plan, plan.config, others)] == []
 
 
 def test_memory_to_spare_goes_to_logits_where_nothing_else_is_computed_again() -> None:
@@ -199,6 +202,14 @@ def test_advice_names_a_setting_and_a_value(name: str) -> None:
     assert found.is_tuning
     for key, value in change.items():
         assert f"{key} to {str(value).lower().removesuffix('.0')} in place of" in str(found)
+
+
+def test_advice_says_what_was_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hone.rewards.settings.num_usable_cores", lambda: 2)
+    sections, metrics, _ = NAMED["slow_rewards"]
+    plan = plan_of(reward=sections["reward"] | {"num_workers": None})
+    found = raised_in(plan, metrics)["slow_rewards"]
+    assert "Set reward.num_workers to 8 (it is unset)." in str(found)
 
 
 def test_trainers_and_engines_that_wait_get_each_others_devices() -> None:

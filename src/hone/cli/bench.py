@@ -107,12 +107,13 @@ def _engine(arguments: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str]) -> int:
     def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
-        from hone.tools.bench.train import planned_on_cpu
-
         plan = plan_here(cfg, world_size, starts=True)
         found = findings(plan)
         if any(finding.level == "error" for finding in found) or not plan.is_on_cpu:
             return found
+        say_loading()
+        from hone.tools.bench.train import planned_on_cpu
+
         step, num_local = planned_on_cpu(plan), processes().local_world_size
         lack = shortage(
             [] if step is None else [trainer_role(step, num_local)],

@@ -91,9 +91,10 @@ def run(argv: Sequence[str]) -> int:
     findings: dict[str, Finding] = {}
     with Machine(Path(folder or "runs")) as machine, raising(_ended_by, SIGTERM, SIGHUP):
         console.print(_announcement(machine))
-        for name, finding in _examine(machine):
-            findings[name] = finding
-            console.print(_line(name, finding))
+        with console.status("") as line:  # on terminals alone
+            for name, finding in _examine(machine, line.update):
+                findings[name] = finding
+                console.print(_line(name, finding))
     if as_json:
         rows = [{"check": name, **asdict(finding)} for name, finding in findings.items()]
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
@@ -116,8 +117,10 @@ def _announcement(machine: Machine) -> str:
     )
 
 
-def _examine(machine: Machine) -> Iterator[tuple[str, Finding]]:
+def _examine(machine: Machine, begun: Callable[[str], None]) -> Iterator[tuple[str, Finding]]:
+    """The finding of each check that applies. `begun` is called with a check's name before it."""
     for name, (check, remedy) in CHECKS.items():
+        begun(name)
         try:
             finding = check(machine)
         except ReadingError as error:

@@ -27,5 +27,6 @@ def run(argv: Sequence[str]) -> int:
     from hone.loops.generation import run_generation
 
     quiet_transformers()
-    _log.info("%d completions written to %s", run_generation(cfg, nproc or 1), cfg.output)
+    what = "pairs" if cfg.keep == "pairs" else "completions"
+    _log.info("%d %s written to %s", run_generation(cfg, nproc or 1), what, cfg.output)
     return 0

@@ -84,7 +84,8 @@ _MIN_SHARE_SHOWN = 0.01
 
 _WORK = {
     "settings": "settings of each split of GPUs into trainers and engines",
-    "steps": "simulated steps of each split and mode",
+    "steps": "first steps of each split and mode, simulated",
+    "whole": "all steps of the fastest of them, simulated",
 }
 """What `compare` reports, for the line on the terminal."""
 
@@ -101,10 +102,16 @@ def run(argv: Sequence[str]) -> int:
     if any(word.partition("=")[0] == "--nproc" for word in argv):
         raise UserError("--nproc is not served by `hone plan`; set plan.gpus instead")
     cfg = load_checked(PlanConfig, argv, lambda cfg, n: findings(plan_here(cfg, n)))
-    with Console(stderr=True).status("") as line:  # on terminals alone
+    console = Console(stderr=True)
+    begun: set[str] = set()
+    with console.status("") as line:  # on terminals alone
 
         def report(what: str, done: int, total: int) -> None:
-            line.update(f"{_WORK[what]}: {done} of {total}")
+            if console.is_terminal:
+                line.update(f"{_WORK[what]}: {done} of {total}")
+            elif what not in begun:
+                _log.info("%s: %d", _WORK[what], total)
+            begun.add(what)
 
         result = compare(_with_own_host(cfg), report)
     written = None if cfg.output is None else _write(result, cfg.output)

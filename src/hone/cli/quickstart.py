@@ -15,7 +15,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from hone.cli.command import quiet_transformers
+from hone.cli.command import quiet_transformers, say_loading
 from hone.config.rules.files import unwritable
 from hone.distributed.openmp import set_up_openmp
 from hone.errors import UserError
@@ -91,10 +91,12 @@ def make_inputs(folder: Path, seed: int) -> None:
         two_teachers,
         write_jsonl,
     )
+
+    _say(f"Making a model of 0.4 M random weights and {NUM_PROBLEMS} sums in {folder}")
+    say_loading()
     from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
     quiet_transformers()
-    _say(f"Making a model of 0.4 M random weights and {NUM_PROBLEMS} sums in {folder}")
     make_tiny_model(
         folder / "model",
         tokenizer=make_char_tokenizer(ALPHABET),

@@ -111,16 +111,19 @@ def prompts_of(
     tools: ToolSchemas = (),
 ) -> PromptData:
     """Load the prompts of `cfg.data` that leave room for a completion of full length, with the
-    schemas of the environment's `tools`. Raises UserError for a prompt with text that the model has
-    no tokens for."""
+    schemas of the environment's `tools`. An evaluation reads what is trained only where rows are
+    held out of it. Raises UserError for a prompt with text that the model has no tokens for."""
+    sources = cfg.data
+    if isinstance(cfg, EvaluateConfig) and sources.eval:
+        sources = sources.model_copy(update={"train": ()})
     data = load_prompts(
-        cfg.data,
+        sources,
         tokenizer,
         seed=cfg.run.seed,
         max_prompt_tokens=room_for_prompts(cfg),
         keeps_messages=cfg.env.is_set,
         tools=tools,
-        images=image_reader(cfg.model, cfg.data, tokenizer),
+        images=image_reader(cfg.model, sources, tokenizer),
         cache=cfg.run.dir / INDEXES,
         curriculum=cfg.data.curriculum if isinstance(cfg, RLConfig) else None,
     )

@@ -242,14 +242,12 @@ class Counter:
     """Progress of the first host's share, with the time left: a progress bar on a terminal, which
     is removed at the end, and log lines elsewhere."""
 
-    def __init__(self, bar: Progress, noun: str) -> None:
-        self._bar, self._noun = bar, noun
+    def __init__(self, bar: Progress, noun: str, *, logs: bool) -> None:
+        self._bar, self._noun, self._logs = bar, noun, logs
         self._task = bar.add_task(noun, total=None)
         self._begun: tuple[float, int] | None = None
         """Time and count at which the counting began."""
         self._logged_at = -math.inf
-        self._is_silent = bar.disable or bar.console.is_terminal
-        """Whether no lines are logged."""
 
     def count(self, done: int, total: int) -> None:
         """Show how many are done. Without a terminal, log a line every `_LINE_EVERY_S` seconds."""
@@ -258,7 +256,7 @@ class Counter:
         if self._begun is None:
             self._begun = now, done
             self._logged_at = now
-        if self._is_silent or now - self._logged_at < _LINE_EVERY_S or done == self._begun[1]:
+        if not self._logs or now - self._logged_at < _LINE_EVERY_S or done == self._begun[1]:
             return
         self._logged_at, (began_s, before) = now, self._begun
         left_s = (now - began_s) / (done - before) * (total - done)
@@ -269,7 +267,7 @@ class Counter:
         seconds."""
         if self._bar.console.is_terminal:
             self._bar.update(self._task, description=text)
-        elif not self._is_silent and monotonic() - self._logged_at > _LINE_EVERY_S:
+        elif self._logs and monotonic() - self._logged_at > _LINE_EVERY_S:
             self._logged_at = monotonic()
             _log.info("%s", text)
 
@@ -278,10 +276,12 @@ class Counter:
 def counting(noun: str, *, is_shown: bool) -> Generator[Counter]:
     """Open a counter of things called `noun`."""
     columns = Progress.get_default_columns()
-    # Rich needs further packages to show a bar in a notebook.
-    is_shown = is_shown and not get_console().is_jupyter
-    with Progress(*columns, transient=True, disable=not is_shown) as bar:
-        yield Counter(bar, noun)
+    # Rich needs further packages to show a bar in a notebook, and leaves an empty line elsewhere.
+    console = get_console()
+    is_shown = is_shown and not console.is_jupyter
+    has_bar = is_shown and console.is_terminal
+    with Progress(*columns, transient=True, disable=not has_bar) as bar:
+        yield Counter(bar, noun, logs=is_shown and not has_bar)
 
 
 def _time(seconds: float) -> str:

@@ -52,6 +52,8 @@ _UNPLANNED = (ArithmeticError, AssertionError, AttributeError, LookupError, OSEr
 """Errors of planner and rules about a run that they do not support."""
 TRAINED_OR_SCORED = ("policy", "critic", *ROW_SCORERS)
 """Roles whose passes are retried after an out-of-memory error."""
+_MOST_PASSING = 2.0
+"""Wait for rewards over the time of all calls above which it is not the calls that take long."""
 _KINDS: tuple[Literal["backward"], Literal["forward"]] = ("backward", "forward")
 
 Metrics: TypeAlias = Mapping[str, float]
@@ -92,11 +94,14 @@ class Advisor:
         return any(attrgetter(key)(self._plan.config) != value for key, value in change.items())
 
     def _words(self, change: Change) -> str:
-        settings = " and ".join(
-            f"{key} to {_word(value)} in place of {_word(attrgetter(key)(self._plan.config))}"
-            for key, value in change.items()
-        )
+        settings = " and ".join(self._setting(key, value) for key, value in change.items())
         return f"Set {settings}."
+
+    def _setting(self, key: str, value: Any) -> str:
+        present = attrgetter(key)(self._plan.config)
+        if present is None:
+            return f"{key} to {_word(value)} (it is unset)"
+        return f"{key} to {_word(value)} in place of {_word(present)}"
 
 
 def _word(value: Any) -> str:
@@ -225,13 +230,15 @@ def fresher_samples(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Chan
 
 
 def more_reward_workers(plan: RunPlan, cfg: RLConfig, now: Metrics) -> Iterator[Change]:
-    """More concurrent reward calls, where the wait is longer than a single call. Built-in functions
-    only compute, so more workers than cores do not help; the user's own functions and services may
-    wait."""
+    """More concurrent reward calls, where the wait is longer than a single call, and not much
+    longer than all calls by the present workers: the rest is the passing of samples, which takes as
+    long with any number of workers. Built-in functions only compute, so more workers than cores do
+    not help; the user's own functions and services may wait."""
     wait_s = now.get("perf/wait_for_rewards_share", 0.0) * now.get("time/step_s", 0.0)
-    if wait_s <= now.get("time/reward/p99_s", 0.0):
+    call_s, present = now.get("time/reward/p99_s", 0.0), cfg.reward.worker_limit
+    num_calls = now.get("rollout/samples", 0.0)
+    if not call_s < wait_s < _MOST_PASSING * num_calls * call_s / present:
         return
-    present = cfg.reward.worker_limit
     waits = cfg.reward.waits_for_services or any(names_code(x.fn) for x in cfg.reward.functions)
     number = 4 * present if waits else min(4 * present, num_usable_cores())
     if number > present:

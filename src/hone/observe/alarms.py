@@ -496,7 +496,7 @@ _LEARNING = (
         "grad_norm_spike",
         jumps("train/grad_norm", 10.0),
         "The gradient is ten times its usual size: look at the samples and advantages of this "
-        "step; a lower learning rate or optimizer.max_grad_norm bounds the damage.",
+        "step; a lower trainer.optimizer.lr or trainer.optimizer.max_grad_norm bounds the damage.",
     ),
     Rule(
         "grad_norm_zero",

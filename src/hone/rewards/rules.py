@@ -411,7 +411,7 @@ RULES = with_facts(
            "env.path = unset", "not env.tools", "env.harness.command = unset",
            instead="name an environment in env.path | name tools in env.tools"),
     warning("reward.num_workers > @cores", given=("not @waits_for_services",),
-            why="more than one or two a core only takes memory",
+            why="more than one or two a core only takes memory, unless functions wait",
             fix="leave reward.num_workers unset"),
     warning("reward.max_failure_rate = 1",
             why="the run goes on even when no sample can be scored",

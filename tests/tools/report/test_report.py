@@ -23,7 +23,7 @@ from hone.observe.loggers import append_event
 from hone.observe.run_folder import RunFolder
 from hone.paths import settings_file
 from hone.tools.report.charts import MAX_POINTS
-from hone.tools.report.write import distinct_names, write_report
+from hone.tools.report.write import distinct_names, sentence, write_report
 from tests.observe.fake_run import Scalars, write_run
 from tests.tables import table
 
@@ -694,6 +694,19 @@ def test_the_command_writes_where_it_is_told(
     assert "2 runs compared" in target.read_text()
     with pytest.raises(ValueError, match="named twice"):
         report_command([str(folder), str(folder / ".." / "run")])
+
+
+@table(
+    "text, html",
+    [
+        ("a < b", "a &lt; b"),
+        ("see `hone rl`", "see <code>hone rl</code>"),
+        ("`a<b` or `c`.", "<code>a&lt;b</code> or <code>c</code>."),
+        ("one ` alone", "one ` alone"),
+    ],
+)
+def test_what_stands_between_backticks_is_code(text: str, html: str) -> None:
+    assert sentence(text) == html
 
 
 @table(

@@ -82,6 +82,16 @@ def test_a_missing_key_is_its_default(tmp_path: Path) -> None:
     assert unequal(tmp_path / "b", RL, RL | stops, {}) == []
 
 
+def test_values_are_those_of_recipes(tmp_path: Path) -> None:
+    first = {"eval": {"at_start": True}, "run": {"seed": 1}, "log": {"project": None}}
+    second = {"eval": {"at_start": False}, "run": {"seed": 2}, "log": {"project": "a"}}
+    assert unequal(tmp_path, RL | first, RL | second) == [
+        ["eval.at_start", "true", "false"],
+        ["run.seed", "1", "2"],
+        ["log.project", "unset", "a"],
+    ]
+
+
 def test_keys_of_mappings_are_compared(tmp_path: Path) -> None:
     first, second = ({"algorithm": {"loss": {"ppo_clip": weight}}} for weight in (1.0, 0.5))
     assert unequal(tmp_path, RL | first, RL | second) == [["algorithm.loss.ppo_clip", "1.0", "0.5"]]

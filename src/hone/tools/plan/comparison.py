@@ -268,7 +268,8 @@ def _simulated(candidates: Sequence[_Candidate], report: Report) -> list[Outcome
         short = [number for number in wanted if len(found[number].run.steps) < cfg.plan.steps]
         if not short:
             return [found[number] for number in ranked]
-        for number in short:
+        for done, number in enumerate(short):
+            report("whole", done, len(short))
             found[number] = candidates[number].outcome(cfg.plan.steps)
 
 

@@ -23,6 +23,8 @@ __all__ = ["Unequal", "unequal_settings"]
 
 _PLACES = ("run.dir", "output")
 """Where a run writes to, which differs between any two."""
+_AS_WRITTEN = {"None": "unset", "True": "true", "False": "false"}
+"""Values as recipes and messages have them."""
 
 
 class Unequal(NamedTuple):
@@ -43,7 +45,7 @@ def unequal_settings(runs: Sequence[RunFolder]) -> Unequal:
     shared = [key for key in keys if all(_is_read(kind, key) for kind in kinds)]
     unknown = [key for key in keys if not any(_has(kind, key) for kind in kinds)]
     rows = [
-        [key, *cells]
+        [key, *(_AS_WRITTEN.get(cell, cell) for cell in cells)]
         for key, *cells in differences([_only(each, shared) for each in values])
         if DASH not in cells
         or any(

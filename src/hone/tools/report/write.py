@@ -16,10 +16,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from hone.errors import UserError
 from hone.observe.run_folder import RunFolder
@@ -27,7 +28,7 @@ from hone.observe.whole_file import write_whole
 from hone.tools.report.content import Page, describe
 from hone.tools.report.jump import anchor, jump_links
 
-__all__ = ["render", "template_environment", "write_report"]
+__all__ = ["render", "sentence", "template_environment", "write_report"]
 
 
 def write_report(
@@ -90,7 +91,19 @@ def _template() -> Template:
     environment = template_environment("hone.tools.report")
     environment.filters["script_json"] = _script_json
     environment.filters["anchor"] = anchor
+    environment.filters["sentence"] = sentence
     return environment.get_template("page.html.jinja")
+
+
+def sentence(text: str) -> Markup:
+    """A sentence as HTML, with what stands between backticks as code."""
+    words = escape(text).split("`")
+    if len(words) % 2 == 0:  # one has no partner
+        return escape(text)
+    marked = (Markup("<code>{}</code>").format(word) for word in words[1::2])
+    return Markup("").join(
+        part for pair in zip_longest(words[::2], marked, fillvalue="") for part in pair
+    )
 
 
 def _script_json(data: object) -> Markup:
