@@ -19,7 +19,7 @@ from hone.algorithms import rules as algorithms
 from hone.config.plan import RunPlan
 from hone.config.rules import bench, cluster, files, host, mixing, profile, run
 from hone.config.rules.facts import Facts
-from hone.config.rules.finding import Finding
+from hone.config.rules.finding import Finding, Level
 from hone.config.rules.rule import Rule
 from hone.config.rules.view import Known
 from hone.engine import rules as engine
@@ -58,10 +58,10 @@ _AllFacts = cast("type[Facts]", type("_AllFacts", tuple(_CLASSES), {}))
 the findings of thousands. No two parts have a fact of the same name (a test)."""
 
 
-def findings(plan: RunPlan, **known: Unpack[Known]) -> list[Finding]:
-    """The problems of a planned run, errors first. `known` has facts that are not part of a
-    plan."""
-    found = dict.fromkeys(finding for _, finding in matches(plan, **known))
+def findings(plan: RunPlan, *, level: Level | None = None, **known: Unpack[Known]) -> list[Finding]:
+    """The problems of a planned run, errors first, or those of one level. `known` has facts that
+    are not part of a plan."""
+    found = dict.fromkeys(finding for _, finding in matches(plan, level=level, **known))
     return sorted(found, key=lambda finding: finding.level)
 
 
@@ -71,11 +71,14 @@ def unread_keys(command: str) -> frozenset[str]:
     return frozenset(key for rule in RULES for key in rule.unread_keys(command))
 
 
-def matches(plan: RunPlan, **known: Unpack[Known]) -> Iterator[tuple[Rule, Finding]]:
-    """Each rule that applies, with its finding: once for each section that samples, or once for a
-    command without sampling."""
+def matches(
+    plan: RunPlan, *, level: Level | None = None, **known: Unpack[Known]
+) -> Iterator[tuple[Rule, Finding]]:
+    """Each rule, of one level or of all, that applies, with its finding: once for each section that
+    samples, or once for a command without sampling."""
+    rules = [rule for rule in RULES if level in (None, rule.level)]
     for section in plan.sampling or [None]:
         view = _AllFacts(plan, section, known)
-        for rule in RULES:
+        for rule in rules:
             for finding in rule.find(view):
                 yield rule, finding

@@ -217,15 +217,21 @@ def changed(plan: RunPlan, change: Change) -> RunPlan:
 def _excess(plan: RunPlan) -> int:
     """Bytes that are lacking, over all phases; 0 where all phases fit and the engine can start, and
     where that is not known."""
+    return sum(_excesses(plan))
+
+
+def _excesses(plan: RunPlan) -> tuple[int, int]:
+    """The bytes that are lacking for the phases, and for a cache with which the engine can
+    start."""
     gpu = plan.devices.gpu
     if plan.shape is None or plan.is_on_cpu or gpu is None or plan.problem is not None:
-        return 0
+        return 0, 0
     run, limit = RunMemory(plan), (gpu.memory_gib or 0) * GIB
     if not limit:
-        return 0
+        return 0, 0
     too_much = sum(max(phase.num_bytes - limit, 0) for phase in run.phases())
     missing = (run.engine.sequence_bytes or 0) - (run.cache or 0) if run.lacks_room_for_one else 0
-    return too_much + missing
+    return too_much, missing
 
 
 def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:
@@ -238,7 +244,15 @@ def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:
 
 def _fitting_cache(plan: RunPlan) -> Change | None:
     """The cache size that fits and is nearest to the configured one; None where none fits."""
-    return next((x for x in cache_sizes(plan) if not _excess(changed(plan, x))), None)
+    nearest = [*cache_sizes(plan)]
+    if not nearest:
+        return None
+    by_size = sorted(nearest, key=lambda change: max(change.values()))
+    too_much, _ = _excesses(changed(plan, by_size[0]))
+    _, missing = _excesses(changed(plan, by_size[-1]))
+    if too_much or missing:  # each is least there
+        return None
+    return next((x for x in nearest if not _excess(changed(plan, x))), None)
 
 
 def _without_needless(plan: RunPlan, change: Change, is_served: Callable[[Change], bool]) -> Change:
@@ -257,7 +271,7 @@ def errors(plan: RunPlan) -> set[Finding]:
         plan = resolve(
             cfg, plan.model, plan.devices, world_size=plan.world_size, others=plan.others
         )
-    return {x for x in findings(plan, can_install=True) if x.level == "error"}
+    return set(findings(plan, level="error", can_install=True))
 
 
 def rl_config(cfg: PlanConfig) -> RLConfig:

@@ -40,11 +40,13 @@ __all__ = [
     "KNOBS",
     "LOGITS",
     "MOMENTS",
+    "OFFLOAD",
     "RECOMPUTE",
     "REMOTE_ENGINES",
     "SEARCHED",
     "SEQUENCES",
     "SHARED_ROWS",
+    "ZERO",
     "Change",
     "Effect",
     "Knob",
@@ -509,6 +511,13 @@ MOMENTS = Knob(
     host=_rounded_moments,
     effect=Effect.ROUNDING,
 )
+ZERO = Knob(
+    keys=("trainer.parallel.zero_stage",),
+    part="policy",
+    gpu=_to("trainer.parallel.zero_stage", 3),
+    choices=_zero_stages,
+    num_fastest=2,
+)
 BUDGETS = Knob(
     keys=(
         "trainer.max_tokens_per_microbatch",
@@ -526,6 +535,15 @@ LOGITS = Knob(
     part="policy",
     gpu=_smaller_chunks,
     time=_one_chunk,
+)
+OFFLOAD = Knob(
+    keys=("trainer.offload",),
+    part="policy",
+    gpu=_offloaded_optimizer,
+    host=_lower_offloads,
+    time=_no_offload,
+    choices=_every_offload,
+    lets_gpus_wait=True,
 )
 RECOMPUTE = Knob(
     keys=tuple(_recomputing("full")),
@@ -595,13 +613,7 @@ KNOBS = (
     ),
     ENGINE_SIZE,  # not measured
     MOMENTS,  # 3 to 8
-    Knob(  # 7
-        keys=("trainer.parallel.zero_stage",),
-        part="policy",
-        gpu=_to("trainer.parallel.zero_stage", 3),
-        choices=_zero_stages,
-        num_fastest=2,
-    ),
+    ZERO,  # 7
     BUDGETS,  # 5 to 12
     LOGITS,  # 22 to 63 down to the default, below it 225 to 680
     Knob(  # 46
@@ -613,15 +625,7 @@ KNOBS = (
         num_smallest=2,
         lets_gpus_wait=True,
     ),
-    Knob(  # 17 to 27
-        keys=("trainer.offload",),
-        part="policy",
-        gpu=_offloaded_optimizer,
-        host=_lower_offloads,
-        time=_no_offload,
-        choices=_every_offload,
-        lets_gpus_wait=True,
-    ),
+    OFFLOAD,  # 17 to 27
     RECOMPUTE,  # 38 to 98; with inputs of layers on the host the last GiB 414 to 429
     Knob(  # 52 and less, but it needs the optimizer's states on the host first
         keys=("trainer.offload", "trainer.parallel.zero_stage"),

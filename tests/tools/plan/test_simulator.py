@@ -386,11 +386,11 @@ def test_every_simulation_ends(seed: int) -> None:
     most = num_groups * max(map(sum, case.lengths))
     num_events, next_event = 0, _Run._next_event  # pyright: ignore[reportPrivateUsage]
 
-    def counted(run: _Run, event_s: float) -> None:
+    def counted(run: _Run) -> None:
         nonlocal num_events
         num_events += 1
         assert num_events <= most, "it stands still"
-        next_event(run, event_s)
+        next_event(run)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_Run, "_next_event", counted)

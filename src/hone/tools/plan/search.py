@@ -35,8 +35,10 @@ from hone.planner.knobs import (
     GPUS_OF_A_NODE,
     LOGITS,
     MOMENTS,
+    OFFLOAD,
     RECOMPUTE,
     SEARCHED,
+    ZERO,
     Change,
     choices_that_differ,
     setting,
@@ -283,11 +285,13 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
         )
         if any(not _names(error, chosen) for error in errors(base) - allowed):
             continue  # no choice among these lifts it
-        if not does_fit_host(changed(base, _smallest_for_the_host(base))):
+        offloads = _with_offload(base, {}, choices_that_differ(OFFLOAD, base))
+        if not offloads:
             continue
         for recompute in _recomputed(base):
             if bound(base, recompute) <= least[0]:
-                rank, cheapest = _cheapest(base, recompute, weighed, serves, least)
+                ways = _with_offload(base, recompute, offloads)
+                rank, cheapest = _cheapest(base, ways, weighed, serves, least)
                 if cheapest is not None:
                     least, best = rank, cheapest
     least_of = (changed(x, {**_smallest_memory(x), **next(MOMENTS.gpu(x), {})}) for x in laid_out)
@@ -306,19 +310,17 @@ def _sharers(axes: AxisSizes) -> int:
 
 def _cheapest(
     base: RunPlan,
-    recompute: Change,
+    ways: Sequence[Change],
     weighed: Callable[[RunPlan], float],
     serves: Callable[[RunPlan], bool],
     least: _Rank,
 ) -> tuple[_Rank, RunPlan | None]:
-    """The best plan with this kind of recomputation that fits, keeps the rules and ranks before
-    `least`."""
-    if not does_fit(changed(base, {**_smallest_memory(base), **recompute})):
-        return least, None
-    others = [choices_that_differ(knob, base) for knob in SEARCHED if knob is not RECOMPUTE]
+    """The best plan with one of these ways to recompute and to offload that fits, keeps the rules
+    and ranks before `least`."""
+    knobs = [knob for knob in SEARCHED if knob not in (RECOMPUTE, OFFLOAD)]
     ranked: list[tuple[_Rank, RunPlan]] = []
-    for changes in product(*others):
-        change = {key: value for each in (recompute, *changes) for key, value in each.items()}
+    for changes in product(ways, *(choices_that_differ(knob, base) for knob in knobs)):
+        change = {key: value for each in changes for key, value in each.items()}
         plan = changed(base, change)
         differing = sum(value != setting(base.config, key) for key, value in change.items())
         ranked.append(((weighed(plan), differing), plan))
@@ -328,6 +330,22 @@ def _cheapest(
         if serves(plan):
             return rank, plan
     return least, None
+
+
+def _with_offload(base: RunPlan, recompute: Change, offloads: Sequence[Change]) -> list[Change]:
+    """This way to recompute, or none in particular where it is empty, with each of the choices of
+    `OFFLOAD` that may leave room on GPU and host. What a choice frees of one it takes of the other,
+    so that often each of them alone has room with some choice, and both with none."""
+    stages = choices_that_differ(ZERO, base)  # which takes least of a host depends on sizes
+
+    def may_fit(offload: Change) -> bool:
+        way = {**recompute, **{key: setting(base.config, key) for key in OFFLOAD.keys}, **offload}
+        host = {**_smallest_for_the_host(base), **way}
+        return does_fit(changed(base, {**_smallest_memory(base), **way})) and any(
+            does_fit_host(changed(base, {**host, **stage})) for stage in stages
+        )
+
+    return [{**recompute, **offload} for offload in offloads if may_fit(offload)]
 
 
 def _layouts(plan: RunPlan) -> Iterator[Change]:

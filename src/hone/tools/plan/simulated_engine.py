@@ -144,6 +144,8 @@ class SimulatedEngine:
     """Whether the batch has changed since that decision."""
     _fixed_s: dict[int, float] = field(default_factory=dict[int, float])
     """Step time without keys, by batch size."""
+    _to_event: tuple[int, float] | None = None
+    """Decode steps until the next event, and their time; None once the batch has changed."""
     _order: Iterator[int] = field(default_factory=count)
     _families: Iterator[int] = field(default_factory=count)
 
@@ -166,20 +168,21 @@ class SimulatedEngine:
         """Time of the next change of the running batch; inf where nothing runs."""
         if not self._running:
             return math.inf
-        return self.time_s + self._steps_s(self._steps_to_event())
+        return self.time_s + self._steps_to_event()[1]
 
     def advance(self) -> None:
         """Work up to the next event, also where that takes no time."""
         if self._running:
-            self._make(self._steps_to_event())
+            self._make(*self._steps_to_event())
 
     def settle(self, now_s: float) -> None:
         """Work up to the first step boundary at or after `now_s`."""
         while self._running and self.time_s < now_s:
-            num_steps = self._steps_to_event()
-            if self.time_s + self._steps_s(num_steps) > now_s:
+            num_steps, seconds = self._steps_to_event()
+            if self.time_s + seconds > now_s:
                 num_steps = self._steps_until(now_s, num_steps)
-            self._make(num_steps)
+                seconds = self._steps_s(num_steps)
+            self._make(num_steps, seconds)
         self.time_s = max(self.time_s, now_s)
 
     def take_ended(self) -> list[SimulatedSample]:
@@ -222,11 +225,14 @@ class SimulatedEngine:
         weights_s += rates.uneven_s * math.sqrt(unused * (1 - unused))
         return max(weights_s, size * rates.seq_s) + size * rates.state_s + rates.overhead_s
 
-    def _steps_to_event(self) -> int:
-        """Decode steps until a sample ends or the cache is full; at least 1."""
-        until_end = self._running[0][0] - self._step
-        until_full = (self.max_num_keys - self._num_keys) // len(self._running)
-        return max(min(until_end, until_full), 1)
+    def _steps_to_event(self) -> tuple[int, float]:
+        """Decode steps until a sample ends or the cache is full, at least 1, and their time."""
+        if self._to_event is None:
+            until_end = self._running[0][0] - self._step
+            until_full = (self.max_num_keys - self._num_keys) // len(self._running)
+            num_steps = max(min(until_end, until_full), 1)
+            self._to_event = num_steps, self._steps_s(num_steps)
+        return self._to_event
 
     def _steps_until(self, now_s: float, most: int) -> int:
         """The smallest number of decode steps that reaches `now_s`, a time ahead; `most` steps
@@ -242,10 +248,11 @@ class SimulatedEngine:
             num_steps += 1
         return num_steps
 
-    def _make(self, num_steps: int) -> None:
-        """Make decode steps, at most up to the next event."""
+    def _make(self, num_steps: int, seconds: float) -> None:
+        """Make decode steps, at most up to the next event, which take so many seconds."""
         size = len(self._running)
-        self._work(self._steps_s(num_steps))
+        self._to_event = None
+        self._work(seconds)
         self._step += num_steps
         self._num_keys += num_steps * size
         self.num_tokens += num_steps * size
@@ -256,7 +263,10 @@ class SimulatedEngine:
             self._end(sample)
         if self._num_keys + size > self.max_num_keys:
             self._preempt()
-        self._admit()
+        if self._waiting:
+            self._admit()
+        elif self._is_new:
+            self._decide()
 
     def _preempt(self) -> None:
         """Preempt the latest samples until the others have room for a step."""
@@ -302,13 +312,13 @@ class SimulatedEngine:
 
     def _count(self, sample: SimulatedSample, change: int) -> None:
         """Update the counters for a sample that enters or leaves the running batch."""
-        self._is_new = True
+        self._is_new, self._to_event = True, None
         if sample.family < 0:
             return
         before = self._members.get(sample.family, 0)
-        self._members[sample.family] = before + change
+        after = self._members[sample.family] = before + change
         # Of the members that read together, only the first reads the shared keys.
-        if min(before, before + change) % SHARED_PREFIX_MEMBERS:
+        if (before if change > 0 else after) % SHARED_PREFIX_MEMBERS:
             self._num_again += change * sample.num_block_tokens
 
     def _decide(self) -> None:

@@ -277,6 +277,9 @@ class _Run:
     num_started: int = 0
     events_s: list[float] = field(init=False)
     """Time of the next change of each engine's batch."""
+    changes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Heap of these times, each with the number of its engine; times that an engine no longer has
+    are among them."""
     completing: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """Heap of completing groups: time of completion and number."""
     suspended: list[_Group] = field(default_factory=list[_Group])
@@ -331,8 +334,10 @@ class _Run:
 
     def _begin(self, version: int) -> None:
         """Assign the returned groups to engines, then new groups."""
+        loads = [(engine.outstanding_tokens, n) for n, engine in enumerate(self.engines)]
+        heapq.heapify(loads)
         for group in self.suspended:
-            self._assign_to_engine(group)
+            self._assign_to_engine(group, loads)
         self.suspended = []
         num_groups, pipeline = self.rollout.prompts_per_step, self.pipeline
         if pipeline.samples_ahead:
@@ -349,19 +354,19 @@ class _Run:
             num_unfinished = sum(sample.length > 0 for sample in samples)
             group = self.open[number] = _Group(number, version, samples, num_unfinished)
             if num_unfinished:
-                self._assign_to_engine(group)
+                self._assign_to_engine(group, loads)
             else:  # nothing to sample, as where all samples failed
                 group.completed_s = self.now_s
                 self._finish(group)
 
-    def _assign_to_engine(self, group: _Group) -> None:
+    def _assign_to_engine(self, group: _Group, loads: list[tuple[int, int]]) -> None:
         """Assign the unfinished samples of a group to the engine with the fewest outstanding
-        tokens."""
-        engines = self.engines
-        outstanding = [engine.outstanding_tokens for engine in engines]
-        index = outstanding.index(min(outstanding))
+        tokens, which is the first of the heap `loads` of (these tokens, number of the engine)."""
+        _, index = loads[0]
+        engine = self.engines[index]
         unfinished = [sample for sample in group.samples if sample.done < sample.length]
-        engines[index].submit(unfinished, self.now_s)
+        engine.submit(unfinished, self.now_s)
+        heapq.heapreplace(loads, (engine.outstanding_tokens, index))
         self._refresh(index)
 
     def _choose(self, update: int) -> list[_Group] | None:
@@ -387,8 +392,8 @@ class _Run:
         halt."""
         is_ahead, in_flight = self.pipeline.samples_ahead, self.pipeline.in_flight
         if is_ahead and in_flight == "finish":
-            while (event_s := min(self.events_s)) < math.inf:
-                self._next_event(event_s)
+            while self._next_event_s() < math.inf:
+                self._next_event()
         elif is_ahead:
             while self._is_overdue():
                 self._await_completion()
@@ -441,7 +446,7 @@ class _Run:
         """Let engines work until a group is complete, with all that are at the same time; False:
         none is by then."""
         while True:
-            event_s = min(self.events_s)
+            event_s = self._next_event_s()
             completed_s = self.completing[0][0] if self.completing else math.inf
             if min(event_s, completed_s) > until_s or event_s == completed_s == math.inf:
                 return False
@@ -449,16 +454,24 @@ class _Run:
                 while self.completing and self.completing[0][0] == completed_s:
                     self._see_completion()
                 return True
-            self._next_event(event_s)
+            self._next_event()
 
     def _await_completion(self) -> None:
         """Let engines work until a group is complete."""
         if not self._next_completion(math.inf):
             raise RuntimeError(f"nothing is left to wait for: {len(self.open)} groups are open")
 
-    def _next_event(self, event_s: float) -> None:
-        """Let the first engine whose next event is at `event_s` work until then."""
-        index = self.events_s.index(event_s)
+    def _next_event_s(self) -> float:
+        """Time of the next event of all engines; inf where nothing runs."""
+        changes, events_s = self.changes, self.events_s
+        while changes and events_s[changes[0][1]] != changes[0][0]:
+            heapq.heappop(changes)
+        return changes[0][0] if changes else math.inf
+
+    def _next_event(self) -> None:
+        """Let the first engine with the next event, which `_next_event_s` has found, work until
+        then."""
+        _, index = self.changes[0]
         self.engines[index].advance()
         self._refresh(index)
 
@@ -471,7 +484,11 @@ class _Run:
             group.completed_s = max(group.completed_s, sample.ended_s)
             if not group.num_unfinished:
                 self._finish(group)
-        self.events_s[index] = engine.next_event_s()
+        event_s = engine.next_event_s()
+        if event_s != self.events_s[index]:
+            self.events_s[index] = event_s
+            if event_s < math.inf:
+                heapq.heappush(self.changes, (event_s, index))
 
     def _finish(self, group: _Group) -> None:
         """Complete a group whose last sample has ended."""
