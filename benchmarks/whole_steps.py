@@ -1,11 +1,11 @@
-"""Whole RL steps that were measured, beside what the planner predicts of each: a public table.
+"""Write a table of whole RL steps that were measured, beside what the planner predicts of each.
 
     python benchmarks/whole_steps.py            # writes docs/whole-steps.md
-    python benchmarks/whole_steps.py --check    # exits with 1 where the page is another
+    python benchmarks/whole_steps.py --check    # exits with 1 where the page is out of date
 
 `whole_steps.json` has what was measured, on H200s with `benchmarks/rl_step.py` or
-`benchmarks/predictions.py`; what is predicted comes from the planner as it is now, whose constants
-are those that are shipped. Needs no GPU.
+`benchmarks/predictions.py`; predictions come from the planner as it is now, with the constants that
+are shipped. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs/whole-steps.md"
 HEAD = """# Whole steps, measured and predicted
 
-Few publish what a whole step of reinforcement learning takes on few GPUs. These are steps of GRPO
-that were measured with hone on NVIDIA H200s, beside what `hone plan` predicts of the same settings.
-A step samples, scores, trains once on all samples, and brings the new weights to the engines.
-Weights are random, so that every completion has its full length: completions that end early make a
-step shorter.
+Published times of whole steps of reinforcement learning on few GPUs are rare. These are steps of
+GRPO that were measured with hone on NVIDIA H200s, beside what `hone plan` predicts of the same
+settings. A step samples, scores, trains once on all samples, and brings the new weights to the
+engines. Weights are random, so that every completion has its full length: completions that end
+early make a step shorter.
 
 With one update a step, as here, hone needs no forward pass of its own for old log-probabilities:
 they are those of the training pass. Frameworks that run another pass for them spend more on a step.
@@ -43,9 +43,10 @@ they are those of the training pass. Frameworks that run another pass for them s
 FOOT = """
 Seconds are medians over the steps after the first one, which compiles kernels. "Pause" is how long
 sampling stands still while new weights are brought. A dash is a figure that was not recorded. Peaks
-are those of one GPU, of 140 GiB. Tokens are those of prompts and completions. A commit names the
-code that was measured; steps from before rows of a group shared their prompt in training
-(2026-11-27) take longer and are left out.
+are those of one GPU, which has 140 GiB; where more is predicted, the run fitted all the same.
+Tokens are those of prompts and completions. A commit names the code that was measured. Steps that
+were measured before rows of a group shared their prompt in training (2026-11-27) take longer and
+are not in the table.
 
 A row is measured again with
 
@@ -54,7 +55,7 @@ A row is measured again with
 
 and `python benchmarks/whole_steps.py` writes this page from
 [what was measured](../benchmarks/whole_steps.json). [Benchmarks](../benchmarks/README.md) say more
-about each.
+about the steps on one GPU.
 """
 
 
@@ -67,7 +68,7 @@ def main() -> None:
     if not args.check:
         PAGE.write_text(text, encoding="utf-8")
     elif PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PAGE.name} is another: run `python benchmarks/whole_steps.py`")
+        sys.exit(f"{PAGE.name} is out of date: run `python benchmarks/whole_steps.py`")
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -85,13 +86,14 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(list(cells(row, step_s, peak_gib)))
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     errors = (
-        f"Predictions of time are {off(times)}, of memory {off(peaks)}: all {len(times)} times and "
-        f"{len(peaks)} peaks that are known, none left out.\n"
+        f"Predictions of time are {off(times)}, of memory {off(peaks)}: of all {len(times)} times "
+        f"and {len(peaks)} measured peaks of the table.\n"
     )
     return f"{HEAD}{table}\n\n{errors}{FOOT}"
 
 
 def off(errors: Sequence[float]) -> str:
+    """Relative errors in words."""
     sizes = [abs(one) for one in errors]
     return f"{statistics.median(sizes):.1%} off in the median and {max(sizes):.1%} at most"
 
@@ -115,7 +117,7 @@ def cells(row: Mapping[str, Any], step_s: float, peak_gib: float) -> Iterator[st
 
 
 def predicted(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Seconds of a step and the peak in GiB of a GPU, of samples of full length."""
+    """Predict the seconds of a step and the peak of a GPU in GiB, for samples of full length."""
     prompt, completion = row["tokens"]
     words = [
         f"--model.path={row['model']}",

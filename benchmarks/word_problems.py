@@ -1,4 +1,4 @@
-"""What hone alone makes of random weights on one GPU: word problems, learned from the first token.
+"""How well a model of random weights learns word problems on one GPU, with hone alone.
 
     python benchmarks/word_problems.py --seeds 0 1 --plot
 
@@ -6,9 +6,9 @@ For each seed `python -m hone.recipes.word_problems` writes problems and a model
 weights, `hone sft word-problems-sft` warms it up on problems of two to four steps with their
 solutions, and `hone rl word-problems-rl` goes on with rewards alone, on problems of two to six.
 Held-out problems of both kinds are answered greedily. Prints for each seed the wall time of each
-command, with its start and compilation, and the minutes of training until GOAL; a run that does not
-reach it is said so and is no sample. `--rl` and `--sft` give flags to a half. Runs whose folder
-exists are read.
+command, with its start and compilation, and the minutes of `hone rl`, with its evaluations, until
+GOAL; of a run that does not reach it the table says so. `--rl` and `--sft` give flags to a half. A
+run that has left its `result.json` is read and not repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HALVES = ("sft", "rl")
 
 
 def run(folder: Path, seed: int, flags: dict[str, str]) -> dict[str, Any]:
-    """One seed: wall seconds of each command, and curves of the second half."""
+    """Run one seed, or read its result: wall seconds of each command, and curves of `hone rl`."""
     result = folder / "result.json"
     if result.exists():
         return json.loads(result.read_text())
@@ -57,7 +57,8 @@ def metrics(half: str) -> str:
 
 
 def command(folder: Path, module: str, *words: str) -> float:
-    """Run a module in the folder; seconds that it took. What it says is shown and kept."""
+    """Run a module in the folder, and return the seconds that it took. Its output goes to a file,
+    whose end is shown where the module fails."""
     begin = perf_counter()
     with (folder / "log.txt").open("a") as log:
         log.write(f"$ python -m {module} {shlex.join(words)}\n")
@@ -79,7 +80,7 @@ def device() -> str:
 
 
 def until_goal(curve: list[tuple[int, float, float]]) -> str:
-    """Steps and minutes of the second half until the goal."""
+    """Say how many steps and minutes of `hone rl` the curve takes to the goal."""
     for step, seconds, accuracy in curve:
         if accuracy >= GOAL:
             return f"{step} steps, {seconds / 60:.1f} min"

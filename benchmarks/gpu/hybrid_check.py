@@ -367,8 +367,8 @@ SHARED = {"256 + 8 x 1,024": (256, [1024] * 8), "512 + 8 x 512": (512, [512] * 8
 
 
 def speed(run: Run) -> None:
-    """One group a pass, where a host that is slower than the device shows; two groups where it does
-    not. Sharing is worth what a token costs with it and without."""
+    """Time passes of one group, where a host that is slower than the device shows, and of two
+    groups, where it does not; each with shared prompts and without."""
     run.row("forward and backward", "device ms", "wall ms", "tokens", "tokens/s of all rows")
     for shape, recompute in (("0.8b", "off"), ("2b", "off"), ("9b", "full")):
         if not run.has_time(shape):

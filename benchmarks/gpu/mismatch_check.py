@@ -33,7 +33,7 @@ from hone.types import Completion, Request
 
 SHAPES = ("qwen3.5-9b", "qwen3-8b", "qwen3.5-0.8b", "qwen3-0.6b")
 MOST = 1.3
-"""Error of engine or trainer over that of transformers in the same format."""
+"""Largest error of engine or trainer, over that of transformers in the same format."""
 Samples = list[tuple[Request, Completion]]
 
 
@@ -63,7 +63,7 @@ def packed(model: PreTrainedModel, samples: Samples) -> Tensor:
 
 @torch.inference_mode()
 def whole(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """By transformers alone."""
+    """Log-probabilities of the sampled tokens by transformers alone."""
     found: list[Tensor] = []
     for request, completion in samples:
         ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]], device=DEVICE)

@@ -276,9 +276,9 @@ def test_rows_with_bad_images_are_dropped_and_counted(family: Family, folder: Pa
     path = write_rows(folder / "train.jsonl", [{"answer": 1, **row} for row in rows])
     data = load(family, path, image_errors="drop")
     assert [prompt.id for prompt in data.known_rows()] == ["train:1", "train:3"]
-    assert "2 of 3 rows kept" in data.report.summary(0)
-    assert "1 dropped for an image: " in data.report.summary(0)
-    assert "line 2, column 'images': image 1 does not exist" in data.report.summary(0)
+    assert "2 of 3 rows kept" in data.report.summary(2)
+    assert "1 dropped for an image: " in data.report.summary(2)
+    assert "line 2, column 'images': image 1 does not exist" in data.report.summary(2)
     cfg = DataConfig(train=(SourceConfig(path=path),), image_errors="drop")
     reader = PromptReader(
         cfg, family.tokenizer, seed=0, max_prompt_tokens=400, images=family.reader()

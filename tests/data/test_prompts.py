@@ -2,11 +2,13 @@
 
 import json
 import logging
+import re
 from collections import Counter
 
 import pytest
 
 from hone.config.tree import PairsDataConfig, SFTDataConfig
+from hone.data import loading
 from hone.data.chat import Rendered
 from hone.data.pairs import load_pairs
 from hone.data.prompts import load_prompts
@@ -94,6 +96,21 @@ def test_how_many_rows_are_for_what_is_told(tmp_path, caplog):
     caplog.clear()
     load(source(tmp_path, "a", rows(1_200)), eval=(held_out,), shuffle_window=1_000)
     assert "3 of 3 rows kept for evaluation, longest" in caplog.text
+
+
+def test_rows_held_out_of_a_large_file_are_none_of_those_of_a_small_one(
+    tmp_path, caplog, monkeypatch
+):
+    """The large one is read as its rows are drawn, so only the small one's are counted."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(loading, "WHOLE_ROWS", 100)
+    small = source(tmp_path, "b", distinct(40))
+    large = source(tmp_path, "a", distinct(1_240)[40:])
+    data = load(large, small, eval_fraction=0.2)
+    found = re.search(r"40 of 40 rows kept \((\d+) to train on, (\d+) held out\)", caplog.text)
+    assert found, caplog.text
+    assert sum(map(int, found.groups())) == 40
+    assert int(found[2]) < 40 < len(data.eval)
 
 
 def test_the_lower_limit_counts(tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hone.observe import network
 from hone.observe.network import NetworkUse
+from tests.tables import table
 
 SENT, RECEIVED = "perf/network_sent_bytes_per_s", "perf/network_received_bytes_per_s"
 
@@ -85,11 +88,76 @@ def test_ports_of_rdma_are_read_and_count_once_beside_their_card(host: Host) -> 
     assert use.take() == {SENT: 8000.0, RECEIVED: 8000.0}
 
 
-def test_a_port_without_counters_and_one_that_began_anew(host: Host) -> None:
-    host.devices = {"eth0": (900, 900)}
-    host.port("mlx5_0", 4000, 4000)
+def test_a_counter_that_began_anew_hides_no_other(host: Host) -> None:
+    host.devices = {"eth0": (900, 900), "eth1": (0, 0)}
     use = NetworkUse()
     host.now_s += 1.0
-    host.devices = {"eth0": (0, 0)}
-    (host.folder / "infiniband/mlx5_0/ports/1/counters/port_xmit_data").unlink()
+    host.devices = {"eth0": (0, 0), "eth1": (50, 60)}
+    assert use.take() == {SENT: 50.0, RECEIVED: 60.0}
+
+
+def test_a_device_that_comes_or_goes_brings_no_bytes_of_its_life(host: Host) -> None:
+    host.devices = {"eth0": (0, 0), "eth1": (10**12, 10**12)}
+    use = NetworkUse()
+    host.now_s += 1.0
+    host.devices = {"eth0": (5, 6), "eth2": (3 * 10**12, 3 * 10**12)}
+    assert use.take() == {SENT: 5.0, RECEIVED: 6.0}
+    host.now_s += 1.0
+    host.devices = {"eth0": (5, 6), "eth2": (3 * 10**12 + 7, 3 * 10**12 + 8)}
+    assert use.take() == {SENT: 7.0, RECEIVED: 8.0}
+
+
+@table("unreadable", ["N/A (no PMA)\n", "", None])
+def test_a_port_that_cannot_be_read_for_a_while_counts_when_it_can(
+    host: Host, unreadable: str | None
+) -> None:
+    sent = host.folder / "infiniband/mlx5_0/ports/1/counters/port_xmit_data"
+    host.port("mlx5_0", 4000, 4000)
+    use = NetworkUse()
+    sent.unlink()
+    if unreadable is not None:
+        sent.write_text(unreadable)
+    host.now_s += 1.0
     assert use.take() == {SENT: 0.0, RECEIVED: 0.0}
+    for sent_bytes, rate in ((8000, 0.0), (8400, 400.0)):
+        host.port("mlx5_0", sent_bytes, 4000)
+        host.now_s += 1.0
+        assert use.take() == {SENT: rate, RECEIVED: 0.0}
+
+
+def test_the_loopback_of_macos_is_none_of_it(host: Host) -> None:
+    host.devices = {"en0": (0, 0), "lo0": (0, 0)}
+    use = NetworkUse()
+    host.now_s += 1.0
+    host.devices = {"en0": (3, 4), "lo0": (900, 900)}
+    assert use.take() == {SENT: 3.0, RECEIVED: 4.0}
+
+
+def test_counters_that_may_not_be_read_end_no_run(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "/proc/net/dev")
+
+    monkeypatch.setattr(network.psutil, "net_io_counters", refuse)
+    use = NetworkUse()
+    host.now_s += 1.0
+    assert use.take() == {SENT: 0.0, RECEIVED: 0.0}
+
+
+def test_a_folder_of_the_kernel_that_may_not_be_read_ends_no_run(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = os.stat
+
+    def refuse(path: Any, **rest: Any) -> os.stat_result:
+        if str(path).startswith(str(host.folder)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **rest)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    host.devices = {"eth0": (0, 0), "lo": (0, 0)}
+    use = NetworkUse()
+    host.now_s += 1.0
+    host.devices = {"eth0": (30, 40), "lo": (500, 500)}
+    assert use.take() == {SENT: 30.0, RECEIVED: 40.0}

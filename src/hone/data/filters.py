@@ -156,13 +156,12 @@ class FilterReport:
             for reason, number in self.skipped.items()
         ]
 
-    def summary(self, num_held_out: int, num_listed: int = 5) -> str:
-        """One line for the log, with the first dropped rows. `num_held_out` of the kept rows are
-        for evaluation; if all are, the rows to train on are not counted here but read later."""
+    def summary(self, num_trained: int, num_listed: int = 5) -> str:
+        """One line for the log, with the first dropped rows. `num_trained` of the kept rows are to
+        train on, all others for evaluation. Streamed rows are not counted here."""
         num_read = self.num_rows + len(self.unreadable) + self.skipped.total()
         text = f"{self.num_kept:,} of {num_read:,} rows kept"
-        if num_held_out:
-            num_trained = self.num_kept - num_held_out
+        if num_held_out := self.num_kept - num_trained:
             parts = f" ({num_trained:,} to train on, {num_held_out:,} held out)"
             text += parts if num_trained else " for evaluation"
         text += f", longest {self.longest_tokens:,} tokens"

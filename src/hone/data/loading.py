@@ -152,7 +152,8 @@ def load_data(
     report = loader.report
     if report.num_rows or report.has_dropped:
         level = logging.WARNING if report.has_dropped else logging.INFO
-        logger.log(level, "%s", report.summary(len(evaluation)))
+        num_trained = sum(len(rows) for rows in train if not isinstance(rows, RowSource))
+        logger.log(level, "%s", report.summary(num_trained))
     stream = Stream(
         train,
         seed=seed,

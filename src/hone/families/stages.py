@@ -37,9 +37,9 @@ _ATTENTION = 2.5
 as wide as 0.6B, 3.1 for those as wide as 8B."""
 RECURRENCE = 16.0
 """FLOPs of matrix products that take as long as one FLOP of the recurrence, with its convolution,
-norm and gate, whose kernels wait for memory. Forward and backward of Qwen3.5 0.8B, 2B and 9B on an
-H200 took 15.4, 18.8 and 13.1, when the rate of products is that of Qwen3 0.6B, 1.7B and 8B in the
-same pass."""
+norm and gate, whose kernels wait for memory. For forward and backward on an H200 it was 15.4 with
+Qwen3.5 0.8B, 18.8 with 2B and 13.1 with 9B, if products are as fast as those of Qwen3 0.6B, 1.7B
+and 8B in the same pass."""
 EXPERTS_RATE = 0.63
 """Rate of expert products, including the sorting of their tokens, relative to dense products."""
 

@@ -93,8 +93,9 @@ class Limits:
     def ratios(
         self, groups: Sequence[Group], rows: Sequence[Row], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths; `mfu`:
-        `R_train` of the rate on the data sheet. Empty without peaks."""
+        """Return `R_gen`, `R_train` and `R_step`, the limit over the measured time from the actual
+        lengths, and `mfu`, which is `R_train` with the rate on the data sheet. Empty without
+        peaks."""
         if self.peaks is None:
             return {}
         share = groups[:: self.num_engines]  # the groups of the first engine

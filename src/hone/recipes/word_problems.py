@@ -6,6 +6,7 @@ steps, and a model of 84 M random weights that can read them.
 from __future__ import annotations
 
 import random
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,11 @@ MODEL: Mapping[str, Any] = {
 }
 MARK = "####"
 """What stands before the number of an answer, as in GSM8K."""
+COMPUTED = re.compile(r"\d+ [-+*/] \d+")
+"""One step in numbers, as a solution has it."""
 
+# Sentences name the things and nobody who is not counted: "them" might be the chairs of another
+# fact, and people among whom something is shared might be those of the question.
 PEOPLE = (
     *("Alice", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jack", "Kira"),
     *("Leo", "Maria", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tina", "Victor", "Wendy", "Yusuf"),
@@ -50,10 +55,10 @@ MORE = (
     "{a} buys {n} more {things}.",
     "Then {a} finds {n} {things}.",
     "A friend gives {a} {n} {things}.",
-    "{a} gets another {n}.",
+    "{a} gets another {n} {things}.",
 )
 LESS = (
-    "{a} gives away {n} of them.",
+    "{a} gives away {n} {things}.",
     "Then {a} loses {n} {things}.",
     "{a} sells {n} {things}.",
     "{n} of {a}'s {things} are broken and thrown away.",
@@ -64,10 +69,13 @@ TIMES = (
 )
 PARTS = (
     "{a} divides the {things} equally among {n} bags and keeps one bag.",
-    "{a} shares all {things} equally among {n} people, and {a} is one of them.",
+    "{a} splits the {things} into {n} equal piles and keeps one pile.",
 )
 ABOVE = ("{b} has {n} more {things} than {a}.", "{b} has as many {things} as {a} and {n} more.")
-BELOW = ("{b} has {n} fewer {things} than {a}.", "{b} would have as many as {a} with {n} more.")
+BELOW = (
+    "{b} has {n} fewer {things} than {a}.",
+    "With {n} more, {b} would have as many {things} as {a}.",
+)
 OTHER_FACTS = (
     "{a} is {n} years old.",
     "{a} lives {n} miles from the sea.",
@@ -113,8 +121,8 @@ class _Story:
         draw.choice(kinds)()
 
     def ask(self, *, together: bool) -> Problem:
-        """The problem up to here. `together` asks for one step more, a sum over two
-        people, and needs two."""
+        """The problem up to here. `together` asks for the sum of what two people have, which is one
+        step more and needs a story of two people."""
         owner, things, value = self._owner, self._things, self._value
         if together:
             other = self._draw.choice([x for x in self._owned if x != owner])
@@ -175,13 +183,14 @@ class _Story:
 
 
 def invent(number: int, seed: int, num_steps: Sequence[int]) -> list[Problem]:
-    """`number` different problems, whose steps are drawn from `num_steps`. They depend on the
-    arguments alone, and more of them begin with the same ones."""
+    """`number` problems, whose steps are drawn from `num_steps`; no two of them are computed with
+    the same numbers. They depend on the arguments alone, and more of them begin with the same
+    ones."""
     draw = random.Random(f"word problems {seed} {[*num_steps]}")
     found: dict[str, Problem] = {}
     while len(found) < number:
         problem = _invent(draw, draw.choice(num_steps))
-        found.setdefault(problem.text, problem)
+        found.setdefault(" ".join(COMPUTED.findall(problem.solution)), problem)
     return [*found.values()]
 
 
@@ -204,7 +213,8 @@ def right(completion: str, answer: str) -> float:
 
 
 def make_word_problems(folder: Path, seed: int) -> None:
-    """Write a model without training, and rows of problems. No problem is in two files."""
+    """Write an untrained model, and rows of problems. No problem is in two files, not even with
+    other names and things."""
     half = NUM_TRAIN // 2
     short = invent(NUM_HELD_OUT + NUM_SHOWN + half, seed, SHORT)
     long = invent(NUM_HELD_OUT + half, seed, LONG)

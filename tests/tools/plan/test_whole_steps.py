@@ -22,6 +22,22 @@ def test_every_row_names_its_commit_and_has_figures() -> None:
         assert min(row["tokens"]) > 0
 
 
+def test_the_figures_of_a_line() -> None:
+    row = {"model": "Qwen/Qwen3-1.7B", "gpus": 2, "prompts": 10, "group": 8, "tokens": [200, 1000]}
+    row |= {
+        "flags": "",
+        "placement": "colocated",
+        "step_s": 16,
+        "peak_gib": 50,
+        "commit": "abc1234",
+    }
+    found = [*whole_steps.cells(row, 12.0, 60.0)]
+    assert found[:4] == ["Qwen3-1.7B", "2", "10 x 8, 200 + 1,000", "colocated"]
+    assert found[4:] == ["**16**", "12.00 (-25%)", "6,000", "50", "60.0 (+20%)", "-", *found[-2:]]
+    assert found[-2:] == ["defaults", "`abc1234`"]
+    assert whole_steps.off([-0.3, 0.01, 0.02]) == "2.0% off in the median and 30.0% at most"
+
+
 def test_predictions_of_memory_are_near_what_was_measured() -> None:
     known = [row for row in ROWS if row.get("peak_gib")]
     assert known

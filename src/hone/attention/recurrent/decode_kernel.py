@@ -62,8 +62,9 @@ class Tuning(NamedTuple):
 
 
 def choose_tuning(heads: DeltaHeads) -> Tuning:
-    """Launch parameters, whatever the number of sequences: of fifteen the fastest from 1 to 256 of
-    them, or within 3 % of it, at the heads of 0.8B and 9B on an H200 (benchmarks/README.md)."""
+    """Launch parameters for any number of sequences. Of fifteen that were timed on an H200, at the
+    heads of 0.8B and 9B, they are the fastest for 1 to 256 sequences, or within 3 % of the fastest
+    (benchmarks/README.md)."""
     return Tuning(min(64, heads.value_dim), 4)
 
 
