@@ -55,7 +55,7 @@ A row is measured again with
 
 and `python benchmarks/whole_steps.py` writes this page from
 [what was measured](../benchmarks/whole_steps.json). [Benchmarks](../benchmarks/README.md) say more
-about the steps on one GPU.
+about each.
 """
 
 
