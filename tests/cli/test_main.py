@@ -685,6 +685,16 @@ def test_a_name_that_the_hub_refuses_is_told_with_what_is_near(
     assert "is of the family mixtral" in told
 
 
+def test_a_prompt_that_fills_the_context_is_told_once(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It leaves no room to completions of training, nor to those of evaluations."""
+    evaluates = ("--data.eval=[{path: train.jsonl}]", "--eval.every_n_steps=5")
+    flags = (*BASE["rl"], *evaluates, f"--data.max_prompt_tokens={files.CONTEXT}")
+    told = " ".join(output(capsys, "check", "rl", *flags, code=2).split())
+    assert told.count("no less than the context of the model") == 1
+
+
 def test_R22_a_run_that_cannot_go_on_is_told_by_hone_check(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

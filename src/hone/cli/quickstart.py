@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
         prog="hone quickstart",
         description="A tiny language model learns to add three digits: first from two teachers, "
         "one of whom writes his answers backwards, then by reinforcement from the right number "
-        "alone. Takes about a minute on two idle CPU cores and needs no network.",
+        "alone. Takes one to two minutes on an idle CPU core and needs no network.",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (0)")
     parser.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="folder to work in")

@@ -77,7 +77,7 @@ RULES = with_facts(
           why="that holds prompt and completion", fix=f"lower {_COMPLETION}"),
     error(f"{_PROMPT} >= @context_length", given=("not @completion_alone_is_too_long",),
           only=("rl", "eval", "generate"), why="that holds prompt and completion",
-          fix=f"lower {_PROMPT}, and {_COMPLETION} where the two are more together"),
+          fix=f"lower {_PROMPT} to what a completion leaves"),
     error("@longest_sample > @context_length",
           given=(f"{_PROMPT} < @context_length", "not @completion_alone_is_too_long"),
           fix=f"{_COMPLETION} = {{completion_limit}} | lower {_PROMPT}"),
