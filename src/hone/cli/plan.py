@@ -27,6 +27,7 @@ from hone.planner.fitting import gpu_host_roles
 from hone.planner.run_memory import RunMemory
 from hone.rules import findings
 from hone.tools.plan.comparison import (
+    LETTERS,
     NUM_WHOLE,
     Comparison,
     Outcome,
@@ -45,8 +46,9 @@ usage: hone plan [RECIPE] [--section.key VALUE ...]
 
 Finds how to run a recipe of `hone rl` on GPUs of a type, before any is rented:
 every mode (synchronous, partial rollouts, asynchronous), every split into
-trainers and engines, engines over one GPU or several, and for each how trainers
-share rows and matrices (tensor, Ulysses and ring parallelism), budgets of
+trainers and engines, engines over one GPU or several, devices for a critic and
+for frozen models or none, and for each how trainers share layers, rows and
+matrices (pipeline stages, tensor, Ulysses and ring parallelism), budgets of
 tokens, ZeRO stage, recomputation, offloads and sleep: what fits its memory at
 the least cost, and `hone check` accepts.
 It simulates the steps of each and ranks them: seconds a step, tokens/s, who is
@@ -134,10 +136,10 @@ def _write(result: Comparison, output: Path) -> str:
     if output.suffix in (".yaml", ".yml"):
         write_whole(output, _recipe(result), "output")
         launch = " ".join(launch_words(result.outcomes[0]))
-        placement = result.outcomes[0].run.placement
+        placement, cluster = result.outcomes[0].run.placement, result.outcomes[0].plan.cluster
         nproc = 1
         if placement.colocated and launch == "hone rl":
-            nproc = placement.num_trainers + result.cfg.cluster.num_critics
+            nproc = cluster.num_processes if cluster.is_used else placement.num_trainers
         return f"to run the first: {launch} {output}{f' --nproc {nproc}' * (nproc > 1)}"
     write_whole(output, f"{json.dumps(_as_json(result), indent=1)}\n", "output")
     return f"numbers in {output}"
@@ -174,7 +176,7 @@ def _print(result: Comparison, console: Console) -> None:
         table.add_row(*_cells(result, outcome), style=style)
     console.print(_title(result), style="bold", markup=False)
     console.print(table)
-    console.print(_legend(result), markup=False, style="dim")
+    console.print(_legend(result, shown), markup=False, style="dim")
     if len(shown) < len(result.outcomes):
         rest = len(result.outcomes) - len(shown)
         output = result.cfg.output
@@ -229,12 +231,17 @@ def _host_lines(result: Comparison) -> list[str]:
     return lines
 
 
-def _legend(result: Comparison) -> str:
+def _legend(result: Comparison, shown: Sequence[Outcome]) -> str:
     """Explanation of the columns; each line fits a terminal of 80 columns."""
-    return (
-        f"* plain run ({result.plain.mode}); x plain: tok/s over its; idle: trainers, engines\n"
-        "3 + 5: trainers + engines; 8 = 8: same GPUs for both; stale: updates behind, mean"
-    )
+    lines = [
+        f"* plain run ({result.plain.mode}); x plain: tok/s over its; idle: trainers, engines",
+        "3 + 5: trainers + engines; 8 = 8: same GPUs for both; stale: updates behind, mean",
+    ]
+    roles = {role: None for x in shown for role, _ in x.run.placement.others}
+    if roles:
+        words = (f"{LETTERS[role]} {role.replace('_', ' ')}" for role in roles)
+        lines.append(f"devices of others: {', '.join(words)}")
+    return "\n".join(lines)
 
 
 def _cells(result: Comparison, outcome: Outcome) -> list[str]:

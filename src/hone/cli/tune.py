@@ -304,9 +304,9 @@ class Search:
             number = nproc or max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1
             planning = cfg.plan.model_copy(update={"gpus": number, "gpu": gpu.name})
             for outcome in compare(cfg.model_copy(update={"plan": planning})).outcomes:
-                placement = outcome.run.placement
                 if launch_words(outcome) == ["hone", "rl"]:
-                    processes = placement.num_trainers if placement.colocated else 1
+                    is_used = outcome.plan.cluster.is_used  # which says how many there are
+                    processes = 1 if is_used else outcome.run.placement.num_trainers
                     starts.append((planned_config(cfg, outcome), processes))
         for start, processes in starts[: self._number]:
             for change in ({}, *variants(settled(_plan(start, processes)))):

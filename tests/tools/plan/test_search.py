@@ -214,10 +214,12 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
 
 @pytest.mark.parametrize("name", CASES)
 def test_arithmetic_confirms_what_is_planned(name: str) -> None:
-    """Every split: trainers within a fifth by memory and 15 % by time, and all of it on its GPU."""
+    """Every split: trainers within a fifth by memory and 15 % by time, and all of it on its GPU.
+    Those in pipeline stages have arithmetic of their own (`test_training_time.py`)."""
     model, gpu, flags = CASES[name]
     cfg = planned(model, gpu, flags)
-    found = {x.run.placement: x for x in outcomes_of(name)}
+    in_one = [x for x in outcomes_of(name) if x.plan.policy.axes.pipeline == 1]
+    found = {x.run.placement: x for x in in_one}
     assert found
     for placement, outcome in found.items():
         plan, told = outcome.plan, outcome.name

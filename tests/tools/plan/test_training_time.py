@@ -200,7 +200,7 @@ def test_logits_that_stay_are_not_computed_again(shape: str) -> None:
 
 def test_stages_go_at_the_pace_of_the_slowest() -> None:
     """Which waits for a micro-batch of each other, whose number is that of tokens; each stage sends
-    the sums of its own layers, and the last has the head."""
+    the sums of its own layers, the last has the head, and each pass takes time by itself."""
     parallel = {"tensor_parallel_size": 2, "zero_stage": 1}
     slow_link = 1e9
     gpu = replace(GPUS[0], bytes_per_s=1e18, link_bytes_per_s=slow_link, node_bytes_per_s=slow_link)
@@ -227,7 +227,8 @@ def test_stages_go_at_the_pace_of_the_slowest() -> None:
         shards = (data - 1) / data * shape.num_params / 2 / stages * (2 + 4)
         hidden = min(0.8 * compute_s / passes, shards / (0.7 * slow_link))
         sent = (sums + shards) / (0.7 * slow_link) - hidden
-        assert seconds(plan) == pytest.approx(compute_s + waited + sent, rel=0.01)
+        by_itself = 0.017 * passes
+        assert seconds(plan) == pytest.approx(compute_s + waited + sent + by_itself, rel=0.01)
         groups = plan_of(
             "qwen3-4b",
             world_size=8,
@@ -235,7 +236,8 @@ def test_stages_go_at_the_pace_of_the_slowest() -> None:
             parallel=own | {"virtual_stages": 2},
             max_tokens_per_microbatch=2048,
         )
-        assert seconds(plan) - seconds(groups) == pytest.approx(waited / 2, rel=0.01)
+        gained = seconds(plan) - seconds(groups)
+        assert gained == pytest.approx(waited / 2 - by_itself, rel=0.01, abs=1e-3)
 
 
 def test_states_in_fewer_bits_travel_faster() -> None:

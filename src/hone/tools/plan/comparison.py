@@ -38,6 +38,7 @@ from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, simulate
 from hone.tools.plan.training_time import TrainingTime
 
 __all__ = [
+    "LETTERS",
     "NUM_WHOLE",
     "Comparison",
     "Outcome",
@@ -63,6 +64,19 @@ _GAINED_SHARE = 0.5
 read them once: 0.5 for 64 x 8 and 0.6 for 32 x 8 samples on an H200. Merging takes the rest."""
 _MIN_SIGNIFICANT_RATIO = 1.1
 """Ratios below this are within the error of a prediction."""
+
+
+LETTERS: Mapping[str, str] = {
+    "critic": "c",
+    "reference": "r",
+    "teacher": "t",
+    "reward_model": "m",
+}
+"""How the split of an outcome names roles with devices of their own."""
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,26 +108,32 @@ class Outcome:
 
     @property
     def split(self) -> str:
-        """Devices of trainers and of engines; `=` where they are the same."""
+        """Devices of trainers and of engines, `=` where they are the same, and those that the
+        search has given to other roles."""
         placement, engines = self.run.placement, f"{self.run.placement.num_engines}"
         if placement.tensor_parallel_size > 1:
             engines += f" x {placement.tensor_parallel_size}"
-        return f"{placement.num_trainers} {'=' if placement.colocated else '+'} {engines}"
+        sides = [f"{placement.num_trainers} = {engines}"]
+        if not placement.colocated:
+            sides = [f"{placement.num_trainers}", engines]
+        sides += [f"{number}{LETTERS[role]}" for role, number in placement.others]
+        return " + ".join(sides)
 
     @property
     def name(self) -> str:
         """Mode and devices in words."""
         placement, size = self.run.placement, self.run.placement.tensor_parallel_size
-        if placement.colocated:
-            devices = f"{placement.num_gpus} GPU{'s' * (placement.num_gpus > 1)}"
-            return f"{self.mode}, {devices}" + (f", engines of {size}" if size > 1 else "")
-        trainers, engines = placement.num_trainers, placement.num_engines
-        devices = (
-            f"{trainers} trainer{'s' * (trainers > 1)} + {engines} engine{'s' * (engines > 1)}"
+        others = "".join(
+            f" + {_counted(number, role.replace('_', ' '))}" for role, number in placement.others
         )
+        if placement.colocated:
+            devices = f"{_counted(placement.num_trainers, 'GPU')}{others}"
+            return f"{self.mode}, {devices}" + (f", engines of {size}" if size > 1 else "")
+        trainers = _counted(placement.num_trainers, "trainer")
+        devices = f"{trainers} + {_counted(placement.num_engines, 'engine')}"
         if size > 1:
             devices += f" of {size} GPUs"
-        return f"{self.mode}, {devices}"
+        return f"{self.mode}, {devices}{others}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

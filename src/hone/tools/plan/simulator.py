@@ -23,6 +23,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from hone.distributed.settings import RoleName
 from hone.engine.settings import EngineConfig
@@ -30,7 +31,10 @@ from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.rollout.staleness import choose
 from hone.tools.plan.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
 
-__all__ = ["Placement", "Rates", "SimulatedRun", "SimulatedStep", "simulate"]
+__all__ = ["Others", "Placement", "Rates", "SimulatedRun", "SimulatedStep", "simulate"]
+
+Others: TypeAlias = tuple[tuple[RoleName, int], ...]
+"""Roles besides policy and engines that have devices of their own, each with their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +47,14 @@ class Placement:
     """Number of devices of an engine."""
     colocated: bool = False
     """Whether engines are on the trainers' devices, in turn with them."""
+    others: Others = ()
+    """Devices of the critic and of frozen models that the search has given some."""
 
     @property
     def num_gpus(self) -> int:
+        others = sum(number for _, number in self.others)
         engines = self.num_engines * self.tensor_parallel_size
-        return self.num_trainers if self.colocated else self.num_trainers + engines
+        return self.num_trainers + others + (0 if self.colocated else engines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
