@@ -5,17 +5,15 @@ data."""
 from __future__ import annotations
 
 import random
-import sys
-from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hone.cli.command import quiet_transformers
 from hone.data.arithmetic import generate, write_jsonl
 from hone.envs.tools.schema import function_schema
 from hone.models.tiny import PRINTABLE, make_char_tokenizer, make_tiny_model
 from hone.recipes.calculator import multiply
+from hone.recipes.inputs import write_inputs
 from hone.recipes.policy import make_policy
 from hone.recipes.search_inputs import make_search
 from hone.recipes.turns import CHAT_TEMPLATE, said
@@ -34,20 +32,13 @@ turn that ends an episode, and the answer to a command without output."""
 
 def main() -> None:
     """Write a folder for each."""
-    parser = ArgumentParser(prog="python -m hone.recipes.agent_inputs", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder to write to (runs)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (0)")
-    arguments = parser.parse_args()
-    quiet_transformers()
     makers = {
         "calculator": make_calculator,
         "guessing": make_guessing,
         "search": make_search,
         "shell": make_shell,
     }
-    for name, make in makers.items():
-        make(arguments.dir / name, arguments.seed)
-        sys.stdout.write(f"{arguments.dir / name}\n")
+    write_inputs("hone.recipes.agent_inputs", __doc__, makers, drawn="weights and data")
 
 
 def make_calculator(folder: Path, seed: int) -> None:

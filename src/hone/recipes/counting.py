@@ -6,16 +6,14 @@ a tiny model of random weights that sees pictures. Needs pillow: `pip install 'p
 from __future__ import annotations
 
 import random
-import sys
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hone.cli.command import quiet_transformers
 from hone.data.arithmetic import write_jsonl
 from hone.extras import import_extra
 from hone.models.tiny_vision import make_tiny_vision_model, make_vision_tokenizer
+from hone.recipes.inputs import write_inputs
 from hone.recipes.turns import said
 
 __all__ = ["Picture", "draw", "invent", "make_counting"]
@@ -44,13 +42,8 @@ class Picture(NamedTuple):
 
 def main() -> None:
     """Write the folder."""
-    parser = ArgumentParser(prog="python -m hone.recipes.counting", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder to write to (runs)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and pictures (0)")
-    arguments = parser.parse_args()
-    quiet_transformers()
-    make_counting(arguments.dir / "counting", arguments.seed)
-    sys.stdout.write(f"{arguments.dir / 'counting'}\n")
+    makers = {"counting": make_counting}
+    write_inputs("hone.recipes.counting", __doc__, makers, drawn="weights and pictures")
 
 
 def make_counting(folder: Path, seed: int) -> None:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hone.cli.command import quiet_transformers
 from hone.data.arithmetic import write_jsonl
 from hone.models.tiny import make_bpe_tokenizer, make_tiny_model
+from hone.recipes.inputs import write_inputs
 
 __all__ = ["Problem", "invent", "make_word_problems", "right"]
 
@@ -94,7 +92,7 @@ class Problem(NamedTuple):
 
 
 class _Story:
-    """Who has how many of one thing, sentence by sentence."""
+    """A story in the making: its sentences, and how many of one thing each person has so far."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
@@ -240,13 +238,8 @@ def _row(problem: Problem) -> dict[str, str | int]:
 
 def main() -> None:
     """Write the folder."""
-    parser = ArgumentParser(prog="python -m hone.recipes.word_problems", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder to write to (runs)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and problems (0)")
-    arguments = parser.parse_args()
-    quiet_transformers()
-    make_word_problems(arguments.dir / "word-problems", arguments.seed)
-    sys.stdout.write(f"{arguments.dir / 'word-problems'}\n")
+    makers = {"word-problems": make_word_problems}
+    write_inputs("hone.recipes.word_problems", __doc__, makers, drawn="weights and problems")
 
 
 if __name__ == "__main__":
