@@ -79,7 +79,7 @@ def own_logging() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def free_disk() -> Iterator[None]:
     """Warnings about space are not those of the disk on which the tests run: it has room."""
-    free = 1 << 40
+    free = 1 << 50
     with pytest.MonkeyPatch.context() as patch:
         usage = type(shutil.disk_usage("."))(2 * free, free, free)
         patch.setattr(shutil, "disk_usage", lambda path: usage)

@@ -61,7 +61,6 @@ _Trainers: TypeAlias = tuple[int, tuple[tuple[str, int], ...]]
 """A number of trainers, and the devices of other models."""
 _Rank: TypeAlias = tuple[float, int]
 """The cost of a plan, and the number of settings in which it differs from the recipe."""
-_NONE: _Rank = (math.inf, 0)
 _MIN_SIGNIFICANT_RATIO = 1.05
 """Smallest predicted speed-up for which rows, matrices, layers or experts are shared, or a model
 gets devices of its own."""
@@ -99,13 +98,13 @@ def no_report(what: str, done: int, total: int, /) -> None:
 
 @dataclass(slots=True)
 class _Known:
-    """What a search finds out once for many placements."""
+    """Results that a search needs again for other placements."""
 
     trainers: dict[_Trainers, tuple[float, RunPlan | None]] = field(
         default_factory=dict[_Trainers, "tuple[float, RunPlan | None]"]
     )
-    """The settings of trainers beside remote engines; without any, those that cost less than the
-    number were looked for."""
+    """The plan with the best settings of trainers beside remote engines, or None where none costs
+    less than the number, which was the limit."""
     colocated: dict[int, float] = field(default_factory=dict[int, float])
     """What an update costs where trainers and engines share all devices, by devices of an
     engine."""
@@ -503,13 +502,13 @@ class _Trial:
         of `OFFLOAD` that may leave room on GPU and host. What a choice frees of one it takes of the
         other, so that often each of them alone has room with some choice, and both with none."""
         stages = _choices(ZERO, searched, base)  # which takes least of a host depends on sizes
+        on_gpu, on_host = _smallest_memory(base, searched), _smallest_for_the_host(base)
+        own = {key: setting(base.config, key) for key in OFFLOAD.keys}
 
         def may_fit(offload: Change) -> bool:
-            own = {key: setting(base.config, key) for key in OFFLOAD.keys}
             way = {**recompute, **own, **offload}
-            host = {**_smallest_for_the_host(base), **way}
-            return does_fit(changed(base, {**_smallest_memory(base, searched), **way})) and any(
-                does_fit_host(changed(base, {**host, **stage})) for stage in stages
+            return does_fit(changed(base, {**on_gpu, **way})) and any(
+                does_fit_host(changed(base, {**on_host, **way, **stage})) for stage in stages
             )
 
         return [{**recompute, **offload} for offload in offloads if may_fit(offload)]
@@ -667,8 +666,7 @@ def _combined(choices: Iterable[Sequence[Change]]) -> Iterator[Change]:
 def _smallest_memory(plan: RunPlan, searched: Sequence[Knob]) -> Change:
     """The last choice of each of these knobs, with which the trainer takes the least memory, and a
     sleeping role frees its memory for the other."""
-    *_, last = _smallest(plan, searched)
-    return last
+    return next(_combined([*knob.choices(plan)][-1:] for knob in searched))
 
 
 def _smallest_for_the_host(plan: RunPlan) -> Change:
