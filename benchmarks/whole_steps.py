@@ -31,7 +31,7 @@ PAGE = HERE.parent / "docs/whole-steps.md"
 HEAD = """# Whole steps, measured and predicted
 
 Published times of whole steps of reinforcement learning on few GPUs are rare. These are steps of
-GRPO that were measured with hone on NVIDIA H200s, beside what `hone plan` predicts of the same
+GRPO that were measured with hone on NVIDIA H200s, and what `hone plan` predicts for the same
 settings. A step samples, scores, trains once on all samples, and brings the new weights to the
 engines. Weights are random, so that every completion has its full length: completions that end
 early make a step shorter.

@@ -62,6 +62,14 @@ def packed_logprobs(model, request, completion):
     return logits.log_softmax(-1).gather(-1, labels).squeeze(-1).double().cpu()
 
 
+def agreement(gaps):
+    """k3 estimate of KL(engine || trainer), share of ratios outside [0.9, 1.1], mean ratio, from
+    log p_trainer - log p_engine of sampled tokens."""
+    ratios = gaps.exp()
+    outside = ((ratios < 0.9) | (ratios > 1.1)).double().mean().item()
+    return (ratios - 1 - gaps).mean().item(), outside, ratios.mean().item()
+
+
 def parity(model, engine, *, temperature):
     """Mean k3 estimate of KL(engine || trainer) and share of ratios outside [0.9, 1.1]."""
     requests = make_requests(
@@ -81,9 +89,7 @@ def parity(model, engine, *, temperature):
             for request in requests
         ]
     )
-    ratios = gaps.exp()
-    k3 = (ratios - 1 - gaps).mean().item()
-    outside = ((ratios < 0.9) | (ratios > 1.1)).double().mean().item()
+    k3, outside, _ = agreement(gaps)
     cached = sum(completion.num_cached_tokens for completion in done.values())
     return k3, outside, cached
 

@@ -12,7 +12,14 @@ import tempfile
 from dataclasses import replace
 
 import torch
-from benchmarks.gpu.engine_check import DEVICE, GIB, finish, make_requests, packed_logprobs
+from benchmarks.gpu.engine_check import (
+    DEVICE,
+    GIB,
+    agreement,
+    finish,
+    make_requests,
+    packed_logprobs,
+)
 
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.settings import EngineConfig
@@ -61,10 +68,7 @@ def gaps_of(model, requests, done):
 
 def parity(model, requests, done):
     """R4 and R5: k3, share of ratios outside [0.9, 1.1], mean ratio."""
-    gap = torch.cat(gaps_of(model, requests, done))
-    ratio = gap.exp()
-    outside = ((ratio < 0.9) | (ratio > 1.1)).double().mean().item()
-    return (ratio - 1 - gap).mean().item(), outside, ratio.mean().item()
+    return agreement(torch.cat(gaps_of(model, requests, done)))
 
 
 def isolation(model, engine, requests, done):

@@ -11,21 +11,19 @@ engine and trainer differ by a fault, one of them is further from float32 than t
 
 from __future__ import annotations
 
-import gc
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
-from unittest.mock import patch
 
 import torch
-from benchmarks.gpu.engine_check import DEVICE, finish, make_requests, packed_logprobs
+from benchmarks.gpu.engine_check import DEVICE, agreement, finish, make_requests, packed_logprobs
+from benchmarks.gpu.hybrid_check import plain_torch
 from benchmarks.gpu.models import build
 from benchmarks.gpu.sections import Run, release
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hone.attention.recurrent import kernels
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.settings import EngineConfig
 from hone.models.contents import follow_inputs
@@ -92,7 +90,6 @@ def check(run: Run, shape: str) -> None:
             return
         with run.attempt(f"{shape}, {num_layers} layers"):
             compare(run, shape, num_layers)
-        gc.collect()
         release()
 
 
@@ -106,19 +103,16 @@ def compare(run: Run, shape: str, num_layers: int) -> None:
         ),
         "trainer": packed(model, samples),
     }
-    with patch.object(kernels, "has_fla", lambda: False):
+    with plain_torch():
         found["plain torch"] = packed(model, samples)
     own = transformers_own(model)
     found["transformers"] = whole(own, samples)
     del own
     release()
-    with patch.object(kernels, "has_fla", lambda: False):
+    with plain_torch():
         exact = packed(model.float(), samples)
     errors = {name: rms(values - exact) for name, values in found.items()}
-    gap = found["trainer"] - found["engine"]
-    ratio = gap.exp()
-    k3 = (ratio - 1 - gap).mean().item()
-    outside = ((ratio < 0.9) | (ratio > 1.1)).double().mean().item()
+    k3, outside, _ = agreement(found["trainer"] - found["engine"])
     good = max(errors["engine"], errors["trainer"]) <= MOST * errors["transformers"]
     cells = [f"{value:.4f}" for value in errors.values()]
     run.row(f"  of {len(exact)} tokens", num_layers, *cells, f"{k3:.2e}", f"{outside:.1%}")
