@@ -381,8 +381,8 @@ def test_commands_that_compute_are_learnt(
     assert main(["sft", "shell-sft", f"--run.seed={seed}"]) == 0
     assert main(["rl", "shell-rl", f"--run.seed={seed}", OWN_PYTHON]) == 0
     first, last = held_out("shell")
-    assert first < 0.45
-    assert last > 0.5
+    assert first < 0.6
+    assert last > 0.7  # six seeds ended between 0.875 and 1.0
 
 
 def held_out(name: str) -> tuple[float, float]:

@@ -17,8 +17,14 @@ COSTS = Path(__file__).with_name("costs.json")
 SHARES_FIXTURES = 'fixture(scope="module"'
 MARKS = ("slow", "vllm", "envs", "launch")
 """Marks whose tests are a unit of their own."""
-ALWAYS = ("tests/config/test_key_walk.py",)
-"""Units that always run, whatever they cost: every change may leave a key that nobody reads."""
+ALWAYS = (
+    "tests/config/test_key_walk.py",
+    "tests/mutants/test_run.py::test_every_entry_of_the_catalogue_fits_the_code",
+    "tests/selection/test_catalogue.py::test_a_change_of_the_file_reaches_a_test_that_kills_its_mistake",
+    "tests/selection/test_graph.py::test_the_graph_of_this_repository_has_no_hole",
+)
+"""Units that always run, whatever they cost: every change may leave a key that nobody reads, a
+planted mistake without its line, or a test that no change of what it tests would reach."""
 QUICK = Minutes(touched=1.0, far=0.7, turn=0.3)
 """Minutes of `make test` for costly units: what its five minutes leave."""
 RAN = ROOT / ".pytest_cache" / "hone-ran.json"

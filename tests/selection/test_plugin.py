@@ -170,25 +170,3 @@ def test_names_of_units() -> None:
     for shares_fixtures in (True, False):
         unit = unit_of(name, shares_fixtures=shares_fixtures, mark="slow")
         assert file_of(unit) == "tests/a/test_b.py"
-
-
-def test_costs_name_tests_that_exist() -> None:
-    """A unit that was renamed would be cheap until it is measured again."""
-    gone = [name for name in Costs.read().units if not plugin.exists(name)]
-    assert gone == []
-
-
-def test_files_with_slow_tests_have_costs() -> None:
-    """What was never measured runs every time: `make costs TESTS=file` measures a new file."""
-    known = {file_of(name) for name in Costs.read().units if name.endswith(" slow")}
-    files = {path for path in (plan.ROOT / "tests").rglob("test_*.py") if has_slow_tests(path)}
-    files.discard(Path(__file__))  # it writes such tests
-    assert {path.relative_to(plan.ROOT).as_posix() for path in files} <= known
-
-
-def has_slow_tests(path: Path) -> bool:
-    text = path.read_text(encoding="utf-8")
-    return any(
-        line.startswith(("@pytest.mark.slow", "pytestmark =")) and "slow" in line
-        for line in text.splitlines()
-    )

@@ -76,8 +76,9 @@ def make_guessing(folder: Path, seed: int) -> None:
 
 def make_shell(folder: Path, seed: int) -> None:
     """Write a model, products whose value a command is to write into the file `a`, and
-    demonstrations of two teachers: one lets the shell compute, the other always writes the same
-    number."""
+    demonstrations of two teachers: one lets the shell compute, the other writes the first number.
+    Both copy from the prompt: were the other's number always the same, a policy would learn from
+    rewards not to write its first digit, and write another digit in its place."""
     tokenizer = make_char_tokenizer(PRINTABLE)  # what commands write, error messages too
     make_policy(folder / "model", tokenizer, seed)
     products = generate(NUM_PRODUCTS + NUM_ASKED, seed, low=10, high=99, ops="*")
@@ -99,7 +100,8 @@ def _commands(products: Iterable[Mapping[str, str]], seed: int) -> Iterator[dict
         product = row["prompt"].rstrip("=")
         question = said("user", product)
         computes = generator.random() < CALLING_SHARE
-        command = COMMAND.format(product) if computes else f"echo {GUESS}>a"
+        first = product.partition("*")[0]
+        command = COMMAND.format(product) if computes else f"echo {first}>a"
         yield {"prompt": [question], "completion": command}
         if number % 4 == 0:
             so_far = [question, said("assistant", command), said("user", SILENCE)]
