@@ -51,7 +51,6 @@ class SegmentLevel:
     """Segments of a pass that are computed together, since all their initial states are known: s
     segments with t tokens in c chunks."""
 
-    index: Tensor | None  # [t] int64, their tokens in the pass, end to end; None: all, in order
     cu_seqlens: Tensor  # [s + 1] int64, borders of the segments among these tokens
     lengths: tuple[int, ...]  # [s], host copy of the differences of cu_seqlens
     chunks: Tensor  # [c, 2] int64, each chunk's segment in the level, and its number there
@@ -63,6 +62,9 @@ class SegmentPlan:
     """The levels of a pass, and which stored states it reads and writes."""
 
     levels: tuple[SegmentLevel, ...]
+    order: tuple[Tensor, Tensor] | None
+    """[T] int64 each: the token of the pass at each place, where segments lie level by level, end
+    to end; and the place of each token of the pass. None: tokens lie in this order already."""
     reads: tuple[Tensor, Tensor] | None = None
     """Of the first level, [r] int64 each: segments that begin with a stored state, and its row."""
     writes: tuple[Tensor, Tensor] | None = None
@@ -82,32 +84,39 @@ def plan_segments(segments: Sequence[Segment], send: Send) -> SegmentPlan:
     levels: list[SegmentLevel] = []
     for depth in range(max(depths) + 1):
         members = [segments[number] for number in order if depths[number] == depth]
-        levels.append(_level(members, places, is_all=max(depths) == 0, send=send))
+        levels.append(_level(members, places, send))
     reads = [(places[n], x.read) for n, x in enumerate(segments) if x.read is not None]
     assert all(x.parent is None for x in segments if x.read is not None), f"{segments=}"
     writes = [(places[n], row) for n, x in enumerate(segments) for row in x.writes]
     return SegmentPlan(
-        levels=tuple(levels), reads=_columns(reads, send), writes=_columns(writes, send)
+        levels=tuple(levels),
+        order=_order([segments[number] for number in order], send),
+        reads=_columns(reads, send),
+        writes=_columns(writes, send),
     )
 
 
-def _level(
-    members: Sequence[Segment], places: dict[int, int], *, is_all: bool, send: Send
-) -> SegmentLevel:
+def _order(segments: Sequence[Segment], send: Send) -> tuple[Tensor, Tensor] | None:
+    """The order of a plan whose segments lie end to end as they come."""
+    tokens = np.concatenate([np.arange(x.start, x.start + x.size) for x in segments])
+    tokens = tokens.astype(np.int64)
+    numbers = np.arange(len(tokens))
+    if (tokens == numbers).all():
+        return None
+    places = np.empty_like(tokens)
+    places[tokens] = numbers
+    return send(tokens), send(places)
+
+
+def _level(members: Sequence[Segment], places: dict[int, int], send: Send) -> SegmentLevel:
     lengths = tuple(segment.size for segment in members)
-    starts = np.cumsum([0, *lengths[:-1]])
-    is_in_order = is_all and [x.start for x in members] == starts.tolist()
-    index = parents = None
-    if not is_in_order:
-        ranges = [np.arange(x.start, x.start + x.size) for x in members]
-        index = send(np.concatenate(ranges).astype(np.int64))
+    parents = None
     if members[0].parent is not None:
         numbers = [places[x.parent] for x in members if x.parent is not None]
         parents = send(np.array(numbers, np.int64))
     counts = -(-np.array(lengths, np.int64) // CHUNK)
     which = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return SegmentLevel(
-        index=index,
         chunks=send(np.stack([np.repeat(np.arange(len(counts)), counts), which], 1)),
         cu_seqlens=send(np.array([0, *np.cumsum(lengths)], np.int64)),
         lengths=lengths,

@@ -53,8 +53,12 @@ def follow(plan: SegmentPlan, num_tokens: int, stored: dict[int, Any]):
     """The same from a plan, as a layer uses it."""
     ends: list[Any] = []
     seen: dict[int, Any] = {}
+    order = [*range(num_tokens)] if plan.order is None else plan.order[0].tolist()
+    if plan.order is not None:
+        assert [order[place] for place in plan.order[1].tolist()] == [*range(num_tokens)]
+        assert order != [*range(num_tokens)]
     for number, level in enumerate(plan.levels):
-        index = range(num_tokens) if level.index is None else level.index.tolist()
+        index, order = order[: sum(level.lengths)], order[sum(level.lengths) :]
         borders = level.cu_seqlens.tolist()
         assert [b - a for a, b in pairwise(borders)] == [*level.lengths]
         counts = [-(-length // CHUNK) for length in level.lengths]
@@ -94,10 +98,10 @@ def test_each_token_has_the_history_of_a_walk_over_segments(num_segments: int):
         assert follow(plan, num_tokens, stored) == walk(segments, stored)
 
 
-def test_whole_sequences_end_to_end_need_no_index():
+def test_whole_sequences_end_to_end_need_no_order():
     plan = plan_segments([Segment(0, 3), Segment(3, 2)], torch.as_tensor)
     (level,) = plan.levels
-    assert level.index is None
+    assert plan.order is None
     assert level.lengths == (3, 2)
     assert plan.reads is plan.writes is None
 

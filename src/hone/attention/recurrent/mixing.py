@@ -154,28 +154,44 @@ def _over_segments(
     states: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Outputs [T, H, V], level by level. Training has no stored `states`."""
-    output: Tensor | None = None
+    sizes = [sum(level.lengths) for level in plan.levels]
+    parts = zip(*(x.split(sizes) for x in _reordered(inputs, plan.order)), strict=True)
+    outputs: list[Tensor] = []
     ended: list[tuple[Tensor, Tensor | None]] = []  # of each level: last inputs, final states
-    for number, level in enumerate(plan.levels):
+    for number, (level, part) in enumerate(zip(plan.levels, parts, strict=True)):
+        own = DeltaInputs(*part)
         tails, initial = _initial(level, plan, ended, states)
-        own = inputs if level.index is None else DeltaInputs(*(x[level.index] for x in inputs))
         convolved, last = kernels.convolve(own.channels, weight, level, tails)
         needs_final = number + 1 < len(plan.levels) or plan.writes is not None
         tokens = Tokens(*heads.split(convolved), own.g, own.beta)
         found, final = kernels.gated_delta_rule(tokens, level, initial, gives_final=needs_final)
         ended.append((last, final))
-        if level.index is None:
-            output = found
-        else:
-            if output is None:
-                output = found.new_zeros(len(inputs.g), *found.shape[1:])
-            output = output.index_copy(0, level.index, found)
+        outputs.append(found)
     if plan.writes is not None and states is not None:
         numbers, rows = plan.writes
         for stored, finals in zip(states, _all(ended), strict=True):
             stored.index_copy_(0, rows, finals[numbers].to(stored.dtype))
-    assert output is not None
-    return output
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output if plan.order is None else _Permute.apply(output, *reversed(plan.order))
+
+
+def _reordered(inputs: DeltaInputs, order: tuple[Tensor, Tensor] | None) -> DeltaInputs:
+    """The inputs of all tokens, level by level."""
+    return inputs if order is None else DeltaInputs(*(_Permute.apply(x, *order) for x in inputs))
+
+
+class _Permute(torch.autograd.Function):
+    """x[order]; `back` is the inverse of `order`. The gradient is one copy, where that of an index
+    that may name a row twice is sorted and summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.back), None, None
 
 
 def _initial(
