@@ -23,5 +23,15 @@ for (const value of ["light", "dark"]) {
   await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value }]);
   await page.goto(`file://${resolve(report)}`, { waitUntil: "load" });
   await page.screenshot({ path: `docs/pictures/report-${value}.png` });
+  // Shrunk to a phone that cannot be read: it gets a picture of its own width, of the headline
+  // numbers and the first chart.
+  await page.setViewport({ width: 390, height: 2000, deviceScaleFactor: 2 });
+  await page.reload({ waitUntil: "load" });
+  const [y, bottom] = await page.evaluate(() => [
+    document.querySelector(".tiles").getBoundingClientRect().top - 12,
+    document.querySelector(".chart").getBoundingClientRect().bottom + 12,
+  ]);
+  const clip = { x: 0, y, width: 390, height: bottom - y };
+  await page.screenshot({ path: `docs/pictures/report-phone-${value}.png`, clip });
 }
 await browser.close();

@@ -13,6 +13,7 @@ from typing import Any
 from hone.cli.eval import evaluation_rows
 from hone.config.rules.finding import Finding
 from hone.curves import CURVES, curves
+from hone.observe.printable import breakable
 from hone.observe.run_folder import RunFolder
 
 __all__ = [
@@ -135,7 +136,7 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         lines = "".join(
-            f"<tr><td>{escape(name)}</td><td>{value}</td><td>{error}</td></tr>"
+            f"<tr><td>{breakable(name)}</td><td>{value}</td><td>{error}</td></tr>"
             for name, value, error in evaluation_rows(self.metrics)
         )
         return f"<table><tr><th>metric</th><th>value</th><th>&plusmn;</th></tr>{lines}</table>"
@@ -175,11 +176,15 @@ class Check:
     def _repr_html_(self) -> str:
         findings = sorted(self.findings, key=lambda finding: finding.level)
         problems = [
-            (f"<b>{finding.level}</b>", escape(", ".join(finding.keys)), escape(finding.message))
+            (
+                f"<b>{finding.level}</b>",
+                breakable(", ".join(finding.keys)),
+                breakable(finding.message),
+            )
             for finding in findings
         ]
         numbers = [
-            (escape(name), escape(_shown(value)), escape(self.derivations.get(name, "")))
+            (breakable(name), escape(_shown(value)), breakable(self.derivations.get(name, "")))
             for name, value in self.derived.items()
         ]
         summary = f"errors: {len(self.errors)}, warnings: {len(self.warnings)}"
@@ -200,9 +205,11 @@ def _shown(value: Any) -> str:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_whole: int) -> str:
     """An HTML table; cells are HTML. Its words stand to the left, which notebooks do not do, and
-    after the first `num_whole` columns they break where a phone has no room for a whole key."""
+    after the first `num_whole` columns they break where a phone has no room for a whole word."""
     whole = "text-align:left;vertical-align:top;white-space:normal;max-width:60em"
-    styles = [whole] * num_whole + [f"{whole};overflow-wrap:anywhere"] * (len(columns) - num_whole)
+    styles = [whole] * num_whole + [f"{whole};overflow-wrap:break-word"] * (
+        len(columns) - num_whole
+    )
 
     def line(tag: str, words: Sequence[str]) -> str:
         cells = (f'<{tag} style="{s}">{x}</{tag}>' for s, x in zip(styles, words, strict=True))

@@ -22,15 +22,19 @@ from hone.envs import Env, Episode
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def site() -> ModuleType:
-    """`docs/site/build.py`."""
-    spec = importlib.util.spec_from_file_location("site_build", ROOT / "docs/site/build.py")
+def program(name: str) -> ModuleType:
+    """A file of `docs/site`."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", ROOT / f"docs/site/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    return program("build")
 
 
 def test_every_key_is_in_the_reference(site: ModuleType) -> None:
@@ -107,6 +111,15 @@ def test_the_table_of_recipes_has_what_their_comments_say(site: ModuleType) -> N
                 label in ("Time", "Curve") and "Time and curve: " in text
             )
             assert bool(fact) == said, (name, label)
+
+
+def test_long_keys_of_running_text_may_break_and_blocks_of_code_stay() -> None:
+    key, short = "trainer.optimizer.weight_decay_of_all", "a.b"
+    blocks = f"<pre><code>{key}</code></pre> <pre><span></span><code>{key}</code></pre>"
+    kept = f"<code>{short}</code> {blocks}"
+    page = program("breaks").on_post_page(f"<code>{key}</code> {kept}", page=None, config=None)
+    broken = "trainer.<wbr>optimizer.<wbr>weight_<wbr>decay_<wbr>of_<wbr>all"
+    assert page == f"<code>{broken}</code> {kept}"
 
 
 def test_every_page_has_its_place(site: ModuleType) -> None:

@@ -124,14 +124,29 @@ def test_the_check_of_a_small_card_says_what_the_text_says(
     assert len(named) == 2
 
 
-def test_pictures_are_there_in_both_colours_and_of_one_size() -> None:
-    sizes = []
-    for name in re.findall(r"docs/pictures/[\w-]+\.png", README):
-        content = (ROOT / name).read_bytes()
+def test_pictures_are_there_in_both_colours_of_one_size_and_for_phones() -> None:
+    """A browser takes the first source that fits, so those of phones come first."""
+    first, second, third, shown = re.findall(r"<(?:source|img) .*?>", README)
+    phone, dark = "max-width:600px", "prefers-color-scheme:dark"
+    assert [(phone in x, dark in x) for x in (first, second, third, shown)] == [
+        (True, True), (True, False), (False, True), (False, False),
+    ]  # fmt: skip
+    sizes: list[tuple[int, int]] = []
+    for source, name in (
+        (first, "phone-dark"),
+        (second, "phone-light"),
+        (third, "dark"),
+        (shown, "light"),
+    ):
+        (file,) = re.findall(r'"(docs/pictures/[\w-]+\.png)"', source)
+        assert file == f"docs/pictures/report-{name}.png"
+        content = (ROOT / file).read_bytes()
         assert len(content) < 250_000, name
         sizes.append(struct.unpack(">II", content[16:24]))
-    assert len(sizes) == 2
     assert sizes[0] == sizes[1]
+    assert sizes[2] == sizes[3]
+    # At twice the points of a phone of 390, so that its letters are those of the report.
+    assert (sizes[0][0], sizes[2][0]) == (780, 1400)
 
 
 def test_it_can_be_read_in_three_minutes() -> None:

@@ -39,8 +39,8 @@ DEADLINE_S = 900.0
 """For the tests of one mutant. A mistake that hangs has to be caught by its test's own deadline."""
 _INTERRUPT_S = 20.0
 """For pytest to end what its fixtures have started."""
-_COPIED = ("src", "tests", "pyproject.toml")
-_LINKED = (".venv", "README.md", "benchmarks", "docs", "examples")
+_COPIED = ("src", "tests", "docs", "pyproject.toml")
+_LINKED = (".venv", "README.md", "benchmarks", "examples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,8 @@ def _misfits(mutant: Mutant, root: Path) -> Iterator[str]:
     source = root / mutant.file
     if not source.is_file():
         yield f"there is no file {mutant.file}"
+    elif Path(mutant.file).parts[0] not in _COPIED:
+        yield f"{mutant.file} would be changed itself: only {', '.join(_COPIED)} are copied"
     elif (count := source.read_text(encoding="utf-8").count(mutant.find)) != 1:
         yield f"`find` occurs {count} times in {mutant.file}, not once"
     elif mutant.find == mutant.replace:

@@ -50,6 +50,7 @@ def tree(tmp_path):
     root = tmp_path / "tree"
     for name, text in {
         "src/shapes.py": SOURCE,
+        "examples/shapes.py": SOURCE,
         "tests/test_shapes.py": TESTS,
         "pyproject.toml": "[tool.pytest.ini_options]\n",
     }.items():
@@ -66,6 +67,7 @@ def test_every_entry_of_the_catalogue_fits_the_code():
     ("entry", "complaint"),
     [
         ({"file": "src/none.py"}, "there is no file src/none.py"),
+        ({"file": "examples/shapes.py"}, "examples/shapes.py would be changed itself"),
         ({"find": "a - b"}, "`find` occurs 0 times"),
         ({"find": "return"}, "`find` occurs 2 times"),
         ({"replace": "a * b"}, "are the same"),

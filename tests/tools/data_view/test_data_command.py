@@ -687,7 +687,7 @@ def test_what_filters_leave_out_is_printed(
         assert main(words) == 0
         out = said(capsys)
         assert "no answer (data.missing_answers is drop)" in out
-        assert "no answer (data.missing_answers is drop)" in page.read_text()
+        assert "no answer (data.missing_answers is drop)" in Page(page.read_text()).said
         if action != "show":
             assert "the content of an earlier row (data.duplicates is drop)" in out
             assert "false from data.filter" in out
@@ -772,7 +772,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
+        if tag not in ("meta", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -809,6 +809,10 @@ def test_pages_say_what_the_terminal_says(tmp_path: Path, model: Path) -> None:
     stats = count(choose([path], None), PLAIN)
     bars = [attrs for tag, attrs in page.tags if tag == "rect"]
     assert len(bars) == len(stats.lengths["prompt"].bars())
+    assert [tag for tag, _ in page.tags if tag == "text"] == [], "letters shrink with the drawing"
+    lefts = re.findall(r"left: ([\d.]+)%", f"{page.tags}")
+    assert 1 <= len(lefts) <= 5
+    assert max(map(float, lefts)) < 90
     numbers = re.findall(r"characters: ([\d,]+)", page.said)
     assert sum(int(number.replace(",", "")) for number in numbers) == 700
     for text in ("Missing answers", "Most frequent answers", "Rows by task", "Prompts that repeat"):

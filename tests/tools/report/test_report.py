@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from html import escape, unescape
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +21,7 @@ from hone.cli.report import run as report_command
 from hone.observe.differences import differences, flat
 from hone.observe.histogram import Histogram
 from hone.observe.loggers import append_event
+from hone.observe.printable import breakable
 from hone.observe.run_folder import RunFolder
 from hone.paths import settings_file
 from hone.tools.report.charts import MAX_POINTS
@@ -28,7 +30,7 @@ from tests.observe.fake_run import Scalars, write_run
 from tests.tables import table
 
 DASH = "\N{EN DASH}"
-VOID = {"meta", "br", "link", "img", "hr", "input"}
+VOID = {"meta", "br", "link", "img", "hr", "input", "wbr"}
 
 
 class Page(HTMLParser):
@@ -379,6 +381,34 @@ def marks_of(values: list[float], scale: str, *, whole: bool = False) -> list[li
     return json.loads(done.stdout)
 
 
+BROKEN = {
+    "trainer.optimizer.weight_decay": "trainer.|optimizer.|weight_|decay",
+    "eval/reward/a_b/mean": "eval/|reward/|a_|b/|mean",
+    "rewards.py:is_short": "rewards.|py:|is_|short",
+    "data.train.0.path": "data.|train.0.|path",
+    "0.975, 1.0e-6, 3/4, 12:30": "0.975, 1.0e-6, 3/4, 12:30",
+    "/tmp/a.b_ <c.d>": "/tmp/|a.|b_ <c.|d>",
+}
+"""Names, and with `|` where a narrow page may break them."""
+
+
+def test_a_long_name_breaks_after_its_separators_and_a_number_never() -> None:
+    for name, broken in BROKEN.items():
+        assert breakable(name) == escape(broken).replace("|", "<wbr>")
+
+
+def test_the_script_of_the_page_breaks_names_where_python_does() -> None:
+    if shutil.which("node") is None:
+        pytest.skip("the page's script needs node to run here")
+    script = (files("hone.tools.report") / "charts.js").read_text()
+    asked = f"{json.dumps([*BROKEN])}.map(breakable)"
+    program = f"{AXIS_SCRIPT}{script}\nconsole.log(JSON.stringify({asked}));"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    assert [unescape(name) for name in json.loads(done.stdout)] == [
+        broken.replace("|", "<wbr>") for broken in BROKEN.values()
+    ]
+
+
 @table("scale", ["linear", "zero", "share"])
 @table(
     "values",
@@ -542,6 +572,7 @@ def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path: Path) ->
     assert {"Time by phase of a", "Time by phase of b"} <= charts.keys()
     configurations = table_under(page, "What differs between the configurations")
     assert "algorithm.advantage grpo rloo" in configurations
+    assert "<td>algorithm.<wbr>advantage</td>" in html
     assert f"data.train.1.path {DASH} more.jsonl" in configurations
     assert "run.seed" not in configurations
     environments = table_under(page, "What differs between the environments")
@@ -701,6 +732,7 @@ def test_the_command_writes_where_it_is_told(
     [
         ("a < b", "a &lt; b"),
         ("see `hone rl`", "see <code>hone rl</code>"),
+        ("a.b: `run.steps`", "a.b: <code>run.<wbr>steps</code>"),
         ("`a<b` or `c`.", "<code>a&lt;b</code> or <code>c</code>."),
         ("one ` alone", "one ` alone"),
     ],

@@ -26,8 +26,8 @@ __all__ = ["check_page", "show_page", "stats_page"]
 
 _MOST = 100_000
 """Most characters of a text on a page."""
-_WIDTH, _HEIGHT, _BELOW, _ABOVE = 560, 150, 18, 14
-"""Of a histogram, in pixels; the axis lies below the bars, numbers above."""
+_BAR = 0.94
+"""Width of a bar of a histogram, of the room that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,25 +277,26 @@ def check_page(viewed: Viewed, checked: Checked) -> str:
 
 def _chart(title: str, unit: str, bars: Sequence[Bar]) -> _Chart:
     most = max(bar.number for bar in bars)
-    step = _WIDTH / len(bars)
-    room = _HEIGHT - _ABOVE - _BELOW
+    step = 100 / len(bars)
     drawn = [
         _Bar(
-            x=place * step + 0.5,
-            y=_HEIGHT - _BELOW - room * bar.number / most,
-            width=max(step - 1, 1),
-            height=room * bar.number / most,
+            x=place * step,
+            y=100 - 100 * bar.number / most,
+            width=step * _BAR,
+            height=100 * bar.number / most,
             said=f"{range_of(bar)} {unit}: {bar.number:,}",
         )
         for place, bar in enumerate(bars)
     ]
-    every = max(len(bars) // 5, 1)
-    ticks = [(place * step, f"{bars[place].low:,}") for place in range(0, len(bars), every)]
+    # Five labels at most, none so far to the right that it would leave a phone's page.
+    every = -(-len(bars) // 5)
+    places = range(0, max(len(bars) - every // 2, 1), every)
+    ticks = [(place * step, f"{bars[place].low:,}") for place in places]
     return _Chart(title, unit, drawn, ticks, f"{most:,}")
 
 
 def _render(page: _Page) -> str:
-    return _template().render(page=page, size=(_WIDTH, _HEIGHT), ground=_HEIGHT - _BELOW)
+    return _template().render(page=page)
 
 
 @cache

@@ -29,6 +29,8 @@ function tick(v, step) {
   return v.toLocaleString("en", { maximumSignificantDigits: digits });
 }
 const escapeHtml = (s) => s.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+// As in Python: a name may break after a separator, so that it need not inside a word.
+const breakable = (s) => escapeHtml(s).replace(/(\w[._/:])(?=[A-Za-z])/g, "$1<wbr>");
 
 // Distance of the marks of a linear axis: 1, 2 or 5 times a power of ten, of counts a whole one.
 function tickStep(low, high, count, isWhole = false) {
@@ -256,13 +258,13 @@ function interact(plot, f, describe) {
 }
 
 const row = (swatch, label, value) =>
-  `<div><i style="background:${swatch}"></i>${escapeHtml(label)}<b>${value}</b></div>`;
+  `<div><i style="background:${swatch}"></i>${breakable(label)}<b>${value}</b></div>`;
 const stepLine = (step) => `<span class="dim">step ${Math.round(step).toLocaleString("en")}</span>`;
 const lastOf = (values) => values.reduce((held, v) => (v === null ? held : v), null);
 
 function drawLegend(figure, entries) {
   const entry = ([ink, label, value]) =>
-    `<span><i style="background:${ink}"></i>${escapeHtml(label)}<b>${value}</b></span>`;
+    `<span><i style="background:${ink}"></i>${breakable(label)}<b>${value}</b></span>`;
   figure.querySelector(".legend").innerHTML = entries.map(entry).join("");
 }
 

@@ -16,13 +16,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from hone.errors import UserError
+from hone.observe.printable import breakable
 from hone.observe.run_folder import RunFolder
 from hone.observe.whole_file import write_whole
 from hone.tools.report.content import Page, describe
@@ -77,13 +77,15 @@ def render(page: Page) -> str:
 
 def template_environment(*packages: str) -> Environment:
     """The environment of pages whose templates are in the folders of these packages."""
-    return Environment(
+    environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, ".") for package in packages]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
+    return environment
 
 
 @cache
@@ -95,14 +97,18 @@ def _template() -> Template:
     return environment.get_template("page.html.jinja")
 
 
+def _breakable(value: object) -> Markup:
+    return Markup(breakable(str(value)))
+
+
 def sentence(text: str) -> Markup:
     """A sentence as HTML, with what stands between backticks as code."""
-    words = escape(text).split("`")
+    words = text.split("`")
     if len(words) % 2 == 0:  # one has no partner
         return escape(text)
-    marked = (Markup("<code>{}</code>").format(word) for word in words[1::2])
     return Markup("").join(
-        part for pair in zip_longest(words[::2], marked, fillvalue="") for part in pair
+        Markup("<code>{}</code>").format(_breakable(word)) if place % 2 else word
+        for place, word in enumerate(words)
     )
 
 
