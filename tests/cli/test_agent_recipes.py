@@ -33,7 +33,6 @@ from hone.recipes import shell_agent
 from hone.recipes.agent_inputs import (
     CALL,
     DONE,
-    GUESS,
     SILENCE,
     make_calculator,
     make_guessing,
@@ -266,7 +265,9 @@ def test_the_agent_scores_what_the_teachers_do(
     folder = Path("runs/shell")
     rows = [row for row in lines(folder / "demonstrations.jsonl") if len(row["prompt"]) == 1]
     commands = {row["prompt"][0]["content"]: row["completion"] for row in rows}
-    computing = [command for command in commands.values() if GUESS not in command]
+    computing = {of for of, command in commands.items() if command == f"echo $(({of}))>a"}
+    others = {of: command for of, command in commands.items() if of not in computing}
+    assert others == {of: f"echo {of.partition('*')[0]}>a" for of in others}
     assert 0.25 < len(computing) / len(commands) < 0.35
     asked: list[list[dict[str, str]]] = []
 
@@ -278,7 +279,7 @@ def test_the_agent_scores_what_the_teachers_do(
     task = next(
         row
         for row in lines(folder / "train.jsonl")
-        if (commands[row["prompt"][0]["content"]] in computing) == computes
+        if (row["prompt"][0]["content"] in computing) == computes
     )
     score = shell_agent.play(
         {"messages": task["prompt"], "answer": task["answer"], "columns": task}
@@ -368,7 +369,7 @@ def test_searching_twice_is_learnt(
     assert main(["rl", "search-rl", f"--run.seed={seed}"]) == 0
     first, last = held_out("search")
     assert 0.1 < first < 0.4
-    assert last > 0.7  # one search alone: 0.5; the weakest of the seeds ended at 0.765
+    assert last > 0.62  # one search alone: 0.5; the weakest of five seeds ended at 0.765
 
 
 @pytest.mark.slow
@@ -381,8 +382,8 @@ def test_commands_that_compute_are_learnt(
     assert main(["sft", "shell-sft", f"--run.seed={seed}"]) == 0
     assert main(["rl", "shell-rl", f"--run.seed={seed}", OWN_PYTHON]) == 0
     first, last = held_out("shell")
-    assert first < 0.6
-    assert last > 0.7  # six seeds ended between 0.875 and 1.0
+    assert first < 0.55
+    assert last > 0.6  # the weakest of six seeds ended at 0.81, of 48 tasks
 
 
 def held_out(name: str) -> tuple[float, float]:
