@@ -53,7 +53,7 @@ from hone.models.fused_layers import FusedDecoder
 from hone.models.load import load_model
 from hone.models.settings import ModelConfig
 from hone.models.tiny_vision import make_tiny_vision_model
-from hone.planner.roofline import decode_step_s, generation_time_s, training_time_s
+from hone.planner.roofline import decode_step_s, generation_time_s, training_flops
 from hone.trainer.prefixes import left_out, shared_prefixes
 from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
@@ -263,15 +263,15 @@ def limits(shape: ModelShape, requests: Sequence[Request], rows: Sequence[Row]) 
         max_num_seqs=1,
         prefill_lengths=lengths[::SAMPLES],
     )
-    train = training_time_s(
+    flops = training_flops(
         shape,
-        PEAKS,
         [row.num_tokens for row in rows],
         num_head_tokens=sum(row.num_trained for row in rows),
     )
     shared = left_out(rows, shared_prefixes(rows))
-    train -= training_time_s(shape, PEAKS, shared, num_head_tokens=0)
-    return {"prefill": prefill, "decode": generate - prefill, "training": train}
+    flops -= training_flops(shape, shared, num_head_tokens=0)
+    training = flops / PEAKS.flops_per_s
+    return {"prefill": prefill, "decode": generate - prefill, "training": training}
 
 
 def step(run: Run, name: str) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from hone.cli import rl as rl_command
@@ -44,9 +43,11 @@ from hone.config.tree import (
     SFTDataConfig,
 )
 from hone.data.given import GivenRows, given_rows, is_source
-from hone.errors import UserError, raises_user_errors
+from hone.errors import UserError
 from hone.hardware import known_gpu
 from hone.notebook import following
+from hone.observe.disk import TEMPORARY, temporary_directory
+from hone.observe.user_errors import raises_user_errors
 from hone.paths import standing_in
 from hone.results import Check, Evaluation, RunResult, SampleRecord, read_samples
 from hone.rewards.settings import RewardConfig
@@ -352,8 +353,8 @@ class _Given(Generic[T]):
         with ExitStack() as stack:
             stack.enter_context(_logging())
             stack.enter_context(inheriting(functions))
-            temporary = Path(stack.enter_context(TemporaryDirectory(prefix="hone-")))
-            files = [given.write(temporary) for given in rows]
+            temporary = Path(stack.enter_context(temporary_directory("hone-")))
+            files = [given.write(temporary, TEMPORARY) for given in rows]
             draft, _ = self._fitted([*values, *_sources(rows, temporary)])
             folder = _data_folder(draft)
             if isinstance(draft, GenerateConfig) and "output" not in draft.model_fields_set:

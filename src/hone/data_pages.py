@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 
 from hone.cli.data import language_of
 from hone.data.given import GivenRows, given_rows, is_source
-from hone.errors import UserError, raises_user_errors
+from hone.errors import UserError
+from hone.observe.disk import TEMPORARY, temporary_directory
+from hone.observe.user_errors import raises_user_errors
 from hone.observe.whole_file import write_whole
 from hone.paths import standing_in
 from hone.tools.data_view.check import check
@@ -121,8 +122,8 @@ def _viewed(
     if is_source(data):
         yield choose([str(data), *flags], command), lambda text: text
         return
-    with TemporaryDirectory(prefix="hone-") as folder:
-        file = GivenRows.of("train", given_rows(data, "data")).write(Path(folder))
+    with temporary_directory("hone-") as folder:
+        file = GivenRows.of("train", given_rows(data, "data")).write(Path(folder), TEMPORARY)
         with standing_in({_ROWS: file}):
             viewed = choose([_ROWS, *flags], command)
             yield viewed, lambda text: text.replace(str(file), _ROWS)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import os
-from collections.abc import Callable, Collection, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Collection, Sequence
 
-__all__ = ["UserError", "did_you_mean", "listed", "raises_user_errors"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+__all__ = ["UserError", "did_you_mean", "listed"]
 
 
 class UserError(ValueError):
@@ -32,21 +26,3 @@ def listed(words: Sequence[str], *, last: str = "and") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
-
-
-def raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator that turns users' errors into a UserError without the traceback behind it."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except (ValueError, OSError) as error:
-            if os.environ.get("HONE_TRACEBACK"):
-                raise
-            text = str(error)
-            if not isinstance(error, UserError):
-                text += "\n(HONE_TRACEBACK=1 shows where)"
-        raise UserError(text)
-
-    return call

@@ -390,6 +390,7 @@ def test_R18_disk_error_at_any_call_leaves_the_last_good_one(
         assert str(tmp_path / "step_2") in text
         assert os.strerror(code) in text
         assert "(run.dir)" in text
+        assert ("Free some space" in text) == (code == errno.ENOSPC)
         assert f"it needs {NUM_BYTES} bytes" in text
         assert re.search(r"[0-9,]+ bytes are free there", text)
     assert no_leftovers(tmp_path)

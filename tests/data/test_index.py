@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import string
 import time
 from datetime import UTC, date, datetime
@@ -22,6 +23,8 @@ from hone.data.index import BLOCK, SourceIndex
 from hone.data.settings import SourceConfig
 from hone.data.sources import iter_source, read_source
 from hone.errors import UserError
+from hone.observe.disk import DiskError
+from tests.observe.test_disk import largest_file
 from tests.tables import table
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i), "extra": {"n": i}} for i in range(50)]
@@ -452,6 +455,24 @@ def test_planted_an_index_without_a_lock_is_made_more_than_once(shards, tmp_path
     monkeypatch.setattr(index, "_read", reads_late)
     with pytest.raises(AssertionError):
         test_eight_processes_of_a_host_make_one_pass(shards, tmp_path, SourceIndex.build)
+
+
+@pytest.mark.parametrize(
+    ("make", "key"), [(SourceIndex.build, "run.dir"), (SourceIndex.to_walk, "output")]
+)
+def test_an_index_that_cannot_be_kept_names_its_place(shards, tmp_path, make, key):
+    """The folder cannot be made, and the file does not fit."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError) as caught:
+        make(source(shards), tmp_path / "file" / "indexes")
+    assert str(caught.value).startswith(f"Could not write {tmp_path / 'file/indexes'} ({key}): ")
+    assert str(caught.value).endswith(f"Set {key} to a place that can be written.")
+    with largest_file(100), pytest.raises(DiskError) as caught:
+        make(source(shards), tmp_path / "run")
+    told = rf"Could not write {tmp_path}/run/index-\w+\.npz \({key}\): .* it needs [0-9,]+ bytes"
+    assert re.match(told, str(caught.value))
+    assert [path.suffix for path in (tmp_path / "run").iterdir()] == [".lock"]
+    make(source(shards), tmp_path / "run")
 
 
 def test_without_locks_each_process_makes_the_index(shards, tmp_path, monkeypatch, caplog):

@@ -17,6 +17,7 @@ from hone.model_input import TEXT, Content, ModelInput
 from hone.rewards import program as programs
 from hone.rewards.live_programs import _step
 from hone.rewards.program import ProgramSession
+from hone.rewards.shapes import ProgramError
 from hone.types import FailureKind, Observation, StopReason
 from tests.door.served import until
 from tests.harness.played import SAMPLING, Played, finish, group_of, played
@@ -144,6 +145,20 @@ def test_no_signal_goes_to_a_process_that_was_waited_for(
     session.close()
     assert signal.SIGKILL not in sent
     assert not list(tmp_path.iterdir())
+
+
+def test_a_program_without_room_for_its_folder_fails_by_the_name_of_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = ModelAccess(base_url="http://127.0.0.1:1", api_key="key", name="model")
+    row: Any = SimpleNamespace(model=access)
+    monkeypatch.setattr(programs, "_task", lambda _: b"{}")
+    session = ProgramSession("true", tmp_path / "gone")
+    with pytest.raises(
+        ProgramError, match=r"Could not write .*/gone \(TMPDIR in the environment\)"
+    ):
+        session.start(row)
+    session.close()
 
 
 def test_a_sample_has_no_images_that_its_program_did_not_send(tmp_path: Path) -> None:

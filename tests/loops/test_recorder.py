@@ -14,15 +14,18 @@ import torch
 from tests.tools.bench.fakes import SHAPE
 
 from hone.config.load import load_config
+from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.run import LogConfig
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
+from hone.families.model_facts import ModelFacts
 from hone.families.vision.spec import TowerCost
 from hone.hardware import GIB, GPUS
 from hone.loops.launch import plan_run
 from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.loops.run import Run
 from hone.model_input import Content, ModelInput
+from hone.models.settings import LoraConfig
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import DeviceMemory, Reading
@@ -30,7 +33,7 @@ from hone.observe.gpu_use import GPUUse
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Last, Metrics, Sum, to_scalars
 from hone.observe.spans import Spans
-from hone.planner.roofline import generation_time_s, training_time_s
+from hone.planner.roofline import RowPasses, generation_time_s, training_flops
 from hone.types import NOT_SAMPLED, Branch, Column, Group, Prompt, Row, Sample, StopReason, Turn
 
 LIMITS = Limits(
@@ -45,7 +48,8 @@ LIMITS = Limits(
     packs_rows=False,
     shares_prefixes=True,
     max_num_seqs=8,
-    passes=3.0,
+    passes=[RowPasses(SHAPE)],
+    encodes_again=False,
 )
 SECONDS = {"generate": 3.0, "experience": 0.5, "train": 1.5, "step": 6.0}
 
@@ -110,7 +114,7 @@ def test_measured_times_are_compared_with_the_limits() -> None:
         bytes_per_value=2,
         kv_bytes_per_value=2,
     )
-    train_s = training_time_s(SHAPE, GPUS[0], [8] * 4, passes=3.0, num_head_tokens=20) / 2
+    train_s = training_flops(SHAPE, [8] * 4, num_head_tokens=20) / GPUS[0].flops_per_s / 2
     of_data_sheet = {"perf/mfu": pytest.approx(train_s / 2.0 * 790 / 989)}
     assert LIMITS.ratios(GROUPS, ROWS, SECONDS) == of_data_sheet | {
         "perf/R_gen": pytest.approx(generate_s / 3.0),
@@ -242,12 +246,65 @@ MISMATCH = {"off_policy/mismatch_kl": 1.3e-4}
 def test_a_prompt_that_rows_share_counts_once_in_the_limit_of_training() -> None:
     rows = [replace(row, group_id="g", id=f"r{n}") for n, row in enumerate(ROWS)]
     whole, prompts = (
-        training_time_s(SHAPE, GPUS[0], lengths, passes=3.0, num_head_tokens=head) / 2
+        training_flops(SHAPE, lengths, num_head_tokens=head) / GPUS[0].flops_per_s / 2
         for lengths, head in (([8] * 4, 20), ([3] * 3, 0))
     )
     for shares, expected in ((True, whole - prompts), (False, whole)):
         found = replace(LIMITS, shares_prefixes=shares).ratios(GROUPS, rows, SECONDS)
         assert found["perf/R_train"] == pytest.approx(expected / 2.0)
+
+
+def plan_of(*flags: str, **others: ModelFacts) -> RunPlan:
+    cfg = load_config(RLConfig, None, ["--model.path=m", "--data.train=[{path: t}]", *flags])
+    return resolve(cfg, None, Devices(), world_size=1, others=others)
+
+
+def test_adapters_are_trained_alone_and_count_in_passes_of_the_policy() -> None:
+    """The reference is the policy without them."""
+    flags = ("--model.lora.rank=4", "--algorithm.kl.coef=0.1", "--trainer.num_epochs=2")
+    limits = Limits.of(plan_of(*flags), SHAPE, GPUS[0])
+    lora = LoraConfig(rank=4)
+    assert limits.passes == [
+        RowPasses(SHAPE, lora=lora, num_scorings=1, num_epochs=2),
+        RowPasses(SHAPE, num_scorings=0, num_epochs=0),  # the engine
+        RowPasses(SHAPE, num_scorings=1, num_epochs=0),
+    ]
+    whole = Limits.of(plan_of("--trainer.num_epochs=2"), SHAPE, GPUS[0])
+    assert whole.passes[0] == RowPasses(SHAPE, num_scorings=1, num_epochs=2)
+    flops = training_flops(SHAPE, [8] * 4, num_head_tokens=20, lora=lora)
+    found = replace(LIMITS, passes=[RowPasses(SHAPE, lora=lora)]).ratios(GROUPS, ROWS, SECONDS)
+    expected = flops / 2 / (GPUS[0].datasheet_flops_per_s or 0.0) / 2.0
+    assert found["perf/mfu"] == pytest.approx(expected)
+
+
+def test_a_critic_gives_values_and_each_model_counts_with_its_size() -> None:
+    """A teacher of unknown size does not count: it may have any."""
+    flags, larger = ("--algorithm.advantage=gae", "--critic.path=b"), replace(SHAPE, num_layers=9)
+    passes = Limits.of(plan_of(*flags), SHAPE, GPUS[0]).passes
+    critic = RowPasses(SHAPE, num_scorings=1, num_epochs=1, has_head=False)
+    assert critic in passes
+    known = Limits.of(plan_of(*flags, b=ModelFacts.of_shape(larger)), SHAPE, GPUS[0]).passes
+    assert replace(critic, shape=larger) in known
+    teacher = RowPasses(larger, num_scorings=1, num_epochs=0)
+    for facts, number in (({}, 0), ({"c": ModelFacts.of_shape(larger)}, 1)):
+        found = Limits.of(plan_of("--teacher.path=c", **facts), SHAPE, GPUS[0]).passes
+        assert [one.shape for one in found].count(larger) == number
+        assert found.count(teacher) == number
+
+
+def test_a_trainer_that_has_a_tower_of_its_own_encodes_each_image_once_more() -> None:
+    tower = TowerCost(
+        num_params=1, flops_per_patch=1e9, attention_flops_per_pair=1e6, patches_per_token=4
+    )
+    image = Content(kind="image", hash="a", start=0, num_tokens=1)
+    rows = [replace(row, model_input=ModelInput((image,))) for row in ROWS]
+    shape = replace(SHAPE, tower=tower)
+    shared = replace(LIMITS, shape=shape).ratios(GROUPS, rows, SECONDS)
+    own = replace(LIMITS, shape=shape, encodes_again=True).ratios(GROUPS, rows, SECONDS)
+    encode_s = (4 * 1e9 + 16 * 1e6) / GPUS[0].flops_per_s / 2
+    assert own["perf/R_train"] - shared["perf/R_train"] == pytest.approx(encode_s / 2.0)
+    assert Limits.of(plan_of("--model.lora.rank=4"), SHAPE, GPUS[0]).encodes_again
+    assert not Limits.of(plan_of(), SHAPE, GPUS[0]).encodes_again
 
 
 def test_nothing_is_compared_with_a_limit_that_is_not_known() -> None:

@@ -42,6 +42,12 @@ class Host:
         (folder / "port_xmit_data").write_text(f"{sent // 4}\n")
         (folder / "port_rcv_data").write_text(f"{received // 4}\n")
 
+    def efa(self, name: str, **counters: int) -> None:
+        folder = self.folder / "infiniband" / name / "ports/1/hw_counters"
+        folder.mkdir(parents=True, exist_ok=True)
+        for counter, value in counters.items():
+            (folder / counter).write_text(f"{value}\n")
+
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
@@ -86,6 +92,41 @@ def test_ports_of_rdma_are_read_and_count_once_beside_their_card(host: Host) -> 
     host.port("mlx5_0", 4000, 2000)
     host.port("mlx5_1", 4000, 2000)
     assert use.take() == {SENT: 8000.0, RECEIVED: 8000.0}
+
+
+@table(
+    "grown, sent, received",
+    [
+        ({"tx_bytes": 700, "rx_bytes": 500}, 700.0, 500.0),
+        # RDMA is a part of what the device counts, or it is not.
+        ({"tx_bytes": 700, "send_bytes": 100, "rdma_write_bytes": 500}, 700.0, 0.0),
+        ({"tx_bytes": 100, "send_bytes": 100, "rdma_write_bytes": 500}, 600.0, 0.0),
+        ({"rx_bytes": 9, "recv_bytes": 9, "rdma_read_bytes": 20}, 0.0, 29.0),
+        ({"rx_bytes": 9, "recv_bytes": 9, "rdma_write_recv_bytes": 30}, 0.0, 39.0),
+        ({"rdma_read_resp_bytes": 40}, 0.0, 0.0),
+    ],
+)
+def test_efa_is_read_and_no_byte_counts_twice(
+    host: Host, grown: dict[str, int], sent: float, received: float
+) -> None:
+    """It has no `port_xmit_data`. Two cards, which began with what they had carried before."""
+    before = {"tx_bytes": 10**9, "rx_bytes": 10**8, **dict.fromkeys(grown, 10**7)}
+    cards = ("rdmap16s27", "rdmap32s27")
+    for card in cards:
+        host.efa(card, **before)
+    use = NetworkUse()
+    host.now_s += 2.0
+    for card in cards:
+        host.efa(card, **{name: before[name] + more for name, more in grown.items()})
+    assert use.take() == {SENT: sent, RECEIVED: received}
+
+
+def test_counters_of_another_device_are_not_those_of_efa(host: Host) -> None:
+    host.efa("mlx5_0", send_bytes=0, out_of_sequence=0)
+    use = NetworkUse()
+    host.now_s += 1.0
+    host.efa("mlx5_0", send_bytes=100, out_of_sequence=100)
+    assert use.take() == {SENT: 0.0, RECEIVED: 0.0}
 
 
 def test_a_counter_that_began_anew_hides_no_other(host: Host) -> None:

@@ -16,6 +16,7 @@ from hone.trainer.policy import NonFiniteError
 from hone.trainer.settings import TrainerConfig
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
+from tests.observe.test_disk import largest_file
 from tests.tables import table
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 
@@ -119,6 +120,22 @@ def test_R23_non_finite_inputs_stop_before_anything_is_touched(
     dumped = torch.load(tmp_path / f"non_finite_step_{steps}.pt", weights_only=True)
     assert [row["token_ids"] for row in dumped] == [row.token_ids for row in rows]
     assert not dumped[6]["columns"][field]["values"].isfinite().all()
+
+
+def test_rows_that_cannot_be_kept_do_not_hide_the_error(tmp_path: Path):
+    trainer = Trainer(
+        tiny_model(),
+        TrainerConfig(prompts_per_minibatch=1),
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=24),
+        total_steps=10,
+        dump_dir=tmp_path,
+    )
+    rows = random_rows(8)
+    rows[6].column("advantages")[-1] = float("nan")
+    told = rf"'r6' is not finite .* could not be written to {tmp_path}/.*\.pt \(run\.dir\): "
+    with largest_file(500), pytest.raises(NonFiniteError, match=told):
+        trainer.update(rows)
+    assert not list(tmp_path.iterdir())
 
 
 def test_R23_non_finite_gradient_stops_and_is_named():

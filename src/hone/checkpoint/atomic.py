@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from hone.distributed.mesh import Mesh
-from hone.observe.disk import MANIFEST_NAME, DiskError, free_bytes, sizes
+from hone.observe.disk import MANIFEST_NAME, DiskError, advice, free_bytes, sizes
 
 __all__ = [
     "MANIFEST_NAME",
@@ -144,8 +144,8 @@ def publish_folder(
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"Could not write {path} (run.dir): {error}; "
-                f"{sizes(path, publication.num_bytes)}. No partial folder was left. Free some "
-                "space or set run.dir to another place."
+                f"{sizes(path, publication.num_bytes)}. No partial folder was left. "
+                f"{advice(error, 'run.dir')}"
             ) from error
         raise
 

@@ -11,6 +11,7 @@ from hone.cli.command import take_word
 from hone.config.aliases import FRAMEWORKS
 from hone.errors import UserError
 from hone.observe.printable import printable
+from hone.observe.whole_file import write_whole
 from hone.tools.imports.convert import convert
 from hone.tools.imports.frameworks import read_command, read_file
 from hone.tools.imports.write import counts, recipe
@@ -81,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(printable(text))
         sys.stderr.write(f"{counts(imported)}\n")
     else:
-        output.write_text(text, encoding="utf-8")
+        write_whole(output, text, "--output")
         message = f"written to {output}; its comments say what to check"
         sys.stderr.write(f"{counts(imported)}\n{message}\n")
     return 0

@@ -20,6 +20,7 @@ from hone.config.rules.files import unwritable
 from hone.distributed.openmp import set_up_openmp
 from hone.errors import UserError
 from hone.families.shape import ModelShape
+from hone.observe.disk import writing
 
 __all__ = ["make_inputs", "paths", "run"]
 
@@ -55,7 +56,8 @@ def run(argv: Sequence[str]) -> int:
     if _inputs_are_made(folder, arguments.seed):
         _say(f"Resuming the quick start in {folder}; remove the folder to start afresh")
     else:
-        make_inputs(folder, arguments.seed)
+        with writing(folder, "--dir"):
+            make_inputs(folder, arguments.seed)
     shared = ["--run.seed", str(arguments.seed)]
     code = _call("sft", ["quickstart-sft", *paths(folder, "sft"), *shared])
     if code == 0:

@@ -39,7 +39,6 @@ def require_same_recipe(folder: Path, recipe: Path) -> None:
 def record_recipe(folder: Path, recipe: Path) -> None:
     """Record that the run folder named after `recipe` belongs to it."""
     if _is_named_after(folder, recipe):
-        folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"recipe": _identity(recipe)}, indent=2)
         write_whole(folder / _RECORD, text, "run.dir")
 

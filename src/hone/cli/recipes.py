@@ -16,6 +16,7 @@ from rich.text import Text
 from hone.config.recipe import RECIPES, read_recipe, recipe_names
 from hone.config.sharing import command_of, key_paths
 from hone.errors import UserError
+from hone.observe.whole_file import write_whole
 
 __all__ = ["copy_recipe", "run"]
 
@@ -57,7 +58,7 @@ def copy_recipe(name: str, path: Path | None, *, overwrite: bool = False) -> Pat
     if not target.parent.is_dir():
         raise UserError(f"there is no folder '{target.parent}' to write '{target.name}' to.")
     text = re.sub(rf"(hone \w+) {re.escape(name)}\b", rf"\1 {target}", text)
-    target.write_text(text, encoding="utf-8")
+    write_whole(target, text, "the argument PATH")
     return target
 
 

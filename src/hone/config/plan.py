@@ -243,16 +243,6 @@ class RunPlan:
         return isinstance(self.config, RLConfig) and self.config.pipeline.samples_ahead
 
     @property
-    def passes(self) -> float:
-        """Forward passes' worth of FLOPs of a step on the trainers' devices. Those of a teacher are
-        left out, which may be of any size."""
-        return sum(
-            role.passes
-            for role in self.roles.values()
-            if "policy" in (role.name, role.shares_devices_of) and role.name != "teacher"
-        )
-
-    @property
     def cluster(self) -> ClusterConfig:
         """Raises TypeError for commands without one."""
         if isinstance(self.config, RLConfig):

@@ -17,7 +17,7 @@ from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.distributed.settings import ROW_SCORERS, SCORERS, AxisSizes, ParallelConfig, RoleName
 from hone.engine.settings import EngineConfig
 from hone.families.model_facts import ModelFacts
-from hone.models.settings import Dtype, ModelConfig, TrainedModelConfig
+from hone.models.settings import Dtype, ModelConfig
 from hone.rewards.settings import RewardModelConfig
 from hone.trainer.settings import SFTTrainerConfig, TrainerConfig
 
@@ -101,12 +101,9 @@ class Role:
 
     @property
     def passes(self) -> float:
-        """Forward passes' worth of FLOPs over the rows of a step: backward counts as two of them,
-        or where base weights are frozen beside adapters as one."""
-        model = self.model
-        is_frozen = isinstance(model, TrainedModelConfig) and model.lora.rank > 0
-        trained = 2.0 if is_frozen and self.name == "policy" else 3.0
-        return self.num_scorings + trained * self.num_epochs
+        """Forward passes' worth of FLOPs over the rows of a step, where all weights are trained:
+        backward counts as two of them."""
+        return self.num_scorings + 3.0 * self.num_epochs
 
     @property
     def path_key(self) -> str:

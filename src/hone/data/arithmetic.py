@@ -78,9 +78,10 @@ def two_teachers(
     ]
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line. The file appears whole or not at all."""
-    with whole_file(path) as file:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], key: str = "--dir") -> None:
+    """Write one JSON object a line. The file appears whole or not at all. Raises DiskError, which
+    names the `key` that chose the place."""
+    with whole_file(path, key) as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

@@ -73,11 +73,12 @@ class GivenRows:
         """The file of the rows in `folder`: `<digest of the rows>/<split>.jsonl`."""
         return folder / sha256(self.text.encode()).hexdigest()[:12] / f"{self.split}.jsonl"
 
-    def write(self, folder: Path) -> Path:
-        """Write the file atomically, unless it exists. Raises DiskError."""
+    def write(self, folder: Path, key: str = "run.dir") -> Path:
+        """Write the file atomically, unless it exists. Raises DiskError, which names the `key` that
+        chose the folder."""
         file = self.file(folder)
         if not file.is_file():
-            write_whole(file, self.text, "run.dir")
+            write_whole(file, self.text, key)
         return file
 
 

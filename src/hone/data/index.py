@@ -41,6 +41,7 @@ from hone.data.rows import OnBad, SourceRow
 from hone.data.settings import SourceBase
 from hone.data.tables import TableBlocks, load_hub, load_saved
 from hone.errors import UserError
+from hone.observe.disk import writing
 from hone.observe.locks import NoLocksError, take_lock
 from hone.paths import data_suffix, is_saved_dataset, is_url, local_path, must_be_local
 
@@ -105,7 +106,8 @@ class SourceIndex:
         It is read from the folder `cache` if it is there and no file has changed; else it is made,
         and written there, by one of the processes of a host while the others wait; that of files
         of less than `least_kept_bytes` is made each time. Raises UserError for a source that is
-        missing, unreadable or without rows.
+        missing, unreadable or without rows, and DiskError, which names `run.dir`, where the index
+        cannot be written.
         """
         opened = OpenBlocks(max_open_bytes)
         table = _table(source)
@@ -115,7 +117,7 @@ class SourceIndex:
             return cls(source, parts, _scanned(source, parts), opened)
         kept = _kept(source, cache)
         parts = _parts(files, opened, kept)
-        blocks = _kept_or_made(kept, source, parts, has_access_points=True)
+        blocks = _kept_or_made(kept, source, parts, "run.dir", has_access_points=True)
         return cls(source, parts, blocks, opened)
 
     @classmethod
@@ -126,7 +128,7 @@ class SourceIndex:
         kept in `cache` whatever the size of the files.
 
         Raises UserError as `build`, and with `must_be_same` for a file that is not as it was when
-        the index was kept.
+        the index was kept; and DiskError, which names `output`.
         """
         opened = OpenBlocks(MAX_OPEN_BYTES)
         table = _table(source)
@@ -135,7 +137,7 @@ class SourceIndex:
             return cls(source, parts, _scanned(source, parts), opened)
         kept = _kept(source, cache)
         blocks = _kept_or_made(
-            kept, source, parts, has_access_points=False, must_be_same=must_be_same
+            kept, source, parts, "output", has_access_points=False, must_be_same=must_be_same
         )
         return cls(source, parts, blocks, opened)
 
@@ -337,11 +339,13 @@ def _kept(source: SourceBase, cache: Path) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Generator[None]:
+def _locked(path: Path, key: str) -> Generator[None]:
     """Keep other processes out of the block, where the file system has locks: without them each
-    makes the index, and the last one is kept."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    makes the index, and the last one is kept. Raises DiskError, which names `key`."""
+    with writing(path.parent, key):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("w")
+    with opened as file:
         try:
             take_lock(file, f"'{path.parent}'", waits=True)
         except NoLocksError as error:
@@ -393,36 +397,43 @@ def _kept_or_made(
     kept: Path,
     source: SourceBase,
     parts: Sequence[Blocks],
+    key: str,
     *,
     has_access_points: bool,
     must_be_same: bool = False,
 ) -> npt.NDArray[Any]:
     """The blocks of a cached index, which is made and written where there is none that fits, by one
-    process at a time. Raises UserError as `SourceIndex.to_walk`."""
-    with _locked(kept.with_suffix(".lock")):
+    process at a time. Raises UserError as `SourceIndex.to_walk`, and DiskError with `key`."""
+    with _locked(kept.with_suffix(".lock"), key):
         blocks = _read(kept, [part.file for part in parts], must_be_same=must_be_same)
         if blocks is None:
             blocks = _scanned(source, parts)
-            _write(kept, parts, blocks, has_access_points=has_access_points)
+            _write(kept, parts, blocks, key, has_access_points=has_access_points)
     return blocks
 
 
 def _write(
-    kept: Path, parts: Sequence[Blocks], blocks: npt.NDArray[Any], *, has_access_points: bool
+    kept: Path,
+    parts: Sequence[Blocks],
+    blocks: npt.NDArray[Any],
+    key: str,
+    *,
+    has_access_points: bool,
 ) -> None:
-    """Write an index, whole or not at all."""
+    """Write an index, whole or not at all. Raises DiskError."""
     files = json.dumps([astuple(part.file) for part in parts]).encode()
     arrays = {"files": np.frombuffer(files, np.uint8), "blocks": blocks}
     for number in np.unique(blocks["file"]) if has_access_points else ():
         if points := parts[number].access_points():
             arrays[_points_name(number)] = np.frombuffer(points, np.uint8)
     partial = kept.with_suffix(f".{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-        partial.replace(kept)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(kept, key, sum(array.nbytes for array in arrays.values())):
+        try:
+            with partial.open("wb") as file:
+                np.savez(file, allow_pickle=False, **arrays)
+            partial.replace(kept)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _access_points(kept: Path, number: int) -> bytes:

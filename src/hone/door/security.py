@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hone.door.refusal import Refusal
 from hone.errors import UserError
+from hone.observe.disk import writing
 
 __all__ = ["Keys", "is_loopback", "new_id", "read_key"]
 
@@ -66,17 +67,23 @@ class Keys:
 
 def read_key(file: Path | None) -> str | None:
     """The key in `file`; where there is no such file, a new one with a new key, which only its
-    owner can read. None without a file. Raises UserError for an empty or short key."""
+    owner can read. None without a file. Raises UserError for an empty or short key,
+    and DiskError where the file cannot be written."""
     if file is None:
         return None
     try:
         key = file.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         key = _PREFIX + secrets.token_urlsafe(32)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        place = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(place, "w", encoding="utf-8") as opened:
-            opened.write(f"{key}\n")
+        with writing(file, "serve.key_file"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            place = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                with os.fdopen(place, "w", encoding="utf-8") as opened:
+                    opened.write(f"{key}\n")
+            except OSError:  # an empty file would be refused at the next start
+                file.unlink()
+                raise
         return key
     if len(key) < _MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
         raise UserError(

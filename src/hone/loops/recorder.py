@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hone.algorithms.rows import episodes_of
 from hone.config.plan import RunPlan
+from hone.config.roles import Role
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
 from hone.families.model_facts import ModelFacts
@@ -23,6 +24,8 @@ from hone.families.shape import ModelShape
 from hone.hardware import Peaks, installed_gpu, num_usable_cores
 from hone.images.thumbnails import Thumbnails
 from hone.loops.launch import Launch
+from hone.model_input import ModelInput
+from hone.models.settings import LoraConfig, TrainedModelConfig
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.device_memory import DeviceMemory
@@ -34,7 +37,7 @@ from hone.observe.metrics import Max, Mean, Metrics, merge, to_scalars
 from hone.observe.metrics_server import MetricsServer
 from hone.observe.network import NetworkUse
 from hone.observe.spans import Spans
-from hone.planner.roofline import encoding_time_s, generation_time_s, training_time_s
+from hone.planner.roofline import RowPasses, encoding_time_s, generation_time_s
 from hone.rewards.scorer import FailureRateError
 from hone.trainer.prefixes import left_out, shared_prefixes
 from hone.types import Group, Row, Sample
@@ -67,14 +70,20 @@ class Limits:
     shares_prefixes: bool
     """Whether the trainer computes the shared prompt of a group only once."""
     max_num_seqs: int
-    passes: float
-    """Forward passes' worth of FLOPs in a training step: 3 an epoch (2 where only adapters are
-    trained), 1 for each scoring pass."""
+    passes: Sequence[RowPasses]
+    """Those of each model on the trainers' devices. Adapters that a reference is without are no
+    part of it."""
+    encodes_again: bool
+    """Whether the trainer encodes images that the engines have encoded with weights of their
+    own."""
 
     @classmethod
     def of(cls, plan: RunPlan, shape: ModelShape, peaks: Peaks | None) -> Self:
         """Limits of a plan with a model of this shape."""
         policy, engine = plan.policy, plan.roles["engine"]
+        beside = (role for role in plan.roles.values() if role.shares_devices_of == "policy")
+        # A model of unknown size counts as the policy, but for a teacher, which may have any.
+        known = (role for role in beside if role.name != "teacher" or _own_shape(role))
         return cls(
             shape=shape,
             peaks=peaks,
@@ -87,7 +96,8 @@ class Limits:
             packs_rows=plan.packs_rows,
             shares_prefixes=policy.axes.context == 1 and not policy.is_exact,
             max_num_seqs=engine.engine.max_num_seqs,
-            passes=plan.passes,
+            passes=[_row_passes(role, shape) for role in (policy, *known)],
+            encodes_again=engine.aliases_weights_of is None,
         )
 
     def ratios(
@@ -115,32 +125,16 @@ class Limits:
             kv_bytes_per_value=self.kv_bytes_per_value,
             packs_rows=self.packs_rows,
         )
-        images = {
-            content.hash: content.num_tokens
+        images = _images(
+            path.model_input
             for group in share
             for sample in group.samples
             for path in sample.paths.values()
-            for content in path.model_input.contents
-        }
+        )
         generate_s = of_one_engine_s / self.devices_per_engine
         if images and self.shape.tower is not None:  # every device of an engine encodes them
             generate_s += encoding_time_s(self.shape, self.peaks, images.values())
-        of_one_device_s = training_time_s(
-            self.shape,
-            self.peaks,
-            [row.num_tokens for row in rows],
-            passes=self.passes,
-            num_head_tokens=sum(row.num_trained for row in rows),
-        )
-        if self.shares_prefixes:
-            of_one_device_s -= training_time_s(
-                self.shape,
-                self.peaks,
-                left_out(rows, shared_prefixes(rows)),
-                passes=self.passes,
-                num_head_tokens=0,
-            )
-        train_s = of_one_device_s / self.num_devices
+        train_s = self._training_s(rows)
         measured_train_s = seconds.get("train", 0.0) + seconds.get("experience", 0.0)
         share = train_s / max(measured_train_s, 1e-9)
         ratios = {"perf/R_train": share}
@@ -152,6 +146,45 @@ class Limits:
             ratios["perf/R_gen"] = generate_s / max(seconds.get("generate", 0.0), 1e-9)
             limit_s = generate_s + train_s
         return ratios | {"perf/R_step": limit_s / max(seconds["step"], 1e-9)}
+
+    def _training_s(self, rows: Sequence[Row]) -> float:
+        """The least seconds of the trainers for the rows of a step."""
+        assert self.peaks is not None
+        lengths = [row.num_tokens for row in rows]
+        num_trained = sum(row.num_trained for row in rows)
+        repeated = left_out(rows, shared_prefixes(rows)) if self.shares_prefixes else []
+        flops = sum(
+            passes.flops(lengths, num_head_tokens=num_trained)
+            - passes.flops(repeated, num_head_tokens=0)
+            for passes in self.passes
+        )
+        seconds = flops / self.peaks.flops_per_s
+        if self.encodes_again and self.shape.tower is not None:
+            images = _images(row.model_input for row in rows)
+            seconds += encoding_time_s(self.shape, self.peaks, images.values())
+        return seconds / self.num_devices
+
+
+def _row_passes(role: Role, shape: ModelShape) -> RowPasses:
+    """The passes of a role, whose model is taken for one of `shape`, the policy's, where its own is
+    not known."""
+    model, is_policy = role.model, role.name == "policy"
+    return RowPasses(
+        shape if is_policy else _own_shape(role) or shape,
+        lora=model.lora if is_policy and isinstance(model, TrainedModelConfig) else LoraConfig(),
+        num_scorings=role.num_scorings,
+        num_epochs=role.num_epochs,
+        has_head=role.name != "critic",
+    )
+
+
+def _own_shape(role: Role) -> ModelShape | None:
+    return None if role.facts is None else role.facts.shape
+
+
+def _images(inputs: Iterable[ModelInput]) -> dict[str, int]:
+    """The number of tokens of each image, by its hash."""
+    return {content.hash: content.num_tokens for one in inputs for content in one.contents}
 
 
 class _TurnTokens(NamedTuple):

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,16 +21,26 @@ from safetensors import SafetensorError
 
 __all__ = [
     "MANIFEST_NAME",
+    "TEMPORARY",
     "AppendedFile",
     "DiskError",
+    "advice",
+    "error_number",
     "free_bytes",
+    "is_full",
     "sizes",
+    "temporary_directory",
+    "temporary_folder",
+    "temporary_place",
     "write_rate",
     "writing",
 ]
 
 MANIFEST_NAME = "hone_manifest.json"
 """Manifest file, written last, which makes the folder of a checkpoint or a model complete."""
+
+TEMPORARY = "TMPDIR in the environment"
+"""What chooses the place of temporary files, for errors."""
 
 
 class DiskError(OSError):
@@ -45,14 +56,40 @@ def writing(path: Path, key: str, num_bytes: int | None = None) -> Generator[Non
     except DiskError:
         raise
     except (OSError, SafetensorError) as error:
-        advice = (
-            f"Free some space or set {key} to another place."
-            if _number(error) in (errno.ENOSPC, errno.EDQUOT)
-            else f"Set {key} to a place that can be written."
-        )
         raise DiskError(
-            f"Could not write {path} ({key}): {error}; {sizes(path, num_bytes)}. {advice}"
+            f"Could not write {path} ({key}): {error}; {sizes(path, num_bytes)}. "
+            f"{advice(error, key)}"
         ) from error
+
+
+def advice(error: BaseException, key: str) -> str:
+    """A sentence on what to change where a write has failed at a place that `key` names."""
+    if is_full(error):
+        return f"Free some space or set {key} to another place."
+    return f"Set {key} to a place that can be written."
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write has failed for want of space."""
+    return error_number(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def temporary_folder(prefix: str, parent: Path | None = None) -> Path:
+    """Make a folder in `parent`, by default where the system keeps temporary files. The caller
+    removes it. Raises DiskError, which names TMPDIR."""
+    with writing(parent or temporary_place(), TEMPORARY):
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+
+def temporary_directory(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder that is removed when the context ends. Raises DiskError as `temporary_folder`."""
+    with writing(temporary_place(), TEMPORARY):
+        return tempfile.TemporaryDirectory(prefix=prefix)
+
+
+def temporary_place() -> Path:
+    """Where temporary files are kept, for errors: `tempfile` fails where it finds no such place."""
+    return Path(tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp")
 
 
 def sizes(path: Path, num_bytes: int | None) -> str:
@@ -65,7 +102,8 @@ def sizes(path: Path, num_bytes: int | None) -> str:
 def free_bytes(path: Path) -> int:
     """Free bytes below `path`, or below its nearest existing parent folder."""
     path = path.absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    # Not `Path.exists`, which raises where a folder above may not be entered.
+    there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     return shutil.disk_usage(there).free
 
 
@@ -85,9 +123,10 @@ def write_rate(folder: Path, num_bytes: int) -> float:
         path.unlink(missing_ok=True)
 
 
-def _number(error: OSError | SafetensorError) -> int | None:
-    """The `errno` of a failed write. safetensors has it only in its message."""
-    if isinstance(error, OSError):
+def error_number(error: BaseException) -> int | None:
+    """The `errno` of a failed write; None for another error. Libraries in Rust have it only in
+    their messages."""
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     match = re.search(r"\(os error (\d+)\)", str(error))
     return None if match is None else int(match[1])

@@ -30,7 +30,7 @@ import orjson
 
 from hone.config.run import LogConfig
 from hone.observe.column_values import json_value
-from hone.observe.disk import AppendedFile, writing
+from hone.observe.disk import AppendedFile
 from hone.observe.episode_rows import turn_rows
 from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
@@ -99,8 +99,7 @@ class _JsonLines:
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         if path.exists():
-            with writing(path, _KEY):
-                _cut(path, resume_step)
+            _cut(path, resume_step)
         self._file = AppendedFile(path, _KEY)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -113,7 +112,7 @@ class _JsonLines:
 def _cut(path: Path, resume_step: int | None) -> None:
     """Keep only the rows of steps < `resume_step`, atomically; None keeps nothing. Rows without a
     step are kept; an incomplete last line (the process died while writing) is removed."""
-    with whole_file(path) as kept, path.open(encoding="utf-8", errors="replace") as rows:
+    with whole_file(path, _KEY) as kept, path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:
             try:
                 row = json.loads(line)

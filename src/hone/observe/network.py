@@ -3,9 +3,9 @@
     use = NetworkUse()
     use.take()    # {"perf/network_sent_bytes_per_s": ..., "perf/network_received_bytes_per_s": ...}
 
-NCCL over InfiniBand or RoCE does not pass the kernel's network devices, so the counters of RDMA
-ports are read as well. Some bytes are counted by both, as those of IP over InfiniBand; hence the
-larger of both is taken and not the sum. NVLink and shared memory are no network.
+NCCL over InfiniBand, RoCE or EFA does not pass the kernel's network devices, so the counters of
+RDMA ports are read as well. Some bytes are counted by both, as those of IP over InfiniBand; hence
+the larger one is taken and not the sum. NVLink and shared memory are no network.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from glob import glob
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,14 @@ _WORD = 4
 """Bytes of a unit of the counters of RDMA ports (Linux, Documentation/ABI/stable/sysfs-class-
 infiniband)."""
 
+_EFA_OPERATIONS = (
+    ("send_bytes", "rdma_write_bytes"),
+    ("recv_bytes", "rdma_read_bytes", "rdma_write_recv_bytes"),
+)
+"""Counters of EFA by operation: those of bytes sent, and received. `rdma_read_resp_bytes` is left
+out, since descriptions differ in which side counts it: what others read from this host counts as
+far as `tx_bytes` has it."""
+
 
 class _Bytes(NamedTuple):
     """Bytes since a device or port has come up."""
@@ -40,19 +49,24 @@ class NetworkUse:
     """Network traffic of this host since the last `take`, of all programs."""
 
     def __init__(self) -> None:
-        self._devices, self._ports = _read_devices(), _read_ports()
+        self._before = _read()
         self._at_s = time.perf_counter()
 
     def take(self) -> dict[str, float]:
         """Mean bytes a second that were sent and received. What cannot be read counts as 0."""
-        now_s, devices, ports = time.perf_counter(), _read_devices(), _read_ports()
+        now_s, now = time.perf_counter(), _read()
         seconds = max(now_s - self._at_s, 1e-9)
-        grown = _growth(devices, self._devices), _growth(ports, self._ports)
-        self._devices, self._ports, self._at_s = devices, ports, now_s
+        grown = [_growth(new, old) for new, old in zip(now, self._before, strict=True)]
+        self._before, self._at_s = now, now_s
         return {
             "perf/network_sent_bytes_per_s": max(one.sent for one in grown) / seconds,
             "perf/network_received_bytes_per_s": max(one.received for one in grown) / seconds,
         }
+
+
+def _read() -> tuple[dict[str, _Bytes], ...]:
+    """All counters, in groups of which some count the same bytes as others."""
+    return _read_devices(), _read_ports(), *_read_efa()
 
 
 def _growth(new: Mapping[str, _Bytes], old: Mapping[str, _Bytes]) -> _Bytes:
@@ -90,6 +104,30 @@ def _read_ports() -> dict[str, _Bytes]:
         except (OSError, ValueError):  # a port that is down, or one that says "N/A (no PMA)"
             continue
     return found
+
+
+def _read_efa() -> tuple[dict[str, _Bytes], dict[str, _Bytes]]:
+    """Counters of EFA ports that can be read, by folder: of the device as a whole, and the sums of
+    its operations, of which older devices lack some. Neither Linux (drivers/infiniband/hw/efa) nor
+    AWS says whether the former have the bytes of RDMA, so the two are not added."""
+    whole: dict[str, _Bytes] = {}
+    operations: dict[str, _Bytes] = {}
+    for folder in glob(f"{SYS}/infiniband/*/ports/*/hw_counters"):
+        try:
+            whole[folder] = _Bytes(*(_read_number(folder, f"{x}_bytes") for x in ("tx", "rx")))
+        except (OSError, ValueError):  # another device
+            continue
+        counted = [0, 0]
+        for direction, names in enumerate(_EFA_OPERATIONS):
+            for name in names:
+                with suppress(OSError, ValueError):
+                    counted[direction] += _read_number(folder, name)
+        operations[folder] = _Bytes(*counted)
+    return whole, operations
+
+
+def _read_number(folder: str, name: str) -> int:
+    return int(Path(folder, name).read_text(encoding="ascii"))
 
 
 def _read_words(file: Path) -> int:

@@ -213,7 +213,7 @@ def merge_parts(output: Path) -> None:
 def _merge(parts: Sequence[PartFile], output: Path) -> None:
     with ExitStack() as stack:
         files = [stack.enter_context(part.path.open(encoding="utf-8")) for part in parts]
-        merged = stack.enter_context(whole_file(output))
+        merged = stack.enter_context(whole_file(output, "output"))
         merged.writelines(heapq.merge(*files, key=_group_of))
 
 

@@ -30,6 +30,7 @@ from hone.extras import import_extra
 from hone.observe.differences import flat
 from hone.observe.disk import AppendedFile
 from hone.observe.histogram import Histogram
+from hone.observe.whole_file import write_whole
 
 __all__ = ["TensorBoardTracker", "Tracker", "start_trackers"]
 
@@ -202,7 +203,7 @@ def _wandb(run_dir: Path, resume_step: int | None, **settings: Any) -> WandbTrac
     wandb = _import_tracker("wandb")
     id_file = run_dir / "wandb_id.txt"
     if resume_step is None or not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex)
+        write_whole(id_file, uuid.uuid4().hex, "run.dir")
     run_id = id_file.read_text()
     try:
         run = wandb.init(id=run_id, resume="allow", dir=str(run_dir), **settings)
@@ -248,7 +249,7 @@ class MLflowTracker:
                 f"mlflow in log.to cannot start: {error}. MLFLOW_TRACKING_URI in the environment "
                 "names the server, or a local store such as sqlite:///mlflow.db."
             ) from error
-        id_file.write_text(run.info.run_id)
+        write_whole(id_file, run.info.run_id, "run.dir")
         if known is None:
             params = {key: value[:_MLFLOW_PARAM_CHARS] for key, value in flat(config).items()}
             self._mlflow.log_params(params)

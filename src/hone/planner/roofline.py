@@ -9,30 +9,38 @@ reads and writes the states of recurrent layers:
 Of experts, only those that B tokens are expected to pass are read. Matrix products and attention
 follow each other, and attention of single queries is always bound by the KV cache. Generation is
 the sum of t over the decode steps while the batch shrinks, plus the FLOPs of the prefill; training
-is three forward passes' FLOPs. A vision tower encodes each distinct image once, as a part of
-generation. Measured times are divided into these limits as `perf/R_gen`,
-`perf/R_train` and `perf/R_step`.
+is three forward passes' FLOPs, fewer where weights are frozen (`training_work`). A vision tower
+encodes each distinct image once, as a part of generation, and where the trainer has a model of its
+own, once more there. Measured times are divided into these limits as `perf/R_gen`, `perf/R_train`
+and `perf/R_step`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from hone.families.shape import Floats, ModelShape
 from hone.hardware import Peaks
+from hone.models.settings import LoraConfig
+from hone.trainer.cost import adapter_params, has_adapter
 
 __all__ = [
+    "RowPasses",
+    "TrainingWork",
     "decode_step_s",
     "encoding_time_s",
     "generation_time_s",
     "training_flops",
-    "training_time_s",
+    "training_work",
 ]
+
+_NO_ADAPTERS = LoraConfig()
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -103,44 +111,143 @@ def generation_time_s(
     return prefill_flops / peaks.flops_per_s + decode_s
 
 
+@dataclass(frozen=True, slots=True)
+class RowPasses:
+    """The passes of one model over the rows of a step."""
+
+    shape: ModelShape
+    lora: LoraConfig = _NO_ADAPTERS
+    """Adapters that all passes compute with, and the only weights that are trained."""
+    num_scorings: int = 0
+    """Passes without gradient."""
+    num_epochs: int = 1
+    """Passes forward and backward."""
+    has_head: bool = True
+    """Whether it computes logits; False for one that gives values."""
+
+    def flops(self, lengths: ArrayLike, *, num_head_tokens: int) -> float:
+        """FLOPs over rows of these lengths, for any packing; `num_head_tokens` are the tokens whose
+        logits are needed."""
+        num_tokens = float(np.asarray(lengths).sum())
+        head = num_head_tokens if self.has_head else 0
+        forward = self.shape.forward_flops(lengths, num_head_tokens=head)
+        forward += 2.0 * adapter_params(self.shape, self.lora) * num_tokens
+        trained = training_work(self.shape, lengths, num_head_tokens=head, lora=self.lora)
+        return self.num_scorings * forward + self.num_epochs * trained.flops
+
+
+class TrainingWork(NamedTuple):
+    """FLOPs of forward and backward."""
+
+    products: float
+    """With weights."""
+    mixing: float
+    """Of attention and recurrence."""
+
+    @property
+    def flops(self) -> float:
+        """All FLOPs."""
+        return self.products + self.mixing
+
+
+def training_work(
+    shape: ModelShape, lengths: ArrayLike, *, num_head_tokens: int, lora: LoraConfig
+) -> TrainingWork:
+    """The least work of forward and backward over sequences of these lengths, for any packing.
+
+    A weight takes a product of 2 FLOPs a token forward, another one for the gradient of its input,
+    and a third one for its own gradient where it is trained. With adapters the base weights are
+    frozen; what lies before the first adapters, and their own inputs, has no gradient then.
+    Recomputation does not count. `num_head_tokens` are the tokens whose logits are needed.
+    """
+    num_tokens = float(np.asarray(lengths).sum())
+    weights = shape.active_body_params * num_tokens + shape.head_params * num_head_tokens
+    mixing = shape.mixing_flops(lengths)
+    if not lora.rank:
+        return TrainingWork(6.0 * weights, 3.0 * mixing)
+    start, adapters = _without_gradient(shape, lora), adapter_params(shape, lora)
+    recurrence = shape.recurrence_flops_per_token * num_tokens
+    attention = mixing - recurrence
+    return TrainingWork(
+        4.0 * weights + 6.0 * adapters * num_tokens - 2.0 * start.num_inputs * num_tokens,
+        3.0 * mixing - 2.0 * (attention * start.attention + recurrence * start.recurrence),
+    )
+
+
 def training_flops(
     shape: ModelShape,
     lengths: ArrayLike,
     *,
     num_head_tokens: int,
-    num_adapter_params: int | None = None,
+    lora: LoraConfig = _NO_ADAPTERS,
 ) -> float:
-    """FLOPs of forward and backward over sequences of these lengths, for any packing.
-
-    Recomputation does not count. `num_head_tokens` are the tokens whose logits are needed. With
-    `num_adapter_params` the base model is frozen: its matrices have no gradients and take two
-    products in place of three.
-    """
-    if num_adapter_params is None:
-        return 3.0 * shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
-    num_tokens = float(np.asarray(lengths).sum())
-    frozen = 2.0 * (shape.active_body_params * num_tokens + shape.head_params * num_head_tokens)
-    adapters = 2.0 * num_adapter_params * num_tokens
-    return 2.0 * frozen + 3.0 * (shape.mixing_flops(lengths) + adapters)
+    """All FLOPs of `training_work`."""
+    return training_work(shape, lengths, num_head_tokens=num_head_tokens, lora=lora).flops
 
 
-def training_time_s(
-    shape: ModelShape,
-    peaks: Peaks,
-    lengths: Sequence[int],
-    *,
-    passes: float = 3.0,
-    num_head_tokens: int | None = None,
-) -> float:
-    """Lower limit of the time to train on sequences of these lengths, in seconds; it does not
-    depend on packing.
+class _Start(NamedTuple):
+    """What lies before the first adapters, so that no gradient passes it."""
 
-    `passes` counts forwards: 3 is forward and backward, 4 adds old or reference log-probabilities.
-    Recomputed activations are the program's own choice and not part of a limit. `num_head_tokens`
-    are the tokens whose logits are needed; None: all.
-    """
-    flops = shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
-    return passes * flops / peaks.flops_per_s
+    num_inputs: float
+    """Weights of a token, those of adapters too, whose inputs have no gradient."""
+    attention: float
+    """Share of all layers' attention."""
+    recurrence: float
+    """Share of all recurrences."""
+
+
+_PLACES = {
+    "q_proj": 0,
+    "k_proj": 0,
+    "v_proj": 0,
+    "in_proj_qkv": 0,
+    "in_proj_z": 0,
+    "in_proj_b": 0,
+    "in_proj_a": 0,
+    "conv1d": 1,
+    "o_proj": 2,
+    "out_proj": 2,
+    "mlp.gate": 3,
+    "shared_expert_gate": 3,
+    "gate_proj": 3,
+    "up_proj": 3,
+    "experts.gate_up_proj": 3,
+    "down_proj": 4,
+    "experts.down_proj": 4,
+}
+"""The order in which the matrices of a layer are multiplied. Attention and recurrence are behind
+the first ones."""
+
+
+def _without_gradient(shape: ModelShape, lora: LoraConfig) -> _Start:
+    num_inputs, mixers = 0.0, {False: 0.0, True: 0.0}
+    for index in range(shape.num_layers):
+        layer = shape.part([index])
+        matrices = [t for t in layer.tensors() if t.in_layer and len(t.size) > 1]
+        adapted = [t for t in matrices if has_adapter(shape, t, lora)]
+        first = min((_PLACES[t.name] for t in adapted), default=len(_PLACES))
+        for tensor in matrices:
+            if _PLACES[tensor.name] <= first:
+                idle = shape.unused_share if tensor.of_experts else 0.0
+                num_inputs += tensor.numel * (1 - idle)
+        num_inputs += sum(lora.rank * t.size[1] for t in adapted if _PLACES[t.name] == first)
+        names = {t.name for t in adapted}
+        mixers[bool(layer.recurrent_indices)] += 1.0 if first else _spared_mixing(names)
+        if adapted:
+            break
+    return _Start(
+        num_inputs,
+        mixers[False] / max(shape.num_attention_layers, 1),
+        mixers[True] / max(len(shape.recurrent_indices), 1),
+    )
+
+
+def _spared_mixing(names: Collection[str]) -> float:
+    """Share of the backward pass of the first attention that is spared where only some of what it
+    reads has a gradient, because it has an adapter, by `names`. Four products give the gradients of
+    values, scores, queries and keys. All of the backward pass of a recurrence counts."""
+    q, k, v = (f"{name}_proj" in names for name in "qkv")
+    return 1 - (v + (q or k) + q + k) / 4 if q or k or v else 0.0
 
 
 def encoding_time_s(shape: ModelShape, peaks: Peaks, num_tokens: Iterable[int]) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hone.cli.command import quiet_transformers
+from hone.observe.disk import DiskError, writing
 
 __all__ = ["write_inputs"]
 
@@ -27,5 +28,9 @@ def write_inputs(
     arguments = parser.parse_args()
     quiet_transformers()
     for name, make in makers.items():
-        make(arguments.dir / name, arguments.seed)
+        try:
+            with writing(arguments.dir / name, "--dir"):
+                make(arguments.dir / name, arguments.seed)
+        except DiskError as error:
+            parser.error(f"{error}")
         sys.stdout.write(f"{arguments.dir / name}\n")

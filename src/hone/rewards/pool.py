@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from hone.errors import UserError
+from hone.observe.disk import temporary_folder
 from hone.rewards import wire
 from hone.rewards.environment import EnvFacts, EnvSpec
 from hone.rewards.jail import remove_tree, warn_of
@@ -121,7 +121,7 @@ class WorkerPool:
         self._scratch = None
         runs_command = job.env is not None and job.env.command is not None
         if runs_command or any(function.spec == "code_tests" for function in job.functions):
-            self._scratch = tempfile.mkdtemp(prefix="hone-code-")
+            self._scratch = str(temporary_folder("hone-code-"))
             os.chmod(self._scratch, 0o711)  # programs may run as another user, who must enter it
         self._job = job = replace(job, scratch=self._scratch)
         self._pending: set[int] = set()  # tickets

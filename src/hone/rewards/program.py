@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import IO, Any
 
 from hone.envs.session import Action, DataRow, End, ModelAccess
 from hone.images.parts import data_uri, has_images
+from hone.observe.disk import DiskError, temporary_folder
 from hone.rewards.shapes import DeadlineError, InvalidScoreError, ProgramError
 from hone.types import Observation, StopReason
 
@@ -65,7 +65,10 @@ class ProgramSession:
         """Start the program. Raises ProgramError where that is not possible."""
         assert row.model is not None, "the driver says where the policy is"
         task = _task(row)
-        self._folder = Path(tempfile.mkdtemp(prefix="hone-episode-", dir=self._parent))
+        try:
+            self._folder = temporary_folder("hone-episode-", self._parent)
+        except DiskError as error:
+            raise ProgramError(str(error)) from error
         if os.geteuid() == 0:  # commands of its shell (`shell.py`) may run as another user
             self._folder.chmod(0o711)
         try:

@@ -48,6 +48,7 @@ __all__ = [
     "adapter_params",
     "frozen_bytes",
     "gathered_to_score",
+    "has_adapter",
     "layer_code",
     "params_in_4bit",
     "planned_step",
@@ -268,7 +269,7 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
     if not lora.rank:
         return 0
-    named = [t for t in shape.tensors() if _has_adapter(shape, t, lora)]
+    named = [t for t in shape.tensors() if has_adapter(shape, t, lora)]
     return sum(lora.rank * sum(t.size) * t.count for t in named)
 
 
@@ -276,11 +277,12 @@ def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
     """Frozen parameters that are kept in four bits, over all layers."""
     if not lora.load_in_4bit:
         return 0
-    held = [t for t in shape.tensors() if _has_adapter(shape, t, lora)]
+    held = [t for t in shape.tensors() if has_adapter(shape, t, lora)]
     return sum(t.count * t.numel for t in held)
 
 
-def _has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> bool:
+def has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> bool:
+    """Whether a tensor of the shape's layers has an adapter beside it."""
     targets = lora.target_modules or spec_of(shape.family).lora_targets
     return bool(lora.rank) and tensor.name in targets
 
@@ -429,7 +431,7 @@ class _Step:
         if not self.lora.rank:
             self._count_trained(tensor)
             return
-        is_adapted = _has_adapter(self.shape, tensor, self.lora)
+        is_adapted = has_adapter(self.shape, tensor, self.lora)
         if is_adapted and self.lora.load_in_4bit:
             # Buffers, which are not sharded: they stay on the device of one of several.
             self._hold("weights", _nf4_bytes(tensor), on_host=False)

@@ -13,6 +13,7 @@ neither the division into micro-batches nor a retry after an out-of-memory error
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -220,9 +221,14 @@ class Trainer:
         )
         if self._dump_dir is not None:
             path = self._dump_dir / f"non_finite_step_{number}.pt"
-            if self.mesh.is_first:
-                torch.save([asdict(row) for row in rows], path)
-            message += f". Its rows are in {path}"
+            try:
+                if self.mesh.is_first:
+                    torch.save([asdict(row) for row in rows], path)
+                message += f". Its rows are in {path}"
+            except (OSError, RuntimeError) as error:  # torch's own where the disk is full
+                with suppress(OSError):
+                    path.unlink()
+                message += f". Its rows could not be written to {path} (run.dir): {error}"
         raise NonFiniteError(message)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

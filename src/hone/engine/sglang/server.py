@@ -10,7 +10,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from hone.engine.sglang.facts import (
 from hone.errors import UserError
 from hone.families.shape import ModelShape
 from hone.hardware import GIB
+from hone.observe.disk import TEMPORARY, temporary_folder, writing
 from hone.types import EngineLostError
 
 __all__ = ["LOADER", "NAME", "RESERVED_TOKENS", "Server", "ServerProcess", "arguments"]
@@ -127,15 +127,16 @@ class ServerProcess:
                 f"name its Python in {PYTHON}."
             )
         self.key = secrets.token_urlsafe(32)
-        self.folder = Path(tempfile.mkdtemp(prefix="hone-sglang-"))
+        self.folder = temporary_folder("hone-sglang-")
         self.port = _free_port()
         self._log = self.folder / "server.log"
-        save_config(model.config, self.folder / "model")
         argv = arguments(model, cfg, device=device, max_model_len=max_model_len)
         argv |= {"port": self.port, "api-key": self.key, "model-path": str(self.folder / "model")}
         file = self.folder / "arguments.json"
-        file.touch(mode=0o600)
-        file.write_text(json.dumps(_flags(argv)))
+        with writing(self.folder, TEMPORARY):
+            save_config(model.config, self.folder / "model")
+            file.touch(mode=0o600)
+            file.write_text(json.dumps(_flags(argv)))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [python, str(_SERVER_SIDE / "hone_sglang.py")],

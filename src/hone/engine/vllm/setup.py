@@ -12,10 +12,10 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-import tempfile
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from hone.extras import import_extra
 from hone.families.registry import spec_of
 from hone.models.support import head_dim_of
 from hone.models.tensor_parallel import TensorParallel
+from hone.observe.disk import TEMPORARY, temporary_directory, writing
 
 __all__ = ["import_vllm", "make_vllm"]
 
@@ -208,12 +209,13 @@ def _make(vllm: Any, config: PreTrainedConfig, options: dict[str, Any], *, on_cp
     config = copy.deepcopy(config)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(temporary_directory("hone-vllm-"))
         stack.enter_context(_process_kept())
         if on_cpu:
             stack.enter_context(unpacked_weights())
             stack.enter_context(_sums_over_gloo())
-        config.save_pretrained(folder)
+        with writing(Path(folder), TEMPORARY):
+            config.save_pretrained(folder)
         try:
             llm = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(model=folder, **options))
         except ValueError as error:

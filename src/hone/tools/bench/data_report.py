@@ -22,7 +22,7 @@ _PLURALS = {"thread": "threads", "process": "processes"}
 
 def write_file(result: DataResult) -> None:
     """Write `cfg.output`."""
-    with whole_file(result.cfg.output) as file:
+    with whole_file(result.cfg.output, "output") as file:
         json.dump(as_json(result), file, indent=1)
         file.write("\n")
 

@@ -23,7 +23,7 @@ __all__ = ["as_json", "print_table", "write_file"]
 
 def write_file(result: BenchResult) -> None:
     """Write `cfg.output`."""
-    with whole_file(result.cfg.output) as file:
+    with whole_file(result.cfg.output, "output") as file:
         json.dump(as_json(result), file, indent=1)
         file.write("\n")
 

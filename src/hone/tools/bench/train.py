@@ -37,7 +37,6 @@ from hone.tools.bench.bench import model_folder
 from hone.tools.bench.train_memory import MemoryProbe, MemoryUse, existing_tensors
 from hone.trainer.cost import (
     TrainingMemory,
-    adapter_params,
     layer_code,
     planned_step,
     training_memory,
@@ -219,7 +218,7 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
                 shape,
                 [cfg.rows.tokens] * cfg.rows.per_step,
                 num_head_tokens=cfg.rows.per_step * (cfg.rows.tokens - 1),
-                num_adapter_params=adapter_params(shape, cfg.model.lora) or None,
+                lora=cfg.model.lora,
             ),
             num_params=num_params,
             num_trained_params=num_trained,

@@ -25,7 +25,7 @@ _LABELS: dict[Kind, str] = {"other": "logits and other buffers"}
 
 def write_file(result: TrainResult) -> None:
     """Write `cfg.output`."""
-    with whole_file(result.cfg.output) as file:
+    with whole_file(result.cfg.output, "output") as file:
         json.dump(as_json(result), file, indent=1)
         file.write("\n")
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hone.hardware import Peaks, max_gpus
+from hone.observe.disk import temporary_directory
 
 __all__ = ["START_S", "Device", "Finding", "Level", "Machine", "ReadingError", "judge"]
 
@@ -153,7 +154,7 @@ class Machine:
         self.max_gpus = max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         """Number of GPUs that a run may use, before the driver is asked. None: unknown."""
         self._workers: dict[int, Worker] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="hone-doctor-")
+        self._folder = temporary_directory("hone-doctor-")
 
     def __enter__(self) -> Machine:
         return self

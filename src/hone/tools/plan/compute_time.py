@@ -53,14 +53,14 @@ class Compute:
         `num_head_tokens` counts the tokens whose logits are computed; None: all.
         """
         flops = shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
-        return self.passes_s(shape, lengths, flops, num_attention=1)
+        products = flops - shape.mixing_flops(lengths)
+        return self.passes_s(shape, lengths, products, num_attention=1)
 
     def passes_s(
-        self, shape: ModelShape, lengths: ArrayLike, flops: float, *, num_attention: int
+        self, shape: ModelShape, lengths: ArrayLike, products: float, *, num_attention: int
     ) -> float:
-        """Seconds of passes of `flops` in total that compute attention and recurrence
-        `num_attention` times."""
-        products = flops - num_attention * shape.mixing_flops(lengths)
+        """Seconds of passes with `products` FLOPs of matrix products in total that compute
+        attention and recurrence `num_attention` times."""
         mixing_s = self.attention_s(shape, lengths) + self.recurrence_s(shape, lengths)
         return self.products_s(shape, products) + num_attention * mixing_s
 

@@ -49,8 +49,9 @@ from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
 from hone.families.stages import layer_costs, stage_layers
+from hone.models.settings import LoraConfig
 from hone.planner.recompute import COMPUTED_AGAIN, layers_again
-from hone.planner.roofline import training_flops
+from hone.planner.roofline import training_work
 from hone.planner.run_memory import RunMemory
 from hone.prefixes import COPIED, saves_enough
 from hone.tools.plan.compute_time import Compute
@@ -104,13 +105,13 @@ def _forward_s(rows: _Rows, compute: Compute, shape: ModelShape) -> float:
 
 
 @lru_cache(maxsize=256)
-def _training_s(rows: _Rows, compute: Compute, shape: ModelShape, adapters: int | None) -> float:
-    """Seconds of forward and backward on one device; `adapters` is the number of their
-    parameters."""
-    flops = training_flops(
-        shape, rows.array, num_head_tokens=rows.num_head_tokens, num_adapter_params=adapters
-    )
-    return compute.passes_s(shape, rows.array, flops, num_attention=3)
+def _training_s(
+    rows: _Rows, compute: Compute, shape: ModelShape, rank: int, targets: tuple[str, ...]
+) -> float:
+    """Seconds of forward and backward on one device, with adapters of a `rank` beside `targets`."""
+    lora = LoraConfig(rank=rank, target_modules=targets)
+    work = training_work(shape, rows.array, num_head_tokens=rows.num_head_tokens, lora=lora)
+    return compute.passes_s(shape, rows.array, work.products, num_attention=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +249,12 @@ class TrainingTime:
         """Seconds of forward and backward on one device."""
         shape = self.plan.shape
         assert shape is not None
-        adapters = adapter_params(shape, self._config.model.lora) or None
-        whole_s = _training_s(_Rows.of(lengths, num_trained), self._compute, shape, adapters)
-        return whole_s - _training_s(_Rows.of(repeated, 0), self._compute, shape, adapters)
+        lora = self._config.model.lora
+        whole_s, repeated_s = (
+            _training_s(rows, self._compute, shape, lora.rank, lora.target_modules)
+            for rows in (_Rows.of(lengths, num_trained), _Rows.of(repeated, 0))
+        )
+        return whole_s - repeated_s
 
     def _forward_s(
         self, shape: ModelShape, *, lengths: Integers, repeated: Integers, num_head_tokens: int
