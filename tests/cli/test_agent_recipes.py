@@ -354,7 +354,7 @@ def test_calling_the_tool_is_learnt(
     assert main(["rl", "calculator-rl", f"--run.seed={seed}"]) == 0
     first, last = held_out("calculator")
     assert 0.1 < first < 0.5
-    assert last > 0.8
+    assert last > 0.7  # the weakest of four seeds ended at 0.87
 
 
 @pytest.mark.slow
