@@ -552,8 +552,7 @@ def test_engines_are_as_fast_as_those_measured(
 @pytest.fixture
 def prompt_in_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers as they are where rows share no prompt."""
-    none = np.zeros(0, dtype=np.int64)
-    monkeypatch.setattr(TrainingTime, "_repeated", lambda self, lengths, num_trained: none)
+    monkeypatch.setattr(TrainingTime, "_sharing", 1)
 
 
 @pytest.mark.usefixtures("prompt_in_each_row")
