@@ -25,8 +25,8 @@ from hone.cli.main import main as hone_main
 from hone.config.tree import PlanConfig
 from hone.errors import UserError
 from hone.planner.fitting import rl_config
+from hone.planner.run_memory import peak_bytes
 from hone.tools.plan.calibration import simulated
-from hone.tools.plan.search import peak_bytes
 from hone.tools.plan.short_runs import Candidate, Result, ShortRuns
 from rl_step import make_inputs
 

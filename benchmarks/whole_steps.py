@@ -23,8 +23,8 @@ from hone.cli.command import load_arguments, plan_here
 from hone.config.tree import PlanConfig
 from hone.hardware import GIB, known_gpu
 from hone.planner.fitting import rl_config
+from hone.planner.run_memory import peak_bytes
 from hone.tools.plan.calibration import simulated
-from hone.tools.plan.search import peak_bytes
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs/whole-steps.md"

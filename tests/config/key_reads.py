@@ -47,7 +47,7 @@ LOOKS_ONLY = (
     "hone.tools.plan.comparison:planned_config",
     "hone.tools.plan.comparison:run_flags",
     # These check settings, and make others of them.
-    "hone.planner.fitting:_replaced",
+    "hone.planner.fitting:_updated",
     "hone.planner.fitting:changed",
     "hone.planner.fitting:errors",
     "hone.planner.fitting:rl_config",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, TypedDict, cast
 
 from hone.config.bench import BenchModelConfig
 from hone.config.roles import (
@@ -386,22 +386,26 @@ def resolve(
 
     Never raises: what cannot be is for the rules to say.
     """
+    axes, problem = AxisSizes(), None
+    if isinstance(config, RLConfig | SFTConfig | BenchTrainConfig):
+        parallel = config.trainer.parallel
+        try:
+            axes = AxisSizes.of(parallel, world_size)
+        except UserError as error:
+            axes, problem = AxisSizes.of(parallel), str(error)
+    roles: dict[RoleName, Role] = {}
     plan = RunPlan(
         config=config,
         model=model,
         devices=devices,
         world_size=world_size,
-        roles={},
+        roles=roles,
         batch=_batch(config),
         others=others or {},
+        problem=problem,
     )
-    axes, problem = AxisSizes(), None
-    if plan.trainer is not None:
-        try:
-            axes = AxisSizes.of(plan.trainer.parallel, world_size)
-        except UserError as error:
-            axes, problem = AxisSizes.of(plan.trainer.parallel), str(error)
-    return replace(plan, roles={x.name: x for x in _roles(plan, axes)}, problem=problem)
+    roles |= {role.name: role for role in _roles(plan, axes)}
+    return plan
 
 
 def _roles(plan: RunPlan, axes: AxisSizes) -> Iterator[Role]:
@@ -429,10 +433,20 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> Iterator[Role]:
         yield from _reward_model(plan, cfg, axes)
 
 
-def _role(plan: RunPlan, name: RoleName, settings: Settings, model: ModelConfig) -> Role:
-    """A role on devices of its own."""
+class _Common(TypedDict):
+    """Fields that every role has from its settings and its model."""
+
+    name: RoleName
+    settings: Settings
+    model: ModelConfig
+    facts: ModelFacts | None
+    dtype: Dtype
+    temperature: float
+
+
+def _common(plan: RunPlan, name: RoleName, settings: Settings, model: ModelConfig) -> _Common:
     cfg = plan.config
-    return Role(
+    return _Common(
         name=name,
         settings=settings,
         model=model,
@@ -442,6 +456,11 @@ def _role(plan: RunPlan, name: RoleName, settings: Settings, model: ModelConfig)
         if isinstance(cfg, RLConfig) and name != "critic"  # whose values are no logits
         else 1.0,
     )
+
+
+def _role(plan: RunPlan, name: RoleName, settings: Settings, model: ModelConfig) -> Role:
+    """A role on devices of its own."""
+    return Role(**_common(plan, name, settings, model))
 
 
 def _own_model(cfg: Command) -> ModelConfig:
@@ -461,8 +480,8 @@ def _policy(plan: RunPlan, trainer: SFTTrainerConfig, axes: AxisSizes) -> Role:
         has_teacher = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
         is_asked = has_teacher or "policy" in cfg.algorithm.needs.scores
         is_scored = batch.optimizer_steps_per_rollout > 1 or is_asked
-    return replace(
-        _role(plan, "policy", trainer, _own_model(cfg)),
+    return Role(
+        **_common(plan, "policy", trainer, _own_model(cfg)),
         axes=axes,
         layers=_policy_layers(plan, trainer),
         replays_routes=_replays_routes(cfg),
@@ -570,8 +589,8 @@ def _engine(plan: RunPlan, engine: EngineConfig, axes: AxisSizes) -> Role:
     family = plan.model and plan.model.family
     is_fused = family is None or family in FUSED_FAMILIES
     layers: Layers = "fused" if is_fused else "eager" if engine.enforce_eager else "compiled"
-    role = replace(
-        _role(plan, "engine", engine, _own_model(cfg)),
+    role = Role(
+        **_common(plan, "engine", engine, _own_model(cfg)),
         axes=AxisSizes(tensor=size),
         layers="exact" if cfg.model.exact else layers,
         replays_routes=_replays_routes(cfg),

@@ -202,9 +202,7 @@ def _together(plan: RunPlan, start: Change, is_served: Callable[[Change], bool])
 def changed(plan: RunPlan, change: Change) -> RunPlan:
     """The plan with changed settings on the same devices: devices of remote engines are taken from
     the trainers."""
-    cfg = plan.config
-    for key, value in change.items():
-        cfg = _replaced(cfg, key.split("."), value)
+    cfg = _updated(plan.config, change)
     world_size = plan.world_size
     if isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         world_size = cfg.cluster.num_trainers
@@ -348,9 +346,9 @@ def _other_ways(plan: RunPlan) -> str:
 def _on_more_devices(plan: RunPlan) -> RunPlan:
     """The plan with eight times as many trainers that share the weights."""
     number = 8 * (plan.world_size or 1)
-    cfg = _replaced(plan.config, ["trainer", "parallel", "zero_stage"], 3)
+    cfg = _updated(plan.config, {"trainer.parallel.zero_stage": 3})
     if isinstance(cfg, RLConfig) and cfg.cluster.is_used:
-        cfg = _replaced(cfg, ["cluster", "num_trainers"], number)
+        cfg = _updated(cfg, {"cluster.num_trainers": number})
     return resolve(cfg, plan.model, plan.devices, world_size=number, others=plan.others)
 
 
@@ -434,8 +432,17 @@ def _host_remedy(plan: RunPlan, fits: Callable[[RunPlan], bool]) -> tuple[str, t
 # -- settings by key -----------------------------------------------------------------------------
 
 
-def _replaced(section: S, path: list[str], value: Any) -> S:
-    name, *inner = path
-    if inner:
-        value = _replaced(getattr(section, name), inner, value)
-    return section.model_copy(update={name: value})
+def _updated(section: S, change: Change) -> S:
+    """The section with changed settings. Each section is copied once: a search makes thousands of
+    changes. Keys within a section that is itself in the change are applied to the new one."""
+    update: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for key, value in change.items():
+        name, _, below = key.partition(".")
+        if below:
+            inner.setdefault(name, {})[below] = value
+        else:
+            update[name] = value
+    for name, own in inner.items():
+        update[name] = _updated(update.get(name, getattr(section, name)), own)
+    return section.model_copy(update=update)

@@ -19,6 +19,7 @@ __all__ = [
     "SFTTrainerConfig",
     "TrainerConfig",
     "cap_key",
+    "recomputed_spans",
 ]
 
 
@@ -161,17 +162,7 @@ class SFTTrainerConfig(Section):
     def recomputed_spans(self, num_layers: int) -> Sequence[range]:
         """Spans of recomputed layers among `num_layers` neighbours: the layers of a span are
         recomputed together, from the input of the first."""
-        number = self.recompute_number
-        if self.recompute_mode == "off":
-            return ()
-        if number is None:
-            starts = range(0, num_layers, self.recompute_every_n_layers)
-        elif self.recompute.startswith("block"):
-            starts = range(min(number, num_layers))
-        else:
-            starts = range(0, num_layers, number)
-            return [range(start, min(start + number, num_layers)) for start in starts]
-        return [range(start, start + 1) for start in starts]
+        return recomputed_spans(self.recompute, self.recompute_every_n_layers, num_layers)
 
     @property
     def recomputed_together(self) -> int:
@@ -210,6 +201,23 @@ class TrainerConfig(SFTTrainerConfig):
     `auto`: 2e-3 for bfloat16, 1e-6 for float32, made for equal rounding: set it where
     `trainer.matmul_precision` is not `default`. Ratios may lie outside [0.9, 1.1] for 8 % of the
     tokens. `off`: no gate."""
+
+
+def recomputed_spans(recompute: str, every_n_layers: int, num_layers: int) -> Sequence[range]:
+    """`SFTTrainerConfig.recomputed_spans` by the values of `trainer.recompute` and
+    `trainer.recompute_every_n_layers`."""
+    mode, _, number = recompute.partition(":")
+    match mode:
+        case "off" | "auto":
+            return ()
+        case "block":
+            starts = range(min(int(number), num_layers))
+        case "uniform":
+            starts = range(0, num_layers, int(number))
+            return [range(start, min(start + int(number), num_layers)) for start in starts]
+        case _:
+            starts = range(0, num_layers, every_n_layers)
+    return [range(start, start + 1) for start in starts]
 
 
 def cap_key(role: str, kind: Literal["backward", "forward"], *, in_rows: bool) -> str:

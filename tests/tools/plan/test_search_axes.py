@@ -25,11 +25,18 @@ from hone.errors import UserError
 from hone.families.shape import ModelShape, public_shape
 from hone.families.stages import stage_layers
 from hone.hardware import Peaks, known_gpu
-from hone.planner.fitting import changed, does_fit, errors
+from hone.planner.fitting import changed, does_fit, does_fit_host, errors
+from hone.planner.knobs import SEARCHED, choices_that_differ
 from hone.planner.run_memory import peak_bytes
+from hone.tools.plan import best_settings
 from hone.tools.plan import search as searching
+from hone.tools.plan.best_settings import (
+    _Trial,  # pyright: ignore[reportPrivateUsage]
+    cost_of,
+)
 from hone.tools.plan.comparison import compare
 from hone.tools.plan.divisions import divisions
+from hone.tools.plan.layouts import layouts
 from hone.tools.plan.search import Notes, plan_of, plans_that_fit, search
 from hone.tools.plan.simulator import Placement
 from hone.tools.plan.training_time import TrainingTime
@@ -121,8 +128,69 @@ def test_no_way_to_share_layers_is_better_than_the_one_found(
     assert (found.policy.axes.pipeline > 1) == wins
 
 
+@table("goal, host_gib", [("throughput", None), ("throughput", 40), ("memory", None)])
+def test_the_plan_found_by_bounds_costs_least_of_all(goal: str, host_gib: int | None) -> None:
+    """Of two trainers beside an engine: all layouts with all combinations of choices. No layout
+    that costs as much as the best is looked at, so that another may be nearer to the recipe."""
+    tree: dict[str, Any] = {
+        "model": {"shape": "qwen3-4b"},
+        "trainer": {"max_tokens_per_microbatch": 8192},
+        "plan": {"gpus": 3, "gpu": "4090", "goal": goal, "host_gib": host_gib},
+        "cluster": {"num_trainers": 2, "num_engines": 1},
+        "checkpoint": {"every_n_steps": 0},
+    }
+    cfg, shape = PlanConfig.model_validate(tree), public_shape("qwen3-4b")
+    assert shape is not None
+    base = plan_of(cfg, shape, known_gpu("4090"), Placement(num_trainers=2, num_engines=1))
+    allowed, cost = errors(base), cost_of(cfg)
+    plans: list[tuple[float, RunPlan]] = []
+    laid_out = [changed(base, layout) for layout in layouts(base)]
+    for plan in laid_out:
+        axes = plan.policy.axes
+        factor = 1.05 if axes.tensor * axes.context > 1 else 1.0
+        for changes in product(*(choices_that_differ(knob, plan) for knob in SEARCHED)):
+            change = {key: value for each in changes for key, value in each.items()}
+            after = changed(plan, change)
+            plans.append((factor * cost(after), after))
+    plans.sort(key=lambda each: each[0])
+    least = next(
+        each
+        for each, plan in plans
+        if does_fit_host(plan) and does_fit(plan) and errors(plan) <= allowed
+    )
+    trial = _Trial(base.policy.axes, allowed, cost)
+    rank, found = trial.best_of(laid_out, SEARCHED, (math.inf, 0))
+    assert found is not None
+    assert rank[0] == least
+    assert does_fit_host(found)
+    assert does_fit(found)
+    assert trial.best_of(laid_out, SEARCHED, (least, 0)) == ((least, 0), None)
+
+
+def test_engines_without_room_for_a_sample_end_a_search_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """8B on four GPUs of 24 GB: engines of one GPU have no cache with half of its memory. What is
+    found is what a search through all layouts finds."""
+    cfg = planned("--model.shape=qwen3-8b", "--plan.gpu=4090", "--plan.gpus=4")
+    shape, gpu = public_shape("qwen3-8b"), known_gpu("4090")
+    assert shape is not None
+    lacks_cache, found = best_settings._lacks_cache, list[bool]()  # pyright: ignore[reportPrivateUsage]
+
+    def recorded(plan: RunPlan) -> bool:
+        found.append(lacks_cache(plan))
+        return found[-1]
+
+    monkeypatch.setattr(best_settings, "_lacks_cache", recorded)
+    early = search(cfg, shape, gpu, 4, Notes())
+    monkeypatch.setattr(best_settings, "_lacks_cache", lambda plan: False)
+    assert any(found)
+    assert not all(found)
+    assert search(cfg, shape, gpu, 4, Notes()) == early
+
+
 def without_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "_numbers_of_stages", lambda plan: [])
+    monkeypatch.setattr(best_settings, "numbers_of_stages", lambda plan: [])
 
 
 def test_stages_are_taken_where_they_are_faster_over_hosts(
@@ -205,7 +273,8 @@ def test_no_division_is_faster_than_the_one_found(
 ) -> None:
     """Beside all runs whose recipes say which roles have how many devices."""
     cfg = planned(*SMALL, *flags, f"--plan.gpus={num_gpus}")
-    monkeypatch.setattr(searching, "_MIN_SIGNIFICANT_RATIO", 1.0)
+    for module in (searching, best_settings):
+        monkeypatch.setattr(module, "MIN_SIGNIFICANT_RATIO", 1.0)
     found = max(x.run.tokens_per_s for x in compare(cfg).outcomes)
     monkeypatch.setattr(searching, "movable_roles", lambda cfg, plan: {})
     best, num_divisions = 0.0, 0

@@ -36,6 +36,7 @@ from hone.tools.plan.simulator import (
     Rates,
     Scoring,
     SimulatedRun,
+    Simulation,
     _Run,  # pyright: ignore[reportPrivateUsage]
     simulate,
 )
@@ -176,17 +177,19 @@ class Case:
     pipeline: PipelineConfig
     engine: EngineConfig
 
-    def simulate(self) -> SimulatedRun:
-        return simulate(
+    def begin(self) -> Simulation:
+        return Simulation(
             self.placement,
             self.rates,
             self.lengths,
             num_prompt_tokens=self.prompt,
-            num_steps=self.num_steps,
             rollout=self.rollout,
             pipeline=self.pipeline,
             engine=self.engine,
         )
+
+    def simulate(self) -> SimulatedRun:
+        return self.begin().until(self.num_steps)
 
 
 class TokenEngine:
@@ -371,6 +374,18 @@ def test_nothing_is_lost_and_nothing_is_too_old(seed: int) -> None:
         assert run.staleness_max == 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_simulation_goes_on_as_if_it_had_not_been_looked_at(seed: int) -> None:
+    case = random_case(seed)
+    looked_at = case.begin()
+    seen = [looked_at.until(number) for number in range(1, case.num_steps + 1)]
+    assert seen[-1] == case.simulate()
+    for number, run in enumerate(seen, start=1):  # what was sampled is trained, or open
+        rows = [case.lengths[group % 13] for step in run.steps for group in step.groups]
+        assert run.num_sampled_tokens == sum(map(sum, rows)) + run.num_open_tokens, number
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_simulation_ends(seed: int) -> None:
@@ -537,8 +552,7 @@ def test_engines_are_as_fast_as_those_measured(
 @pytest.fixture
 def prompt_in_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers as they are where rows share no prompt."""
-    none = np.zeros(0, dtype=np.int64)
-    monkeypatch.setattr(TrainingTime, "_repeated", lambda self, lengths, num_trained: none)
+    monkeypatch.setattr(TrainingTime, "_sharing", 1)
 
 
 @pytest.mark.usefixtures("prompt_in_each_row")

@@ -161,15 +161,25 @@ def _right(view: Facts, term: str) -> Any:
     """The value of a @fact or of a key, or the value that is written."""
     if term.startswith("@"):
         return _number(view, term[1:])
+    written = _written(term)
+    if written is not _NO_VALUE:
+        return written
+    return view[term] if "." in term or view.has(term) else term
+
+
+@cache
+def _written(term: str) -> Any:
+    """The constant or the number that is written; `_NO_VALUE` for other words."""
     if term in _CONSTANTS:
         return _CONSTANTS[term]
     try:
         return float(term) if "." in term or "e" in term else int(term)
     except ValueError:
-        return view[term] if "." in term or view.has(term) else term
+        return _NO_VALUE
 
 
 _CONSTANTS = {"true": True, "false": False, "unset": None}
+_NO_VALUE = object()
 
 
 def _operand(view: Facts, term: str) -> str:

@@ -34,7 +34,7 @@ from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
 from hone.tools.plan.search import Notes, Report, no_report, plan_of, plans_that_fit, search
 from hone.tools.plan.simulated_engine import EngineRates
-from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, simulate
+from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation
 from hone.tools.plan.training_time import TrainingTime
 
 __all__ = [
@@ -252,17 +252,18 @@ class _Candidate(NamedTuple):
     pipeline: PipelineConfig
     lengths: Sequence[Sequence[int]]
 
-    def outcome(self, num_steps: int) -> Outcome:
-        run = simulate(
+    def simulation(self) -> Simulation:
+        return Simulation(
             self.placement,
             self.rates,
             self.lengths,
             num_prompt_tokens=self.cfg.plan.prompt_tokens,
-            num_steps=num_steps,
             rollout=self.rollout,
             pipeline=self.pipeline,
             engine=self.cfg.engine,
         )
+
+    def outcome(self, run: SimulatedRun) -> Outcome:
         return Outcome(self.mode, self.pipeline.samples_ahead, run, self.plan)
 
     @property
@@ -275,22 +276,37 @@ class _Candidate(NamedTuple):
 
 def _simulated(candidates: Sequence[_Candidate], report: Report) -> list[Outcome]:
     """Outcomes of all candidates, best first. All are first simulated for a few steps; only the
-    leading ones, and the best of each mode, are simulated for all steps."""
+    leading ones, and the best of each mode, are simulated for all steps. Simulations of those that
+    lead so far are kept, to go on with them."""
     cfg = candidates[0].cfg
     found: list[Outcome] = []
-    for candidate in candidates:
-        report("steps", len(found), len(candidates))
-        found.append(candidate.outcome(candidate.few_steps))
+    ranks: list[tuple[float, ...]] = []
+    begun: dict[int, Simulation] = {}
+
+    def ranked() -> list[int]:
+        return sorted(range(len(ranks)), key=ranks.__getitem__)
+
+    def leading() -> set[int]:
+        best_first = ranked()
+        best_of_mode = {candidates[number].mode: number for number in reversed(best_first)}
+        return {*best_first[:NUM_WHOLE], *best_of_mode.values()}
+
+    for number, candidate in enumerate(candidates):
+        report("steps", number, len(candidates))
+        begun[number] = candidate.simulation()
+        found.append(candidate.outcome(begun[number].until(candidate.few_steps)))
+        ranks.append(_rank(cfg, found[-1]))
+        for left_behind in begun.keys() - leading():
+            del begun[left_behind]
     while True:
-        ranked = sorted(range(len(candidates)), key=lambda number: _rank(cfg, found[number]))
-        best_of_mode = {candidates[number].mode: number for number in reversed(ranked)}
-        wanted = {*ranked[:NUM_WHOLE], *best_of_mode.values()}
-        short = [number for number in wanted if len(found[number].run.steps) < cfg.plan.steps]
+        short = [number for number in leading() if len(found[number].run.steps) < cfg.plan.steps]
         if not short:
-            return [found[number] for number in ranked]
+            return [found[number] for number in ranked()]
         for done, number in enumerate(short):
             report("whole", done, len(short))
-            found[number] = candidates[number].outcome(cfg.plan.steps)
+            simulation = begun.pop(number, None) or candidates[number].simulation()
+            found[number] = candidates[number].outcome(simulation.until(cfg.plan.steps))
+            ranks[number] = _rank(cfg, found[number])
 
 
 def _rank(cfg: PlanConfig, outcome: Outcome) -> tuple[float, ...]:

@@ -153,6 +153,12 @@ class SimulatedEngine:
     def has_unfinished(self) -> bool:
         return bool(self._running or self._waiting)
 
+    @property
+    def num_uncounted_tokens(self) -> int:
+        """Tokens that running samples have beyond their `done`."""
+        left = sum(end - self._step for end, *_ in self._running)
+        return sum(sample.length - sample.done for *_, sample in self._running) - left
+
     def submit(self, samples: Iterable[SimulatedSample], now_s: float) -> None:
         """Queue samples for the first step boundary at or after `now_s`. Raises ValueError for a
         sample that does not fit the cache."""

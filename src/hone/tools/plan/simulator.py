@@ -31,7 +31,15 @@ from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.rollout.staleness import choose
 from hone.tools.plan.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
 
-__all__ = ["Others", "Placement", "Rates", "SimulatedRun", "SimulatedStep", "simulate"]
+__all__ = [
+    "Others",
+    "Placement",
+    "Rates",
+    "SimulatedRun",
+    "SimulatedStep",
+    "Simulation",
+    "simulate",
+]
 
 Others: TypeAlias = tuple[tuple[RoleName, int], ...]
 """Roles besides policy and engines that have devices of their own, each with their number."""
@@ -205,48 +213,82 @@ def simulate(
     pipeline: PipelineConfig,
     engine: EngineConfig,
 ) -> SimulatedRun:
-    """Simulate `num_steps` updates.
-
-    `lengths` are the completion lengths of the samples of each group, from the start again when
-    they are used up; groups without samples are passed over. Raises ValueError for lengths of no
-    sample at all, for a cache that one full sample does not fit, and for times that are no times.
-    """
-    lengths = [group for group in lengths if group]
-    if not lengths:
-        raise ValueError("there is no sample to simulate")
-    longest = num_prompt_tokens + max(rollout.max_completion_tokens, *map(max, lengths))
-    if longest >= rates.max_num_keys:
-        raise ValueError(f"{longest} tokens of a sample do not fit a cache: {rates.max_num_keys=}")
-    run = _Run(
-        placement=placement,
-        rates=rates,
-        lengths=lengths,
+    """Simulate `num_steps` updates, as `Simulation` does, in one go."""
+    simulation = Simulation(
+        placement,
+        rates,
+        lengths,
         num_prompt_tokens=num_prompt_tokens,
         rollout=rollout,
         pipeline=pipeline,
-        engines=[
-            SimulatedEngine(
-                rates.engine,
-                engine.max_num_seqs,
-                rates.max_num_keys,
-                shares_prompts=engine.enable_prefix_caching,
-            )
-            for _ in range(placement.num_engines)
-        ],
+        engine=engine,
     )
-    steps = tuple(run.step(update) for update in range(num_steps))
-    run.suspend()  # which counts what running samples have
-    open_samples = [x for group in run.open.values() for x in group.samples]
-    return SimulatedRun(
-        placement=placement,
-        rollout=rollout,
-        pipeline=pipeline,
-        steps=steps,
-        engine_busy=tuple(tuple(engine.busy) for engine in run.engines),
-        num_sampled_tokens=sum(engine.num_tokens for engine in run.engines),
-        num_open_tokens=sum(x.done for x in open_samples),
-        num_preemptions=sum(engine.num_preemptions for engine in run.engines),
-    )
+    return simulation.until(num_steps)
+
+
+class Simulation:
+    """A simulation that can go on after some updates: `simulation.until(3)`, then
+    `simulation.until(20)`, which simulates the other 17."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        rates: Rates,
+        lengths: Sequence[Sequence[int]],
+        *,
+        num_prompt_tokens: int,
+        rollout: RolloutConfig,
+        pipeline: PipelineConfig,
+        engine: EngineConfig,
+    ) -> None:
+        """`lengths` are the completion lengths of the samples of each group, from the start again
+        when they are used up; groups without samples are passed over.
+
+        Raises ValueError for lengths of no sample at all, for a cache that one full sample does not
+        fit, and in `until` for times that are no times.
+        """
+        lengths = [group for group in lengths if group]
+        if not lengths:
+            raise ValueError("there is no sample to simulate")
+        longest = num_prompt_tokens + max(rollout.max_completion_tokens, *map(max, lengths))
+        if longest >= rates.max_num_keys:
+            told = f"{longest} tokens of a sample do not fit a cache: {rates.max_num_keys=}"
+            raise ValueError(told)
+        self._steps: list[SimulatedStep] = []
+        self._run = _Run(
+            placement=placement,
+            rates=rates,
+            lengths=lengths,
+            num_prompt_tokens=num_prompt_tokens,
+            rollout=rollout,
+            pipeline=pipeline,
+            engines=[
+                SimulatedEngine(
+                    rates.engine,
+                    engine.max_num_seqs,
+                    rates.max_num_keys,
+                    shares_prompts=engine.enable_prefix_caching,
+                )
+                for _ in range(placement.num_engines)
+            ],
+        )
+
+    def until(self, num_steps: int) -> SimulatedRun:
+        """The run of so many updates, at least as many as were simulated before."""
+        run = self._run
+        self._steps += (run.step(update) for update in range(len(self._steps), num_steps))
+        open_samples = [x for group in run.open.values() for x in group.samples]
+        num_uncounted = sum(engine.num_uncounted_tokens for engine in run.engines)
+        return SimulatedRun(
+            placement=run.placement,
+            rollout=run.rollout,
+            pipeline=run.pipeline,
+            steps=tuple(self._steps),
+            engine_busy=tuple(tuple(engine.busy) for engine in run.engines),
+            num_sampled_tokens=sum(engine.num_tokens for engine in run.engines),
+            num_open_tokens=sum(x.done for x in open_samples) + num_uncounted,
+            num_preemptions=sum(engine.num_preemptions for engine in run.engines),
+        )
 
 
 def _time(seconds: float, name: str) -> float:

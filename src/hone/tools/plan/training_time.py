@@ -37,9 +37,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,14 +50,14 @@ from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
 from hone.families.stages import layer_costs, stage_layers
 from hone.models.settings import LoraConfig
-from hone.planner.recompute import COMPUTED_AGAIN, layers_again
+from hone.planner.recompute import COMPUTED_AGAIN
 from hone.planner.roofline import training_work
 from hone.planner.run_memory import RunMemory
 from hone.prefixes import COPIED, saves_enough
 from hone.tools.plan.compute_time import Compute
 from hone.tools.plan.simulator import NO_SCORING, Scoring
 from hone.trainer.cost import adapter_params, params_in_4bit
-from hone.trainer.settings import SFTTrainerConfig
+from hone.trainer.settings import SFTTrainerConfig, recomputed_spans
 
 __all__ = ["TrainingTime"]
 
@@ -98,6 +98,13 @@ class _Rows:
         return np.frombuffer(self.lengths, dtype=np.int64)
 
 
+class _Adapters(NamedTuple):
+    """Adapters of a rank beside the target modules; of rank 0 none."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
 @lru_cache(maxsize=256)
 def _forward_s(rows: _Rows, compute: Compute, shape: ModelShape) -> float:
     """Seconds of a forward pass on one device."""
@@ -105,13 +112,97 @@ def _forward_s(rows: _Rows, compute: Compute, shape: ModelShape) -> float:
 
 
 @lru_cache(maxsize=256)
-def _training_s(
-    rows: _Rows, compute: Compute, shape: ModelShape, rank: int, targets: tuple[str, ...]
-) -> float:
-    """Seconds of forward and backward on one device, with adapters of a `rank` beside `targets`."""
-    lora = LoraConfig(rank=rank, target_modules=targets)
+def _training_s(rows: _Rows, compute: Compute, shape: ModelShape, adapters: _Adapters) -> float:
+    """Seconds of forward and backward on one device."""
+    lora = LoraConfig(rank=adapters.rank, target_modules=adapters.targets)
     work = training_work(shape, rows.array, num_head_tokens=rows.num_head_tokens, lora=lora)
     return compute.passes_s(shape, rows.array, work.products, num_attention=3)
+
+
+@lru_cache(maxsize=256)
+def _repeated(rows: _Rows, group: int) -> _Rows:
+    """Prompts that other rows of their group bring, all of the mean length: those of all rows but
+    one in a `group` of so many, where sharing saves enough."""
+    lengths = rows.array
+    mean = float(lengths.mean())
+    prompt = round(mean - rows.num_head_tokens / len(lengths))
+    if not saves_enough(prompt, group, group * mean):
+        return _Rows.of(np.zeros(0, dtype=np.int64), 0)
+    return _Rows.of(np.full(round(len(lengths) * (1 - 1 / group)), prompt), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """Rows of an update on one device, without the prompts that others of their group bring."""
+
+    num_tokens: int
+    """Tokens; a copied one counts as the part of a token that its copy costs."""
+    forward_s: float
+    """A forward pass with the logits of trained tokens."""
+    body_s: float
+    """A forward pass without logits."""
+    training_s: float
+    """Forward and backward."""
+
+
+@lru_cache(maxsize=256)
+def _epoch(
+    rows: _Rows, group: int, compute: Compute, shape: ModelShape, adapters: _Adapters
+) -> _Epoch:
+    bodies, repeated = _Rows(rows.lengths, 0), _repeated(rows, group)
+    copied_s = _forward_s(repeated, compute, shape)
+    trained_s = _training_s(rows, compute, shape, adapters)
+    return _Epoch(
+        num_tokens=int(rows.array.sum()) - int((1 - COPIED) * repeated.array.sum()),
+        forward_s=_forward_s(rows, compute, shape) - copied_s,
+        body_s=_forward_s(bodies, compute, shape) - copied_s,
+        training_s=trained_s - _training_s(repeated, compute, shape, adapters),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """Layers of a model in pipeline stages, some of which are recomputed."""
+
+    recomputed_share: float
+    """Share of the layers that are recomputed."""
+    most_layers: int
+    """Layers of the largest stage."""
+    most_sparse: int
+    """The largest number of layers with experts in a stage."""
+    most_spans: int
+    """The largest number of spans in a stage that are recomputed together."""
+    costs: tuple[float, ...]
+    """What each stage costs, forward and backward, without the head."""
+
+
+@lru_cache(maxsize=1024)
+def _stages(
+    shape: ModelShape,
+    axes: tuple[int, int],
+    recompute: tuple[str, int],
+    again: float,
+    *,
+    has_head: bool,
+) -> _Stages:
+    """The stages of a model by numbers of stages and of groups in each. Layers are recomputed by
+    `trainer.recompute` and `trainer.recompute_every_n_layers`, at `again` of a forward pass."""
+    stages, costs = stage_layers(shape, *axes, has_head=has_head), layer_costs(shape)
+    spans = [[recomputed_spans(*recompute, len(group)) for group in groups] for groups in stages]
+
+    def cost(group: range, own: Sequence[range]) -> float:
+        passes = 3 + again * sum(map(len, own)) / max(len(group), 1)
+        return passes * sum(costs[group.start : group.stop])
+
+    numbers = [[*chain(*groups)] for groups in stages]
+    num_recomputed = sum(len(span) for own in chain(*spans) for span in own)
+    return _Stages(
+        recomputed_share=num_recomputed / shape.num_layers,
+        most_layers=max(map(len, numbers)),
+        most_sparse=max(sum(index in shape.expert_layers for index in own) for own in numbers),
+        most_spans=max(sum(map(len, own)) for own in spans),
+        costs=tuple(sum(map(cost, *each)) for each in zip(stages, spans, strict=True)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,24 +230,24 @@ class TrainingTime:
         assert shape is not None
         assert batch is not None
         epochs, lengths = plan.policy.num_epochs, np.asarray(lengths)
-        repeated = self._repeated(lengths, num_trained)
-        num_tokens = int(lengths.sum()) - int((1 - COPIED) * repeated.sum())
-        forward_s = partial(self._forward_s, lengths=lengths, repeated=repeated)
-        forward = forward_s(shape, num_head_tokens=num_trained)
-        body = forward_s(shape, num_head_tokens=0)
+        rows = _Rows.of(lengths, num_trained)
+        lora = self._config.model.lora
+        adapters = _Adapters(lora.rank, lora.target_modules)
+        epoch = _epoch(rows, self._sharing, self._compute, shape, adapters)
+        num_tokens, forward, body = epoch.num_tokens, epoch.forward_s, epoch.body_s
         # Of one device, until it is divided among all.
         again = self._recomputed_share(trainer, shape, plan.policy)
         kept = self._kept_logits_share(len(lengths), num_tokens, num_trained)
         head = (1 - kept / 3) * (forward - body) / body
         pace = self._pace(trainer, shape, plan.policy, head=head)
-        training = self._training_s(lengths, repeated, num_trained) + again * body
+        training = epoch.training_s + again * body
         training -= kept * (forward - body)
         work = pace * epochs * training
         update, values_s, critic_s = work, 0.0, 0.0
         if (role := plan.roles.get("critic")) is not None:
             # The critic's values and its update; it has no logits.
             own_shape = self._run.shape_of(role)
-            values = forward_s(own_shape, num_head_tokens=0)
+            values = self._forward_s(own_shape, rows, num_head_tokens=0)
             again = self._recomputed_share(role.trainer, own_shape, role)
             passes = role.num_epochs * (3 + again)
             own_pace = self._pace(role.trainer, own_shape, role)
@@ -172,7 +263,8 @@ class TrainingTime:
         work += scores
         for role in plan.scorers:
             if role.shares_devices_of == "policy" and role.num_scorings:
-                work += forward_s(self._run.shape_of(role), num_head_tokens=num_trained)
+                scored = self._run.shape_of(role)
+                work += self._forward_s(scored, rows, num_head_tokens=num_trained)
         compute_s = work / self._speed
         seconds = compute_s + self._judging_s(lengths)
         waits = self._stages_wait(trainer, plan.policy, num_tokens, pace)
@@ -195,16 +287,14 @@ class TrainingTime:
         if not remote:
             return NO_SCORING
         lengths = np.asarray(lengths)
-        repeated = self._repeated(lengths, num_trained)
+        rows = _Rows.of(lengths, num_trained)
         run, seconds = self._run, dict[RoleName, float]()
         for role in remote:
             shape = run.shape_of(role)
             if role.name == "reward_model":
                 pass_s = self._compute.forward_s(shape, lengths, num_head_tokens=0)
             else:
-                pass_s = self._forward_s(
-                    shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
-                )
+                pass_s = self._forward_s(shape, rows, num_head_tokens=num_trained)
             seconds[role.name] = pass_s / role.num_workers
         shape, left_s = self.plan.shape, 0.0
         assert shape is not None
@@ -212,9 +302,7 @@ class TrainingTime:
             last = self._config.reward.model.max_tokens_per_forward
             last *= self.plan.roles["reward_model"].num_workers
             left_s = min(last / max(int(lengths.sum()), 1), 1.0) * seconds["reward_model"]
-        own = self._forward_s(
-            shape, lengths=lengths, repeated=repeated, num_head_tokens=num_trained
-        )
+        own = self._forward_s(shape, rows, num_head_tokens=num_trained)
         beside_s = self.plan.policy.num_scorings * own / self._speed
         return Scoring(seconds=seconds, beside_s=beside_s, left_s=left_s)
 
@@ -245,34 +333,16 @@ class TrainingTime:
         num_bytes = shape.weight_bytes(self.plan.num_bytes) * (axes.fsdp - 1) / axes.fsdp
         return num_passes * num_bytes / (link * _REACHED)
 
-    def _training_s(self, lengths: Integers, repeated: Integers, num_trained: int) -> float:
-        """Seconds of forward and backward on one device."""
-        shape = self.plan.shape
-        assert shape is not None
-        lora = self._config.model.lora
-        whole_s, repeated_s = (
-            _training_s(rows, self._compute, shape, lora.rank, lora.target_modules)
-            for rows in (_Rows.of(lengths, num_trained), _Rows.of(repeated, 0))
-        )
-        return whole_s - repeated_s
+    def _forward_s(self, shape: ModelShape, rows: _Rows, *, num_head_tokens: int) -> float:
+        """Seconds of a forward pass on one device, without the prompts that others bring."""
+        whole_s = _forward_s(_Rows(rows.lengths, num_head_tokens), self._compute, shape)
+        return whole_s - _forward_s(_repeated(rows, self._sharing), self._compute, shape)
 
-    def _forward_s(
-        self, shape: ModelShape, *, lengths: Integers, repeated: Integers, num_head_tokens: int
-    ) -> float:
-        """Seconds of a forward pass on one device over rows of these lengths, without the
-        `repeated` prompts."""
-        whole_s = _forward_s(_Rows.of(lengths, num_head_tokens), self._compute, shape)
-        return whole_s - _forward_s(_Rows.of(repeated, 0), self._compute, shape)
-
-    def _repeated(self, lengths: Integers, num_trained: int) -> Integers:
-        """Lengths of prompts that other rows of their group bring, all of the mean length."""
-        group = self._config.rollout.n_samples_per_prompt
-        mean = float(lengths.mean())
-        prompt = round(mean - num_trained / len(lengths))
+    @property
+    def _sharing(self) -> int:
+        """Rows that may share their prompt in a pass; 1 where none do."""
         is_whole = self.plan.policy.axes.context == 1 and not self._config.model.exact
-        if not is_whole or not saves_enough(prompt, group, group * mean):
-            return np.zeros(0, dtype=np.int64)
-        return np.full(round(len(lengths) * (1 - 1 / group)), prompt)
+        return self._config.rollout.n_samples_per_prompt if is_whole else 1
 
     @property
     def _config(self) -> RLConfig:
@@ -296,39 +366,26 @@ class TrainingTime:
         return world * (self.assumed.training_scaling if world > 1 else 1.0)
 
     def _recomputed_share(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
-        layers = self._recomputed_layers(trainer, shape, role)
-        return COMPUTED_AGAIN[trainer.recompute_mode] * layers
+        share = self._stages(trainer, shape, role).recomputed_share
+        return COMPUTED_AGAIN[trainer.recompute_mode] * share
 
-    def _recomputed_layers(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
-        """Share of the layers that are recomputed."""
-        return layers_again(trainer, self._stages(shape, role)) / shape.num_layers
-
-    def _stages(self, shape: ModelShape, role: Role) -> list[list[range]]:
-        """Groups of layers of each stage."""
-        stages, groups = role.axes.pipeline, role.axes.virtual_stages
-        return stage_layers(shape, stages, groups, has_head=role.name == "policy")
-
-    def _layers_of_stage(self, shape: ModelShape, role: Role) -> tuple[int, int]:
-        """Number of layers of the largest stage, and the largest number of layers with experts in a
-        stage."""
-        stages = [[*chain(*groups)] for groups in self._stages(shape, role)]
-        sparse = (sum(index in shape.expert_layers for index in own) for own in stages)
-        return max(map(len, stages)), max(sparse)
+    def _stages(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> _Stages:
+        """Its layers, by stage."""
+        return _stages(
+            shape,
+            (role.axes.pipeline, role.axes.virtual_stages),
+            (trainer.recompute, trainer.recompute_every_n_layers),
+            COMPUTED_AGAIN[trainer.recompute_mode],
+            has_head=role.name == "policy",
+        )
 
     def _pace(
         self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role, *, head: float = 0.0
     ) -> float:
         """Compute time of the slowest stage over the mean of all stages, forward and backward.
         `head` is the time of the head over that of all layers."""
-        costs, again = layer_costs(shape), COMPUTED_AGAIN[trainer.recompute_mode]
-
-        def of_group(group: range) -> float:
-            recomputed = sum(map(len, trainer.recomputed_spans(len(group))))
-            passes = 3 + again * recomputed / max(len(group), 1)
-            return passes * sum(costs[group.start : group.stop])
-
-        stages = [sum(map(of_group, groups)) for groups in self._stages(shape, role)]
-        stages[-1] += 3 * head * sum(costs)
+        *others, last = self._stages(trainer, shape, role).costs
+        stages = [*others, last + 3 * head * sum(layer_costs(shape))]
         return max(stages) * len(stages) / sum(stages)
 
     def _num_micro_batches(self, trainer: SFTTrainerConfig, role: Role, num_tokens: int) -> int:
@@ -433,9 +490,9 @@ class TrainingTime:
             seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
         own_tokens = num_tokens / (axes.data * axes.context)
         # Passes that talk: forward, backward, and forward again, which may keep attention.
-        again = self._recomputed_layers(trainer, shape, plan.policy)
+        stages = self._stages(trainer, shape, plan.policy)
+        again, num_layers = stages.recomputed_share, stages.most_layers
         passes, attention_passes = 2 + again, 2 + again * (trainer.recompute_mode == "full")
-        num_layers, num_sparse = self._layers_of_stage(shape, plan.policy)
         keys = 2 * shape.num_kv_heads * shape.head_dim
         if axes.tensor > 1:  # two gathers and two sums a pass
             values = 2 * num_layers * shape.hidden_size * own_tokens
@@ -446,7 +503,7 @@ class TrainingTime:
             seconds += attention_passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
         if axes.expert > 1:  # hidden states to experts and back
             width = 2 * shape.experts_per_token * shape.hidden_size
-            values = 2 * num_sparse * width * own_tokens
+            values = 2 * stages.most_sparse * width * own_tokens
             seconds += passes * values * (axes.expert - 1) / axes.expert / own_link
         if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
@@ -464,10 +521,7 @@ class TrainingTime:
         if not trainer.offload_activations or trainer.recompute == "off":
             return 0.0
         axes = plan.policy.axes
-        num_spans = max(
-            sum(len(trainer.recomputed_spans(len(group))) for group in groups)
-            for groups in self._stages(shape, plan.policy)
-        )
+        num_spans = self._stages(trainer, shape, plan.policy).most_spans
         values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
         return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 
