@@ -228,7 +228,8 @@ def test_stages_go_at_the_pace_of_the_slowest() -> None:
         hidden = min(0.8 * compute_s / passes, shards / (0.7 * slow_link))
         sent = (sums + shards) / (0.7 * slow_link) - hidden
         by_itself = 0.017 * passes
-        assert seconds(plan) == pytest.approx(compute_s + waited + sent + by_itself, rel=0.01)
+        computed = compute_s + waited  # the most is sent, and a percent of that is too coarse
+        assert seconds(plan) - sent - by_itself == pytest.approx(computed, rel=0.01)
         groups = plan_of(
             "qwen3-4b",
             world_size=8,
