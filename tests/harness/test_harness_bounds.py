@@ -129,13 +129,18 @@ def test_only_programs_that_ask_wait_for_the_engine(tmp_path: Path) -> None:
         finish(runner)
 
 
+def row_without_task(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A row whose program gets an empty task, and a model that nobody serves."""
+    monkeypatch.setattr(programs, "_task", lambda _: b"{}")
+    access = ModelAccess(base_url="http://127.0.0.1:1", api_key="key", name="model")
+    return SimpleNamespace(model=access)
+
+
 def test_no_signal_goes_to_a_process_that_was_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may have its id by then."""
-    access = ModelAccess(base_url="http://127.0.0.1:1", api_key="key", name="model")
-    row: Any = SimpleNamespace(model=access)
-    monkeypatch.setattr(programs, "_task", lambda _: b"{}")
+    row = row_without_task(monkeypatch)
     sent = list[int]()
     monkeypatch.setattr(os, "killpg", lambda pid, number: sent.append(number))
     session = ProgramSession("true", tmp_path)
@@ -150,9 +155,7 @@ def test_no_signal_goes_to_a_process_that_was_waited_for(
 def test_a_program_without_room_for_its_folder_fails_by_the_name_of_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    access = ModelAccess(base_url="http://127.0.0.1:1", api_key="key", name="model")
-    row: Any = SimpleNamespace(model=access)
-    monkeypatch.setattr(programs, "_task", lambda _: b"{}")
+    row = row_without_task(monkeypatch)
     session = ProgramSession("true", tmp_path / "gone")
     with pytest.raises(
         ProgramError, match=r"Could not write .*/gone \(TMPDIR in the environment\)"

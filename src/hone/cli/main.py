@@ -139,7 +139,7 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
 
 def _explain(error: Exception) -> int | None:
     """Report an error and return the exit code. None for an internal error."""
-    from hone.observe.caches import unwritten
+    from hone.observe.user_errors import user_message
 
     name = type(error).__name__  # compared by name: this file must not load torch
     if name in ("LostPeerError", "WorkersLostError", "StaleWeightsError"):
@@ -148,10 +148,8 @@ def _explain(error: Exception) -> int | None:
     if name == "RestartError":
         _say(f"error: {error}")
         return RESTART
-    told = unwritten(error)
-    if told is not None or isinstance(error, ValueError | OSError):
-        where = "" if isinstance(error, UserError) else "\n(HONE_TRACEBACK=1 shows where)"
-        _say(f"error: {processes().named(told or str(error))}{where}")
+    if (message := user_message(error)) is not None:
+        _say(f"error: {processes().named(message)}")
         return 2
     if name == "OutOfMemoryError":
         _say(f"error: out of GPU memory. {error}\n{_MEMORY_ADVICE}")

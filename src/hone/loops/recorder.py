@@ -81,9 +81,9 @@ class Limits:
     def of(cls, plan: RunPlan, shape: ModelShape, peaks: Peaks | None) -> Self:
         """Limits of a plan with a model of this shape."""
         policy, engine = plan.policy, plan.roles["engine"]
-        beside = (role for role in plan.roles.values() if role.shares_devices_of == "policy")
+        colocated = (x for x in plan.roles.values() if x.shares_devices_of == "policy")
         # A model of unknown size counts as the policy, but for a teacher, which may have any.
-        known = (role for role in beside if role.name != "teacher" or _own_shape(role))
+        known = (role for role in colocated if role.name != "teacher" or _own_shape(role))
         return cls(
             shape=shape,
             peaks=peaks,

@@ -73,10 +73,10 @@ def _place_of(error: BaseException) -> tuple[str, Path] | None:
 
 def _caches() -> dict[str, Path]:
     """The places of caches by the variables that name them, the innermost first."""
-    alone = {name: os.environ.get(name) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE")}
-    caches = {name: Path(place) for name, place in alone.items() if place}
+    set_places = {name: os.environ.get(name) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE")}
+    caches = {name: Path(place) for name, place in set_places.items() if place}
     caches["HF_HOME"] = Path(constants.HF_HOME)
-    # Not `Path.home`, which raises for a user without one.
+    # Not `Path.home`, which raises where a user has no home folder.
     home = Path("~").expanduser() if "HOME" in os.environ else temporary_place()
     caches["TRITON_CACHE_DIR"] = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton")
     return caches

@@ -1,4 +1,4 @@
-"""What a program that calls hone is told of its mistakes."""
+"""Errors that a user can mend, and their messages, for the command line and for Python programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from typing import ParamSpec, TypeVar
 from hone.errors import UserError
 from hone.observe.caches import unwritten
 
-__all__ = ["raises_user_errors"]
+__all__ = ["raises_user_errors", "user_message"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def user_message(error: Exception) -> str | None:
+    """The message of an error that a user can mend; None for an internal error. Other errors than
+    UserError may be either, so that their message says how to see the traceback."""
+    text = unwritten(error)
+    if text is None and not isinstance(error, ValueError | OSError):
+        return None
+    where = "" if isinstance(error, UserError) else "\n(HONE_TRACEBACK=1 shows where)"
+    return f"{error if text is None else text}{where}"
 
 
 def raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
@@ -23,15 +33,10 @@ def raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except Exception as error:
-            told = unwritten(error)
-            if os.environ.get("HONE_TRACEBACK"):
+        except Exception as error:  # libraries raise errors of their own for a full cache
+            message = None if os.environ.get("HONE_TRACEBACK") else user_message(error)
+            if message is None:
                 raise
-            if told is None and not isinstance(error, ValueError | OSError):
-                raise
-            text = told or str(error)
-            if not isinstance(error, UserError):
-                text += "\n(HONE_TRACEBACK=1 shows where)"
-        raise UserError(text)
+        raise UserError(message)
 
     return call

@@ -19,11 +19,11 @@ from hone.hardware import GIB
 from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
 from hone.planner.knobs import (
     ENGINE_WEIGHTS,
-    GPUS_OF_A_NODE,
     REMOTE_ENGINES,
     SHARED_ROWS,
     Change,
     cache_sizes,
+    gpus_of_a_node,
     host_changes,
     knobs,
     setting,
@@ -133,7 +133,7 @@ def has_room_for_two_rows(plan: RunPlan) -> bool:
 def gpu_host_roles(plan: RunPlan) -> list[HostRole]:
     """Host memory that the roles of a GPU run take on its fullest host."""
     world = plan.policy.axes.world
-    return host_roles(plan, num_local=min(world, plan.devices.per_node or GPUS_OF_A_NODE))
+    return host_roles(plan, num_local=min(world, gpus_of_a_node(plan)))
 
 
 def remedies(plan: RunPlan, *, moves: bool = True) -> list[Change]:

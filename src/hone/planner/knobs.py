@@ -52,6 +52,7 @@ __all__ = [
     "Knob",
     "cache_sizes",
     "choices_that_differ",
+    "gpus_of_a_node",
     "host_changes",
     "knobs",
     "setting",
@@ -140,6 +141,11 @@ def choices_that_differ(knob: Knob, plan: RunPlan) -> list[Change]:
         if differing and differing not in choices:
             choices.append(differing)
     return choices
+
+
+def gpus_of_a_node(plan: RunPlan) -> int:
+    """Number of devices of each node: the recipe's, or `GPUS_OF_A_NODE`."""
+    return plan.devices.per_node or GPUS_OF_A_NODE
 
 
 def setting(cfg: Any, key: str) -> Any:

@@ -34,7 +34,6 @@ __all__ = [
     "chosen_values",
     "free_share",
     "is_open",
-    "layers_again",
     "settled",
 ]
 
@@ -82,7 +81,7 @@ def chosen_values(plan: RunPlan) -> dict[str, str]:
     return {key: setting(plan.config, key) for key in plan.chosen}
 
 
-def layers_again(trainer: SFTTrainerConfig, stages: Iterable[Sequence[range]]) -> int:
+def _layers_again(trainer: SFTTrainerConfig, stages: Iterable[Sequence[range]]) -> int:
     """Number of recomputed layers, of all groups of layers by pipeline stage."""
     groups = map(len, chain(*stages))
     return sum(len(span) for number in groups for span in trainer.recomputed_spans(number))
@@ -140,7 +139,7 @@ class _Choice:
         for name in self._learners:
             role, stages = plan.roles[name], self._stages[name]
             costs = layer_costs(RunMemory(plan).shape_of(role))
-            again = layers_again(role.trainer, stages) / len(costs) * sum(costs)
+            again = _layers_again(role.trainer, stages) / len(costs) * sum(costs)
             price += role.num_epochs * COMPUTED_AGAIN[role.trainer.recompute_mode] * again
         return price
 

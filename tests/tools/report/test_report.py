@@ -367,18 +367,20 @@ globalThis.document = {
 """
 
 
-def marks_of(values: list[float], scale: str, *, whole: bool = False) -> list[list[Any]]:
-    """Marks and labels of the page's axis over `values`."""
+def result_of(expression: str, statements: str = "") -> Any:
+    """The value of an expression in JavaScript behind the page's script and `statements`."""
     if shutil.which("node") is None:
         pytest.skip("the page's script needs node to run here")
     script = (files("hone.tools.report") / "charts.js").read_text()
-    asked = f"axis({json.dumps(values)}, {json.dumps(scale)}, {json.dumps(whole)})"
-    program = (
-        f"{AXIS_SCRIPT}{script}\nconst y = {asked};"
-        "console.log(JSON.stringify([y.marks, y.marks.map(y.label)]));"
-    )
+    program = f"{AXIS_SCRIPT}{script}\n{statements}\nconsole.log(JSON.stringify({expression}));"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
+
+
+def marks_of(values: list[float], scale: str, *, whole: bool = False) -> list[list[Any]]:
+    """Marks and labels of the page's axis over `values`."""
+    asked = f"axis({json.dumps(values)}, {json.dumps(scale)}, {json.dumps(whole)})"
+    return result_of("[y.marks, y.marks.map(y.label)]", f"const y = {asked};")
 
 
 BROKEN = {
@@ -398,13 +400,8 @@ def test_a_long_name_breaks_after_its_separators_and_a_number_never() -> None:
 
 
 def test_the_script_of_the_page_breaks_names_where_python_does() -> None:
-    if shutil.which("node") is None:
-        pytest.skip("the page's script needs node to run here")
-    script = (files("hone.tools.report") / "charts.js").read_text()
-    asked = f"{json.dumps([*BROKEN])}.map(breakable)"
-    program = f"{AXIS_SCRIPT}{script}\nconsole.log(JSON.stringify({asked}));"
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
-    assert [unescape(name) for name in json.loads(done.stdout)] == [
+    found = result_of(f"{json.dumps([*BROKEN])}.map(breakable)")
+    assert [unescape(name) for name in found] == [
         broken.replace("|", "<wbr>") for broken in BROKEN.values()
     ]
 
@@ -433,10 +430,7 @@ def test_rounding_is_a_flat_line_in_the_middle() -> None:
 @table("width", [0, 1, 149])
 def test_a_plot_without_room_is_not_drawn(width: int) -> None:
     """Such as in a window of no size: its axes would have negative widths."""
-    if shutil.which("node") is None:
-        pytest.skip("the page's script needs node to run here")
-    script = (files("hone.tools.report") / "charts.js").read_text()
-    program = f"""{AXIS_SCRIPT}{script}
+    statements = f"""
       const lines = [{{ run: 0, label: "a", values: [1, 2] }}];
       const chart = {{ kind: "curves", scale: "zero", lines }};
       Object.assign(DATA, {{ steps: [[1, 2]], sections: [{{ charts: [chart] }}] }});
@@ -448,10 +442,8 @@ def test_a_plot_without_room_is_not_drawn(width: int) -> None:
         plot.clientWidth = width;
         draw(figure);
         return plot.innerHTML;
-      }});
-      console.log(JSON.stringify(drawn));"""
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
-    narrow, wide = json.loads(done.stdout)
+      }});"""
+    narrow, wide = result_of("drawn", statements)
     assert narrow == ""
     assert "<rect" in wide
     assert '="-' not in wide

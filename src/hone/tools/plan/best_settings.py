@@ -269,7 +269,7 @@ class _Trial:
                     if rank >= least:
                         break
                     plan = changed(first.of.base, first.of.change)
-                    if does_fit_host(plan) and does_fit(plan) and errors(plan) <= self.allowed:
+                    if _is_served(plan, self.allowed):
                         return rank, plan
                     continue
             for each in further:
@@ -396,7 +396,6 @@ def _fitting(plan: RunPlan, searched: Sequence[Knob]) -> list[Knob]:
     if does_fit(changed(plan, next(_fastest(plan, searched)))):
         return [*searched]
     smallest = _smallest_memory(plan, searched)
-
     does_smallest_fit = does_fit(changed(plan, smallest))
 
     def may_fit(way: Change) -> bool:
@@ -522,8 +521,7 @@ def _with_more_cache(plan: RunPlan, num_keys: int) -> RunPlan:
         changes = [{**base, "engine.gpu_memory_utilization": share} for share in shares]
         plans = [changed(plan, change) for change in (*changes, base)]
         plans.sort(key=lambda each: -min(_cache_keys(each), num_keys))
-        fitting = (each for each in plans if does_fit_host(each) and does_fit(each))
-        return next((each for each in fitting if errors(each) <= known), plan)
+        return next((each for each in plans if _is_served(each, known)), plan)
 
     awake = largest({})
     if plan.is_apart or engine.enable_sleep:
@@ -538,8 +536,12 @@ def _where_it_fits(plan: RunPlan, change: Change) -> RunPlan:
     if not change:
         return plan
     after = changed(plan, change)
-    is_served = does_fit_host(after) and does_fit(after) and errors(after) <= errors(plan)
-    return after if is_served else plan
+    return after if _is_served(after, errors(plan)) else plan
+
+
+def _is_served(plan: RunPlan, allowed: Set[Finding]) -> bool:
+    """Whether a plan fits GPUs and host, and breaks no rules but the allowed ones."""
+    return does_fit_host(plan) and does_fit(plan) and errors(plan) <= allowed
 
 
 def _cache_keys(plan: RunPlan) -> int:

@@ -28,7 +28,7 @@ from hone.families.stages import RECURRENCE
 from hone.hardware import Peaks, known_gpu
 from hone.planner.fitting import gpu_host_roles, rounds_differently
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
-from hone.planner.knobs import GPUS_OF_A_NODE
+from hone.planner.knobs import gpus_of_a_node
 from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
@@ -386,7 +386,7 @@ def _can_run(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> b
 def launch_words(outcome: Outcome) -> list[str]:
     """The words that start `hone rl` on the devices of `outcome`: `["hone", "rl"]`, or where
     trainers are on several nodes, on each of them torchrun."""
-    placement, per_node = outcome.run.placement, outcome.plan.devices.per_node or GPUS_OF_A_NODE
+    placement, per_node = outcome.run.placement, gpus_of_a_node(outcome.plan)
     if not placement.colocated or placement.num_trainers <= per_node:
         return ["hone", "rl"]
     nodes = f"{-(-placement.num_trainers // per_node)}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from hone.config.plan import RunPlan
 from hone.distributed.settings import ulysses_problem
-from hone.planner.knobs import GPUS_OF_A_NODE, Change
+from hone.planner.knobs import Change, gpus_of_a_node
 
 __all__ = ["AXES", "layouts", "numbers_of_stages"]
 
@@ -40,7 +40,7 @@ def layouts(plan: RunPlan, num_stages: int | None = None) -> Iterator[Change]:
     sharers = world // stages
     sizes = [(parallel.tensor_parallel_size, parallel.ulysses_size, parallel.ring_size)]
     if parallel.replica_size == 1:  # a recipe's own axes stay
-        most = min(sharers, plan.devices.per_node or GPUS_OF_A_NODE)
+        most = min(sharers, gpus_of_a_node(plan))
         powers = [1 << n for n in range(most.bit_length())]
         every = (x for x in product(powers, repeat=3) if math.prod(x) <= most)
         sizes = sorted((x for x in every if sharers % math.prod(x) == 0), key=math.prod)
@@ -75,7 +75,7 @@ def numbers_of_stages(plan: RunPlan) -> list[int]:
         return []
     world = plan.world_size or 1
     most = min(world, plan.shape.num_layers, _MAX_STAGES)
-    hosts = world // (plan.devices.per_node or GPUS_OF_A_NODE)
+    hosts = world // gpus_of_a_node(plan)
     numbers = {*(1 << n for n in range(1, most.bit_length())), hosts}
     return sorted(n for n in numbers if 1 < n <= most and world % n == 0)
 
@@ -86,5 +86,5 @@ def _expert_sizes(plan: RunPlan, num_sharing: int) -> list[int]:
     assert plan.trainer is not None
     assert plan.shape is not None
     own = plan.trainer.parallel.expert_parallel_size
-    most = math.gcd(plan.shape.num_experts, num_sharing, plan.devices.per_node or GPUS_OF_A_NODE)
+    most = math.gcd(plan.shape.num_experts, num_sharing, gpus_of_a_node(plan))
     return [own] if own > 1 or plan.shape.num_experts == 0 else [*dict.fromkeys((1, most))]

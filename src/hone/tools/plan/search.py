@@ -24,7 +24,7 @@ from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.hardware import Peaks
 from hone.planner.fitting import changed, errors
-from hone.planner.knobs import GPUS_OF_A_NODE
+from hone.planner.knobs import GPUS_OF_A_NODE, gpus_of_a_node
 from hone.tools.plan.best_settings import (
     CHOSEN,
     DECIDED,
@@ -109,7 +109,7 @@ def plans_that_fit(
         plan = plan_of(cfg, shape, gpu, placement)
         refusal = _refusal(plan, placement)
         # Of trainers that are not whole nodes, other models may take some.
-        may_divide = num_gpus <= _MAX_HOSTS * (plan.devices.per_node or GPUS_OF_A_NODE)
+        may_divide = num_gpus <= _MAX_HOSTS * gpus_of_a_node(plan)
         if refusal is None or (may_divide and refusal[0] == "node" and movable_roles(cfg, plan)):
             laid_out[placement] = plan
         else:
@@ -176,7 +176,7 @@ def _divided(
     """Plans of a placement by the devices of critic and frozen models, the undivided one first.
     With engines of their own, trainers give up devices for them; colocated trainers, whose number
     is that of the engines' devices, leave them what they do not use."""
-    per_node = plan.devices.per_node or GPUS_OF_A_NODE
+    per_node = gpus_of_a_node(plan)
     work, unused = movable_roles(cfg, plan), num_gpus - placement.num_gpus
     num_devices = placement.num_trainers + unused
     found: dict[Placement, RunPlan] = {}
@@ -204,7 +204,7 @@ def _best_division(
     of_settings, cost = cost_of(cfg), cost_of(cfg, samples_ahead=samples_ahead)
     is_one, least, best = len(divided) == 1 and most == math.inf, most, None
     largest = max(x.num_trainers for x in divided)
-    is_large = largest > (next(iter(divided.values())).devices.per_node or GPUS_OF_A_NODE)
+    is_large = largest > gpus_of_a_node(next(iter(divided.values())))
     num_fitting = 0
 
     bounds = {x: 0.0 if is_one else _weight(x) * least_cost(divided[x], cost) for x in divided}
@@ -256,7 +256,7 @@ def _beside_others(
 ) -> Iterator[Placement]:
     """Colocated placements on fewer devices than there are, which leave the rest of a host to the
     critic or to frozen models. `plan` is one of `placements`, all of which use all devices."""
-    num_gpus, per_node = placements[0].num_gpus, plan.devices.per_node or GPUS_OF_A_NODE
+    num_gpus, per_node = placements[0].num_gpus, gpus_of_a_node(plan)
     if num_gpus + cfg.cluster.num_others > per_node or not movable_roles(cfg, plan):
         return
     for placement in placements:
@@ -308,7 +308,7 @@ def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:
 def _refusal(plan: RunPlan, placement: Placement) -> tuple[str, str] | None:
     """The reason why a placement's trainers cannot be laid out: in one word, and with the
     numbers."""
-    per_node = plan.devices.per_node or GPUS_OF_A_NODE
+    per_node = gpus_of_a_node(plan)
     if plan.problem is not None:
         return "axes", plan.problem.partition(". ")[0]
     trainers = placement.num_trainers

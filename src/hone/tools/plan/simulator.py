@@ -252,8 +252,9 @@ class Simulation:
             raise ValueError("there is no sample to simulate")
         longest = num_prompt_tokens + max(rollout.max_completion_tokens, *map(max, lengths))
         if longest >= rates.max_num_keys:
-            told = f"{longest} tokens of a sample do not fit a cache: {rates.max_num_keys=}"
-            raise ValueError(told)
+            raise ValueError(
+                f"{longest} tokens of a sample do not fit a cache: {rates.max_num_keys=}"
+            )
         self._steps: list[SimulatedStep] = []
         self._run = _Run(
             placement=placement,
