@@ -63,12 +63,11 @@ def compute(name: str) -> None:
 
     heads = HEADS[name]
     plan = rows_plan(LENGTHS)
-    (level,) = plan.levels
     tokens = draw_tokens(sum(LENGTHS), heads)
     shape = len(LENGTHS), heads.num_value_heads, heads.key_dim, heads.value_dim
     states = torch.zeros(shape, device="cuda")
     leaves = [x.requires_grad_() for x in (*tokens, states)]
-    outputs = of_kernels(level, *leaves)
+    outputs = of_kernels(plan, *leaves)
     torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
     Layer(plan, sum(LENGTHS), heads)()
     torch.cuda.synchronize()

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -35,20 +36,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
-from hone.attention.recurrent import convolution, delta_rule, kernels
+from hone.attention.recurrent import kernels
 from hone.attention.recurrent.delta_rule import Tokens
 from hone.attention.recurrent.launches import use_found_launches
 from hone.attention.recurrent.mixing import DeltaHeads, DeltaInputs, mix
 from hone.families.registry import inputs_of
 from hone.models.contents import follow_inputs
-from hone.segments import Segment, SegmentLevel, SegmentPlan, plan_segments
+from hone.segments import Segment, SegmentPlan, plan_segments
 from hone.trainer.collating import collate
 from hone.trainer.prefixes import shared_prefixes
 from hone.types import MicroBatch, Row
 
 SECTIONS = ("rule", "convolution", "waits", "passes", "chunks", "layer", "speed")
 DEVICE = torch.device("cuda")
-LENGTHS = {"uneven": [1, 63, 64, 65, 700, 2], "one": [2048], "many": [129] * 30}
+CUTS: dict[str, list[tuple[int, int | None]]] = {
+    "uneven": [(size, None) for size in (1, 63, 64, 65, 700, 2)],
+    "one": [(2048, None)],
+    "many": [(129, None)] * 30,
+    "shared": [(200, None), (2, None), (300, 0), (64, 0), (1, 1), (70, 1), (65, 0)],
+    "three levels": [(130, None), (1, 0), (65, 1), (300, 0), (3, 1), (64, 4)],
+}
+"""Segments of a pass: tokens, and the number of the segment whose last state comes first."""
 HEADS = hybrid_decode_check.HEADS | {
     "27B": DeltaHeads(num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128),
     "narrow": DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=32, value_dim=64),
@@ -79,17 +87,18 @@ def send(array: Any) -> Tensor:
     return tensor.pin_memory().to(DEVICE, non_blocking=True) if DEVICE.type == "cuda" else tensor
 
 
+def plan_of(cut: Sequence[tuple[int, int | None]]) -> SegmentPlan:
+    starts = accumulate((size for size, _ in cut), initial=0)
+    segments = [Segment(start, *part) for start, part in zip(starts, cut, strict=False)]
+    return plan_segments(segments, send)
+
+
 def rows_plan(lengths: Sequence[int]) -> SegmentPlan:
-    starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    return plan_segments([Segment(*x) for x in zip(starts, lengths, strict=True)], send)
+    return plan_of([(length, None) for length in lengths])
 
 
 def group_plan(prompt: int, completions: Sequence[int]) -> SegmentPlan:
-    segments, start = [Segment(0, prompt)], prompt
-    for length in completions:
-        segments.append(Segment(start, length, parent=0))
-        start += length
-    return plan_segments(segments, send)
+    return plan_of([(prompt, None), *((length, 0) for length in completions)])
 
 
 @contextmanager
@@ -128,69 +137,84 @@ def draw_tokens(num_tokens: int, heads: DeltaHeads) -> Tokens:
 def rule(run: Run) -> None:
     names = ("output", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
     run.row("relative errors", *names)
-    for (size, heads), (cut, lengths), starts in (
-        (h, n, s) for h in HEADS.items() for n in LENGTHS.items() for s in (False, True)
+    for (size, heads), (cut, segments), starts in (
+        (h, n, s) for h in HEADS.items() for n in CUTS.items() for s in (False, True)
     ):
         name = f"{size}, {cut}, {'states' if starts else 'zeros'}"
         if not run.has_time(name):
             return
         with run.attempt(name):
             torch.manual_seed(0)
-            tokens = draw_tokens(sum(lengths), heads)
-            (level,) = rows_plan(lengths).levels
-            shape = len(lengths), heads.num_value_heads, heads.key_dim, heads.value_dim
-            leaves = [*tokens, *([torch.randn(shape, device=DEVICE)] if starts else [])]
-            upstream = [torch.randn_like(tokens.v), torch.randn(shape, device=DEVICE)]
-            found = differentiate(partial(of_kernels, level), leaves, upstream)
-            exact = differentiate(partial(of_torch, level), [x.double() for x in leaves], upstream)
+            plan = plan_of(segments)
+            tokens = draw_tokens(sum(plan.lengths), heads)
+            shape = heads.num_value_heads, heads.key_dim, heads.value_dim
+            stored = torch.randn(len(plan.levels[0].lengths), *shape, device=DEVICE)
+            leaves = [*tokens, *([stored] if starts else [])]
+            ended = torch.randn(len(plan.lengths), *shape, device=DEVICE)
+            upstream = [torch.randn_like(tokens.v), ended]
+            found = differentiate(partial(of_kernels, plan), leaves, upstream)
+            exact = differentiate(partial(of_torch, plan), [x.double() for x in leaves], upstream)
             errors = [error(a, b) for a, b in zip(found, exact, strict=True)]
             run.check(name, max(errors) < CLOSE, *errors)
 
 
-def of_kernels(level: SegmentLevel, *values: Tensor) -> tuple[Tensor, ...]:
-    initial = values[5] if len(values) > 5 else None
-    output, final = kernels.gated_delta_rule(Tokens(*values[:5]), level, initial, gives_final=True)
+def of_kernels(plan: SegmentPlan, *values: Tensor) -> tuple[Tensor, ...]:
+    stored = values[5] if len(values) > 5 else None
+    output, final = kernels.gated_delta_rule(Tokens(*values[:5]), plan, stored, gives_final=True)
     assert final is not None
     return output, final
 
 
-def of_torch(level: SegmentLevel, *values: Tensor) -> tuple[Tensor, ...]:
-    initial = values[5] if len(values) > 5 else None
-    return delta_rule.chunked(Tokens(*values[:5]), level.lengths, initial)
+def of_torch(plan: SegmentPlan, *values: Tensor) -> tuple[Tensor, ...]:
+    with plain_torch():
+        return of_kernels(plan, *values)
 
 
 def convolutions(run: Run) -> None:
-    run.row("relative errors", "output", "last", "dx", "dweight", "dinitial")
-    for cut, lengths in LENGTHS.items():
+    run.row("relative errors", "output", "last", "dx", "dweight")
+    for cut, segments in CUTS.items():
         for starts in (False, True):
             name = f"{cut}, {'inputs before' if starts else 'zeros before'}"
             with run.attempt(name):
                 torch.manual_seed(0)
-                (level,) = rows_plan(lengths).levels
+                plan = plan_of(segments)
                 draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
                 num_channels = HEADS["0.8B"].num_key_heads * 128 * 3
-                x, weight = draw(sum(lengths), num_channels), draw(num_channels, 4)
-                before = [draw(len(lengths), 3, num_channels)] if starts else []
-                upstream = [torch.randn_like(x), draw(len(lengths), 3, num_channels)]
-                leaves = [x, weight, *before]
-                found = differentiate(partial(convolved, level), leaves, upstream)
-                exact = differentiate(
-                    partial(convolved_in_torch, level), [x.double() for x in leaves], upstream
+                leaves = [draw(sum(plan.lengths), num_channels), draw(num_channels, 4)]
+                before = draw(len(plan.levels[0].lengths), 3, num_channels) if starts else None
+                upstream = [torch.randn_like(leaves[0])]
+                found = of_convolution(partial(convolved, plan, before), leaves, upstream)
+                exact = of_convolution(
+                    partial(convolved_in_torch, plan, before),
+                    [x.double() for x in leaves],
+                    upstream,
                 )
                 errors = [error(a, b) for a, b in zip(found, exact, strict=True)]
                 run.check(name, max(errors) < CLOSE, *errors)
 
 
+def of_convolution(
+    call: Callable[..., tuple[Tensor, Tensor]], leaves: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    """The last inputs, which have no gradient, and what `differentiate` finds of the outputs."""
+    _, last = call(*leaves)
+    output, *gradients = differentiate(lambda *x: call(*x)[:1], leaves, upstream)
+    return [output, last, *gradients]
+
+
 def convolved(
-    level: SegmentLevel, x: Tensor, weight: Tensor, before: Tensor | None = None
+    plan: SegmentPlan, before: Tensor | None, x: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return kernels.convolve(x, weight, level, before)
+    output, last = kernels.convolve(x, weight, plan, before, gives_final=True)
+    assert last is not None
+    return output, last
 
 
 def convolved_in_torch(
-    level: SegmentLevel, x: Tensor, weight: Tensor, before: Tensor | None = None
+    plan: SegmentPlan, before: Tensor | None, x: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return convolution.convolve(x, weight, level.lengths, before)
+    with plain_torch():
+        return convolved(plan, before, x, weight)
 
 
 class Layer:
@@ -287,13 +311,13 @@ def chunks(run: Run) -> None:
     from hone.attention.recurrent.chunk_gradients import ChunkInputs, Tuning, chunk_gradients
 
     lengths = [1024] * 16
-    (level,) = rows_plan(lengths).levels
+    plan = rows_plan(lengths)
     run.row("gradients inside of chunks, 16,384 tokens", "us", "TB/s", "against the first")
     for size in ("0.8B", "9B"):
         torch.manual_seed(0)
         heads = HEADS[size]
         tokens = draw_tokens(sum(lengths), heads)
-        states = len(level.chunks), heads.num_value_heads, heads.key_dim, heads.value_dim
+        states = len(plan.chunks), heads.num_value_heads, heads.key_dim, heads.value_dim
         draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
         normed = [torch.nn.functional.normalize(x, dim=-1) for x in (tokens.q, tokens.k)]
         inputs = ChunkInputs(
@@ -311,7 +335,7 @@ def chunks(run: Run) -> None:
                 return
             with run.attempt(name):
                 work = partial(
-                    chunk_gradients, inputs, level.cu_seqlens, level.chunks, 0.1, tuning=tuning
+                    chunk_gradients, inputs, plan.cu_seqlens, plan.chunks, 0.1, tuning=tuning
                 )
                 found = [x.double() for x in work()]
                 first = first or found
@@ -324,7 +348,7 @@ def chunks(run: Run) -> None:
 def layer_times(run: Run) -> None:
     run.row("forward and backward of 16,384 tokens", "fla ms", "torch ms", "times")
     lengths = [1024] * 16
-    (level,) = rows_plan(lengths).levels
+    plan = rows_plan(lengths)
     for size in ("0.8B", "9B"):
         heads = HEADS[size]
         torch.manual_seed(0)
@@ -336,13 +360,13 @@ def layer_times(run: Run) -> None:
         of_channels = torch.randn_like(channels)
         works = {
             "rule": (
-                partial(differentiate, partial(of_kernels, level), [*tokens], upstream),
-                partial(differentiate, partial(of_torch, level), [*tokens], upstream),
+                partial(differentiate, partial(of_kernels, plan), [*tokens], upstream),
+                partial(differentiate, partial(of_torch, plan), [*tokens], upstream),
             ),
             "convolution": (
-                partial(grads_of_convolution, level, channels, weight, of_channels, convolved),
+                partial(grads_of_convolution, plan, channels, weight, of_channels, convolved),
                 partial(
-                    grads_of_convolution, level, channels, weight, of_channels, convolved_in_torch
+                    grads_of_convolution, plan, channels, weight, of_channels, convolved_in_torch
                 ),
             ),
         }
@@ -355,10 +379,10 @@ def layer_times(run: Run) -> None:
 
 
 def grads_of_convolution(
-    level: SegmentLevel, x: Tensor, weight: Tensor, upstream: Tensor, call: Callable[..., Any]
+    plan: SegmentPlan, x: Tensor, weight: Tensor, upstream: Tensor, call: Callable[..., Any]
 ) -> None:
     own = [value.detach().requires_grad_() for value in (x, weight)]
-    output, _ = call(level, *own)
+    output, _ = call(plan, None, *own)
     torch.autograd.grad(output, own, upstream)
 
 

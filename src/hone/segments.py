@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CHUNK", "Segment", "SegmentLevel", "SegmentPlan", "plan_segments"]
+__all__ = ["BEFORE", "CHUNK", "Segment", "SegmentLevel", "SegmentPlan", "plan_segments"]
 
 CHUNK = 64
 """Tokens of a segment that are computed together, by matrix products."""
+BEFORE = 3
+"""Inputs before a segment that a convolution reads at most: all families have kernels of four."""
 
 Send = Callable[[NDArray[Any]], "Tensor"]
 """Copies an array to the device, without waiting for it."""
@@ -48,27 +51,37 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentLevel:
-    """Segments of a pass that are computed together, since all their initial states are known: s
-    segments with t tokens in c chunks."""
+    """Segments of a pass whose states are computed together, since all their initial states are
+    known: s of its S segments."""
 
-    cu_seqlens: Tensor  # [s + 1] int64, borders of the segments among these tokens
+    cu_seqlens: Tensor  # [s + 1] int64, borders of the segments among all tokens, level by level
+    chunk_offsets: Tensor  # [s] int64, number of each segment's first chunk among all chunks
     lengths: tuple[int, ...]  # [s], host copy of the differences of cu_seqlens
-    chunks: Tensor  # [c, 2] int64, each chunk's segment in the level, and its number there
-    parents: Tensor | None  # [s] int64 into the final states of all earlier levels; None: level 0
+    parents: Tensor | None  # [s] int64, numbers of their parents among all segments; None: level 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentPlan:
-    """The levels of a pass, and which stored states it reads and writes."""
+    """What layers have to know of a pass of S segments with T tokens in C chunks. Segments are
+    numbered level by level, and their tokens lie end to end in this order."""
 
     levels: tuple[SegmentLevel, ...]
+    cu_seqlens: Tensor  # [S + 1] int64, borders of the segments
+    lengths: tuple[int, ...]  # [S], host copy of the differences of cu_seqlens
+    chunks: Tensor  # [C, 2] int64, each chunk's segment, and its number there
     order: tuple[Tensor, Tensor] | None
-    """[T] int64 each: the token of the pass at each place, where segments lie level by level, end
-    to end; and the place of each token of the pass. None: tokens lie in this order already."""
+    """[T] int64 each: the token of the pass at each place, and the place of each token of the pass.
+    None: tokens lie in this order already."""
+    before: tuple[Tensor, Tensor] | None = None
+    """The `BEFORE` inputs before each segment, as far as they are tokens of the pass, [n] int64
+    each: numbers among the S * BEFORE inputs, and the places of the tokens."""
     reads: tuple[Tensor, Tensor] | None = None
     """Of the first level, [r] int64 each: segments that begin with a stored state, and its row."""
+    before_reads: tuple[Tensor, Tensor] | None = None
+    """Where states are read, the other inputs before segments, [m] int64 each: numbers among the
+    S * BEFORE inputs, and numbers among the s * BEFORE stored inputs of the first level."""
     writes: tuple[Tensor, Tensor] | None = None
-    """[w] int64 each: final states, numbered over all levels, and the rows that take them."""
+    """[w] int64 each: numbers of segments, and the rows that take their final states."""
 
 
 def plan_segments(segments: Sequence[Segment], send: Send) -> SegmentPlan:
@@ -79,19 +92,37 @@ def plan_segments(segments: Sequence[Segment], send: Send) -> SegmentPlan:
         assert segment.size > 0, f"{number=} {segment=}"
         assert segment.parent is None or segment.parent < number, f"{number=} {segment=}"
         depths.append(0 if segment.parent is None else depths[segment.parent] + 1)
+    assert all(x.parent is None for x in segments if x.read is not None), f"{segments=}"
     order = sorted(range(len(segments)), key=depths.__getitem__)  # stable
     places = {number: place for place, number in enumerate(order)}
-    levels: list[SegmentLevel] = []
-    for depth in range(max(depths) + 1):
-        members = [segments[number] for number in order if depths[number] == depth]
-        levels.append(_level(members, places, send))
+    ordered = [segments[number] for number in order]
+    parents = np.array([-1 if x.parent is None else places[x.parent] for x in ordered])
+    lengths = np.array([x.size for x in ordered])
+    counts = -(-lengths // CHUNK)
+    borders, chunk_offsets = (np.concatenate([[0], np.cumsum(x)]) for x in (lengths, counts))
+    levels = np.concatenate([[0], np.cumsum(np.bincount(depths))])
+    chunks = np.arange(counts.sum()) - np.repeat(chunk_offsets[:-1], counts)
     reads = [(places[n], x.read) for n, x in enumerate(segments) if x.read is not None]
-    assert all(x.parent is None for x in segments if x.read is not None), f"{segments=}"
     writes = [(places[n], row) for n, x in enumerate(segments) for row in x.writes]
+    before = _inputs_before(borders, parents, levels).flatten()
+    (tokens,), (others,) = np.nonzero(before >= 0), np.nonzero(before < 0)
     return SegmentPlan(
-        levels=tuple(levels),
-        order=_order([segments[number] for number in order], send),
+        levels=tuple(
+            SegmentLevel(
+                cu_seqlens=send(borders[first : last + 1].copy()),
+                chunk_offsets=send(chunk_offsets[first:last].copy()),
+                lengths=tuple(lengths[first:last].tolist()),
+                parents=send(parents[first:last].copy()) if first else None,
+            )
+            for first, last in pairwise(levels.tolist())
+        ),
+        cu_seqlens=send(borders),
+        lengths=tuple(lengths.tolist()),
+        chunks=send(np.stack([np.repeat(np.arange(len(counts)), counts), chunks], 1)),
+        order=_order(ordered, send),
+        before=(send(tokens), send(before[tokens])) if len(tokens) else None,
         reads=_columns(reads, send),
+        before_reads=(send(others), send(-1 - before[others])) if reads else None,
         writes=_columns(writes, send),
     )
 
@@ -108,20 +139,21 @@ def _order(segments: Sequence[Segment], send: Send) -> tuple[Tensor, Tensor] | N
     return send(tokens), send(places)
 
 
-def _level(members: Sequence[Segment], places: dict[int, int], send: Send) -> SegmentLevel:
-    lengths = tuple(segment.size for segment in members)
-    parents = None
-    if members[0].parent is not None:
-        numbers = [places[x.parent] for x in members if x.parent is not None]
-        parents = send(np.array(numbers, np.int64))
-    counts = -(-np.array(lengths, np.int64) // CHUNK)
-    which = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return SegmentLevel(
-        chunks=send(np.stack([np.repeat(np.arange(len(counts)), counts), which], 1)),
-        cu_seqlens=send(np.array([0, *np.cumsum(lengths)], np.int64)),
-        lengths=lengths,
-        parents=parents,
-    )
+def _inputs_before(
+    borders: NDArray[Any], parents: NDArray[Any], levels: NDArray[Any]
+) -> NDArray[Any]:
+    """The `BEFORE` inputs before each segment, [S, BEFORE]: the places of tokens. -1 - n is input n
+    of those before the segments of the first level, which are no tokens of the pass."""
+    before = -1 - np.arange((len(borders) - 1) * BEFORE).reshape(-1, BEFORE)
+    after = borders[1:, None] + np.arange(-BEFORE, 0)
+    sizes = np.diff(borders)
+    for first, last in pairwise(levels.tolist()):
+        if first:
+            before[first:last] = after[parents[first:last]]
+        for number in first + np.flatnonzero(sizes[first:last] < BEFORE):
+            size = sizes[number]
+            after[number, : BEFORE - size] = before[number, size:]
+    return before
 
 
 def _columns(pairs: Sequence[tuple[int, int]], send: Send) -> tuple[Tensor, Tensor] | None:

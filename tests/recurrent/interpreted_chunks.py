@@ -39,7 +39,7 @@ class Draw:
         torch.manual_seed(0)
         starts = [sum(lengths[:number]) for number in range(len(lengths))]
         segments = [Segment(*x) for x in zip(starts, lengths, strict=True)]
-        (self.level,) = plan_segments(segments, torch.as_tensor).levels
+        self.plan = plan_segments(segments, torch.as_tensor)
         self.bounds = [
             (start + first, min(start + first + CHUNK, start + length))
             for start, length in zip(starts, lengths, strict=True)
@@ -96,8 +96,8 @@ class Draw:
         states = (self.h.to(dtype), self.dh.to(dtype))
         return chunk_gradients(
             ChunkInputs(*tokens, log2_decays, *states),
-            self.level.cu_seqlens,
-            self.level.chunks,
+            self.plan.cu_seqlens,
+            self.plan.chunks,
             self.scale,
             tuning=self.tuning,
         )
@@ -120,7 +120,7 @@ def shift_state(draw: Draw) -> None:
 
 
 def one_chunk_late(draw: Draw) -> None:
-    draw.level.chunks[-1, 1] -= 1
+    draw.plan.chunks[-1, 1] -= 1
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.segments import CHUNK, Segment, SegmentPlan, plan_segments
+from hone.segments import BEFORE, CHUNK, Segment, SegmentPlan, plan_segments
 from tests.tables import table
 
 
@@ -58,12 +58,8 @@ def follow(plan: SegmentPlan, num_tokens: int, stored: dict[int, Any]):
         assert [order[place] for place in plan.order[1].tolist()] == [*range(num_tokens)]
         assert order != [*range(num_tokens)]
     for number, level in enumerate(plan.levels):
-        index, order = order[: sum(level.lengths)], order[sum(level.lengths) :]
         borders = level.cu_seqlens.tolist()
         assert [b - a for a, b in pairwise(borders)] == [*level.lengths]
-        counts = [-(-length // CHUNK) for length in level.lengths]
-        chunks = [[number, i] for number, count in enumerate(counts) for i in range(count)]
-        assert level.chunks.tolist() == chunks
         before: list[Any] = [()] * len(level.lengths)
         if number == 0:
             assert level.parents is None
@@ -76,8 +72,8 @@ def follow(plan: SegmentPlan, num_tokens: int, stored: dict[int, Any]):
         finals = []
         for history, start, end in zip(before, borders, borders[1:], strict=False):
             for place in range(start, end):
-                history = (*history, index[place])
-                seen[index[place]] = history
+                history = (*history, order[place])
+                seen[order[place]] = history
             finals.append(history)
         ends += finals
     after = {}
@@ -96,6 +92,56 @@ def test_each_token_has_the_history_of_a_walk_over_segments(num_segments: int):
         stored = {x.read: ("stored", x.read) for x in segments if x.read is not None}
         num_tokens = sum(x.size for x in segments)
         assert follow(plan, num_tokens, stored) == walk(segments, stored)
+
+
+@table("num_segments", [1, 2, 3, 8, 20])
+def test_all_levels_are_numbered_as_one(num_segments: int):
+    for _ in range(20):
+        plan = plan_segments(drawn(num_segments), torch.as_tensor)
+        borders = plan.cu_seqlens.tolist()
+        assert [b - a for a, b in pairwise(borders)] == [*plan.lengths]
+        counts = [-(-length // CHUNK) for length in plan.lengths]
+        chunks = [[number, i] for number, count in enumerate(counts) for i in range(count)]
+        assert plan.chunks.tolist() == chunks
+        segment = 0
+        for level in plan.levels:
+            end = segment + len(level.lengths)
+            assert level.cu_seqlens.tolist() == borders[segment : end + 1]
+            assert level.lengths == plan.lengths[segment:end]
+            firsts = [sum(counts[:number]) for number in range(segment, end)]
+            assert level.chunk_offsets.tolist() == firsts
+            segment = end
+        assert segment == len(plan.lengths) == num_segments
+
+
+@table("num_segments", [1, 2, 3, 8, 20])
+def test_inputs_before_each_segment_are_those_of_a_walk(num_segments: int):
+    """Of segments shorter than a convolution, of their parents and of what was stored."""
+    num_found = 0
+    for _ in range(20):
+        segments = drawn(num_segments)
+        plan = plan_segments(segments, torch.as_tensor)
+        places = [*range(sum(plan.lengths))] if plan.order is None else plan.order[0].tolist()
+        starts = [places[border] for border in plan.cu_seqlens.tolist()[:-1]]
+        stored = {x.read: tuple((x.read, i) for i in range(BEFORE)) for x in segments if x.read}
+        seen, _ = walk(segments, stored | {0: tuple((0, i) for i in range(BEFORE))})
+        expected = [seen[start][:-1][-BEFORE:] for start in starts]
+        found: list[Any] = [None] * (num_segments * BEFORE)
+        if plan.before is not None:
+            for number, token in zip(*(x.tolist() for x in plan.before), strict=True):
+                found[number] = places[token]
+        if plan.reads is not None:
+            assert plan.before_reads is not None
+            rows = dict(zip(*(x.tolist() for x in plan.reads), strict=True))
+            for number, other in zip(*(x.tolist() for x in plan.before_reads), strict=True):
+                root, i = divmod(other, BEFORE)
+                assert found[number] is None
+                found[number] = (rows[root], i) if root in rows else None
+        for number, inputs in enumerate(expected):
+            zeros = [None] * (BEFORE - len(inputs))
+            assert found[number * BEFORE :][:BEFORE] == [*zeros, *inputs]
+            num_found += len(inputs)
+    assert num_found or num_segments == 1
 
 
 def test_whole_sequences_end_to_end_need_no_order():

@@ -6,33 +6,70 @@ Letters: T tokens, S segments, C channels, W weights of a channel.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from fla.modules.causal_conv1d import causal_conv1d
+from fla.modules.causal_conv1d.ops import causal_conv1d_bwd
 from torch import Tensor
 
-from hone.segments import SegmentLevel
+from hone.segments import BEFORE, SegmentPlan
 
 __all__ = ["convolve"]
 
 
 def convolve(
-    x: Tensor, weight: Tensor, level: SegmentLevel, initial: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Outputs [T, C] and last inputs [S, W - 1, C], as `convolution.convolve`.
+    x: Tensor, weight: Tensor, plan: SegmentPlan, before: Tensor | None, *, gives_final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [T, C] of all segments, and the last inputs [S, W - 1, C] of each, None unless
+    `gives_final`. `before` [S, W - 1, C] are the inputs before each; None: zeros. Differentiable in
+    x, also in inputs that `before` has, and weight."""
+    if before is not None:
+        # The package keeps W inputs of each segment, channels first; nothing depends on the first.
+        before = F.pad(before.transpose(1, 2), (1, 0)).contiguous()
+    apply: Any = _Convolution.apply
+    output, last = apply(x, weight.to(x.dtype), before, plan, gives_final)
+    return output, None if last is None else last[:, :, 1:].transpose(1, 2)
 
-    The package keeps W inputs of each segment, channels first; of the first one nothing depends.
-    """
-    before = None
-    if initial is not None:
-        before = F.pad(initial.to(x.dtype).transpose(1, 2), (1, 0)).contiguous()
-    output, last = causal_conv1d(
-        x[None],
-        weight.to(x.dtype),
-        initial_state=before,
-        output_final_state=True,
-        activation="silu",
-        cu_seqlens=level.cu_seqlens,
-        chunk_indices=level.chunks,  # which it would otherwise compute and send, waiting for it
-    )
-    assert last is not None
-    return output[0], last[:, :, 1:].transpose(1, 2)
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
+        x, weight, before, plan, gives_final = args
+        output, last = causal_conv1d(
+            x[None],
+            weight,
+            initial_state=before,
+            output_final_state=gives_final,
+            activation="silu",
+            cu_seqlens=plan.cu_seqlens,
+            chunk_indices=plan.chunks,  # which it would otherwise compute and send, waiting for it
+        )
+        ctx.save_for_backward(x, weight, before)
+        ctx.plan = plan
+        if last is not None:
+            ctx.mark_non_differentiable(last)
+        return output[0], last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, before = ctx.saved_tensors
+        plan: SegmentPlan = ctx.plan
+        dx, dweight, _, _, dbefore = causal_conv1d_bwd(
+            x=x.contiguous()[None],
+            dy=grads[0].contiguous()[None],
+            dht=None,
+            weight=weight,
+            initial_state=before,
+            activation="silu",
+            cu_seqlens=plan.cu_seqlens,
+            chunk_indices=plan.chunks,
+        )
+        dx = dx[0]
+        if plan.before is not None:
+            numbers, places = plan.before
+            of_inputs = F.pad(dbefore[:, :, 1:], (BEFORE + 1 - weight.shape[1], 0)).transpose(1, 2)
+            found = of_inputs.flatten(0, 1)[numbers].to(dx.dtype)
+            dx = dx.index_put_((places,), found, accumulate=True)
+        return dx, dweight, None, None, None

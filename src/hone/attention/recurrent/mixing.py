@@ -28,7 +28,7 @@ from hone.attention.context import (
 from hone.attention.recurrent import convolution, delta_rule, kernels
 from hone.attention.recurrent.delta_rule import Tokens
 from hone.distributed.mesh import Axis
-from hone.segments import Segment, SegmentLevel, SegmentPlan, plan_segments
+from hone.segments import Segment, SegmentPlan, plan_segments
 
 __all__ = ["DeltaHeads", "DeltaInputs", "mix"]
 
@@ -153,25 +153,20 @@ def _over_segments(
     plan: SegmentPlan,
     states: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Outputs [T, H, V], level by level. Training has no stored `states`."""
-    sizes = [sum(level.lengths) for level in plan.levels]
-    parts = zip(*(x.split(sizes) for x in _reordered(inputs, plan.order)), strict=True)
-    outputs: list[Tensor] = []
-    ended: list[tuple[Tensor, Tensor | None]] = []  # of each level: last inputs, final states
-    for number, (level, part) in enumerate(zip(plan.levels, parts, strict=True)):
-        own = DeltaInputs(*part)
-        tails, initial = _initial(level, plan, ended, states)
-        convolved, last = kernels.convolve(own.channels, weight, level, tails)
-        needs_final = number + 1 < len(plan.levels) or plan.writes is not None
-        tokens = Tokens(*heads.split(convolved), own.g, own.beta)
-        found, final = kernels.gated_delta_rule(tokens, level, initial, gives_final=needs_final)
-        ended.append((last, final))
-        outputs.append(found)
+    """Outputs [T, H, V]. Training has no stored `states`."""
+    inputs = _reordered(inputs, plan.order)
+    stored_inputs, stored_states = _read(plan, states)
+    gives_final = plan.writes is not None
+    convolved, last = kernels.convolve(
+        inputs.channels, weight, plan, stored_inputs, gives_final=gives_final
+    )
+    tokens = Tokens(*heads.split(convolved), inputs.g, inputs.beta)
+    output, final = kernels.gated_delta_rule(tokens, plan, stored_states, gives_final=gives_final)
     if plan.writes is not None and states is not None:
         numbers, rows = plan.writes
-        for stored, finals in zip(states, _all(ended), strict=True):
-            stored.index_copy_(0, rows, finals[numbers].to(stored.dtype))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        for stored, ended in zip(states, (last, final), strict=True):
+            assert ended is not None
+            stored.index_copy_(0, rows, ended[numbers].to(stored.dtype))
     return output if plan.order is None else _Permute.apply(output, *reversed(plan.order))
 
 
@@ -194,31 +189,18 @@ class _Permute(torch.autograd.Function):
         return grads[0].index_select(0, ctx.back), None, None
 
 
-def _initial(
-    level: SegmentLevel,
-    plan: SegmentPlan,
-    ended: list[tuple[Tensor, Tensor | None]],
-    states: tuple[Tensor, Tensor] | None,
+def _read(
+    plan: SegmentPlan, states: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Inputs before, and state at the beginning of each segment of a level; None: zeros."""
-    if level.parents is not None:
-        tails, finals = _all(ended)
-        return tails[level.parents], finals[level.parents]
+    """Inputs before, and state at the beginning of each segment of the first level; None: zeros."""
     if plan.reads is None or states is None:
         return None, None
     segments, rows = plan.reads
-    tails, finals = (
-        x.new_zeros(len(level.lengths), *x.shape[1:]).index_copy_(0, segments, x[rows])
-        for x in states
+    num_segments = len(plan.levels[0].lengths)
+    inputs, recurrent = (
+        x.new_zeros(num_segments, *x.shape[1:]).index_copy_(0, segments, x[rows]) for x in states
     )
-    return tails, finals
-
-
-def _all(ended: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
-    """Last inputs and final states of the segments of all levels, end to end."""
-    finals = [final for _, final in ended if final is not None]
-    assert len(finals) == len(ended)
-    return torch.cat([last for last, _ in ended]), torch.cat(finals)
+    return inputs, recurrent
 
 
 def _decode(

@@ -1,0 +1,164 @@
+# pyright: reportMissingImports=false
+"""States of the gated delta rule from chunk to chunk, and their gradients back again.
+
+These are the only two kernels of `fla-core` that follow a segment, so they are launched for one
+level of segments after the other, over arrays of the whole pass. The package's own functions around
+them allocate what they return, and would need a copy for each level. Letters: T tokens, C chunks,
+S segments, of which the first level has s, Hk key heads, H value heads, K and V sizes of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from fla.ops.common.chunk_delta_h import (
+    chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64,
+    chunk_gated_delta_rule_fwd_kernel_h_blockdim64,
+)
+from torch import Tensor
+
+from hone.segments import CHUNK, SegmentLevel, SegmentPlan
+
+__all__ = ["ChunkTokens", "OutputGradients", "States", "pass_back", "pass_on"]
+
+
+class ChunkTokens(NamedTuple):
+    """Tokens of all segments, end to end, as chunks read and write their states."""
+
+    k: Tensor  # [1, T, Hk, K], normalised
+    w: Tensor  # [1, T, H, K], what states know is w h
+    u: Tensor  # [1, T, H, V], values; new values are u - w h
+    log2_decays: Tensor  # [1, T, H] float32, cumulated from the first token of a chunk on
+
+
+class States(NamedTuple):
+    """What a pass through the chunks of all segments finds."""
+
+    h: Tensor  # [1, C, H, K, V], first state of each chunk
+    new_values: Tensor  # [1, T, H, V], values less what the states know of them
+    initial: list[Tensor | None]  # of each level, first states of its segments; None: zeros
+    finals: Tensor | None  # [S, H, K, V] float32; those of the last level may be missing
+
+
+class OutputGradients(NamedTuple):
+    """Gradients of what was computed from states, and how: outputs are `scale` q h, and more."""
+
+    q: Tensor  # [1, T, Hk, K], normalised
+    scale: float
+    do: Tensor  # [1, T, H, V], of the outputs
+    new_values: Tensor  # [1, T, H, V], of the new values, by the outputs inside of their chunks
+    finals: Tensor | None  # [S, H, K, V] float32, of the final states
+
+
+def pass_on(
+    tokens: ChunkTokens, plan: SegmentPlan, stored: Tensor | None, *, gives_final: bool
+) -> States:
+    """States of all chunks, from the initial states `stored` [s, H, K, V] of the first level; None:
+    zeros."""
+    k, w, u, log2_decays = tokens
+    num_heads, key_dim, value_dim = u.shape[2], k.shape[3], u.shape[3]
+    shape = num_heads, key_dim, value_dim
+    h = k.new_empty(1, len(plan.chunks), *shape)
+    new_values = torch.empty_like(u)
+    finals = None
+    if gives_final or len(plan.levels) > 1:
+        finals = k.new_empty(len(plan.lengths), *shape, dtype=torch.float32)
+    initial: list[Tensor | None] = []
+    for level, segments in _levels(plan):
+        begin = stored
+        if level.parents is not None:
+            assert finals is not None
+            begin = finals[level.parents]
+        is_followed = gives_final or segments.stop < len(plan.lengths)
+        chunk_gated_delta_rule_fwd_kernel_h_blockdim64[_grid(level, num_heads, value_dim)](
+            k=k,
+            v=u,
+            w=w,
+            v_new=new_values,
+            g=log2_decays,
+            gk=None,
+            h=h,
+            h0=begin,
+            ht=finals[segments] if finals is not None and is_followed else None,
+            **_sizes(level, k, u),
+        )
+        initial.append(begin)
+    return States(h, new_values, initial, finals)
+
+
+def pass_back(
+    tokens: ChunkTokens, plan: SegmentPlan, states: States, given: OutputGradients
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the last state of each chunk [1, C, H, K, V], of the new values [1, T, H, V],
+    and of the states that were stored, None where there were none."""
+    k, w, _, log2_decays = tokens
+    num_heads, value_dim = given.do.shape[2:]
+    dh = torch.empty_like(states.h)
+    d_values = torch.empty_like(given.new_values)
+    d_finals = given.finals
+    if len(plan.levels) > 1:  # children add theirs
+        shape = len(plan.lengths), *states.h.shape[2:]
+        zeros = states.h.new_zeros(shape, dtype=torch.float32)
+        d_finals = zeros if d_finals is None else d_finals.float().clone()
+    elif d_finals is not None:
+        d_finals = d_finals.float().contiguous()
+    d_initial = None
+    levels = [*zip(_levels(plan), states.initial, strict=True)]
+    for (level, segments), begin in reversed(levels):
+        is_followed = given.finals is not None or segments.stop < len(plan.lengths)
+        d_initial = None if begin is None else torch.empty_like(begin, dtype=torch.float32)
+        chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64[_grid(level, num_heads, value_dim)](
+            q=given.q,
+            k=k,
+            w=w,
+            g=log2_decays,
+            gk=None,
+            dht=d_finals[segments] if d_finals is not None and is_followed else None,
+            dh0=d_initial,
+            do=given.do,
+            dh=dh,
+            dv=given.new_values,
+            dv2=d_values,
+            scale=given.scale,
+            **_sizes(level, k, given.do),
+        )
+        if level.parents is not None:
+            assert d_finals is not None
+            assert d_initial is not None
+            # Sorted and summed, in the same order each time: `index_add_` would add as they come.
+            d_finals.index_put_((level.parents,), d_initial, accumulate=True)
+    return dh, d_values, d_initial
+
+
+def _levels(plan: SegmentPlan) -> Generator[tuple[SegmentLevel, slice]]:
+    """Levels, each with its segments among all of them."""
+    ends = [*accumulate(len(level.lengths) for level in plan.levels)]
+    for level, end in zip(plan.levels, ends, strict=True):
+        yield level, slice(end - len(level.lengths), end)
+
+
+def _grid(
+    level: SegmentLevel, num_heads: int, value_dim: int
+) -> Callable[[Mapping[str, int]], tuple[int]]:
+    """Programs of a launch, by the values `BV` that each serves."""
+    return lambda launch: (-(-value_dim // launch["BV"]) * len(level.lengths) * num_heads,)
+
+
+def _sizes(level: SegmentLevel, keys: Tensor, values: Tensor) -> dict[str, Any]:
+    """Arguments that both kernels share. Borders of a level are places in the whole pass."""
+    num_tokens, num_key_heads, key_dim = keys.shape[1:]
+    num_heads, value_dim = values.shape[2:]
+    return {
+        "cu_seqlens": level.cu_seqlens,
+        "chunk_offsets": level.chunk_offsets,
+        "T": num_tokens,
+        "H": num_key_heads,
+        "HV": num_heads,
+        "K": key_dim,
+        "V": value_dim,
+        "BT": CHUNK,
+        "STATE_V_FIRST": False,
+    }
