@@ -20,7 +20,9 @@ __all__ = ["Problem", "invent", "make_word_problems", "right"]
 SHORT, LONG = (2, 3, 4), (5, 6)
 """Steps of the problems that the warm-up shows with their solutions, and of those that it never
 shows."""
-NUM_SHOWN, NUM_TRAIN, NUM_HELD_OUT = 120_000, 60_000, 500
+NUM_SHOWN, NUM_TRAIN, NUM_HELD_OUT = 120_000, 40_000, 500
+SHORT_SHARE = 4
+"""One in so many training problems is short: those are solved before, and shall not be forgotten."""
 LARGEST = 999
 OTHER_FACT_SHARE = 0.4
 """Share of problems with a fact that has nothing to do with the answer."""
@@ -213,14 +215,15 @@ def right(completion: str, answer: str) -> float:
 def make_word_problems(folder: Path, seed: int) -> None:
     """Write an untrained model, and rows of problems. No problem is in two files, not even with
     other names and things."""
-    half = NUM_TRAIN // 2
-    short = invent(NUM_HELD_OUT + NUM_SHOWN + half, seed, SHORT)
-    long = invent(NUM_HELD_OUT + half, seed, LONG)
+    num_short = NUM_TRAIN // SHORT_SHARE
+    num_long = NUM_TRAIN - num_short
+    short = invent(NUM_HELD_OUT + NUM_SHOWN + num_short, seed, SHORT)
+    long = invent(NUM_HELD_OUT + num_long, seed, LONG)
     write_jsonl(folder / "held-out-short.jsonl", map(_row, short[:NUM_HELD_OUT]))
     write_jsonl(folder / "held-out-long.jsonl", map(_row, long[:NUM_HELD_OUT]))
-    shown = short[NUM_HELD_OUT:-half]
+    shown = short[NUM_HELD_OUT:-num_short]
     write_jsonl(folder / "shown.jsonl", (_row(x) | {"completion": x.solution} for x in shown))
-    mixed = short[-half:] + long[-half:]
+    mixed = short[-num_short:] + long[-num_long:]
     random.Random(f"order {seed}").shuffle(mixed)
     write_jsonl(folder / "train.jsonl", map(_row, mixed))
     texts = (f"{x.text}\n{x.solution}" for x in shown[:20_000])
