@@ -149,11 +149,13 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	@$(call quietly, $(INSTALL) --editable .)
 	@touch $@
 
-# torchao has a place of its own, where just the tests of float8 look: transformers imports it
-# wherever it finds it, which takes half a second and warns about kernels for GPUs.
+# torchao and fla-core have places of their own, where just the tests of float8 and of their kernels
+# look: transformers imports them wherever it finds them. That of torchao takes half a second and
+# warns about kernels for GPUs; with fla-core it computes recurrent layers otherwise.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(call quietly, $(INSTALL) --editable ".[dev]")
 	@$(call quietly, $(INSTALL) --no-deps --upgrade --target $(VENV)/fp8 torchao)
+	@$(call quietly, $(INSTALL) --no-deps --upgrade --target $(VENV)/fla fla-core einops)
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

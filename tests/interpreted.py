@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
-def run_interpreted(module: str) -> Any:
-    """What `python -m module` prints, JSON; the module imports `tests.triton_interpreter`."""
+def run_interpreted(module: str, *folders: Path) -> Any:
+    """What `python -m module` prints, JSON; the module imports `tests.triton_interpreter`. Packages
+    may lie in further `folders`."""
     command = [sys.executable, "-W", "ignore", "-m", module]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -16,6 +16,8 @@ from triton.runtime import interpreter
 
 gc.disable()  # it would walk over millions of small objects, of which few are in cycles
 
+_Builder = interpreter.InterpreterBuilder
+_splat = _Builder.create_splat
 _patch_tensor = interpreter._patch_lang_tensor
 _patch_language = interpreter._patch_lang
 
@@ -24,6 +26,14 @@ def _patch_loop_bounds(tensor, scope):
     """The interpreter of triton 3.6 calls int() on one-element arrays, which numpy 2.4 refuses."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _splat_conditions(self, ret_ty, arg):
+    """The interpreter of triton 3.9 makes integers of a scalar condition that is broadcast, which
+    loads refuse as a mask."""
+    found = _splat(self, ret_ty, arg)
+    found.data = found.data.astype(bool) if arg.data.dtype == bool else found.data
+    return found
 
 
 def _patch_once(function):
@@ -35,5 +45,6 @@ def _patch_once(function):
     return interpreter._LangPatchScope()
 
 
+_Builder.create_splat = _splat_conditions
 interpreter._patch_lang_tensor = _patch_loop_bounds
 interpreter._patch_lang = _patch_once

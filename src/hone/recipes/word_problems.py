@@ -22,7 +22,7 @@ SHORT, LONG = (2, 3, 4), (5, 6)
 shows."""
 NUM_SHOWN, NUM_TRAIN, NUM_HELD_OUT = 120_000, 40_000, 500
 SHORT_SHARE = 4
-"""One in so many training problems is short: those are solved before, and shall not be forgotten."""
+"""One training problem in four is short, so that what the warm-up taught is not forgotten."""
 LARGEST = 999
 OTHER_FACT_SHARE = 0.4
 """Share of problems with a fact that has nothing to do with the answer."""

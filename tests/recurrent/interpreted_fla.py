@@ -1,0 +1,126 @@
+"""Runs the kernels of `fla-core` in Triton's interpreter, as a pass on a GPU calls them; prints as
+JSON how outputs, states and gradients compare with plain torch in float64.
+
+A process of its own, as `tests.recurrent.interpreted_chunks`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import json
+import sys
+from collections.abc import Callable, Generator
+from itertools import accumulate
+from typing import Any
+
+from tests import triton_interpreter  # noqa: F401  # isort: skip
+
+import torch
+import triton.language as tl
+from fla.ops.common import chunk_delta_h
+from torch import Tensor
+from triton.runtime.autotuner import Autotuner
+
+from hone.attention.recurrent import fla_convolution, fla_rule, kernels
+from hone.attention.recurrent.delta_rule import Tokens
+from hone.segments import Segment, SegmentPlan, plan_segments
+
+LIMIT = 1e-5
+"""Of distances relative to the norm of what is right; inputs are float32."""
+CUTS: dict[str, list[tuple[int, int | None]]] = {
+    "rows": [(70, None), (1, None), (64, None)],
+    "a group": [(66, None), (5, 0), (65, 0), (1, 0)],
+    "three levels": [(70, None), (2, None), (3, 1), (40, 0), (66, 0), (1, 1), (5, 2)],
+}
+"""Tokens of each segment, and the number of its parent."""
+SHAPE = {"key heads": 1, "heads": 2, "keys": 16, "values": 32, "channels": 20}
+
+
+def plan_of(cut: str) -> SegmentPlan:
+    starts = accumulate((size for size, _ in CUTS[cut]), initial=0)
+    segments = [Segment(start, *part) for start, part in zip(starts, CUTS[cut], strict=False)]
+    return plan_segments(segments, torch.as_tensor)
+
+
+def distances(found: list[Tensor], exact: list[Tensor]) -> float:
+    pairs = zip(found, exact, strict=True)
+    return max(float((x.double() - y).norm() / y.norm().clamp(min=1e-9)) for x, y in pairs)
+
+
+def of_rule(plan: SegmentPlan, *, stored: bool) -> float:
+    """The largest distance among outputs, final states, and gradients of all inputs."""
+    torch.manual_seed(0)
+    size, (key_heads, heads, keys, values, _) = sum(plan.lengths), SHAPE.values()
+    tokens = Tokens(
+        q=torch.randn(size, key_heads, keys),
+        k=torch.randn(size, key_heads, keys),
+        v=torch.randn(size, heads, values),
+        g=-torch.rand(size, heads),
+        beta=torch.rand(size, heads),
+    )
+    states = [torch.randn(len(plan.levels[0].lengths), heads, keys, values)] * stored
+    upstream = torch.randn(size, heads, values), torch.randn(len(plan.lengths), heads, keys, values)
+
+    def work(rule: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (*tokens, *states)]
+        initial = leaves[5] if stored else None
+        outputs = rule(Tokens(*leaves[:5]), plan, initial, gives_final=True)
+        own = [x.to(y.dtype) for x, y in zip(upstream, outputs, strict=True)]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, own)]
+
+    found = work(fla_rule.gated_delta_rule, torch.float32)
+    return distances(found, work(kernels.gated_delta_rule, torch.float64))
+
+
+def of_convolution(plan: SegmentPlan, *, stored: bool) -> float:
+    """The largest distance among outputs, last inputs, and gradients of inputs and weights."""
+    torch.manual_seed(0)
+    size, channels = sum(plan.lengths), SHAPE["channels"]
+    inputs = [torch.randn(size, channels), torch.randn(channels, 4)]
+    before = torch.randn(len(plan.levels[0].lengths), 3, channels) if stored else None
+    upstream = torch.randn(size, channels)
+
+    def by_kernels(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        found = kernels.inputs_before(x.detach(), 3, plan, before)
+        return fla_convolution.convolve(x, weight, plan, found, gives_final=True)
+
+    def in_torch(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.convolve(x, weight, plan, before, gives_final=True)
+
+    def work(call: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        output, last = call(*leaves)
+        return [output, last, *torch.autograd.grad(output, leaves, upstream.to(dtype))]
+
+    return distances(work(by_kernels, torch.float32), work(in_torch, torch.float64))
+
+
+def keep_one_variant() -> None:
+    """Leave one launch to each kernel: which is the fastest cannot be measured here."""
+    for kernel in gc.get_objects():
+        if isinstance(kernel, Autotuner):
+            kernel.configs = kernel.configs[:1]
+
+
+def tensor_range(*bounds: Any) -> Generator[Any]:
+    """Numbers of a kernel's loop as it has them when it is compiled, not those of Python."""
+    for number in builtins.range(*bounds):
+        yield tl.full((), number, tl.int32)
+
+
+def main() -> None:
+    keep_one_variant()
+    chunk_delta_h.range = tensor_range  # pyright: ignore[reportAttributeAccessIssue]
+    wrong: dict[str, float] = {}
+    for cut in CUTS:
+        for stored in (False, True):
+            for check in (of_rule, of_convolution):
+                error = check(plan_of(cut), stored=stored)
+                if not error < LIMIT:
+                    wrong[f"{check.__name__}, {cut}, {stored=}"] = error
+    json.dump({"cases": 4 * len(CUTS), "wrong": wrong}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
