@@ -83,6 +83,10 @@ CASES: dict[str, dict[str, Any]] = {
         }
         for size, stage in ((2, 0), (2, 3), (4, 3))
     },
+    "experts and matrices over 2": {
+        "model": EXPERTS,
+        "parallel": {"zero_stage": 3, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+    },
     **{
         f"two stages of pipeline, stage {stage}": {
             "model": {"num_hidden_layers": 3, "tie_word_embeddings": tied},

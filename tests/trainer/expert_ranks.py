@@ -52,15 +52,29 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+SHARED = {
+    "family": "glm4_moe",
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""With an expert that all tokens pass, and an MLP in its first layer."""
 HIDDEN = 32
 DEEPER = MODEL | {"num_hidden_layers": 5}
 """With experts in each of two stages of layers, of which `MODEL` has them in one."""
 STAGES = {"pipeline_parallel_size": 2, "expert_parallel_size": 2}
+TENSOR = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "zero_stage": 3}
 LAYOUTS = {
     2: {
         **{
             f"stage {stage}": {"expert_parallel_size": 2, "zero_stage": stage} for stage in range(4)
         },
+        "tensor": TENSOR | {"zero_stage": 0},
+        "tensor, shards": TENSOR,
     },
     4: {
         "all four": {"expert_parallel_size": 4},
@@ -71,6 +85,11 @@ LAYOUTS = {
         "more than share shards": {"expert_parallel_size": 4, "fsdp_size": 2},
         "split sequences": {"expert_parallel_size": 2, "ulysses_size": 2},
         "ring": {"expert_parallel_size": 2, "ring_size": 2, "zero_stage": 3},
+        "tensor, shards": TENSOR,
+        "tensor, copies": TENSOR | {"zero_stage": 0},
+        "tensor and more ranks": TENSOR | {"expert_parallel_size": 4},
+        "tensor, split sequences": TENSOR | {"ulysses_size": 2, "zero_stage": 1},
+        "tensor, two stages of layers": TENSOR | {"pipeline_parallel_size": 2},
         **{
             f"two stages of layers, zero {zero}": STAGES | {"zero_stage": zero}
             for zero in (0, 1, 3)
@@ -181,6 +200,14 @@ def cases(world):
         )
         for stage in (0, 3)
     }
+    tensor = replace(base, parallel=TENSOR)
+    found |= {
+        "tensor, recomputed": replace(tensor, settings=base.settings | {"recompute": "full"}),
+        "tensor, a shared expert": replace(tensor, model=SHARED),
+        "tensor, fewer tokens than ranks": replace(
+            tensor, rows=partial(random_rows, 1, seed=6), settings={}
+        ),
+    }
     if world == 4:
         deep = replace(base, parallel=STAGES, model=DEEPER)
         found |= {
@@ -224,6 +251,7 @@ def round_trips(world):
             divided | {"zero_stage": 0},
         ),
     }
+    layouts["tensor, then not"] = (TENSOR | {"expert_parallel_size": world}, divided)
     if world == 4:
         layouts["stages of layers, then none"] = (STAGES, divided)
         layouts["no stages of layers, then two"] = (shards, STAGES)

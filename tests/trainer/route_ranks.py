@@ -14,6 +14,7 @@ LAYOUTS = {
     "experts divided": ({"expert_parallel_size": 2, "zero_stage": 3}, {"recompute": "full"}),
     "split sequences": ({"ulysses_size": 2}, {}),
     "ring": ({"ring_size": 2, "expert_parallel_size": 2}, {}),
+    "tensor": ({"tensor_parallel_size": 2, "expert_parallel_size": 2}, {}),
     "stages": ({"pipeline_parallel_size": 2}, {"recompute": "full"}),
 }
 
@@ -40,7 +41,7 @@ CASES = {
     )
     for family, fields in FAMILIES.items()
     for name, (parallel, settings) in LAYOUTS.items()
-    if name != "ring" or "layer_types" not in fields  # hybrids are refused there
+    if name not in {"ring", "tensor"} or "layer_types" not in fields  # hybrids are refused there
 }
 
 

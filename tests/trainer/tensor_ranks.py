@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext
 from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.processes import processes
-from hone.families.registry import TENSOR_FAMILIES
+from hone.families.registry import DIVIDED_FAMILIES, SPECS
 from hone.models.adapted import adapters_off
 from hone.models.adapters import adapt
 from hone.models.contents import follow_inputs
 from hone.models.decoder import hidden_states
 from hone.models.settings import LoraConfig
 from hone.trainer import logprobs, tensor
+from hone.trainer.experts import divide_experts
 from hone.trainer.logprobs import token_scores
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
@@ -36,8 +37,17 @@ from tests.rank_cases import on_mesh, start
 from tests.trainer.examples import VOCAB, tiny_model
 
 Found = dict[str, Any]
+EXPERTS: dict[str, Any] = {
+    "family": "qwen3_moe",
+    **FAMILY_FIELDS["qwen3_moe"],
+    "mlp_only_layers": [],
+}
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"family": name, **FAMILY_FIELDS[name]} for name in TENSOR_FAMILIES},
+    **{
+        name: {"family": name, **FAMILY_FIELDS[name]}
+        for name in DIVIDED_FAMILIES
+        if SPECS[name].experts is None
+    },
     "llama, untied, all biases": {
         "family": "llama",
         "tie_word_embeddings": False,
@@ -183,14 +193,20 @@ def recompute(model: PreTrainedModel) -> None:
 
 def compiled() -> Found:
     """Layers traced by the compiler, once for all numbers of tokens."""
-    return {family: trace(family) for family in ("qwen3", "qwen3_5_text")}
+    return {family: trace(family) for family in ("qwen3", "qwen3_5_text", "qwen3_moe")}
 
 
 def trace(family: str) -> Found:
-    mesh = tensor_mesh()
-    whole = make(family, num_hidden_layers=1, layer_types=None)
+    mesh, case = tensor_mesh(), {"num_hidden_layers": 1, "layer_types": None}
+    if family == "qwen3_moe":
+        mesh = on_mesh({"tensor_parallel_size": 2, "expert_parallel_size": 2})
+        whole = tiny_model(**EXPERTS | case)
+        follow_inputs(whole)
+    else:
+        whole = make(family, **case)
     split = copy.deepcopy(whole)
     parallelize(split, mesh)
+    divide_experts(split, mesh)
     for layer in split.base_model.layers:
         layer.compile(dynamic=True, backend="aot_eager")
     errors = []

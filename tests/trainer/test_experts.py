@@ -65,7 +65,7 @@ def test_each_rank_holds_its_share(ranks, world):
             cfg = ParallelConfig(**LAYOUTS[world][name])
             sizes = AxisSizes.of(cfg, world)
             assert of_experts == pytest.approx(1 / sizes.expert / sizes.expert_fsdp), name
-            assert of_others == pytest.approx(1 / sizes.fsdp, abs=0.05), name
+            assert of_others == pytest.approx(1 / sizes.fsdp / sizes.tensor, abs=0.05), name
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -10,7 +10,8 @@ the last varying fastest, so that ranks which communicate most are neighbours:
 
 Weights, gradients and optimizer states of a stage are sharded over groups of `fsdp_size` neighbours
 among its ranks that differ in data or context, and replicated over such groups. Experts are split
-over `expert` neighbours among the same ranks, and then sharded over the remaining factor.
+over `expert` neighbours among the same ranks and those of the tensor axis, which have different
+tokens where experts compute, and then sharded over the remaining factor.
 """
 
 from __future__ import annotations

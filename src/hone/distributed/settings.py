@@ -204,7 +204,7 @@ class ParallelConfig(Section):
 
     expert_parallel_size: int = Field(default=1, ge=1)
     """Processes, among those that share or copy shards, that each hold some of every layer's
-    experts; tokens travel to them (all-to-all)."""
+    experts; tokens travel to them (all-to-all). With tensor parallelism that size or a multiple."""
 
     ulysses_size: int = Field(default=1, ge=1)
     """Processes that share a sequence's tokens, and in attention its heads (all-to-all)."""
@@ -285,7 +285,7 @@ class AxisSizes:
     fsdp: int = 1
     """Processes, among those of data and context, that share one set of shards."""
     expert: int = 1
-    """Neighbours, among those of data and context, that divide the experts."""
+    """Neighbours, among those of data, context and tensor, that divide the experts."""
     pipeline: int = 1
     """Stages of layers."""
     virtual_stages: int = 1
@@ -321,12 +321,18 @@ class AxisSizes:
                 "or -1 for all."
             )
         expert = 1 if world_size is None else cfg.expert_parallel_size
-        if sharers % expert or (fsdp % expert and expert % fsdp):
+        if expert > 1 and expert % tensor:
+            raise UserError(
+                f"trainer.parallel.expert_parallel_size is {expert}, which is no multiple of "
+                f"trainer.parallel.tensor_parallel_size, {tensor}: processes that share matrices "
+                f"also divide experts. Use {tensor} or a multiple."
+            )
+        divided, shared = sharers * tensor, fsdp * tensor
+        if divided % expert or (shared % expert and expert % shared):
             raise UserError(
                 f"trainer.parallel.expert_parallel_size is {expert}, which must divide the "
-                f"{sharers} processes that differ in data or context, and divide the {fsdp} that "
-                "share shards or be a multiple of them. Change it, fsdp_size or the number of "
-                "processes."
+                f"{divided} processes of a pipeline stage, and divide the {shared} of one set of "
+                "shards or be a multiple of them. Change it, fsdp_size or the number of processes."
             )
         return cls(
             data=world // replica,
@@ -347,7 +353,7 @@ class AxisSizes:
     @property
     def expert_fsdp(self) -> int:
         """Processes that share one set of shards of the same experts."""
-        return max(1, self.fsdp // self.expert)
+        return max(1, self.fsdp * self.tensor // self.expert)
 
     @property
     def context(self) -> int:

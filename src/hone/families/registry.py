@@ -18,7 +18,6 @@ __all__ = [
     "FUSED_FAMILIES",
     "SERVED",
     "SPECS",
-    "TENSOR_FAMILIES",
     "VALUE_FAMILIES",
     "inputs_of",
     "public_configs",
@@ -61,10 +60,7 @@ VALUE_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.gives_values
 """Families that can be critics and reward models."""
 
 DIVIDED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.tensor_plan is not None)
-"""Families that engines divide among ranks."""
-
-TENSOR_FAMILIES = tuple(name for name in DIVIDED_FAMILIES if SPECS[name].experts is None)
-"""Families whose layers the tensor axis of training splits."""
+"""Families that engines divide among ranks, and the tensor axis among trainers."""
 
 SERVED = (
     "hone runs dense decoders of text, and the vision-language models of the families "

@@ -110,6 +110,8 @@ class _Choice:
             context.record_routes(place, ids_TK)
         elif context.routes is not None:
             recorded_TK = context.routes[:, place]
+            if (own_share := getattr(router, "own_share", None)) is not None:
+                recorded_TK = own_share(recorded_TK, unrecorded(recorded_TK.dtype))
             is_recorded = recorded_TK != unrecorded(recorded_TK.dtype)
             ids_TK = torch.where(is_recorded, recorded_TK.long(), ids_TK)
             weights_TK = gate_weights(logits_TE, ids_TK, router, self.scores)

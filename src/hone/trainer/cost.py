@@ -564,8 +564,8 @@ class _Step:
     @property
     def _routed(self) -> int:
         """Values of one token's hidden states before and after its experts, where each of these
-        experts has a copy."""
-        return 2 * self.shape.experts_per_token * self.shape.hidden_size
+        experts has a copy; a device of the tensor axis has those of its share of tokens."""
+        return 2 * self.shape.experts_per_token * self.shape.hidden_size // self.sizes.tensor
 
     def _layer_bytes(self, mode: RecomputeMode, layer: int) -> int:
         """Bytes that one layer keeps for backward, for all tokens of a micro-batch on this

@@ -12,7 +12,7 @@ from hone.config.rules.rule import error, unused, with_facts
 from hone.config.rules.view import Details, Fact, NotKnownError
 from hone.distributed.settings import ParallelConfig
 from hone.families.model_facts import ModelFacts
-from hone.families.registry import SPECS, TENSOR_FAMILIES
+from hone.families.registry import DIVIDED_FAMILIES, SPECS
 
 __all__ = ["RULES"]
 
@@ -21,7 +21,7 @@ _GAE = ("algorithm.advantage = gae",)
 _APART = (*_GAE, _CRITICS)
 _BUDGET, _FORWARD = "max_tokens_per_microbatch", "max_tokens_per_forward"
 
-_SPLIT = ", ".join(TENSOR_FAMILIES)
+_SPLIT = ", ".join(DIVIDED_FAMILIES)
 """Families that the tensor axis of training splits."""
 
 Problem = Callable[[ModelFacts, ParallelConfig], str | None]
@@ -107,8 +107,10 @@ def _of_tensor(model: ModelFacts, parallel: ParallelConfig) -> str | None:
     size = parallel.tensor_parallel_size
     if size == 1:
         return None
-    if model.family not in (None, *TENSOR_FAMILIES):
+    if model.family not in (None, *DIVIDED_FAMILIES):
         return f"it is of the family {model.family}, and only layers of {_SPLIT} are split so"
+    if model.shape is not None and model.shape.num_experts and parallel.expert_parallel_size % size:
+        return "processes that share its matrices have to share its experts too"
     undivided = ", ".join(model.undivided(size))
     return f"the size does not divide {undivided}" if undivided else None
 

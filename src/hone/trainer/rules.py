@@ -12,7 +12,7 @@ from hone.config.rules.rule import error, excludes, needs, unused, warning, with
 from hone.config.rules.view import Details, Fact, NotKnownError, required
 from hone.config.tree import SAMPLING, SUPERVISED
 from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
-from hone.families.registry import SPECS, TENSOR_FAMILIES, spec_of
+from hone.families.registry import DIVIDED_FAMILIES, SPECS, spec_of
 from hone.families.spec import PROJECTIONS
 from hone.families.stages import stage_layers
 
@@ -29,7 +29,7 @@ _TARGETS = "model.lora.target_modules"
 _BY_TOKENS = "not trainer.micro_batch_size"
 _SIZES = "trainer.parallel.ring_size x trainer.parallel.ulysses_size"
 _REFERENCE_SIZES = (f"{_PARALLEL}.reference_ring_size", f"{_PARALLEL}.reference_ulysses_size")
-_SPLIT = ", ".join(TENSOR_FAMILIES)
+_SPLIT = ", ".join(DIVIDED_FAMILIES)
 """Families that the tensor axis splits."""
 
 
@@ -159,7 +159,7 @@ class TrainerFacts(Facts):
     @cached_property
     def has_tensor_plan(self) -> bool:
         """Whether the tensor axis splits the model's layers."""
-        return self.model.family in (None, *TENSOR_FAMILIES)
+        return self.model.family in (None, *DIVIDED_FAMILIES)
 
     @cached_property
     def num_experts(self) -> Fact[int]:
@@ -448,6 +448,10 @@ _AXES = (
           says=f"{_TENSOR} is {{{_TENSOR}}}, and {{the_model}} is of the family {{family}}",
           why=f"only layers of {_SPLIT} are split over the tensor axis",
           fix=f"{_TENSOR} = 1 | shard by {_PARALLEL}.zero_stage 3"),
+    error(f"{_TENSOR} > 1", "@has_experts", given=(f"{_EXPERTS} = 1",),
+          says=f"{_TENSOR} is {{{_TENSOR}}}, {_EXPERTS} is 1, and {{the_model}} has experts",
+          why="processes that share matrices have different tokens where experts compute",
+          fix=f"{_EXPERTS} = {{{_TENSOR}}} or a multiple"),
     error(f"{_EXPERTS} > 1", "not @has_experts",
           says=f"{_EXPERTS} is {{{_EXPERTS}}}, and {{the_model}} has no experts",
           fix=f"{_EXPERTS} = 1"),

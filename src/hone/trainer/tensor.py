@@ -11,10 +11,14 @@ arXiv:2205.05198):
                              queries, keys and values, which lie behind each other in one weight
     norms                    whole on every rank, each sees its share of tokens or of heads
     head of values           whole on every rank, each sees all tokens
+    routers                  whole on every rank, each sees its share of tokens
+    experts                  not here: `hone.trainer.experts` divides them over an axis that
+                             includes this one, whose ranks have different tokens there
     adapters                 B is split where W has rows, A where it has columns; the other one is
                              whole, and each rank computes a part of its gradient
 
-A layer gathers all tokens before attention and before the MLP, and scatters them again after it.
+A layer gathers all tokens before attention and before an MLP, and scatters them again after it. In
+place of an MLP a mixture of experts gets a rank's share; a shared expert beside it is an MLP.
 The number of tokens is arbitrary: the last ranks' shares are padded with rows that nobody reads.
 Hidden states after the final norm are whole and equal on every rank; their gradient must be, too.
 
@@ -28,7 +32,7 @@ Letters: T tokens, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias, cast
@@ -49,14 +53,14 @@ from transformers import PreTrainedModel
 
 from hone.attention.recurrent.layer import DeltaWeights, PackedDeltaNet, is_recurrent, set_heads
 from hone.distributed.mesh import Mesh
-from hone.families.registry import SPECS, TENSOR_FAMILIES
+from hone.families.registry import DIVIDED_FAMILIES, SPECS
 from hone.families.spec import Split
 from hone.models.adapters import LoraLinear
 from hone.models.decoder import Elsewhere, decoder_layers, head_weight
 from hone.models.heads import has_value_head, value_head
 from hone.trainer.row_shares import first_row, gather_rows
 
-__all__ = ["SplitModule", "own_part", "own_rows", "parallelize"]
+__all__ = ["SplitModule", "has_experts", "own_part", "own_rows", "parallelize"]
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
@@ -64,7 +68,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
 
     Every rank passes the same whole weights and keeps its part of them; no messages are sent.
     Weights in host memory are copied to the mesh's device one by one, where the parts stay. Weights
-    on the meta device stay there, as parts. The family must be of `TENSOR_FAMILIES`; the ranks
+    on the meta device stay there, as parts. The family must be of `DIVIDED_FAMILIES`; the ranks
     divide its heads and inner size.
     """
     if mesh.tensor_mesh is None:
@@ -89,20 +93,23 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
             layer.linear_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
         else:
             layer.self_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
-        layer.mlp.register_forward_pre_hook(_gather_for_mlp)
+        mlp = getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
+        if mlp is not None:
+            mlp.register_forward_pre_hook(_gather_for_mlp)
     base.register_forward_hook(_gather_output, with_kwargs=True)
 
 
 def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[SplitModule]]]:
     """Each module of the backbone in this process, and the class that replaces its own."""
     family = model.config.model_type
-    assert family in TENSOR_FAMILIES, f"{family} is not split over the tensor axis"
+    assert family in DIVIDED_FAMILIES, f"{family} is not split over the tensor axis"
     plan = SPECS[family].tensor_plan
     assert plan is not None
     for layer in decoder_layers(model):
         modules = dict(layer.named_modules())
         for name, split in plan.items():
-            if (module := modules.get(name)) is not None:  # a hybrid has layers of two kinds
+            module = modules.get(name)  # of two kinds of layers one has it
+            if module is not None and split != "experts":
                 yield module, _class_of(module, split)
     base: Any = model.base_model
     norm: nn.Module = base.norm
@@ -113,6 +120,11 @@ def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[Spl
         yield embedding, VocabularyEmbedding
 
 
+def has_experts(layer: nn.Module) -> bool:
+    """Whether a decoder layer has a mixture of experts in place of an MLP."""
+    return hasattr(cast(Any, layer).mlp, "experts")
+
+
 def _class_of(module: nn.Module, split: Split) -> type[SplitModule]:
     if is_recurrent(module):
         return SplitHeads
@@ -121,6 +133,8 @@ def _class_of(module: nn.Module, split: Split) -> type[SplitModule]:
         return _ADAPTED[split]
     if split == "qkv_rows":
         return QkvLinear if isinstance(module, nn.Linear) else SplitConvolution
+    if split == "shared" and hasattr(module, "top_k"):
+        return SharedRouter
     if split == "shared" and hasattr(module, "eps"):  # as families with `1 + weight` name it
         return CentredNorm
     return _CLASSES[split]
@@ -237,6 +251,42 @@ class CentredNorm(SplitModule):
     def forward(self, x: Tensor) -> Tensor:
         weight = 1.0 + _shared(self.weight).float()
         return (_normalized(x, self.eps) * weight).to(x.dtype)
+
+
+class SharedRouter(SplitModule):
+    """A family's router over this rank's share of the tokens."""
+
+    placements: ClassVar = {"weight": Replicate()}
+    weight: nn.Parameter
+    choose: Callable[[Any, Tensor], tuple[Tensor, ...]]
+    """The forward of the family's class."""
+
+    @classmethod
+    def split(cls, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(module, mesh)
+        own: Any = module
+        own.choose = type(module).forward
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        return self.choose(_PlainRouter(self, _shared(self.weight)), hidden_states)
+
+    def own_share(self, x_T: Tensor, padding: int) -> Tensor:
+        """What belongs to this rank's share of tokens, of something of all tokens."""
+        mesh = _mesh(self.weight)
+        missing = -len(x_T) % mesh.size()
+        padded = F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing), value=padding)
+        return padded.chunk(mesh.size())[mesh.get_local_rank()]
+
+
+class _PlainRouter:
+    """A router as its family's forward reads it, whose weight is a plain tensor."""
+
+    def __init__(self, module: nn.Module, weight: Tensor) -> None:
+        self.module = module
+        self.weight = weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
 def _normalized(x: Tensor, eps: float) -> Tensor:

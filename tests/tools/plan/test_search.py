@@ -29,6 +29,7 @@ from hone.planner.fitting import changed, does_fit, does_fit_host, errors, gpu_h
 from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.rules import findings
 from hone.tools.plan.comparison import Outcome, compare, planned_config
+from hone.tools.plan.layouts import layouts
 from hone.tools.plan.search import Notes, _placements, plan_of, search
 from hone.tools.plan.simulator import Placement
 from hone.tools.plan.training_time import TrainingTime
@@ -305,6 +306,44 @@ def test_experts_in_stages_send_the_tokens_of_their_own_layers() -> None:
     values = 2 * 2 * 2 * 8 * 2048 * 25 * sum(rows) / 8 * 7 / 8
     sent_s = values / (gpu.link_bytes_per_s * 0.7)
     assert divided_s - whole_s == pytest.approx(sent_s, rel=1e-6)
+
+
+def test_experts_beside_matrices_send_each_token_once() -> None:
+    """30B-A3B on 8 GPUs: what two that share matrices gather and add up is that of attention
+    alone, and they send half the tokens each."""
+    parallel = {"zero_stage": 1, "expert_parallel_size": 2}
+    cfg = PlanConfig.model_validate(
+        {"model": {"shape": "qwen3-30b-a3b"}, "trainer": {"parallel": parallel}}
+    )
+    shape = public_shape("qwen3-30b-a3b")
+    assert shape is not None
+    # Where sums of weights are hidden.
+    gpu = replace(known_gpu("h200"), link_bytes_per_s=9e10, flops_per_s=1e14)
+    devices = Devices(kind="cuda", gpu=gpu, per_node=8)
+    whole = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=8)
+    split = changed(whole, {"trainer.parallel.tensor_parallel_size": 2})
+    rows = [2048] * 512
+    whole_s, split_s = (
+        TrainingTime(plan, cfg.plan)._collectives_s(sum(rows), 1e9) for plan in (whole, split)
+    )
+    # A gather and a sum of hidden states, forward and backward, of which half comes from the other.
+    values = 2 * 2 * 2 * 2048 * 48 * sum(rows) / 4 / 2
+    assert split_s - whole_s == pytest.approx(values / (gpu.link_bytes_per_s * 0.7), rel=1e-6)
+
+
+def test_who_shares_matrices_shares_experts() -> None:
+    cfg = PlanConfig.model_validate({"model": {"shape": "qwen3-30b-a3b"}})
+    shape = public_shape("qwen3-30b-a3b")
+    assert shape is not None
+    devices = Devices(kind="cuda", gpu=known_gpu("h200"), per_node=8)
+    plan = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=16)
+    sizes = {
+        tuple(
+            layout.get(f"trainer.parallel.{axis}_parallel_size", 1) for axis in ("tensor", "expert")
+        )
+        for layout in layouts(plan)
+    }
+    assert sizes == {(1, 1), (1, 8), (2, 8), (4, 8), (8, 8)}
 
 
 def test_weights_of_four_bits_are_written_in_every_pass() -> None:

@@ -44,9 +44,7 @@ def layouts(plan: RunPlan, num_stages: int | None = None) -> Iterator[Change]:
         powers = [1 << n for n in range(most.bit_length())]
         every = (x for x in product(powers, repeat=3) if math.prod(x) <= most)
         sizes = sorted((x for x in every if sharers % math.prod(x) == 0), key=math.prod)
-    shared = (
-        (*size, expert) for size in sizes for expert in _expert_sizes(plan, sharers // size[0])
-    )
+    shared = ((*size, expert) for size in sizes for expert in _expert_sizes(plan, sharers, size[0]))
     for tensor, ulysses, ring, expert in shared:
         if ulysses_problem(ulysses, shape.num_heads // tensor, shape.num_kv_heads // tensor):
             continue
@@ -80,11 +78,14 @@ def numbers_of_stages(plan: RunPlan) -> list[int]:
     return sorted(n for n in numbers if 1 < n <= most and world % n == 0)
 
 
-def _expert_sizes(plan: RunPlan, num_sharing: int) -> list[int]:
+def _expert_sizes(plan: RunPlan, num_sharing: int, tensor: int) -> list[int]:
     """Candidate numbers of processes that share a layer's experts: the recipe's own, or the largest
-    possible within a node."""
+    possible within a node. Those that share matrices share experts too."""
     assert plan.trainer is not None
     assert plan.shape is not None
     own = plan.trainer.parallel.expert_parallel_size
+    if plan.shape.num_experts == 0:
+        return [own]
     most = math.gcd(plan.shape.num_experts, num_sharing, gpus_of_a_node(plan))
-    return [own] if own > 1 or plan.shape.num_experts == 0 else [*dict.fromkeys((1, most))]
+    sizes = [own] if own > 1 else [*dict.fromkeys((1, most))]
+    return [size for size in sizes if size % tensor == 0]

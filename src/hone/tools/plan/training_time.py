@@ -423,6 +423,14 @@ class TrainingTime:
         assert shape is not None
         return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
 
+    def _own_params(self, num_params: int) -> int:
+        """Number of parameters that a rank gathers and reduces, in one pipeline stage, of so many
+        with all experts: a part of each matrix, and whole experts of its own."""
+        shape, axes = self.plan.shape, self.plan.policy.axes
+        assert shape is not None
+        of_matrices = (num_params - shape.expert_params) // axes.tensor
+        return (of_matrices + shape.expert_params // axes.expert) // axes.pipeline
+
     @property
     def _unpacking_s(self) -> float:
         """Seconds for unpacking 4-bit weights in the passes of a micro-batch, recomputation
@@ -471,12 +479,10 @@ class TrainingTime:
         if shards > 1:
             stage, num_steps = trainer.parallel.zero_stage, self._num_steps
             sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
-            # A process gathers and reduces only its own experts.
-            elsewhere = shape.expert_params * (axes.expert - 1) // axes.expert
-            weights = 2 * (sharded - elsewhere) // axes.tensor // axes.pipeline
-            reduced = _GRADIENT_BYTES * self._num_params
-            if not self._config.model.lora.rank:
-                reduced -= _GRADIENT_BYTES * elsewhere // axes.pipeline
+            weights = 2 * self._own_params(sharded)
+            is_whole = not self._config.model.lora.rank
+            trained = self._own_params(shape.num_params) if is_whole else self._num_params
+            reduced = _GRADIENT_BYTES * trained
             # Per micro-batch, and per optimizer step, of which one micro-batch hides a part.
             often, once = 2 * weights * (stage == 3), weights * (0 < stage < 3)
             if self._reduces_late:
@@ -494,16 +500,17 @@ class TrainingTime:
         again, num_layers = stages.recomputed_share, stages.most_layers
         passes, attention_passes = 2 + again, 2 + again * (trainer.recompute_mode == "full")
         keys = 2 * shape.num_kv_heads * shape.head_dim
-        if axes.tensor > 1:  # two gathers and two sums a pass
-            values = 2 * num_layers * shape.hidden_size * own_tokens
-            seconds += 4 * passes * values * (axes.tensor - 1) / axes.tensor / own_link
+        if axes.tensor > 1:  # a gather and a sum for attention, and for an MLP or shared expert
+            num_mlps = num_layers - stages.most_sparse * (not shape.shared_expert_size)
+            values = 2 * (num_layers + num_mlps) * shape.hidden_size * own_tokens
+            seconds += 2 * passes * values * (axes.tensor - 1) / axes.tensor / own_link
         if axes.ulysses > 1:  # queries, keys, values, and what attention returns
             width = 2 * shape.num_heads * shape.head_dim + keys
             values = 2 * num_layers * width * own_tokens / axes.tensor
             seconds += attention_passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
         if axes.expert > 1:  # hidden states to experts and back
             width = 2 * shape.experts_per_token * shape.hidden_size
-            values = 2 * stages.most_sparse * width * own_tokens
+            values = 2 * stages.most_sparse * width * own_tokens / axes.tensor
             seconds += passes * values * (axes.expert - 1) / axes.expert / own_link
         if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
