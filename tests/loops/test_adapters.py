@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
 from tests.loops.test_processes import ALL_SAMPLES, assert_same_run, run_hone
 from tests.tiny_runs import lines, tiny_config, write_inputs
+from torch import Tensor
 
+from hone.families.spec import EXPERT_MATRICES
 from hone.loops import reinforce
 
-LORA = {"rank": 4, "alpha": 8.0}
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 
 
 def config(make: MakeConfig, folder: Path, lora: dict[str, Any], **sections: Any) -> Any:
@@ -55,16 +57,79 @@ def test_adapters_learn_and_the_engine_samples_what_is_exported(
     assert document["r"] == 4
 
 
+EXPERTS: dict[str, Any] = {
+    "family": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+}
+ON_EXPERTS = LORA | {"target_modules": ["q_proj", *EXPERT_MATRICES]}
+
+
+def unmerged(merged: dict[str, Tensor], adapter: dict[str, Tensor], name: str) -> Tensor:
+    """A matrix of an exported expert without its adapter, in float64. `name` is the one in files,
+    in which each expert is by itself."""
+    layer, _, rest = name.partition(".experts.")
+    expert, matrix, _ = rest.split(".")
+    is_down = matrix == "down_proj"
+    place = f"base_model.model.{layer}.experts{'' if is_down else '.base_layer'}"
+    a, b = (adapter[f"{place}.{leaf}.weight"].double() for leaf in ("lora_A", "lora_B"))
+    number, rank = EXPERTS["num_experts"], LORA["rank"]
+    a = a.view(number, rank, -1)[int(expert)]
+    b = b.view(len(b), rank, number)[:, :, int(expert)]
+    if not is_down:
+        b = b.chunk(2)[matrix == "up_proj"]
+    return merged[name].double() - LORA["alpha"] / rank * b @ a
+
+
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+def test_adapters_of_experts_learn_and_the_engine_samples_what_is_exported(
+    tmp_path: Path, weight_dtype: str
+) -> None:
+    """Every sync proves that the engine's weights are the trainer's merged ones, and the launch
+    gate compares what both compute. The reference of the KL term is the model without adapters."""
+    write_inputs(tmp_path / "inputs", **EXPERTS)
+    make = partial(tiny_config, tmp_path / "inputs", tmp_path / "run")
+    engine = {"weight_dtype": weight_dtype}
+    for steps in (2, 3):
+        cfg = config(make, tmp_path / "run", ON_EXPERTS, run={"steps": steps}, engine=engine)
+        reinforce.run(cfg)
+    found = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in found] == [1, 2, 3]
+    limit = 1e-9 if weight_dtype == "auto" else 1e-2
+    assert all(row["off_policy/mismatch_kl"] < limit for row in found)
+    assert found[0]["policy/ref_kl"] < 1e-9 < found[2]["policy/ref_kl"]
+    base = load_file(Path(make().model.path) / "model.safetensors")
+    merged = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    of_experts = [name for name in base if ".mlp.experts." in name]
+    assert len(of_experts) == 3 * EXPERTS["num_experts"]
+    for name in of_experts:
+        assert not torch.equal(merged[name], base[name]), f"{name} has not been trained"
+        without = unmerged(merged, adapter, name)
+        torch.testing.assert_close(without, base[name].double(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axis", ["zero_stage 3", "tensor_parallel_size 2", "pipeline_parallel_size 2"]
+    ("axis", "lora", "model"),
+    [
+        ("zero_stage 3", LORA, {}),
+        ("tensor_parallel_size 2", LORA, {}),
+        ("pipeline_parallel_size 2", LORA, {}),
+        ("expert_parallel_size 2", ON_EXPERTS, EXPERTS),
+    ],
 )
-def test_adapters_of_two_processes_are_those_of_one(tmp_path: Path, axis: str) -> None:
-    write_inputs(tmp_path / "inputs", num_kv_heads=2)
+def test_adapters_of_two_processes_are_those_of_one(
+    tmp_path: Path, axis: str, lora: dict[str, Any], model: dict[str, Any]
+) -> None:
+    write_inputs(tmp_path / "inputs", num_kv_heads=2, **model)
     make_config = partial(tiny_config, tmp_path / "inputs", tmp_path / "run")
-    one = config(make_config, tmp_path / "one", LORA)
+    one = config(make_config, tmp_path / "one", lora)
     reinforce.run(one)
-    two = config(make_config, tmp_path / "two", LORA)
+    two = config(make_config, tmp_path / "two", lora)
     key, value = axis.split()
     run_hone("rl", two, tmp_path, "--nproc", "2", f"--trainer.parallel.{key}", value)
     assert_same_run(one.run.dir, two.run.dir)

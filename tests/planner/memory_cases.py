@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from hone.checkpoint.sharded import local_part
 from hone.distributed.settings import AxisSizes
 from hone.families.shape import ModelShape
+from hone.families.spec import EXPERT_MATRICES
 from hone.models.adapters import adapt
 from hone.models.settings import LoraConfig
 from hone.tools.bench.train_memory import existing_tensors
@@ -21,6 +22,7 @@ STATES = {"optimizer": {"state_dtype": "bfloat16"}}
 MUON = {"optimizer": {"name": "muon"}}
 LORA = LoraConfig(rank=3)
 SOME = LoraConfig(rank=2, target_modules=("q_proj", "down_proj"))
+ON_EXPERTS = LoraConfig(rank=3, target_modules=("q_proj", *EXPERT_MATRICES))
 QLORA = LoraConfig(rank=3, load_in_4bit=True)
 UNTIED = {"tie_word_embeddings": False}
 EXPERTS = {
@@ -51,6 +53,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "adapters": {"lora": LORA},
     "some adapters": {"lora": SOME, "dtype": "float32"},
     "4-bit": {"lora": QLORA},
+    "adapters on experts": {"model": EXPERTS, "lora": ON_EXPERTS},
+    "adapters on experts, muon": {"model": EXPERTS, "lora": ON_EXPERTS, "trainer": MUON},
     "recurrent layers": {"model": HYBRID},
     "recurrent layers, muon": {"model": HYBRID, "trainer": MUON},
     "recurrent layers, adapters": {"model": HYBRID, "lora": LORA},
@@ -99,6 +103,19 @@ CASES: dict[str, dict[str, Any]] = {
         "model": EXPERTS,
         "lora": LORA,
         "parallel": {"zero_stage": 3, "expert_parallel_size": 2},
+    },
+    **{
+        f"adapters on experts, stage {stage}": {
+            "model": EXPERTS,
+            "lora": ON_EXPERTS,
+            "parallel": {"zero_stage": stage, "expert_parallel_size": 2},
+        }
+        for stage in (0, 3)
+    },
+    "adapters on whole layers of experts": {
+        "model": EXPERTS,
+        "lora": ON_EXPERTS,
+        "parallel": {"zero_stage": 3},
     },
 }
 KINDS = ("weights", "masters", "gradients", "optimizer")

@@ -3,7 +3,8 @@
 An adapted projection computes `W x + (alpha / rank) B (A x)`; W is frozen, A and B are trained (Hu
 et al., arXiv:2106.09685). With `load_in_4bit` W is stored as 4-bit NormalFloat in blocks of 64
 values with one scale each (Dettmers et al., arXiv:2305.14314). The dequantised values are the
-weights in training, in sampling and in exports alike.
+weights in training, in sampling and in exports alike. Experts that are named have an adapter each
+(`hone.models.expert_adapters`).
 
 Engines and exports know nothing of adapters: `adapted.merged_weights` gives them `W + (alpha /
 rank) B A` under the model's usual names.
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,10 +29,12 @@ from transformers import PreTrainedModel
 
 from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
-from hone.models.adapted import AdaptedLayer, attach_adapters
+from hone.families.spec import EXPERT_MATRICES
+from hone.models.adapted import AdaptedLayer, adapters_of, attach_adapters
 from hone.models.contents import whole_of
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
+from hone.models.expert_adapters import ExpertLora, GroupedExperts
 from hone.models.heads import has_value_head, value_head
 from hone.models.settings import LoraConfig
 
@@ -47,6 +50,8 @@ __all__ = [
 
 _ADAPTER = frozenset(("lora_A", "lora_B"))
 """Names of an adapter's tensors in the projection."""
+_MERGED_TOGETHER = 16
+"""Experts whose products are merged at once: float32 copies of all would be twice their size."""
 
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
@@ -162,6 +167,12 @@ class LoraAdapters:
     paths: frozenset[str]
     scaling: float
     is_4bit: bool
+    of_experts: frozenset[str] = frozenset()
+    """Those of the paths that are the matrices of a layer's experts (`ExpertLora`): a parameter of
+    the model without adapters, not a layer."""
+
+    def merged_name(self, path: str) -> str:
+        return path if path in self.of_experts else f"{path}.weight"
 
     @property
     def stored(self) -> frozenset[str]:
@@ -171,6 +182,8 @@ class LoraAdapters:
     def merge(self, stored: Mapping[str, Tensor]) -> Tensor:
         """`W + (alpha / rank) B A` in A's dtype, from tensors by their names in the layer."""
         a, b = stored["lora_A"], stored["lora_B"]
+        if a.ndim == 3:
+            return self._merge_experts(stored["weight"], a, b)
         if self.is_4bit:
             shape = len(b), a.shape[1]
             base = dequantise(stored["codes"], stored["scales"], shape, torch.float32)
@@ -179,10 +192,17 @@ class LoraAdapters:
         product = torch.mm(b.float() * self.scaling, a.float())
         return product.add_(base).to(a.dtype)
 
+    def _merge_experts(self, weight_EOI: Tensor, a_ENI: Tensor, b_EON: Tensor) -> Tensor:
+        merged_EOI = torch.empty_like(weight_EOI, dtype=a_ENI.dtype)
+        parts = (x.split(_MERGED_TOGETHER) for x in (merged_EOI, weight_EOI, a_ENI, b_EON))
+        for merged, weight, a, b in zip(*parts, strict=True):
+            merged.copy_(torch.bmm(b.float() * self.scaling, a.float()).add_(weight))
+        return merged_EOI
+
 
 def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
-    """Freeze a model and add adapters to the projections of its decoder layers, in place. A value
-    head stays trained as a whole.
+    """Freeze a model and add adapters to the projections of its decoder layers, in place, and to
+    its experts if `cfg.target_modules` names them. A value head stays trained as a whole.
 
     `seed` initialises them on the CPU, so that they are equal on every device. Adapters of a model
     with deferred weights come with these. Raises UserError if `cfg.target_modules` names no module
@@ -193,11 +213,20 @@ def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
     if has_value_head(model):
         value_head(model).requires_grad_(True)
     source, dtype = take_source(model), model.dtype
-    layers = {path: LoraLinear(base, cfg) for path, base in targets.items()}
-    for path, layer in layers.items():
+    layers: dict[str, LoraLinear | ExpertLora] = {}
+    for path, base in targets.items():
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer)
-    adapters = LoraAdapters(frozenset(layers), cfg.alpha / cfg.rank, cfg.load_in_4bit)
+        if base is None:
+            layers[path] = GroupedExperts.adapt(model.get_submodule(parent), name, cfg)
+        else:
+            layers[path] = LoraLinear(base, cfg)
+            setattr(model.get_submodule(parent), name, layers[path])
+    adapters = LoraAdapters(
+        frozenset(layers),
+        cfg.alpha / cfg.rank,
+        cfg.load_in_4bit,
+        of_experts=frozenset(path for path, base in targets.items() if base is None),
+    )
     attach_adapters(model, adapters)
     if source is not None:
         defer(model, _AdaptedWeights(source, layers, dtype, seed))
@@ -211,7 +240,7 @@ class _AdaptedWeights:
     """Weight source of an adapted model: the base model's source and the initialised adapters."""
 
     base: WeightSource
-    layers: Mapping[str, LoraLinear]
+    layers: Mapping[str, LoraLinear | ExpertLora]
     """Layers by path, in the order of initialisation."""
     dtype: torch.dtype
     """Dtype of the base model before quantisation to four bits."""
@@ -219,9 +248,12 @@ class _AdaptedWeights:
 
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
         def take_base(weight: Weight) -> None:
+            if weight.name in self.layers:  # a parameter of an experts module
+                take(replace(weight, name=f"{weight.name}.weight"))
+                return
             path, _, leaf = weight.name.rpartition(".")
             layer = self.layers.get(path)
-            if layer is None or not layer.is_4bit or leaf != "weight":
+            if not isinstance(layer, LoraLinear) or not layer.is_4bit or leaf != "weight":
                 take(weight)
                 return
             codes, scales = quantise(weight.whole().to(device, self.dtype))
@@ -236,24 +268,34 @@ class _AdaptedWeights:
 
 
 def _draw(
-    layers: Mapping[str, LoraLinear], dtype: torch.dtype, seed: int
+    layers: Mapping[str, LoraLinear | ExpertLora], dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """A new A [rank, in] for each layer, by path, initialised on the CPU as PEFT does."""
+    """A new A [rank, in] for each layer, or [experts, rank, in], by path, initialised on the CPU as
+    PEFT does."""
     generator = torch.Generator().manual_seed(seed)
     for path, layer in layers.items():
-        empty = torch.empty(layer.lora_A.shape, dtype=dtype)
-        yield path, nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
+        shape = layer.lora_A.shape
+        # All pairs of experts are one matrix here: of three dimensions the scale would be another.
+        empty = torch.empty(shape[:-1].numel(), shape[-1], dtype=dtype)
+        nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
+        yield path, empty.view(shape)
 
 
-def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:
-    """The projections to adapt, by path."""
+def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear | None]:
+    """The projections to adapt, by path; None for a parameter of an experts module."""
     wanted = cfg.target_modules or SPECS[model.config.model_type].lora_targets
     inside = set(decoder_layers(model).modules())
-    return {
-        path: layer
-        for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and layer in inside and path.rpartition(".")[2] in wanted
-    }
+    targets: dict[str, nn.Linear | None] = {}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if module not in inside:
+            continue
+        if isinstance(module, nn.Linear) and name in wanted:
+            targets[path] = module
+        for leaf, _ in module.named_parameters(recurse=False):
+            if f"{name}.{leaf}" in EXPERT_MATRICES and f"{name}.{leaf}" in wanted:
+                targets[f"{path}.{leaf}"] = None
+    return targets
 
 
 def peft_adapter(
@@ -263,19 +305,25 @@ def peft_adapter(
     and configuration.
 
     `named` are the adapters' tensors, or all of the model's. A value head is among the tensors.
-    Adapters of a vision-language model's decoder are named as in the whole model.
+    Adapters of a vision-language model's decoder are named as in the whole model. Those of experts
+    are of `target_parameters`.
     """
-    is_scorer, whole = has_value_head(model), whole_of(model)
+    is_scorer, whole, adapters = has_value_head(model), whole_of(model), adapters_of(model)
+    of_experts = adapters.of_experts if isinstance(adapters, LoraAdapters) else frozenset[str]()
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     for name, tensor in named:
+        is_of_experts = name.rpartition(".")[0] in of_experts
         path, _, leaf = (name if whole is None else whole.whole_name(name)).rpartition(".")
-        if leaf in ("lora_A", "lora_B"):
+        if leaf in _ADAPTER:
+            if is_of_experts:
+                path, tensor = _of_experts(path, leaf, tensor, of_experts)
+            else:
+                targets.add(path.rpartition(".")[2])
             tensors[f"base_model.model.{path}.{leaf}.weight"] = tensor.detach().cpu().contiguous()
-            targets.add(path.rpartition(".")[2])
         elif is_scorer and path == "score":
             tensors[f"base_model.model.{name}"] = tensor.detach().cpu().contiguous()
-    return tensors, {
+    document = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_scorer else "CAUSAL_LM",
         "modules_to_save": ["score"] if is_scorer else None,
@@ -285,8 +333,26 @@ def peft_adapter(
         "lora_dropout": 0.0,
         "bias": "none",
         # The tower has modules of the same names.
-        "target_modules": sorted(targets) if whole is None else _pattern(whole, targets),
+        "target_modules": _pattern(whole, targets) if whole and targets else sorted(targets),
     }
+    if of_experts:
+        # The end of each name, below the number of the layer.
+        names = {".".join(path.split(".")[-3:]) for path in of_experts}
+        document["target_parameters"] = sorted(names)
+    return tensors, document
+
+
+def _of_experts(
+    path: str, leaf: str, tensor: Tensor, of_experts: Collection[str]
+) -> tuple[str, Tensor]:
+    """Where PEFT has the A or B of experts, and their matrix [experts * rank, in] or
+    [out, rank * experts], in which the experts of a rank are neighbours. It wraps the experts
+    module once for each adapted parameter, the last one outside."""
+    module, _, name = path.rpartition(".")
+    adapted = {own.rpartition(".")[2] for own in of_experts}
+    is_inside = name == "gate_up_proj" and "down_proj" in adapted
+    matrix = tensor.flatten(0, 1) if leaf == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
+    return f"{module}.base_layer" if is_inside else module, matrix
 
 
 def _pattern(whole: WholeModel, targets: Iterable[str]) -> str:

@@ -45,7 +45,9 @@ from hone.trainer.settings import RecomputeMode, SFTTrainerConfig
 __all__ = [
     "LayerCode",
     "TrainingMemory",
+    "active_adapter_params",
     "adapter_params",
+    "expert_adapter_params",
     "frozen_bytes",
     "gathered_to_score",
     "has_adapter",
@@ -267,10 +269,20 @@ def gathered_to_score(shape: ModelShape, *, num_bytes: int) -> int:
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
-    if not lora.rank:
-        return 0
-    named = [t for t in shape.tensors() if has_adapter(shape, t, lora)]
-    return sum(lora.rank * sum(t.size) * t.count for t in named)
+    return sum(_adapter_numel(t, lora) for t in shape.tensors() if has_adapter(shape, t, lora))
+
+
+def expert_adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """`adapter_params` of experts alone."""
+    stacked = [t for t in shape.tensors() if t.of_experts]
+    return sum(_adapter_numel(t, lora) for t in stacked if has_adapter(shape, t, lora))
+
+
+def active_adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """`adapter_params` that a token uses: of a layer's experts those of its own."""
+    idle = shape.num_experts - shape.experts_per_token
+    unused = idle * expert_adapter_params(shape, lora) // max(shape.num_experts, 1)
+    return adapter_params(shape, lora) - unused
 
 
 def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
@@ -285,6 +297,12 @@ def has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> boo
     """Whether a tensor of the shape's layers has an adapter beside it."""
     targets = lora.target_modules or spec_of(shape.family).lora_targets
     return bool(lora.rank) and tensor.name in targets
+
+
+def _adapter_numel(tensor: TensorShape, lora: LoraConfig) -> int:
+    """Number of elements of the A and B of all `count` tensors."""
+    *experts, rows, columns = tensor.size
+    return tensor.count * prod(experts) * lora.rank * (rows + columns)
 
 
 def _shard(tensor: TensorShape, axes: AxisSizes) -> int:
@@ -440,10 +458,15 @@ class _Step:
             self._count_weights(self.num_bytes * self._shard(tensor))
             self._count_padding(tensor, self.num_bytes)
         if is_adapted:
-            rank, (rows, columns) = self.lora.rank, tensor.size
+            rank, (*experts, rows, columns) = self.lora.rank, tensor.size
             of_rows, of_columns = (i if tensor.split == i else None for i in (0, 1))
-            self._count_trained(TensorShape("lora_A", (rank, columns), of_columns, tensor.count))
-            self._count_trained(TensorShape("lora_B", (rows, rank), of_rows, tensor.count))
+            for name, size, split in (
+                ("lora_A", (*experts, rank, columns), of_columns),
+                ("lora_B", (*experts, rows, rank), of_rows),
+            ):
+                self._count_trained(
+                    TensorShape(name, size, split, tensor.count, of_experts=tensor.of_experts)
+                )
 
     def _count_trained(self, tensor: TensorShape) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer
@@ -595,7 +618,9 @@ class _Step:
                 values += 0 if mode == "selective" else 2 * inter
                 values += (1 + self._wide) * 2 * inputs if mode == "off" else 0
         if self.lora.rank:
-            values += 7 * self.lora.rank
+            adapted = [t for t in shape.tensors() if t.of_experts]
+            number = sum(has_adapter(shape, t, self.lora) for t in adapted)
+            values += (7 + shape.experts_per_token * number) * self.lora.rank
         return self.num_tokens * (values * self.num_bytes + mixer.statistics)
 
     @property

@@ -56,7 +56,7 @@ from hone.planner.run_memory import RunMemory
 from hone.prefixes import COPIED, saves_enough
 from hone.tools.plan.compute_time import Compute
 from hone.tools.plan.simulator import NO_SCORING, Scoring
-from hone.trainer.cost import adapter_params, params_in_4bit
+from hone.trainer.cost import adapter_params, expert_adapter_params, params_in_4bit
 from hone.trainer.settings import SFTTrainerConfig, recomputed_spans
 
 __all__ = ["TrainingTime"]
@@ -424,6 +424,14 @@ class TrainingTime:
         return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
 
     @property
+    def _trained_elsewhere(self) -> int:
+        """Number of trained parameters of experts that other ranks of the expert axis have."""
+        shape, lora, expert = self.plan.shape, self._config.model.lora, self.plan.policy.axes.expert
+        assert shape is not None
+        trained = expert_adapter_params(shape, lora) if lora.rank else shape.expert_params
+        return trained * (expert - 1) // expert
+
+    @property
     def _unpacking_s(self) -> float:
         """Seconds for unpacking 4-bit weights in the passes of a micro-batch, recomputation
         included."""
@@ -475,8 +483,7 @@ class TrainingTime:
             elsewhere = shape.expert_params * (axes.expert - 1) // axes.expert
             weights = 2 * (sharded - elsewhere) // axes.tensor // axes.pipeline
             reduced = _GRADIENT_BYTES * self._num_params
-            if not self._config.model.lora.rank:
-                reduced -= _GRADIENT_BYTES * elsewhere // axes.pipeline
+            reduced -= _GRADIENT_BYTES * self._trained_elsewhere // axes.pipeline
             # Per micro-batch, and per optimizer step, of which one micro-batch hides a part.
             often, once = 2 * weights * (stage == 3), weights * (0 < stage < 3)
             if self._reduces_late:
