@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hone.families.spec import EXPERT_MATRICES
 from hone.loops import reinforce
+from hone.models.nf4 import dequantise, quantise
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 
@@ -83,17 +84,19 @@ def unmerged(merged: dict[str, Tensor], adapter: dict[str, Tensor], name: str) -
     return merged[name].double() - LORA["alpha"] / rank * b @ a
 
 
-@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("weight_dtype", "four_bits"), [("auto", False), ("int8", False), ("auto", True)]
+)
 def test_adapters_of_experts_learn_and_the_engine_samples_what_is_exported(
-    tmp_path: Path, weight_dtype: str
+    tmp_path: Path, weight_dtype: str, four_bits: bool
 ) -> None:
     """Every sync proves that the engine's weights are the trainer's merged ones, and the launch
     gate compares what both compute. The reference of the KL term is the model without adapters."""
     write_inputs(tmp_path / "inputs", **EXPERTS)
     make = partial(tiny_config, tmp_path / "inputs", tmp_path / "run")
-    engine = {"weight_dtype": weight_dtype}
+    engine, lora = {"weight_dtype": weight_dtype}, ON_EXPERTS | {"load_in_4bit": four_bits}
     for steps in (2, 3):
-        cfg = config(make, tmp_path / "run", ON_EXPERTS, run={"steps": steps}, engine=engine)
+        cfg = config(make, tmp_path / "run", lora, run={"steps": steps}, engine=engine)
         reinforce.run(cfg)
     found = lines(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in found] == [1, 2, 3]
@@ -108,8 +111,10 @@ def test_adapters_of_experts_learn_and_the_engine_samples_what_is_exported(
     assert len(of_experts) == 3 * EXPERTS["num_experts"]
     for name in of_experts:
         assert not torch.equal(merged[name], base[name]), f"{name} has not been trained"
-        without = unmerged(merged, adapter, name)
-        torch.testing.assert_close(without, base[name].double(), rtol=1e-5, atol=1e-6)
+        without, whole = unmerged(merged, adapter, name), base[name]
+        if four_bits:
+            whole = dequantise(*quantise(whole), tuple(whole.shape), torch.float64)
+        torch.testing.assert_close(without, whole.double(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from hone.models.adapted import adapters_off, merged_weights
 from hone.models.adapters import LoraAdapters, adapt
 from hone.models.expert_adapters import ExpertLora, GroupedExperts
 from hone.models.manifest import export_weights
+from hone.models.nf4 import dequantise, dequantise_stacked, quantise, quantise_stacked
 from hone.models.settings import LoraConfig
 from tests.models.families import family_model
 from tests.models.test_adapters import logits
@@ -30,6 +31,7 @@ NUMBER, WIDTH, INNER = 6, 32, 24
 FAMILIES = [name for name, spec in SPECS.items() if spec.experts is not None]
 GATE_UP, DOWN = EXPERT_MATRICES
 BOTH = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", GATE_UP, DOWN))
+BOTH_4BIT = BOTH.model_copy(update={"load_in_4bit": True})
 
 
 class Loop(nn.Module):
@@ -41,6 +43,9 @@ class Loop(nn.Module):
             name: p.detach().double().requires_grad_(p.requires_grad)
             for name, p in experts.named_parameters()
         }
+        for name, layer in experts.named_children():
+            if isinstance(layer, ExpertLora):
+                self.leaves[f"{name}.weight"] = layer.base_weight(torch.float32).double()
         self.scaling = scaling
 
     def matrix(self, name: str, expert: int) -> Tensor:
@@ -87,8 +92,9 @@ def choices(num_tokens: int) -> Tensor:
 @table("num_tokens", [9, 1, 0])
 @table("rank", [1, 3, 8, 16])
 @table("names", [(GATE_UP, DOWN), (GATE_UP,), (DOWN,)])
-def test_R8_a_layer_and_its_gradients_are_the_loop(names, rank, num_tokens):
-    cfg = LoraConfig(rank=rank, alpha=6.0, target_modules=names)
+@table("is_4bit", [False, True])
+def test_R8_a_layer_and_its_gradients_are_the_loop(is_4bit, names, rank, num_tokens):
+    cfg = LoraConfig(rank=rank, alpha=6.0, target_modules=names, load_in_4bit=is_4bit)
     experts = experts_with(cfg)
     loop = Loop(experts, cfg.alpha / cfg.rank)
     ids, gates = choices(num_tokens), torch.rand(num_tokens, 2).requires_grad_()
@@ -120,6 +126,19 @@ def stir(model: PreTrainedModel) -> None:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
 
 
+def test_four_bits_of_experts_are_those_of_each():
+    """More of them than are computed with at once, in a memory of parts."""
+    weight = torch.randn(37, 4, 48)
+    codes, scales = quantise_stacked(weight)
+    for expert, own in enumerate(map(quantise, weight)):
+        assert torch.equal(codes.view(37, -1)[expert], own[0])
+        assert torch.equal(scales.view(37, -1)[expert], own[1])
+    found = dequantise_stacked(codes, scales, (37, 4, 48), torch.bfloat16)
+    assert torch.equal(found, dequantise(codes, scales, (37, 4, 48), torch.bfloat16))
+    with pytest.raises(ValueError, match="whole number of blocks"):
+        quantise_stacked(torch.ones(64, 3, 5))
+
+
 def adapted(family: str, cfg: LoraConfig = BOTH) -> PreTrainedModel:
     model = family_model(family)
     adapt(model, cfg, seed=3)
@@ -128,8 +147,9 @@ def adapted(family: str, cfg: LoraConfig = BOTH) -> PreTrainedModel:
 
 
 @table("family", FAMILIES)
-def test_merged_weights_compute_what_the_adapted_model_computes(family):
-    model, plain = adapted(family), family_model(family)
+@table("cfg", [BOTH, BOTH_4BIT])
+def test_merged_weights_compute_what_the_adapted_model_computes(cfg, family):
+    model, plain = adapted(family, cfg), family_model(family)
     base = {name: weight.clone() for name, weight in export_weights(plain)}
     merged = dict(merged_weights(model, export_weights(model)))
     assert merged.keys() == base.keys()
@@ -144,17 +164,23 @@ def test_merged_weights_compute_what_the_adapted_model_computes(family):
 
 
 @table("dtype", [torch.float32, torch.bfloat16])
-def test_merged_experts_are_rounded_once(dtype):
+@table("is_4bit", [False, True])
+def test_merged_experts_are_rounded_once(is_4bit, dtype):
     """More of them than are merged at once."""
     torch.manual_seed(0)
     number, rank, scaling = 37, 3, 2.0
     stored = {
-        "weight": torch.randn(number, 10, 7).to(dtype),
-        "lora_A": torch.randn(number, rank, 7).to(dtype),
-        "lora_B": torch.randn(number, 10, rank).to(dtype),
+        "weight": torch.randn(number, 16, 8).to(dtype),
+        "lora_A": torch.randn(number, rank, 8).to(dtype),
+        "lora_B": torch.randn(number, 16, rank).to(dtype),
     }
-    found = LoraAdapters(frozenset({"experts.down_proj"}), scaling, False).merge(stored)
     expected = stored["weight"].double()
+    if is_4bit:
+        stored["codes"], stored["scales"] = codes, scales = quantise_stacked(stored.pop("weight"))
+        expected = dequantise(codes, scales, (number, 16, 8), torch.float32).double()
+    adapters = LoraAdapters(frozenset({"experts.down_proj"}), scaling, is_4bit)
+    assert stored.keys() == adapters.stored
+    found = adapters.merge(stored)
     for expert in range(number):
         expected[expert] += scaling * (
             stored["lora_B"][expert].double() @ stored["lora_A"][expert].double()

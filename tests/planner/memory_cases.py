@@ -23,6 +23,7 @@ MUON = {"optimizer": {"name": "muon"}}
 LORA = LoraConfig(rank=3)
 SOME = LoraConfig(rank=2, target_modules=("q_proj", "down_proj"))
 ON_EXPERTS = LoraConfig(rank=3, target_modules=("q_proj", *EXPERT_MATRICES))
+ON_EXPERTS_4BIT = ON_EXPERTS.model_copy(update={"load_in_4bit": True})
 QLORA = LoraConfig(rank=3, load_in_4bit=True)
 UNTIED = {"tie_word_embeddings": False}
 EXPERTS = {
@@ -54,6 +55,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "some adapters": {"lora": SOME, "dtype": "float32"},
     "4-bit": {"lora": QLORA},
     "adapters on experts": {"model": EXPERTS, "lora": ON_EXPERTS},
+    "4-bit experts": {"model": EXPERTS, "lora": ON_EXPERTS_4BIT},
     "adapters on experts, muon": {"model": EXPERTS, "lora": ON_EXPERTS, "trainer": MUON},
     "recurrent layers": {"model": HYBRID},
     "recurrent layers, muon": {"model": HYBRID, "trainer": MUON},
@@ -112,6 +114,11 @@ CASES: dict[str, dict[str, Any]] = {
         }
         for stage in (0, 3)
     },
+    "4-bit experts in whole layers": {
+        "model": EXPERTS,
+        "lora": ON_EXPERTS_4BIT,
+        "parallel": {"zero_stage": 3},
+    },
     "adapters on whole layers of experts": {
         "model": EXPERTS,
         "lora": ON_EXPERTS,
@@ -131,6 +138,12 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "parameters, bfloat16 states": {"trainer": ALL_AWAY | STATES},
     "parameters, adapters": {"trainer": ALL_AWAY, "lora": LORA},
     "parameters, 4-bit": {"trainer": ALL_AWAY, "lora": QLORA},
+    "parameters, adapters on experts": {
+        "trainer": ALL_AWAY,
+        "model": EXPERTS,
+        "lora": ON_EXPERTS,
+        "parallel": {"expert_parallel_size": 2},
+    },
     "parameters, experts": {
         "trainer": ALL_AWAY,
         "model": EXPERTS,

@@ -199,13 +199,15 @@ def test_adapters_are_the_same_too(config_of, model, kind):
 
 
 @pytest.mark.parametrize("model", ["experts", "experts, drawn"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_adapters_of_experts_are_the_same_too(config_of, model, size):
+@pytest.mark.parametrize(("size", "is_4bit"), [(1, False), (2, False), (1, True)])
+def test_adapters_of_experts_are_the_same_too(config_of, model, size, is_4bit):
     cfg, parallel = config_of(model), {"zero_stage": 3, "expert_parallel_size": size}
-    lora = LoraConfig(rank=4, target_modules=("o_proj", *EXPERT_MATRICES))
+    targets = ("o_proj", *EXPERT_MATRICES)
+    lora = LoraConfig(rank=4, target_modules=targets, load_in_4bit=is_4bit)
     expected = of_each_rank(lambda: whole(cfg, lora), 2, parallel)
     found = of_each_rank(lambda: deferred(cfg, lora), 2, parallel)
     assert any(f"{EXPERT_MATRICES[0]}.lora_A" in name for name in found[0])
+    assert any(f"{EXPERT_MATRICES[0]}.codes" in name for name in found[0]) == is_4bit
     assert not wrong(found, expected)
 
 

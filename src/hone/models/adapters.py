@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hone.families.model_facts import NF4_BLOCK
+from hone.families.model_facts import STACKED_TOGETHER
 from hone.families.registry import SPECS
 from hone.families.spec import EXPERT_MATRICES
 from hone.models.adapted import AdaptedLayer, adapters_of, attach_adapters
@@ -36,6 +36,7 @@ from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.expert_adapters import ExpertLora, GroupedExperts
 from hone.models.heads import has_value_head, value_head
+from hone.models.nf4 import dequantise, quantise, quantise_stacked, unpacked_parts
 from hone.models.settings import LoraConfig
 
 if TYPE_CHECKING:
@@ -50,51 +51,6 @@ __all__ = [
 
 _ADAPTER = frozenset(("lora_A", "lora_B"))
 """Names of an adapter's tensors in the projection."""
-_MERGED_TOGETHER = 16
-"""Experts whose products are merged at once: float32 copies of all would be twice their size."""
-
-
-# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
-_NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight to 4-bit NormalFloat: codes [numel / 2] uint8, two per byte, the first in
-    the upper half, and the largest magnitude of each block, [numel / NF4_BLOCK] float32. Raises
-    ValueError if the number of values is no multiple of a block."""
-    if weight.numel() % NF4_BLOCK:
-        raise ValueError(f"{tuple(weight.shape)} is no whole number of blocks of {NF4_BLOCK}")
-    blocks = weight.detach().float().reshape(-1, NF4_BLOCK)
-    scales = blocks.abs().amax(1)
-    levels = torch.tensor(_NF4, device=weight.device)
-    borders = (levels[1:] + levels[:-1]) / 2
-    shares = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
-    codes = torch.bucketize(shares, borders, out_int32=True).to(torch.uint8).reshape(-1, 2)
-    return codes[:, 0] << 4 | codes[:, 1], scales
-
-
-def dequantise(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight that `quantise` stored."""
-    levels = torch.tensor(_NF4, device=codes.device)
-    halves = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, NF4_BLOCK)
-    return (levels[halves.int()] * scales[:, None]).to(dtype).reshape(shape)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -183,7 +139,7 @@ class LoraAdapters:
         """`W + (alpha / rank) B A` in A's dtype, from tensors by their names in the layer."""
         a, b = stored["lora_A"], stored["lora_B"]
         if a.ndim == 3:
-            return self._merge_experts(stored["weight"], a, b)
+            return self._merge_experts(stored, a, b)
         if self.is_4bit:
             shape = len(b), a.shape[1]
             base = dequantise(stored["codes"], stored["scales"], shape, torch.float32)
@@ -192,11 +148,16 @@ class LoraAdapters:
         product = torch.mm(b.float() * self.scaling, a.float())
         return product.add_(base).to(a.dtype)
 
-    def _merge_experts(self, weight_EOI: Tensor, a_ENI: Tensor, b_EON: Tensor) -> Tensor:
-        merged_EOI = torch.empty_like(weight_EOI, dtype=a_ENI.dtype)
-        parts = (x.split(_MERGED_TOGETHER) for x in (merged_EOI, weight_EOI, a_ENI, b_EON))
-        for merged, weight, a, b in zip(*parts, strict=True):
-            merged.copy_(torch.bmm(b.float() * self.scaling, a.float()).add_(weight))
+    def _merge_experts(self, stored: Mapping[str, Tensor], a_ENI: Tensor, b_EON: Tensor) -> Tensor:
+        shape = len(a_ENI), b_EON.shape[1], a_ENI.shape[2]
+        merged_EOI = a_ENI.new_empty(shape)
+        if self.is_4bit:
+            bases = unpacked_parts(stored["codes"], stored["scales"], shape, torch.float32)
+        else:
+            bases = stored["weight"].split(STACKED_TOGETHER)
+        parts = (x.split(STACKED_TOGETHER) for x in (merged_EOI, a_ENI, b_EON))
+        for base, merged, a, b in zip(bases, *parts, strict=True):
+            merged.copy_(torch.bmm(b.float() * self.scaling, a.float()).add_(base))
         return merged_EOI
 
 
@@ -248,15 +209,15 @@ class _AdaptedWeights:
 
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
         def take_base(weight: Weight) -> None:
-            if weight.name in self.layers:  # a parameter of an experts module
-                take(replace(weight, name=f"{weight.name}.weight"))
-                return
             path, _, leaf = weight.name.rpartition(".")
+            if weight.name in self.layers:  # a parameter of an experts module
+                path, leaf = weight.name, "weight"
             layer = self.layers.get(path)
-            if not isinstance(layer, LoraLinear) or not layer.is_4bit or leaf != "weight":
-                take(weight)
+            if layer is None or not layer.is_4bit or leaf != "weight":
+                take(weight if layer is None else replace(weight, name=f"{path}.{leaf}"))
                 return
-            codes, scales = quantise(weight.whole().to(device, self.dtype))
+            pack = quantise if isinstance(layer, LoraLinear) else quantise_stacked
+            codes, scales = pack(weight.whole().to(device, self.dtype))
             take(Weight.of(f"{path}.codes", codes))
             take(Weight.of(f"{path}.scales", scales))
 

@@ -12,13 +12,14 @@ D model width, I inputs and O outputs of a matrix, N rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.adapted import AdaptedLayer
+from hone.models.nf4 import dequantise_stacked, quantise_stacked
 from hone.models.settings import LoraConfig
 
 __all__ = ["ExpertLora", "GroupedExperts", "grouped_product"]
@@ -38,6 +39,26 @@ def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tens
     return multiply(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
 
 
+class _FrozenProduct(torch.autograd.Function):
+    """`grouped_product` with 4-bit matrices that are dequantised only during the product."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RI: Tensor, ends_E: Tensor, layer: ExpertLora) -> Tensor:
+        ctx.layer, ctx.ends_E = layer, ends_E
+        return grouped_product(rows_RI, layer.base_weight(rows_RI.dtype), ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        layer: ExpertLora = ctx.layer
+        weight_EIO = layer.base_weight(grads[0].dtype).transpose(1, 2)
+        return grouped_product(grads[0], weight_EIO, ctx.ends_E), None, None
+
+
+_frozen_product = cast("Callable[..., Tensor]", torch.compiler.disable(_FrozenProduct.apply))
+"""Not compiled: what dequantises a part of the experts after the other would be one graph of all
+parts."""
+
+
 class ExpertLora(AdaptedLayer):
     """One matrix of each expert of a layer, frozen, with the adapters of all experts. It replaces a
     parameter of the experts module."""
@@ -46,15 +67,32 @@ class ExpertLora(AdaptedLayer):
         """Take over a parameter. A and B are zero, as those of a new `LoraLinear`."""
         super().__init__()
         number, num_outputs, num_inputs = weight_EOI.shape
+        self.shape = number, num_outputs, num_inputs
         self.scaling = cfg.alpha / cfg.rank
         self.is_on = True  # of the instance, as in `LoraLinear`
-        self.weight = nn.Parameter(weight_EOI.detach(), requires_grad=False)
+        self.is_4bit = cfg.load_in_4bit
+        if self.is_4bit:
+            codes, scales = quantise_stacked(weight_EOI)
+            self.register_buffer("codes", codes)
+            self.register_buffer("scales", scales)
+        else:
+            self.weight = nn.Parameter(weight_EOI.detach(), requires_grad=False)
         self.lora_A = nn.Parameter(weight_EOI.new_zeros(number, cfg.rank, num_inputs))
         self.lora_B = nn.Parameter(weight_EOI.new_zeros(number, num_outputs, cfg.rank))
 
+    def base_weight(self, dtype: torch.dtype) -> Tensor:
+        """The frozen matrices [E, out, in]."""
+        if not self.is_4bit:
+            return self.weight
+        codes, scales = cast(Tensor, self.codes), cast(Tensor, self.scales)
+        return dequantise_stacked(codes, scales, self.shape, dtype)
+
     def forward(self, rows_RI: Tensor, ends_E: Tensor) -> Tensor:
         """As `grouped_product`, with what the adapters add while they are on."""
-        y_RO = grouped_product(rows_RI, self.weight, ends_E)
+        if self.is_4bit:
+            y_RO = _frozen_product(rows_RI, ends_E, self)
+        else:
+            y_RO = grouped_product(rows_RI, self.weight, ends_E)
         return self.add_adapters(y_RO, rows_RI, ends_E, self.lora_A, self.lora_B)
 
     def add_adapters(

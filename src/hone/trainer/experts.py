@@ -61,6 +61,7 @@ def divide_experts(model: PreTrainedModel, mesh: Mesh) -> None:
             )
         for module in [*experts.children()]:
             if isinstance(module, ExpertLora):
+                assert not module.is_4bit, "codes of four bits are not divided"
                 DividedExpertLora.split(module, mesh.expert_mesh)
                 module.__class__ = DividedExpertLora
         DividedExperts.split(experts, mesh.expert_mesh)

@@ -232,7 +232,8 @@ class TrainerFacts(Facts):
         if shape is None:
             return ""
         targets = self[_TARGETS] or spec_of(shape.family).lora_targets
-        broken = [t for t in shape.tensors() if t.name in targets and t.numel % NF4_BLOCK]
+        adapted = [t for t in shape.tensors() if t.name in targets]
+        broken = [t for t in adapted if math.prod(t.size[-2:]) % NF4_BLOCK]
         return ", ".join(f"{t.name} ({' x '.join(map(str, t.size))})" for t in broken)
 
     @cached_property
@@ -365,10 +366,10 @@ _FORMATS = (
           fix="name some of these | none for {adapted_unnamed}"),
     unused(_TARGETS, f"not {_RANK}",
            why="there are no adapters, and all weights are trained", instead=f"{_RANK} = 16"),
-    error("model.lora.load_in_4bit", "@adapted_experts", given=(_RANK,),
-          says=f"model.lora.load_in_4bit is on, and {_TARGETS} names {{adapted_experts}}",
-          why="experts are kept in 16 bits",
-          fix=f"model.lora.load_in_4bit = false | leave experts out of {_TARGETS}"),
+    error("model.lora.load_in_4bit", f"{_EXPERTS} > 1", given=(_RANK, "@adapted_experts"),
+          why="codes of four bits are not divided over the expert axis, and "
+          f"{_TARGETS} names {{adapted_experts}}",
+          fix=f"{_EXPERTS} = 1 | model.lora.load_in_4bit = false | leave these out of {_TARGETS}"),
     error("model.lora.load_in_4bit", f"{_TENSOR} > 1", given=(_RANK,),
           why="codes of four bits are not split over the tensor axis",
           fix=f"{_TENSOR} = 1 | model.lora.load_in_4bit = false"),
