@@ -294,7 +294,9 @@ def peft_adapter(
         "lora_dropout": 0.0,
         "bias": "none",
         # The tower has modules of the same names.
-        "target_modules": _pattern(whole, targets) if whole and targets else sorted(targets),
+        "target_modules": sorted(targets)
+        if whole is None or not targets
+        else _pattern(whole, targets),
     }
     if of_experts:
         # The end of each name, below the number of the layer.

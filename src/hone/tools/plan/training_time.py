@@ -76,6 +76,10 @@ backward, in addition to what they compute."""
 _GRADIENT_BYTES = 4
 _BACKWARD = 2 / 3
 """Share of a pass that is backward."""
+_ADAPTED_VALUES = 8
+"""How often, in 16 bits, the inputs and outputs of adapted experts are read or written for the
+products of their adapters and the sums with those, forward and backward. Measured on an H200: 3.5
+ms more a layer of 30B-A3B for 16,384 tokens, at rank 16 and at rank 32."""
 _UNPACKED_BYTES = 0.5625 + 2
 """Device memory that a weight of four bits with its scale is read from, and written to."""
 
@@ -116,7 +120,12 @@ def _training_s(rows: _Rows, compute: Compute, shape: ModelShape, adapters: _Ada
     """Seconds of forward and backward on one device."""
     lora = LoraConfig(rank=adapters.rank, target_modules=adapters.targets)
     work = training_work(shape, rows.array, num_head_tokens=rows.num_head_tokens, lora=lora)
-    return compute.passes_s(shape, rows.array, work.products, num_attention=3)
+    seconds = compute.passes_s(shape, rows.array, work.products, num_attention=3)
+    if not lora.rank or not shape.num_experts:
+        return seconds
+    per_expert = expert_adapter_params(shape, lora) / lora.rank / shape.num_experts
+    values = per_expert * shape.experts_per_token * int(rows.array.sum())
+    return seconds + 2 * _ADAPTED_VALUES * values / compute.gpu.bytes_per_s
 
 
 @lru_cache(maxsize=256)
