@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.loops.conftest import MakeConfig
+from tests.loops.conftest import MakeConfig, built_run
 from tests.loops.test_processes import ALL_SAMPLES, assert_same_run, run_hone
 from tests.tiny_runs import lines, tiny_config, write_inputs
 from torch import Tensor
 
 from hone.families.spec import EXPERT_MATRICES
 from hone.loops import reinforce
+from hone.models.manifest import export_weights
 from hone.models.nf4 import dequantise, quantise
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
@@ -115,6 +116,32 @@ def test_adapters_of_experts_learn_and_the_engine_samples_what_is_exported(
         if four_bits:
             whole = dequantise(*quantise(whole), tuple(whole.shape), torch.float64)
         torch.testing.assert_close(without, whole.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_engine_has_the_merged_experts_after_each_of_three_updates(tmp_path: Path) -> None:
+    """Those of a plain loop over experts in float64, rounded once."""
+    write_inputs(tmp_path / "inputs", **EXPERTS)
+    make = partial(tiny_config, tmp_path / "inputs", tmp_path / "run")
+    with built_run(config(make, tmp_path / "run", ON_EXPERTS)) as run:
+        run.sampling.weights.push(0)
+        before: dict[str, Tensor] = {}
+        for step in (1, 2, 3):
+            groups = run.collector.collect(step)
+            run.trainer.update(run.models.prepare(run.algorithm, groups, version=step - 1)[0])
+            run.sampling.weights.push(step)
+            held = {name: weight.clone() for name, weight in run.sampling.engine.named_weights()}
+            own = dict(export_weights(run.trainer.policy.model))
+            for name in EXPERT_MATRICES:
+                path = f"model.layers.1.mlp.{name}"
+                weight, a, b = (own[f"{path}.{leaf}"] for leaf in ("weight", "lora_A", "lora_B"))
+                expected = [
+                    weight[i].double()
+                    + LORA["alpha"] / LORA["rank"] * b[i].double() @ a[i].double()
+                    for i in range(EXPERTS["num_experts"])
+                ]
+                torch.testing.assert_close(held[path].double(), torch.stack(expected))
+                assert not torch.equal(held[path], before.get(path, weight))
+            before = held
 
 
 @pytest.mark.slow

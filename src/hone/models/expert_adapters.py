@@ -55,8 +55,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 _frozen_product = cast("Callable[..., Tensor]", torch.compiler.disable(_FrozenProduct.apply))
-"""Not compiled: what dequantises a part of the experts after the other would be one graph of all
-parts."""
+"""Not compiled, since the loop over parts of the experts would become one graph of all parts."""
 
 
 class ExpertLora(AdaptedLayer):
