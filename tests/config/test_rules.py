@@ -420,6 +420,15 @@ def test_R22_a_misspelt_projection_is_told_with_the_nearest_and_all(workspace: P
     assert ", ".join(PROJECTIONS) in found.message
 
 
+def test_experts_have_adapters_where_they_are_named(workspace: Path) -> None:
+    moe = "model.path=qwen3_moe model.lora.rank=8 trainer.parallel.expert_parallel_size=2 --nproc=2"
+    named = "[q_proj,experts.gate_up_proj,experts.down_proj]"
+    assert findings("rl", f"{moe} model.lora.target_modules={named}") == []
+    (found,) = findings("rl", f"{moe} model.lora.target_modules=[mlp.experts.down_proj]")
+    assert "(did you mean experts.down_proj?)" in found.message
+    assert "none for all of them but experts" in found.message
+
+
 NEEDS: list[tuple[str, str, str, str, str]] = [
     ("rl", "cluster.num_engines=1", "ray", "cluster.num_engines", "ray>=2.52"),
     ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1", "ray", "cluster.num_references",

@@ -14,13 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hone.attention import PackedContext
 from hone.checkpoint.export import export_adapter
 from hone.distributed.mesh import Mesh
+from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
-from hone.models import adapters
 from hone.models.adapted import adapters_of, adapters_off, attach_adapters, merged_weights
-from hone.models.adapters import NF4_BLOCK, LoraAdapters, LoraLinear, adapt, dequantise, quantise
+from hone.models.adapters import LoraAdapters, LoraLinear, adapt
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
+from hone.models.nf4 import NF4, dequantise, quantise
 from hone.models.settings import LoraConfig, ModelConfig
 from hone.models.tiny import make_tiny_model
 from hone.models.vision_decoders import own_class
@@ -86,7 +87,7 @@ def nearest_levels(weight):
         scale = block.abs().max()
         for value in block:
             share = value / scale if scale else torch.zeros(())
-            level = min(adapters._NF4, key=lambda level: abs(level - float(share)))
+            level = min(NF4, key=lambda level: abs(level - float(share)))
             result.append(level * float(scale))
     return torch.tensor(result, dtype=torch.float64).reshape(weight.shape)
 

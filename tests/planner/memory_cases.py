@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from hone.checkpoint.sharded import local_part
 from hone.distributed.settings import AxisSizes
 from hone.families.shape import ModelShape
+from hone.families.spec import EXPERT_MATRICES
 from hone.models.adapters import adapt
 from hone.models.settings import LoraConfig
 from hone.tools.bench.train_memory import existing_tensors
@@ -21,6 +22,8 @@ STATES = {"optimizer": {"state_dtype": "bfloat16"}}
 MUON = {"optimizer": {"name": "muon"}}
 LORA = LoraConfig(rank=3)
 SOME = LoraConfig(rank=2, target_modules=("q_proj", "down_proj"))
+ON_EXPERTS = LoraConfig(rank=3, target_modules=("q_proj", *EXPERT_MATRICES))
+ON_EXPERTS_4BIT = ON_EXPERTS.model_copy(update={"load_in_4bit": True})
 QLORA = LoraConfig(rank=3, load_in_4bit=True)
 UNTIED = {"tie_word_embeddings": False}
 EXPERTS = {
@@ -51,6 +54,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "adapters": {"lora": LORA},
     "some adapters": {"lora": SOME, "dtype": "float32"},
     "4-bit": {"lora": QLORA},
+    "adapters on experts": {"model": EXPERTS, "lora": ON_EXPERTS},
+    "4-bit experts": {"model": EXPERTS, "lora": ON_EXPERTS_4BIT},
+    "adapters on experts, muon": {"model": EXPERTS, "lora": ON_EXPERTS, "trainer": MUON},
     "recurrent layers": {"model": HYBRID},
     "recurrent layers, muon": {"model": HYBRID, "trainer": MUON},
     "recurrent layers, adapters": {"model": HYBRID, "lora": LORA},
@@ -104,6 +110,24 @@ CASES: dict[str, dict[str, Any]] = {
         "lora": LORA,
         "parallel": {"zero_stage": 3, "expert_parallel_size": 2},
     },
+    **{
+        f"adapters on experts, stage {stage}": {
+            "model": EXPERTS,
+            "lora": ON_EXPERTS,
+            "parallel": {"zero_stage": stage, "expert_parallel_size": 2},
+        }
+        for stage in (0, 3)
+    },
+    "4-bit experts in whole layers": {
+        "model": EXPERTS,
+        "lora": ON_EXPERTS_4BIT,
+        "parallel": {"zero_stage": 3},
+    },
+    "adapters on whole layers of experts": {
+        "model": EXPERTS,
+        "lora": ON_EXPERTS,
+        "parallel": {"zero_stage": 3},
+    },
 }
 KINDS = ("weights", "masters", "gradients", "optimizer")
 
@@ -118,6 +142,12 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "parameters, bfloat16 states": {"trainer": ALL_AWAY | STATES},
     "parameters, adapters": {"trainer": ALL_AWAY, "lora": LORA},
     "parameters, 4-bit": {"trainer": ALL_AWAY, "lora": QLORA},
+    "parameters, adapters on experts": {
+        "trainer": ALL_AWAY,
+        "model": EXPERTS,
+        "lora": ON_EXPERTS,
+        "parallel": {"expert_parallel_size": 2},
+    },
     "parameters, experts": {
         "trainer": ALL_AWAY,
         "model": EXPERTS,

@@ -23,9 +23,12 @@ from tests.planner.memory_cases import (
     ALONE,
     AWAY,
     CASES,
+    EXPERTS,
     KINDS,
     LORA,
     OFFLOADED,
+    ON_EXPERTS,
+    ON_EXPERTS_4BIT,
     held,
     held_on_host,
     model_of,
@@ -244,6 +247,14 @@ def test_training_flops_by_hand():
     linear = 2 * (matrices * 30 + 48 * 32 * 20)  # 20 of 30 tokens go through the head
     attention = 4 * 2 * 4 * 8 * (10**2 + 20**2) / 2  # layers, heads, head size; half the square
     assert training_flops(shape, [10, 20], num_head_tokens=20) == 3 * (linear + attention)
+
+
+def test_experts_in_four_bits_are_unpacked_for_a_product():
+    """All of a layer's gate_up_proj in bfloat16, 8 x 48 x 32 values, while the last is unpacked."""
+    kept = plan({"model": EXPERTS, "lora": ON_EXPERTS})
+    packed = plan({"model": EXPERTS, "lora": ON_EXPERTS_4BIT})
+    assert packed.workspace - kept.workspace == 8 * 48 * 32 * (2 + 9)
+    assert packed.weights < kept.weights
 
 
 def test_frozen_matrices_pass_two_products():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hone.families.shape import ModelShape
+from hone.families.spec import EXPERT_MATRICES
+from hone.models import expert_adapters
 from hone.models.adapters import adapt
 from hone.models.settings import LoraConfig
 from hone.planner.roofline import RowPasses, training_work
@@ -41,11 +46,25 @@ def model_of(fields: dict[str, Any], lora: LoraConfig) -> Any:
     return model
 
 
+def each_by_itself(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_product` of which torch counts each expert's product."""
+    parts = zip(pairwise([0, *ends.tolist()]), weight, strict=True)
+    return torch.cat([rows[start:end] @ own.T for (start, end), own in parts])
+
+
 def params(shape: ModelShape, *, dims: int = 0, name: str = "") -> int:
     """Parameters inside the layers, and of the last norm, of less than `dims` dimensions, which
     torch multiplies in no matrix product, or of a name."""
     found = [t for t in shape.tensors() if t.in_layer and (len(t.size) < dims or t.name == name)]
     return sum(t.count * t.numel for t in found) + (shape.hidden_size if dims else 0)
+
+
+ON_EXPERTS = [
+    EXPERT_MATRICES,
+    EXPERT_MATRICES[:1],
+    EXPERT_MATRICES[1:],
+    ("o_proj", EXPERT_MATRICES[1]),
+]
 
 
 def lora(*names: str) -> LoraConfig:
@@ -77,6 +96,31 @@ def test_the_work_is_what_torch_counts(model: dict[str, Any], adapters: LoraConf
     assert work.products == found["aten.mm"] + not_products + convolved
     if not shape.recurrent_indices:  # half the square, where torch counts all of it
         assert 2 * work.mixing == found["aten.bmm"]
+
+
+@table("names", ON_EXPERTS)
+@table("dense", [[], [0], [1]])
+def test_adapters_of_experts_count_where_a_token_passes_them(
+    names: tuple[str, ...], dense: list[int]
+) -> None:
+    model, own = EXPERTS | {"mlp_only_layers": dense}, lora(*names)
+    built = model_of(model, own)
+    with (
+        patch.object(expert_adapters, "_ALIGNED", 1),
+        patch.object(expert_adapters, "grouped_product", each_by_itself),
+    ):
+        found, shape = counted(built), ModelShape.from_config(built.config.to_dict())
+        scored = counted(built.requires_grad_(False))
+    work = training_work(shape, [LENGTH] * ROWS, num_head_tokens=TOKENS, lora=own)
+    norms = params(shape, dims=2) * TOKENS
+    assert work.products == found["aten.mm"] + 4 * norms
+    assert 2 * work.mixing == found["aten.bmm"]
+    scoring = RowPasses(shape, lora=own, num_scorings=1, num_epochs=0)
+    flops = scoring.flops([LENGTH] * ROWS, num_head_tokens=TOKENS)
+    assert flops - shape.mixing_flops([LENGTH] * ROWS) == scored["aten.mm"] + 2 * norms
+    assert adapter_params(shape, own) == sum(
+        p.numel() for name, p in built.named_parameters() if "lora_" in name
+    )
 
 
 def _convolutions(found: dict[str, int], adapters: LoraConfig) -> float:

@@ -15,8 +15,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 
 from hone.distributed.processes import processes
+from hone.families.spec import EXPERT_MATRICES
+from hone.models.adapters import adapt
+from hone.models.expert_adapters import ExpertLora
+from hone.models.settings import LoraConfig
 from hone.trainer import experts as expert_module
 from hone.trainer.experts import divide_experts, experts_of
 from hone.trainer.policy import BasePolicy
@@ -28,6 +33,7 @@ from tests.rank_cases import (
     on_mesh,
     outcomes,
     start,
+    stir_adapters,
     worst_of,
 )
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
@@ -64,6 +70,7 @@ SHARED = {
 }
 """With an expert that all tokens pass, and an MLP in its first layer."""
 HIDDEN = 32
+ADAPTED = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", *EXPERT_MATRICES))
 DEEPER = MODEL | {"num_hidden_layers": 5}
 """With experts in each of two stages of layers, of which `MODEL` has them in one."""
 STAGES = {"pipeline_parallel_size": 2, "expert_parallel_size": 2}
@@ -127,12 +134,19 @@ def of(tensor):
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def layer(name):
-    """Largest differences of one layer's outputs and gradients, as shares of their size."""
+def layer(name, lora=None):
+    """Largest differences of one layer's outputs and gradients, as shares of their size. With
+    `lora` the reference has the merged weights of adapted experts."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    original = experts_of(tiny_model(**MODEL).base_model.layers[1])
+    model = tiny_model(**MODEL)
+    original = experts_of(model.base_model.layers[1])
     reference = copy.deepcopy(original).double()
     reference.config._experts_implementation = "eager"
+    if lora is not None:
+        adapt(model, lora, seed=0)
+        stir_adapters(model)
+    leaves = {n: p.detach().double().requires_grad_() for n, p in original.named_parameters()}
+    merged = merged_experts(leaves, 0.0 if lora is None else lora.alpha / lora.rank)
     mesh = on_mesh({"expert_parallel_size": world})
     holder = SimpleNamespace(
         config=SimpleNamespace(model_type="qwen3_moe"),
@@ -157,7 +171,7 @@ def layer(name):
 
     joint = [torch.cat(values) for values in zip(*inputs, strict=True)]
     wanted_in, wanted_gates = (joint[i].detach().double().requires_grad_() for i in (0, 2))
-    wanted = reference(wanted_in, joint[1], wanted_gates)
+    wanted = functional_call(reference, merged, (wanted_in, joint[1], wanted_gates))
     if wanted.requires_grad:  # the loop ran: of no token at all it gives plain zeros
         (wanted * joint[3].double()).sum().backward()
 
@@ -168,17 +182,29 @@ def layer(name):
         "gradients of inputs": (hidden.grad, of(wanted_in)[own]),
         "gradients of gates": (gates.grad, of(wanted_gates)[own]),
     }
-    for which in ("gate_up_proj", "down_proj"):
-        found = getattr(original, which).grad.full_tensor()
-        pairs[f"gradient of {which}"] = (found, of(getattr(reference, which)))
+    for which, parameter in original.named_parameters():
+        if parameter.requires_grad:
+            pairs[f"gradient of {which}"] = (parameter.grad.full_tensor(), of(leaves[which]))
     return {
         what: difference(a.detach().double(), b.detach()) if a.numel() else 0.0
         for what, (a, b) in pairs.items()
     }
 
 
+def merged_experts(leaves, scaling):
+    """The two tensors of experts, from those of their adapters."""
+    return {
+        which: leaves[which]
+        if which in leaves
+        else leaves[f"{which}.weight"]
+        + scaling * leaves[f"{which}.lora_B"] @ leaves[f"{which}.lora_A"]
+        for which in ("gate_up_proj", "down_proj")
+    }
+
+
 def layers():
-    return {name: layer(name) for name in ROUTES}
+    found = {name: layer(name) for name in ROUTES}
+    return found | {f"{name}, adapted": layer(name, ADAPTED) for name in ROUTES}
 
 
 def cases(world):
@@ -207,7 +233,23 @@ def cases(world):
         "tensor, fewer tokens than ranks": replace(
             tensor, rows=partial(random_rows, 1, seed=6), settings={}
         ),
+        "tensor, adapters": replace(tensor, lora=ADAPTED),
     }
+    found |= {
+        f"adapters, stage {stage}": replace(
+            base, parallel={"expert_parallel_size": 2, "zero_stage": stage}, lora=ADAPTED
+        )
+        for stage in range(4)
+    }
+    found |= {
+        f"adapters of whole layers, stage {stage}": replace(
+            base, parallel={"zero_stage": stage}, lora=ADAPTED
+        )
+        for stage in (0, 3)
+    }
+    found["adapters of one matrix, recomputed"] = replace(
+        found["recomputed"], lora=ADAPTED.model_copy(update={"target_modules": EXPERT_MATRICES[1:]})
+    )
     if world == 4:
         deep = replace(base, parallel=STAGES, model=DEEPER)
         found |= {
@@ -218,6 +260,7 @@ def cases(world):
         }
         of_groups = replace(deep, parallel=STAGES | {"virtual_stages": 2})
         found["experts in groups of layers"] = of_groups
+        found["adapters in both stages"] = replace(deep, lora=ADAPTED)
     return found
 
 
@@ -263,8 +306,17 @@ def round_trip():
     return go_on(round_trips(dist.get_world_size()), **MODEL)
 
 
+def own_pairs_in_turn(self, *products):
+    """As if each expert had the B of another."""
+    return right_adapters(self, *products[:-1], products[-1].roll(1, 0))
+
+
+right_adapters = ExpertLora.add_adapters
 BUGS = {
     "nothing": nullcontext,
+    "each expert has another's adapter": lambda: patch.object(
+        ExpertLora, "add_adapters", own_pairs_in_turn
+    ),
     "outputs in the order of experts": lambda: patch.object(
         expert_module, "_inverse", lambda order: order
     ),
@@ -283,7 +335,7 @@ def planted():
     found = {}
     for name, plant in BUGS.items():
         with plant():
-            worst = max(layer("random").values())
+            worst = max(layer("random", ADAPTED).values())
         found[name] = max(everywhere(worst))
     return found
 

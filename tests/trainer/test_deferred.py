@@ -26,6 +26,7 @@ from hone.checkpoint.sharded import Region, local_part, region_of
 from hone.distributed import joined
 from hone.distributed.joined import JoinedMesh
 from hone.distributed.settings import AxisSizes, ParallelConfig
+from hone.families.spec import EXPERT_MATRICES
 from hone.models import weight_files
 from hone.models.adapters import adapt
 from hone.models.load import load_deferred, load_model
@@ -33,6 +34,7 @@ from hone.models.settings import LoraConfig, ModelConfig
 from hone.models.tiny import make_tiny_model
 from hone.models.weight_files import FileWeights
 from hone.trainer import sharded
+from hone.trainer.experts import divide_experts
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
 
@@ -47,12 +49,20 @@ SHAPE = {
     "intermediate_size": 40,
 }
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+EXPERTS = {
+    "family": "qwen3_moe",
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MODELS = {
     "bfloat16 of float32, tied": (TIED, "float32", "bfloat16"),
     "float32 of bfloat16, untied": (UNTIED, "bfloat16", "float32"),
     "bfloat16, untied": ({"family": "qwen2", **UNTIED}, "bfloat16", "bfloat16"),
     "float32, drawn": ({"family": "llama", **UNTIED}, None, "float32"),
     "bfloat16, drawn, tied": (TIED, None, "bfloat16"),
+    "experts": (UNTIED | EXPERTS, "bfloat16", "bfloat16"),
+    "experts, drawn": (UNTIED | EXPERTS, None, "float32"),
 }
 """Fields of the config, format of the files (None: random weights) and format that computes."""
 CASES = [
@@ -112,6 +122,7 @@ def rank_of(rank, world, parallel):
 
 def spread(model, mesh, parallel, **options):
     parallelize(model, mesh)
+    divide_experts(model, mesh)
     return ShardedPolicy(model, mesh, stage=parallel["zero_stage"], **options)
 
 
@@ -184,6 +195,19 @@ def test_adapters_are_the_same_too(config_of, model, kind):
     found = of_each_rank(lambda: deferred(cfg, lora), 2, parallel)
     assert any("lora_A" in name for name in found[0])
     assert any("codes" in name for name in found[0]) == lora.load_in_4bit
+    assert not wrong(found, expected)
+
+
+@pytest.mark.parametrize("model", ["experts", "experts, drawn"])
+@pytest.mark.parametrize(("size", "is_4bit"), [(1, False), (2, False), (1, True)])
+def test_adapters_of_experts_are_the_same_too(config_of, model, size, is_4bit):
+    cfg, parallel = config_of(model), {"zero_stage": 3, "expert_parallel_size": size}
+    targets = ("o_proj", *EXPERT_MATRICES)
+    lora = LoraConfig(rank=4, target_modules=targets, load_in_4bit=is_4bit)
+    expected = of_each_rank(lambda: whole(cfg, lora), 2, parallel)
+    found = of_each_rank(lambda: deferred(cfg, lora), 2, parallel)
+    assert any(f"{EXPERT_MATRICES[0]}.lora_A" in name for name in found[0])
+    assert any(f"{EXPERT_MATRICES[0]}.codes" in name for name in found[0]) == is_4bit
     assert not wrong(found, expected)
 
 

@@ -158,13 +158,15 @@ def test_weights_that_become_non_finite_stop_the_run():
         (8, 8, ValueError, "1 tensors differ in name or shape, first 'q.bias'"),
     ],
 )
+@table("experts", [(), (5,)])
 def test_a_checkpoint_of_another_layout_is_refused_with_the_reason(
-    saved: int, current: int, error: type[Exception], text: str
+    experts: tuple[int, ...], saved: int, current: int, error: type[Exception], text: str
 ):
     def tensors(rank: int) -> dict[str, Tensor]:
         if not rank:
-            return {"q.weight": torch.zeros(6, 4)}
-        return {"q.lora_A": torch.zeros(rank, 4), "q.lora_B": torch.zeros(6, rank)}
+            return {"q.weight": torch.zeros(*experts, 6, 4)}
+        a, b = torch.zeros(*experts, rank, 4), torch.zeros(*experts, 6, rank)
+        return {"q.lora_A": a, "q.lora_B": b}
 
     require_layout(tensors(current), tensors(current))
     extra = {"q.bias": torch.zeros(6)} if saved == current else {}

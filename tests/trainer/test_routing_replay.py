@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hone.attention import PackedContext
+from hone.families.spec import EXPERT_MATRICES
 from hone.models import routes as routes_module
+from hone.models.adapters import adapt
 from hone.models.manifest import build_manifest
 from hone.models.routes import follow_routes, route_dtype, unrecorded
+from hone.models.settings import LoraConfig
 from hone.rollout.episodes import Episodes
 from hone.rollout.state import (
     request_from_dict,
@@ -28,7 +31,7 @@ from hone.rollout.state import (
 from hone.trainer.frozen import WithoutAdapters
 from hone.trainer.prefixes import shared_prefixes
 from hone.types import Column, Completion, Prompt, Row, StopReason
-from tests.rank_cases import check_cases
+from tests.rank_cases import check_cases, stir_adapters
 from tests.ranks import parts_of, run_ranks
 from tests.trainer import route_ranks
 from tests.trainer.examples import gradients, logprobs_of, make_trainer
@@ -364,6 +367,19 @@ def test_a_reference_without_adapters_chooses_itself(family: str) -> None:
     disturb(twin)
     expected = make_trainer(twin).logprobs(rows)
     assert all(map(torch.equal, found, expected))
+
+
+def test_adapted_experts_follow_routes_as_merged_ones_do(family: str) -> None:
+    rows, model = sampled(family), model_of(family)
+    disturb(model)
+    adapt(model, LoraConfig(rank=3, target_modules=("q_proj", *EXPERT_MATRICES)), seed=0)
+    stir_adapters(model)
+    trainer = make_trainer(model, replays_routes=True)
+    assert routing_differences(trainer, rows) == 0
+    merged = model_of(family)
+    merged.load_state_dict(dict(trainer.named_weights()))
+    wanted = torch.cat(make_trainer(merged, replays_routes=True).logprobs(rows))
+    torch.testing.assert_close(torch.cat(trainer.logprobs(rows)), wanted, rtol=0, atol=1e-4)
 
 
 def test_rows_without_routes_are_refused(family: str) -> None:

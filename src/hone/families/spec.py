@@ -17,6 +17,7 @@ __all__ = [
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
     "EXPERTS_TENSOR_PLAN",
+    "EXPERT_MATRICES",
     "GENERIC_FIELDS",
     "HEAD_NORMS_TENSOR_PLAN",
     "PROJECTIONS",
@@ -54,6 +55,9 @@ ROW_TAIL_BYTES = 16
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a dense layer."""
+
+EXPERT_MATRICES = ("experts.gate_up_proj", "experts.down_proj")
+"""The stacked matrices of a layer's experts (`ExpertLayout`)."""
 
 RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """The matrices of a layer of gated linear attention (`RecurrentLayers`)."""
@@ -387,7 +391,7 @@ class ModelSpec:
     Embedding, head and final norm are treated alike in all families. Engines divide every family
     with a plan, training those without experts."""
     lora_targets: tuple[str, ...] = PROJECTIONS
-    """Modules of a layer that can have adapters."""
+    """Modules of a layer that have adapters where the recipe names none."""
     gives_values: bool = True
     """Whether transformers has the backbone with a head for scores, as critics and reward models
     need."""
@@ -395,6 +399,12 @@ class ModelSpec:
     """Fields of `config.json` that must be unset."""
     public: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """`config.json` of public models, with the fields that matter here, by name in lower case."""
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """Matrices of a layer that can have adapters: the modules of `lora_targets`, and those of
+        experts, which only a recipe that names them adapts."""
+        return (*self.lora_targets, *(EXPERT_MATRICES if self.experts else ()))
 
     @property
     def divided_fields(self) -> tuple[str, ...]:

@@ -36,6 +36,10 @@ class Adapters(Protocol):
         """The adapted layers, by their paths in the model."""
         ...
 
+    def merged_name(self, path: str) -> str:
+        """Name of the merged weight of the layer at `path` in a model without adapters."""
+        ...
+
     @property
     def stored(self) -> frozenset[str]:
         """Names, in a layer, of the tensors from which its merged weight is computed."""
@@ -96,7 +100,7 @@ def merged_weights(
         held[leaf] = tensor
         if held.keys() == adapters.stored:
             del incomplete[path]
-            yield f"{path}.weight", adapters.merge(held)
+            yield adapters.merged_name(path), adapters.merge(held)
     if incomplete:
         missing = [
             f"{path}.{leaf}"

@@ -3,7 +3,8 @@
 An adapted projection computes `W x + (alpha / rank) B (A x)`; W is frozen, A and B are trained (Hu
 et al., arXiv:2106.09685). With `load_in_4bit` W is stored as 4-bit NormalFloat in blocks of 64
 values with one scale each (Dettmers et al., arXiv:2305.14314). The dequantised values are the
-weights in training, in sampling and in exports alike.
+weights in training, in sampling and in exports alike. Experts that are named have an adapter each
+(`hone.models.expert_adapters`).
 
 Engines and exports know nothing of adapters: `adapted.merged_weights` gives them `W + (alpha /
 rank) B A` under the model's usual names.
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,13 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hone.families.model_facts import NF4_BLOCK
+from hone.families.model_facts import STACKED_TOGETHER
 from hone.families.registry import SPECS
-from hone.models.adapted import AdaptedLayer, attach_adapters
+from hone.families.spec import EXPERT_MATRICES
+from hone.models.adapted import AdaptedLayer, adapters_of, attach_adapters
 from hone.models.contents import whole_of
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
+from hone.models.expert_adapters import ExpertLora, GroupedExperts
 from hone.models.heads import has_value_head, value_head
+from hone.models.nf4 import dequantise, quantise, quantise_stacked, unpacked_parts
 from hone.models.settings import LoraConfig
 
 if TYPE_CHECKING:
@@ -47,49 +51,6 @@ __all__ = [
 
 _ADAPTER = frozenset(("lora_A", "lora_B"))
 """Names of an adapter's tensors in the projection."""
-
-
-# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
-_NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight to 4-bit NormalFloat: codes [numel / 2] uint8, two per byte, the first in
-    the upper half, and the largest magnitude of each block, [numel / NF4_BLOCK] float32. Raises
-    ValueError if the number of values is no multiple of a block."""
-    if weight.numel() % NF4_BLOCK:
-        raise ValueError(f"{tuple(weight.shape)} is no whole number of blocks of {NF4_BLOCK}")
-    blocks = weight.detach().float().reshape(-1, NF4_BLOCK)
-    scales = blocks.abs().amax(1)
-    levels = torch.tensor(_NF4, device=weight.device)
-    borders = (levels[1:] + levels[:-1]) / 2
-    shares = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
-    codes = torch.bucketize(shares, borders, out_int32=True).to(torch.uint8).reshape(-1, 2)
-    return codes[:, 0] << 4 | codes[:, 1], scales
-
-
-def dequantise(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight that `quantise` stored."""
-    levels = torch.tensor(_NF4, device=codes.device)
-    halves = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, NF4_BLOCK)
-    return (levels[halves.int()] * scales[:, None]).to(dtype).reshape(shape)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -162,6 +123,12 @@ class LoraAdapters:
     paths: frozenset[str]
     scaling: float
     is_4bit: bool
+    of_experts: frozenset[str] = frozenset()
+    """Those of the paths that are the matrices of a layer's experts (`ExpertLora`): a parameter of
+    the model without adapters, not a layer."""
+
+    def merged_name(self, path: str) -> str:
+        return path if path in self.of_experts else f"{path}.weight"
 
     @property
     def stored(self) -> frozenset[str]:
@@ -171,6 +138,8 @@ class LoraAdapters:
     def merge(self, stored: Mapping[str, Tensor]) -> Tensor:
         """`W + (alpha / rank) B A` in A's dtype, from tensors by their names in the layer."""
         a, b = stored["lora_A"], stored["lora_B"]
+        if a.ndim == 3:
+            return self._merge_experts(stored, a, b)
         if self.is_4bit:
             shape = len(b), a.shape[1]
             base = dequantise(stored["codes"], stored["scales"], shape, torch.float32)
@@ -179,10 +148,22 @@ class LoraAdapters:
         product = torch.mm(b.float() * self.scaling, a.float())
         return product.add_(base).to(a.dtype)
 
+    def _merge_experts(self, stored: Mapping[str, Tensor], a_ENI: Tensor, b_EON: Tensor) -> Tensor:
+        shape = len(a_ENI), b_EON.shape[1], a_ENI.shape[2]
+        merged_EOI = a_ENI.new_empty(shape)
+        if self.is_4bit:
+            bases = unpacked_parts(stored["codes"], stored["scales"], shape, torch.float32)
+        else:
+            bases = stored["weight"].split(STACKED_TOGETHER)
+        parts = (x.split(STACKED_TOGETHER) for x in (merged_EOI, a_ENI, b_EON))
+        for base, merged, a, b in zip(bases, *parts, strict=True):
+            merged.copy_(torch.bmm(b.float() * self.scaling, a.float()).add_(base))
+        return merged_EOI
+
 
 def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
-    """Freeze a model and add adapters to the projections of its decoder layers, in place. A value
-    head stays trained as a whole.
+    """Freeze a model and add adapters to the projections of its decoder layers, in place, and to
+    its experts if `cfg.target_modules` names them. A value head stays trained as a whole.
 
     `seed` initialises them on the CPU, so that they are equal on every device. Adapters of a model
     with deferred weights come with these. Raises UserError if `cfg.target_modules` names no module
@@ -193,11 +174,20 @@ def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
     if has_value_head(model):
         value_head(model).requires_grad_(True)
     source, dtype = take_source(model), model.dtype
-    layers = {path: LoraLinear(base, cfg) for path, base in targets.items()}
-    for path, layer in layers.items():
+    layers: dict[str, LoraLinear | ExpertLora] = {}
+    for path, base in targets.items():
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer)
-    adapters = LoraAdapters(frozenset(layers), cfg.alpha / cfg.rank, cfg.load_in_4bit)
+        if base is None:
+            layers[path] = GroupedExperts.adapt(model.get_submodule(parent), name, cfg)
+        else:
+            layers[path] = LoraLinear(base, cfg)
+            setattr(model.get_submodule(parent), name, layers[path])
+    adapters = LoraAdapters(
+        frozenset(layers),
+        cfg.alpha / cfg.rank,
+        cfg.load_in_4bit,
+        of_experts=frozenset(path for path, base in targets.items() if base is None),
+    )
     attach_adapters(model, adapters)
     if source is not None:
         defer(model, _AdaptedWeights(source, layers, dtype, seed))
@@ -211,7 +201,7 @@ class _AdaptedWeights:
     """Weight source of an adapted model: the base model's source and the initialised adapters."""
 
     base: WeightSource
-    layers: Mapping[str, LoraLinear]
+    layers: Mapping[str, LoraLinear | ExpertLora]
     """Layers by path, in the order of initialisation."""
     dtype: torch.dtype
     """Dtype of the base model before quantisation to four bits."""
@@ -220,11 +210,14 @@ class _AdaptedWeights:
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
         def take_base(weight: Weight) -> None:
             path, _, leaf = weight.name.rpartition(".")
+            if weight.name in self.layers:  # a parameter of an experts module
+                path, leaf = weight.name, "weight"
             layer = self.layers.get(path)
             if layer is None or not layer.is_4bit or leaf != "weight":
-                take(weight)
+                take(weight if layer is None else replace(weight, name=f"{path}.{leaf}"))
                 return
-            codes, scales = quantise(weight.whole().to(device, self.dtype))
+            pack = quantise if isinstance(layer, LoraLinear) else quantise_stacked
+            codes, scales = pack(weight.whole().to(device, self.dtype))
             take(Weight.of(f"{path}.codes", codes))
             take(Weight.of(f"{path}.scales", scales))
 
@@ -236,24 +229,34 @@ class _AdaptedWeights:
 
 
 def _draw(
-    layers: Mapping[str, LoraLinear], dtype: torch.dtype, seed: int
+    layers: Mapping[str, LoraLinear | ExpertLora], dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """A new A [rank, in] for each layer, by path, initialised on the CPU as PEFT does."""
+    """A new A [rank, in] for each layer, or [experts, rank, in], by path, initialised on the CPU as
+    PEFT does."""
     generator = torch.Generator().manual_seed(seed)
     for path, layer in layers.items():
-        empty = torch.empty(layer.lora_A.shape, dtype=dtype)
-        yield path, nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
+        shape = layer.lora_A.shape
+        # All pairs of experts are one matrix here: of three dimensions the scale would be another.
+        empty = torch.empty(shape[:-1].numel(), shape[-1], dtype=dtype)
+        nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
+        yield path, empty.view(shape)
 
 
-def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:
-    """The projections to adapt, by path."""
+def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear | None]:
+    """The projections to adapt, by path; None for a parameter of an experts module."""
     wanted = cfg.target_modules or SPECS[model.config.model_type].lora_targets
     inside = set(decoder_layers(model).modules())
-    return {
-        path: layer
-        for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and layer in inside and path.rpartition(".")[2] in wanted
-    }
+    targets: dict[str, nn.Linear | None] = {}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if module not in inside:
+            continue
+        if isinstance(module, nn.Linear) and name in wanted:
+            targets[path] = module
+        for leaf, _ in module.named_parameters(recurse=False):
+            if f"{name}.{leaf}" in EXPERT_MATRICES and f"{name}.{leaf}" in wanted:
+                targets[f"{path}.{leaf}"] = None
+    return targets
 
 
 def peft_adapter(
@@ -263,19 +266,25 @@ def peft_adapter(
     and configuration.
 
     `named` are the adapters' tensors, or all of the model's. A value head is among the tensors.
-    Adapters of a vision-language model's decoder are named as in the whole model.
+    Adapters of a vision-language model's decoder are named as in the whole model. Those of experts
+    are of `target_parameters`.
     """
-    is_scorer, whole = has_value_head(model), whole_of(model)
+    is_scorer, whole, adapters = has_value_head(model), whole_of(model), adapters_of(model)
+    of_experts = adapters.of_experts if isinstance(adapters, LoraAdapters) else frozenset[str]()
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     for name, tensor in named:
+        is_of_experts = name.rpartition(".")[0] in of_experts
         path, _, leaf = (name if whole is None else whole.whole_name(name)).rpartition(".")
-        if leaf in ("lora_A", "lora_B"):
+        if leaf in _ADAPTER:
+            if is_of_experts:
+                path, tensor = _of_experts(path, leaf, tensor, of_experts)
+            else:
+                targets.add(path.rpartition(".")[2])
             tensors[f"base_model.model.{path}.{leaf}.weight"] = tensor.detach().cpu().contiguous()
-            targets.add(path.rpartition(".")[2])
         elif is_scorer and path == "score":
             tensors[f"base_model.model.{name}"] = tensor.detach().cpu().contiguous()
-    return tensors, {
+    document = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_scorer else "CAUSAL_LM",
         "modules_to_save": ["score"] if is_scorer else None,
@@ -285,8 +294,28 @@ def peft_adapter(
         "lora_dropout": 0.0,
         "bias": "none",
         # The tower has modules of the same names.
-        "target_modules": sorted(targets) if whole is None else _pattern(whole, targets),
+        "target_modules": sorted(targets)
+        if whole is None or not targets
+        else _pattern(whole, targets),
     }
+    if of_experts:
+        # The end of each name, below the number of the layer.
+        names = {".".join(path.split(".")[-3:]) for path in of_experts}
+        document["target_parameters"] = sorted(names)
+    return tensors, document
+
+
+def _of_experts(
+    path: str, leaf: str, tensor: Tensor, of_experts: Collection[str]
+) -> tuple[str, Tensor]:
+    """Where PEFT has the A or B of experts, and their matrix [experts * rank, in] or
+    [out, rank * experts], in which the experts of a rank are neighbours. It wraps the experts
+    module once for each adapted parameter, the last one outside."""
+    module, _, name = path.rpartition(".")
+    adapted = {own.rpartition(".")[2] for own in of_experts}
+    is_inside = name == "gate_up_proj" and "down_proj" in adapted
+    matrix = tensor.flatten(0, 1) if leaf == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
+    return f"{module}.base_layer" if is_inside else module, matrix
 
 
 def _pattern(whole: WholeModel, targets: Iterable[str]) -> str:

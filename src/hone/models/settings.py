@@ -25,7 +25,8 @@ class LoraConfig(Section):
 
     target_modules: tuple[str, ...] = ()
     """Projections that get adapters, by name: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`,
-    `up_proj`, `down_proj`; none named: all of a layer's."""
+    `up_proj`, `down_proj`; none named: all of a layer's. Experts have some, a pair of matrices for
+    each, only where they are named: `experts.gate_up_proj`, `experts.down_proj`."""
 
     load_in_4bit: bool = False
     """Keep the frozen projections in 4-bit NormalFloat: an eighth of the memory of float32, for

@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike
 from hone.families.shape import Floats, ModelShape
 from hone.hardware import Peaks
 from hone.models.settings import LoraConfig
-from hone.trainer.cost import adapter_params, has_adapter
+from hone.trainer.cost import active_adapter_params, has_adapter
 
 __all__ = [
     "RowPasses",
@@ -131,7 +131,7 @@ class RowPasses:
         num_tokens = float(np.asarray(lengths).sum())
         head = num_head_tokens if self.has_head else 0
         forward = self.shape.forward_flops(lengths, num_head_tokens=head)
-        forward += 2.0 * adapter_params(self.shape, self.lora) * num_tokens
+        forward += 2.0 * active_adapter_params(self.shape, self.lora) * num_tokens
         trained = training_work(self.shape, lengths, num_head_tokens=head, lora=self.lora)
         return self.num_scorings * forward + self.num_epochs * trained.flops
 
@@ -165,7 +165,7 @@ def training_work(
     mixing = shape.mixing_flops(lengths)
     if not lora.rank:
         return TrainingWork(6.0 * weights, 3.0 * mixing)
-    start, adapters = _without_gradient(shape, lora), adapter_params(shape, lora)
+    start, adapters = _without_gradient(shape, lora), active_adapter_params(shape, lora)
     recurrence = shape.recurrence_flops_per_token * num_tokens
     attention = mixing - recurrence
     return TrainingWork(
@@ -230,7 +230,10 @@ def _without_gradient(shape: ModelShape, lora: LoraConfig) -> _Start:
             if _PLACES[tensor.name] <= first:
                 idle = shape.unused_share if tensor.of_experts else 0.0
                 num_inputs += tensor.numel * (1 - idle)
-        num_inputs += sum(lora.rank * t.size[1] for t in adapted if _PLACES[t.name] == first)
+        for tensor in adapted:
+            if _PLACES[tensor.name] == first:
+                number = shape.experts_per_token if tensor.of_experts else 1
+                num_inputs += number * lora.rank * tensor.size[-1]
         names = {t.name for t in adapted}
         mixers[bool(layer.recurrent_indices)] += 1.0 if first else _spared_mixing(names)
         if adapted:

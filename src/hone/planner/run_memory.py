@@ -36,6 +36,7 @@ from hone.trainer.cost import (
     TrainingMemory,
     frozen_bytes,
     gathered_to_score,
+    has_adapter,
     layer_code,
     planned_step,
     scoring_bytes,
@@ -477,11 +478,22 @@ class RunMemory:
         largest = max(tensor.numel for tensor in self.shape.tensors())
         head, sizes = largest * self.num_bytes, self.plan.policy.axes
         if sizes.fsdp == 1:
-            return GROUP_BYTES + head
+            return GROUP_BYTES + head + self._merging
         # Shards of a sleeping policy are copied to the device as masters.
         visiting = 4 // self.num_bytes if self._trainer_sleeps else 0
         shards = (1 + visiting) * head // sizes.fsdp
-        return GROUP_BYTES + max(head + shards, (2 + visiting) * GATHER_BYTES)
+        return GROUP_BYTES + max(head + shards, (2 + visiting) * GATHER_BYTES) + self._merging
+
+    @property
+    def _merging(self) -> int:
+        """Bytes of experts with merged adapters while the gathered ones without are there too. In
+        one process these are the trainer's own."""
+        lora = self.plan.lora
+        if lora is None or self.plan.policy.axes.world == 1:
+            return 0
+        stacked = [t for t in self.shape.tensors() if t.of_experts]
+        adapted = (t.numel for t in stacked if has_adapter(self.shape, t, lora))
+        return max(adapted, default=0) * self.num_bytes
 
 
 def peak_bytes(plan: RunPlan) -> int:

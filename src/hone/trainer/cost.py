@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 
 from hone.config.plan import Role, RunPlan
 from hone.distributed.settings import AxisSizes
-from hone.families.model_facts import NF4_BLOCK
+from hone.families.model_facts import NF4_BLOCK, STACKED_TOGETHER
 from hone.families.registry import spec_of
 from hone.families.shape import ModelShape, TensorShape
 from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
@@ -45,7 +45,9 @@ from hone.trainer.settings import RecomputeMode, SFTTrainerConfig
 __all__ = [
     "LayerCode",
     "TrainingMemory",
+    "active_adapter_params",
     "adapter_params",
+    "expert_adapter_params",
     "frozen_bytes",
     "gathered_to_score",
     "has_adapter",
@@ -67,6 +69,8 @@ _MESSAGES = 6
 """Hidden states and gradients that a pipeline stage has received, or has not sent yet."""
 _MESSAGES_OF_GROUPS = 9
 """`_MESSAGES` of a stage that has several groups of layers."""
+_UNPACKING_BYTES = 9
+"""Work memory for unpacking 4-bit weights, per value: its code, and two values of 32 bits."""
 _MUON_COPIES = 12
 """Work memory of Muon's Newton-Schulz steps: bytes per element of the largest matrix."""
 
@@ -267,10 +271,20 @@ def gathered_to_score(shape: ModelShape, *, num_bytes: int) -> int:
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
-    if not lora.rank:
-        return 0
-    named = [t for t in shape.tensors() if has_adapter(shape, t, lora)]
-    return sum(lora.rank * sum(t.size) * t.count for t in named)
+    return sum(_adapter_numel(t, lora) for t in shape.tensors() if has_adapter(shape, t, lora))
+
+
+def expert_adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """`adapter_params` of experts alone."""
+    stacked = [t for t in shape.tensors() if t.of_experts]
+    return sum(_adapter_numel(t, lora) for t in stacked if has_adapter(shape, t, lora))
+
+
+def active_adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """`adapter_params` that a token uses: of a layer's experts those of its own."""
+    idle = shape.num_experts - shape.experts_per_token
+    unused = idle * expert_adapter_params(shape, lora) // max(shape.num_experts, 1)
+    return adapter_params(shape, lora) - unused
 
 
 def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
@@ -285,6 +299,12 @@ def has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> boo
     """Whether a tensor of the shape's layers has an adapter beside it."""
     targets = lora.target_modules or spec_of(shape.family).lora_targets
     return bool(lora.rank) and tensor.name in targets
+
+
+def _adapter_numel(tensor: TensorShape, lora: LoraConfig) -> int:
+    """Number of elements of the A and B of all `count` tensors."""
+    *experts, rows, columns = tensor.size
+    return tensor.count * prod(experts) * lora.rank * (rows + columns)
 
 
 def _shard(tensor: TensorShape, axes: AxisSizes) -> int:
@@ -440,10 +460,15 @@ class _Step:
             self._count_weights(self.num_bytes * self._shard(tensor))
             self._count_padding(tensor, self.num_bytes)
         if is_adapted:
-            rank, (rows, columns) = self.lora.rank, tensor.size
+            rank, (*experts, rows, columns) = self.lora.rank, tensor.size
             of_rows, of_columns = (i if tensor.split == i else None for i in (0, 1))
-            self._count_trained(TensorShape("lora_A", (rank, columns), of_columns, tensor.count))
-            self._count_trained(TensorShape("lora_B", (rows, rank), of_rows, tensor.count))
+            for name, size, split in (
+                ("lora_A", (*experts, rank, columns), of_columns),
+                ("lora_B", (*experts, rows, rank), of_rows),
+            ):
+                self._count_trained(
+                    TensorShape(name, size, split, tensor.count, of_experts=tensor.of_experts)
+                )
 
     def _count_trained(self, tensor: TensorShape) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer
@@ -595,7 +620,9 @@ class _Step:
                 values += 0 if mode == "selective" else 2 * inter
                 values += (1 + self._wide) * 2 * inputs if mode == "off" else 0
         if self.lora.rank:
-            values += 7 * self.lora.rank
+            adapted = [t for t in shape.tensors() if t.of_experts]
+            number = sum(has_adapter(shape, t, self.lora) for t in adapted)
+            values += (7 + shape.experts_per_token * number) * self.lora.rank
         return self.num_tokens * (values * self.num_bytes + mixer.statistics)
 
     @property
@@ -662,7 +689,20 @@ class _Step:
         )
         # A matrix's own gradient, before it is added to the master's.
         matrix = 0 if self.lora.rank else inter * hidden * (self.num_bytes + 4)
-        return self.num_tokens * values * self.num_bytes + recomputed + matrix
+        return self.num_tokens * values * self.num_bytes + recomputed + matrix + self._unpacked
+
+    @property
+    def _unpacked(self) -> int:
+        """Bytes of a layer's 4-bit experts during a product: all of a stack, and a part of it while
+        it is unpacked."""
+        if not self.lora.load_in_4bit:
+            return 0
+        stacked = [t for t in self.shape.tensors() if t.of_experts]
+        adapted = [t for t in stacked if has_adapter(self.shape, t, self.lora)]
+        number = max(self.shape.num_experts, 1)
+        largest = max((t.numel // number for t in adapted), default=0)
+        part = _UNPACKING_BYTES * min(STACKED_TOGETHER, number)
+        return largest * (self.num_bytes * number + part)
 
     @property
     def _recurrent_backward(self) -> int:

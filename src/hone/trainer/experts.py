@@ -11,6 +11,7 @@ sends the hidden state of each token to the ranks of its experts and gets their 
 Gate weights never travel: they multiply where the router computed them, so its gradient stays
 there. The gradient of an expert comes from the tokens of all ranks of the axis and is whole when
 backward ends. Every rank takes part in every exchange, and multiplies, with no token at all too.
+Adapters of an expert (`hone.models.expert_adapters`) are on its rank.
 
 Letters: T own tokens, K experts of a token, E experts, R received rows, D model width, I inner
 width.
@@ -22,13 +23,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import PreTrainedModel
 
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers
+from hone.models.expert_adapters import ExpertLora, GroupedExperts, grouped_product
 from hone.trainer.tensor import SplitModule, own_part
 
 __all__ = ["DividedExperts", "divide_experts", "experts_of"]
@@ -52,12 +53,17 @@ def divide_experts(model: PreTrainedModel, mesh: Mesh) -> None:
             f"({model.config.model_type}) has no experts. Leave it at 1."
         )
     for experts in blocks:
-        number = len(cast(Tensor, experts.gate_up_proj))
+        number = len(next(experts.parameters()))
         if number % size:
             raise ValueError(
                 f"trainer.parallel.expert_parallel_size is {size}, which does not divide the "
                 f"{number} experts of a layer. Use a divisor of {number}."
             )
+        for module in [*experts.children()]:
+            if isinstance(module, ExpertLora):
+                assert not module.is_4bit, "codes of four bits are not divided"
+                DividedExpertLora.split(module, mesh.expert_mesh)
+                module.__class__ = DividedExpertLora
         DividedExperts.split(experts, mesh.expert_mesh)
         experts.__class__ = DividedExperts
 
@@ -67,13 +73,10 @@ def experts_of(layer: nn.Module) -> nn.Module | None:
     return getattr(cast(Any, layer).mlp, "experts", None)
 
 
-class DividedExperts(SplitModule):
-    """transformers' experts module with this rank's E / size experts."""
+class DividedExperts(SplitModule, GroupedExperts):
+    """transformers' experts module, or one with adapters, with this rank's E / size experts."""
 
     placements: ClassVar[dict[str, Placement]] = {"gate_up_proj": Shard(0), "down_proj": Shard(0)}
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
-    act_fn: nn.Module
 
     @torch.compiler.disable  # numbers of rows come to the host
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator has no type
@@ -81,9 +84,9 @@ class DividedExperts(SplitModule):
     ) -> Tensor:
         """Outputs [T, D] of own tokens [T, D], from the ids of their experts and their gate
         weights, both [T, K]. Forward and backward are collective over the expert axis."""
-        mesh = cast(Any, self.gate_up_proj).device_mesh
-        gate_up_E2ID, down_EDI = (own_part(w) for w in (self.gate_up_proj, self.down_proj))
-        num_own, size, group = len(gate_up_E2ID), mesh.size(), mesh.get_group()
+        divided = next(self.parameters())
+        mesh = cast(DTensor, divided).device_mesh
+        num_own, size, group = len(own_part(divided)), mesh.size(), mesh.get_group()
 
         order = top_k_index.flatten().argsort(stable=True)
         counts = torch.bincount(top_k_index.flatten(), minlength=num_own * size)
@@ -99,13 +102,33 @@ class DividedExperts(SplitModule):
         ids = torch.arange(num_own, device=counts.device).repeat(size)
         by_expert = ids.repeat_interleave(received).argsort(stable=True)
         ends = received.view(size, -1).sum(0).cumsum(0).int()
-        inner_R2I = F.grouped_mm(rows_RD[by_expert], gate_up_E2ID.transpose(1, 2), offs=ends)
-        gate_RI, up_RI = inner_R2I.chunk(2, dim=-1)
-        out_RD = F.grouped_mm(self.act_fn(gate_RI) * up_RI, down_EDI.transpose(1, 2), offs=ends)
+        out_RD = self.products(rows_RD[by_expert], ends)
 
         back = _Exchange.apply(out_RD[_inverse(by_expert)], received_rows, sent_rows, group)
         own_TKD = back[_inverse(order)].view(*top_k_index.shape, back.shape[1])
         return (own_TKD * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    def multiply(
+        self, matrices: nn.Parameter | ExpertLora, rows_RI: Tensor, ends_E: Tensor
+    ) -> Tensor:
+        if isinstance(matrices, ExpertLora):
+            return matrices(rows_RI, ends_E)
+        return grouped_product(rows_RI, own_part(matrices), ends_E)
+
+
+class DividedExpertLora(SplitModule, ExpertLora):
+    """`ExpertLora` of this rank's experts."""
+
+    placements: ClassVar[dict[str, Placement]] = {
+        "weight": Shard(0),
+        "lora_A": Shard(0),
+        "lora_B": Shard(0),
+    }
+
+    def forward(self, rows_RI: Tensor, ends_E: Tensor) -> Tensor:
+        y_RO = grouped_product(rows_RI, own_part(self.weight), ends_E)
+        a_ENI, b_EON = own_part(self.lora_A), own_part(self.lora_B)
+        return self.add_adapters(y_RO, rows_RI, ends_E, a_ENI, b_EON)
 
 
 def _inverse(order: Tensor) -> Tensor:

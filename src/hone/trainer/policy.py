@@ -501,4 +501,4 @@ def require_layout(
 
 def _adapter_rank(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Rank of the LoRA adapters among tensors of these shapes; 0 where there are none."""
-    return next((shape[0] for name, shape in shapes.items() if name.endswith("lora_A")), 0)
+    return next((shape[-2] for name, shape in shapes.items() if name.endswith("lora_A")), 0)

@@ -13,7 +13,7 @@ from hone.config.rules.view import Details, Fact, NotKnownError, required
 from hone.config.tree import SAMPLING, SUPERVISED
 from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.registry import DIVIDED_FAMILIES, SPECS, spec_of
-from hone.families.spec import PROJECTIONS
+from hone.families.spec import EXPERT_MATRICES, PROJECTIONS
 from hone.families.stages import stage_layers
 
 __all__ = ["RULES"]
@@ -139,17 +139,28 @@ class TrainerFacts(Facts):
         return self.plan.trainers_hold_frozen
 
     @cached_property
-    def lora_targets(self) -> tuple[str, ...]:
-        """Projections of the model's layers that can have adapters."""
+    def adaptable(self) -> tuple[str, ...]:
+        """Matrices of the model's layers that can have adapters."""
         known = self.plan.model
-        own = () if known is None else spec_of(str(known.family)).lora_targets
-        return own or PROJECTIONS
+        own = () if known is None else spec_of(str(known.family)).adaptable
+        return own or (*PROJECTIONS, *EXPERT_MATRICES)
+
+    @cached_property
+    def adapted_unnamed(self) -> str:
+        """Which of `adaptable` have adapters where the recipe names none, in words."""
+        has_experts = any(name in EXPERT_MATRICES for name in self.adaptable)
+        return "all of them but experts" if has_experts else "all of them"
+
+    @cached_property
+    def adapted_experts(self) -> str:
+        """Names in `model.lora.target_modules` of matrices of experts."""
+        return ", ".join(name for name in self[_TARGETS] if name in EXPERT_MATRICES)
 
     @cached_property
     def unknown_targets(self) -> str:
         """Names in `model.lora.target_modules` that no layer has, each with the closest name that a
         layer has."""
-        known = self.lora_targets
+        known = self.adaptable
         unknown = [name for name in self["model.lora.target_modules"] if name not in known]
         near = {name: get_close_matches(name, known, 1) for name in unknown}
         return ", ".join(
@@ -217,9 +228,12 @@ class TrainerFacts(Facts):
     def broken_4bit_blocks(self) -> str:
         """Names and sizes of adapted projections whose number of values is no multiple of a 4-bit
         block."""
-        targets = self["model.lora.target_modules"] or self.lora_targets
-        tensors = () if self.plan.shape is None else self.plan.shape.tensors()
-        broken = [t for t in tensors if t.name in targets and t.numel % NF4_BLOCK]
+        shape = self.plan.shape
+        if shape is None:
+            return ""
+        targets = self[_TARGETS] or spec_of(shape.family).lora_targets
+        adapted = [t for t in shape.tensors() if t.name in targets]
+        broken = [t for t in adapted if math.prod(t.size[-2:]) % NF4_BLOCK]
         return ", ".join(f"{t.name} ({' x '.join(map(str, t.size))})" for t in broken)
 
     @cached_property
@@ -348,10 +362,14 @@ _FORMATS = (
           fix="model.lora.load_in_4bit = false | leave these out of model.lora.target_modules"),
     error("@unknown_targets",
           says=f"{_TARGETS} names {{unknown_targets}}",
-          why="the projections of a layer, which can have adapters, are {lora_targets}",
-          fix="name some of these | none for all of them"),
+          why="the projections of a layer, which can have adapters, are {adaptable}",
+          fix="name some of these | none for {adapted_unnamed}"),
     unused(_TARGETS, f"not {_RANK}",
            why="there are no adapters, and all weights are trained", instead=f"{_RANK} = 16"),
+    error("model.lora.load_in_4bit", f"{_EXPERTS} > 1", given=(_RANK, "@adapted_experts"),
+          why="codes of four bits are not divided over the expert axis, and "
+          f"{_TARGETS} names {{adapted_experts}}",
+          fix=f"{_EXPERTS} = 1 | model.lora.load_in_4bit = false | leave these out of {_TARGETS}"),
     error("model.lora.load_in_4bit", f"{_TENSOR} > 1", given=(_RANK,),
           why="codes of four bits are not split over the tensor axis",
           fix=f"{_TENSOR} = 1 | model.lora.load_in_4bit = false"),

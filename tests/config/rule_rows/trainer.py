@@ -92,6 +92,14 @@ ROWS: list[Row] = [
      "model.lora.target_modules"),
     ("sft", "model.path=Qwen/Qwen3-0.6B model.lora.rank=8 model.lora.target_modules=[lm_head]",
      "error", "model.lora.target_modules"),
+    ("sft", "model.lora.rank=8 model.lora.target_modules=[experts.down_proj]", "error",
+     "model.lora.target_modules"),
+    ("rl", "model.path=qwen3_moe model.lora.rank=8 "
+     "model.lora.target_modules=[mlp.experts.down_proj]", "error", "model.lora.target_modules"),
+    ("sft", "--nproc=2 model.path=qwen3_moe model.lora.rank=8 model.lora.load_in_4bit=true "
+     "model.lora.target_modules=[q_proj,experts.down_proj] "
+     "trainer.parallel.expert_parallel_size=2", "error",
+     "model.lora.load_in_4bit trainer.parallel.expert_parallel_size"),
     ("sft", "model.lora.rank=8 model.lora.load_in_4bit=true model.path=odd", "error",
      "model.lora.load_in_4bit model.path"),
     ("sft", "model.lora.target_modules=[q_proj]", "warning",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hone.algorithms.configured import algorithm_of
@@ -14,7 +15,9 @@ from hone.config.planning import PlanningConfig
 from hone.config.tree import PlanConfig
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import public_shape
+from hone.families.spec import EXPERT_MATRICES
 from hone.hardware import GPUS, Peaks, known_gpu
+from hone.tools.plan import training_time
 from hone.tools.plan.compute_time import Compute
 from hone.tools.plan.training_time import TrainingTime
 from tests.tables import table
@@ -175,6 +178,20 @@ def test_a_frozen_base_has_no_gradients_of_its_own() -> None:
     devices = Devices(kind="cuda", gpu=GPUS[0])
     found = seconds(resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=1))
     assert found == pytest.approx(expected, rel=0.01)
+
+
+@table("rank", [16, 32])
+def test_adapters_of_experts_take_what_was_measured(rank: int) -> None:
+    """Forward and backward of the experts of a layer of 30B-A3B, of 16,384 tokens on an H200: 9.1
+    ms, and 12.6 with adapters of either rank."""
+    compute, shape = Compute(GPUS[0], PlanningConfig()), public_shape("qwen3-30b-a3b")
+    assert shape is not None
+    rows = training_time._Rows.of(np.array([2048] * 8), 0)
+    attention, both = (
+        training_time._training_s(rows, compute, shape, training_time._Adapters(rank, names))
+        for names in (("q_proj",), ("q_proj", *EXPERT_MATRICES))
+    )
+    assert (both - attention) / shape.num_expert_layers == pytest.approx(3.5e-3, rel=0.15)
 
 
 def test_layers_computed_again_cost_what_they_are_of_all() -> None:

@@ -1,0 +1,151 @@
+"""LoRA on the experts of a layer: a pair of matrices for each expert.
+
+Expert e computes `W_e x + (alpha / rank) B_e (A_e x)` in place of `W_e x`. The pairs of all experts
+of a layer are two tensors, as the experts themselves are in transformers, and their products are
+grouped over the same rows, sorted by expert. A pass never adds pairs to weights: a merged copy of
+one layer of 30B-A3B would take 1.2 GB, which forward would write for any number of tokens.
+
+Letters: T tokens, K experts of a token, R rows (a token's state for one of its experts), E experts,
+D model width, I inputs and O outputs of a matrix, N rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.models.adapted import AdaptedLayer
+from hone.models.nf4 import dequantise_stacked, quantise_stacked
+from hone.models.settings import LoraConfig
+
+__all__ = ["ExpertLora", "GroupedExperts", "grouped_product"]
+
+_ALIGNED = 8
+"""Grouped products read rows of whole 16 bytes, which are 8 values of bfloat16. Other ranks are
+padded with zeros for a product."""
+
+_eager_grouped_mm = cast("Callable[..., Tensor]", torch.compiler.disable(F.grouped_mm))
+"""The operator for other formats than bfloat16, which a compiled layer does not have."""
+
+
+def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Products [R, O] of rows that are sorted by expert with the matrices of their experts. The
+    rows of expert e end before `ends_E[e]`, int32; there may be none."""
+    multiply = F.grouped_mm if rows_RI.dtype == torch.bfloat16 else _eager_grouped_mm
+    return multiply(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """`grouped_product` with 4-bit matrices that are dequantised only during the product."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RI: Tensor, ends_E: Tensor, layer: ExpertLora) -> Tensor:
+        ctx.layer, ctx.ends_E = layer, ends_E
+        return grouped_product(rows_RI, layer.base_weight(rows_RI.dtype), ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        layer: ExpertLora = ctx.layer
+        weight_EIO = layer.base_weight(grads[0].dtype).transpose(1, 2)
+        return grouped_product(grads[0], weight_EIO, ctx.ends_E), None, None
+
+
+_frozen_product = cast("Callable[..., Tensor]", torch.compiler.disable(_FrozenProduct.apply))
+"""Not compiled, since the loop over parts of the experts would become one graph of all parts."""
+
+
+class ExpertLora(AdaptedLayer):
+    """One matrix of each expert of a layer, frozen, with the adapters of all experts. It replaces a
+    parameter of the experts module."""
+
+    def __init__(self, weight_EOI: Tensor, cfg: LoraConfig) -> None:
+        """Take over a parameter. A and B are zero, as those of a new `LoraLinear`."""
+        super().__init__()
+        number, num_outputs, num_inputs = weight_EOI.shape
+        self.shape = number, num_outputs, num_inputs
+        self.scaling = cfg.alpha / cfg.rank
+        self.is_on = True  # of the instance, as in `LoraLinear`
+        self.is_4bit = cfg.load_in_4bit
+        if self.is_4bit:
+            codes, scales = quantise_stacked(weight_EOI)
+            self.register_buffer("codes", codes)
+            self.register_buffer("scales", scales)
+        else:
+            self.weight = nn.Parameter(weight_EOI.detach(), requires_grad=False)
+        self.lora_A = nn.Parameter(weight_EOI.new_zeros(number, cfg.rank, num_inputs))
+        self.lora_B = nn.Parameter(weight_EOI.new_zeros(number, num_outputs, cfg.rank))
+
+    def base_weight(self, dtype: torch.dtype) -> Tensor:
+        """The frozen matrices [E, out, in]."""
+        if not self.is_4bit:
+            return self.weight
+        codes, scales = cast(Tensor, self.codes), cast(Tensor, self.scales)
+        return dequantise_stacked(codes, scales, self.shape, dtype)
+
+    def forward(self, rows_RI: Tensor, ends_E: Tensor) -> Tensor:
+        """As `grouped_product`, with what the adapters add while they are on."""
+        if self.is_4bit:
+            y_RO = _frozen_product(rows_RI, ends_E, self)
+        else:
+            y_RO = grouped_product(rows_RI, self.weight, ends_E)
+        return self.add_adapters(y_RO, rows_RI, ends_E, self.lora_A, self.lora_B)
+
+    def add_adapters(
+        self, y_RO: Tensor, rows_RI: Tensor, ends_E: Tensor, a_ENI: Tensor, b_EON: Tensor
+    ) -> Tensor:
+        """`y_RO` with what these adapters add for `rows_RI`, while they are on."""
+        if not self.is_on:
+            return y_RO
+        missing = -a_ENI.shape[1] % _ALIGNED
+        a_ENI, b_EON = F.pad(a_ENI, (0, 0, 0, missing)), F.pad(b_EON, (0, missing))
+        inner_RN = grouped_product(rows_RI, a_ENI, ends_E) * self.scaling
+        return y_RO + grouped_product(inner_RN, b_EON, ends_E)
+
+
+class GroupedExperts(nn.Module):
+    """transformers' experts module, of whose two parameters `ExpertLora` may stand in the place. It
+    becomes the class of such a module, whose other attributes stay."""
+
+    gate_up_proj: nn.Parameter | ExpertLora
+    """[E, 2 I, D]: for each expert the rows of gate, then those of up."""
+    down_proj: nn.Parameter | ExpertLora
+    """[E, D, I]."""
+    act_fn: nn.Module
+
+    @classmethod
+    def adapt(cls, experts: nn.Module, name: str, cfg: LoraConfig) -> ExpertLora:
+        """Give the matrices `name` of a module of transformers, or of this class, adapters in
+        place, and return these."""
+        weight = experts.get_parameter(name)
+        delattr(experts, name)
+        layer = ExpertLora(weight, cfg)
+        setattr(experts, name, layer)
+        experts.__class__ = cls
+        return layer
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Outputs [T, D] of tokens [T, D], from the ids of their experts and their gate weights,
+        both [T, K]."""
+        ids_R, order_R = top_k_index.flatten().sort(stable=True)
+        each = torch.arange(len(next(self.parameters())), device=ids_R.device)
+        ends_E = torch.searchsorted(ids_R, each, right=True).int()
+        sorted_RD = self.products(hidden_states[order_R // top_k_index.shape[1]], ends_E)
+        own_TKD = sorted_RD[order_R.argsort()].view(*top_k_index.shape, sorted_RD.shape[1])
+        return (own_TKD * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    def products(self, rows_RD: Tensor, ends_E: Tensor) -> Tensor:
+        """Outputs [R, D] of experts for their rows, sorted by expert, as in `grouped_product`."""
+        gate_RI, up_RI = self.multiply(self.gate_up_proj, rows_RD, ends_E).chunk(2, dim=-1)
+        return self.multiply(self.down_proj, self.act_fn(gate_RI) * up_RI, ends_E)
+
+    def multiply(
+        self, matrices: nn.Parameter | ExpertLora, rows_RI: Tensor, ends_E: Tensor
+    ) -> Tensor:
+        """Products [R, O] with one matrix of each expert."""
+        if isinstance(matrices, ExpertLora):
+            return matrices(rows_RI, ends_E)
+        return grouped_product(rows_RI, matrices, ends_E)
