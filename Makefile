@@ -155,7 +155,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(call quietly, $(INSTALL) --editable ".[dev]")
 	@$(call quietly, $(INSTALL) --no-deps --upgrade --target $(VENV)/fp8 torchao)
-	@$(call quietly, $(INSTALL) --no-deps --upgrade --target $(VENV)/fla fla-core einops)
+	@$(call quietly, $(INSTALL) --no-deps --upgrade --target $(VENV)/fla "fla-core<0.7" einops)
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -87,9 +87,12 @@ def send(array: Any) -> Tensor:
     return tensor.pin_memory().to(DEVICE, non_blocking=True) if DEVICE.type == "cuda" else tensor
 
 
-def plan_of(cut: Sequence[tuple[int, int | None]]) -> SegmentPlan:
+def plan_of(cut: Sequence[tuple[int, int | None]], *, reads: bool = False) -> SegmentPlan:
     starts = accumulate((size for size, _ in cut), initial=0)
-    segments = [Segment(start, *part) for start, part in zip(starts, cut, strict=False)]
+    segments = [
+        Segment(start, size, parent, read=0 if reads and parent is None else None)
+        for start, (size, parent) in zip(starts, cut, strict=False)
+    ]
     return plan_segments(segments, send)
 
 
@@ -145,7 +148,7 @@ def rule(run: Run) -> None:
             return
         with run.attempt(name):
             torch.manual_seed(0)
-            plan = plan_of(segments)
+            plan = plan_of(segments, reads=starts)
             tokens = draw_tokens(sum(plan.lengths), heads)
             shape = heads.num_value_heads, heads.key_dim, heads.value_dim
             stored = torch.randn(len(plan.levels[0].lengths), *shape, device=DEVICE)
@@ -177,7 +180,7 @@ def convolutions(run: Run) -> None:
             name = f"{cut}, {'inputs before' if starts else 'zeros before'}"
             with run.attempt(name):
                 torch.manual_seed(0)
-                plan = plan_of(segments)
+                plan = plan_of(segments, reads=starts)
                 draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
                 num_channels = HEADS["0.8B"].num_key_heads * 128 * 3
                 leaves = [draw(sum(plan.lengths), num_channels), draw(num_channels, 4)]

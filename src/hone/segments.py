@@ -106,17 +106,20 @@ def plan_segments(segments: Sequence[Segment], send: Send) -> SegmentPlan:
     writes = [(places[n], row) for n, x in enumerate(segments) for row in x.writes]
     before = _inputs_before(borders, parents, levels).flatten()
     (tokens,), (others,) = np.nonzero(before >= 0), np.nonzero(before < 0)
+    cu_seqlens, is_one = send(borders), len(levels) == 2
     return SegmentPlan(
         levels=tuple(
             SegmentLevel(
-                cu_seqlens=send(borders[first : last + 1].copy()),
+                # Sent apart, not cut on the device: kernels are compiled anew for arrays that do
+                # not begin at a multiple of 16 bytes.
+                cu_seqlens=cu_seqlens if is_one else send(borders[first : last + 1].copy()),
                 chunk_offsets=send(chunk_offsets[first:last].copy()),
                 lengths=tuple(lengths[first:last].tolist()),
                 parents=send(parents[first:last].copy()) if first else None,
             )
             for first, last in pairwise(levels.tolist())
         ),
-        cu_seqlens=send(borders),
+        cu_seqlens=cu_seqlens,
         lengths=tuple(lengths.tolist()),
         chunks=send(np.stack([np.repeat(np.arange(len(counts)), counts), chunks], 1)),
         order=_order(ordered, send),

@@ -3,7 +3,7 @@
 One kernel of `fla-core` is wrong where Triton from 3.4 to before 3.7.1 compiles it for Hopper GPUs,
 and the package refuses to run it there (its issue 640); torch 2.11 brings Triton 3.6. This kernel
 computes what that one would. Its loop is unrolled, so that no loads are moved between its products.
-With a newer Triton the package's own backward is used.
+It is used with every GPU and Triton, so that one way is tested; it was measured on an H200 alone.
 
 Of a chunk of L tokens with decays G (cumulated, in log), first state h and new values v, outputs
 and last state are, with s = 1 / sqrt(K):
@@ -83,7 +83,7 @@ def chunk_gradients(
     tuning: Tuning = TUNING,
 ) -> ChunkGradients:
     """Gradients inside of chunks of `CHUNK` tokens. `cu_seqlens` and `chunks` are those of a
-    `SegmentLevel`. The host waits for nothing."""
+    `SegmentPlan`. The host waits for nothing."""
     num_tokens, num_heads, value_dim = inputs.v.shape
     num_key_heads, key_dim = inputs.q.shape[1:]
     for name, tensor in zip(inputs._fields, inputs, strict=True):

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fla.modules.causal_conv1d import causal_conv1d
-from fla.modules.causal_conv1d.ops import causal_conv1d_bwd
+from fla.modules.causal_conv1d.ops import causal_conv1d_bwd, causal_conv1d_fwd
 from torch import Tensor
 
 from hone.segments import BEFORE, SegmentPlan
@@ -24,12 +23,13 @@ def convolve(
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [T, C] of all segments, and the last inputs [S, W - 1, C] of each, None unless
     `gives_final`. `before` [S, W - 1, C] are the inputs before each; None: zeros. Differentiable in
-    x, also in inputs that `before` has, and weight."""
+    x and weight. `before` is given without gradient: that of tokens in it goes to x by the plan."""
     if before is not None:
         # The package keeps W inputs of each segment, channels first; nothing depends on the first.
         before = F.pad(before.transpose(1, 2), (1, 0)).contiguous()
     apply: Any = _Convolution.apply
-    output, last = apply(x, weight.to(x.dtype), before, plan, gives_final)
+    # The kernels of backward read the weight row by row, whatever its strides are.
+    output, last = apply(x, weight.to(x.dtype).contiguous(), before, plan, gives_final)
     return output, None if last is None else last[:, :, 1:].transpose(1, 2)
 
 
@@ -37,9 +37,11 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
         x, weight, before, plan, gives_final = args
-        output, last = causal_conv1d(
-            x[None],
-            weight,
+        output, last = causal_conv1d_fwd(
+            x=x[None],
+            weight=weight,
+            bias=None,
+            residual=None,
             initial_state=before,
             output_final_state=gives_final,
             activation="silu",
@@ -48,6 +50,7 @@ class _Convolution(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, before)
         ctx.plan = plan
+        ctx.set_materialize_grads(False)
         if last is not None:
             ctx.mark_non_differentiable(last)
         return output[0], last
@@ -69,7 +72,9 @@ class _Convolution(torch.autograd.Function):
         dx = dx[0]
         if plan.before is not None:
             numbers, places = plan.before
-            of_inputs = F.pad(dbefore[:, :, 1:], (BEFORE + 1 - weight.shape[1], 0)).transpose(1, 2)
-            found = of_inputs.flatten(0, 1)[numbers].to(dx.dtype)
-            dx = dx.index_put_((places,), found, accumulate=True)
+            of_inputs = dbefore[:, :, 1:]
+            if missing := BEFORE + 1 - weight.shape[1]:
+                of_inputs = F.pad(of_inputs, (missing, 0))
+            found = of_inputs.transpose(1, 2).flatten(0, 1)[numbers].to(dx.dtype)
+            dx.index_put_((places,), found, accumulate=True)
         return dx, dweight, None, None, None

@@ -18,7 +18,7 @@ from hone.attention.recurrent.delta_rule import Tokens
 from hone.extras import is_installed
 from hone.segments import BEFORE, SegmentPlan
 
-__all__ = ["convolve", "gated_delta_rule", "has_fla"]
+__all__ = ["convolve", "gated_delta_rule", "has_fla", "inputs_before"]
 
 
 @lru_cache
@@ -35,8 +35,9 @@ def gated_delta_rule(
     tokens: Tokens, plan: SegmentPlan, stored: Tensor | None, *, gives_final: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [T, H, V] of the gated delta rule, and final states [S, H, K, V], which may be None
-    unless `gives_final`. `stored` are the initial states [s, H, K, V] of the first level; None:
-    zeros. Differentiable."""
+    unless `gives_final`. `stored` are the initial states [s, H, K, V] of the first level, of a plan
+    that reads some; None: zeros. Differentiable."""
+    assert len(tokens.v) == sum(plan.lengths), f"{tokens.v.shape=} {plan.lengths=}"
     if _uses_fla(tokens.v):
         from hone.attention.recurrent import fla_rule  # needs fla and triton
 
@@ -52,7 +53,9 @@ def gated_delta_rule(
         output, final = delta_rule.chunked(Tokens(*part), level.lengths, initial)
         outputs.append(output)
         finals.append(final)
-    return torch.cat(outputs), torch.cat(finals)
+    if len(plan.levels) == 1:
+        return outputs[0], finals[0]
+    return torch.cat(outputs), torch.cat(finals) if gives_final else None
 
 
 def convolve(
@@ -60,8 +63,9 @@ def convolve(
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [T, C] of the causal convolution of x [T, C] with weight [C, W], and the last inputs
     [S, W - 1, C] of segments, which may be None unless `gives_final`. `stored` are the inputs
-    [s, W - 1, C] before the segments of the first level; None: zeros. Differentiable in x and
-    weight."""
+    [s, W - 1, C] before the segments of the first level, of a plan that reads some; None: zeros.
+    Differentiable in x and weight."""
+    assert len(x) == sum(plan.lengths), f"{x.shape=} {plan.lengths=}"
     if _uses_fla(x):
         from hone.attention.recurrent import fla_convolution  # needs fla and triton
 
@@ -74,9 +78,11 @@ def convolve(
 def inputs_before(
     x: Tensor, window: int, plan: SegmentPlan, stored: Tensor | None
 ) -> Tensor | None:
-    """The `window` inputs [S, window, C] before each segment; None: zeros. Differentiable in x.
-    `stored` [s, window, C] are those before the segments of the first level; None: zeros."""
+    """The `window` inputs [S, window, C] before each segment of x [T, C]; None: zeros.
+    Differentiable in x. `stored` [s, window, C] are those before the segments of the first level,
+    of a plan that reads some; None: zeros."""
     assert window <= BEFORE, f"{window=} {BEFORE=}"
+    assert stored is None or plan.before_reads is not None, "the plan reads no stored inputs"
     if plan.before is None and stored is None:
         return None
     found = x.new_zeros(len(plan.lengths) * BEFORE, x.shape[1])

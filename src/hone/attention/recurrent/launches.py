@@ -5,8 +5,7 @@ takes minutes before the first step of a run, and again for other numbers of tok
 launch parameters from files instead: the folder `fla_launches` beside this module holds what
 `benchmarks/gpu/fla_launches.py` has found on an H200, for heads of 128, a file for each kernel.
 
-There is none for the kernel that `chunk_gradients` replaces. With Triton 3.7.1 or newer, where the
-package's own backward runs, its variants are still tried at its first call.
+There is none for the kernel that `chunk_gradients` replaces.
 """
 
 from __future__ import annotations

@@ -39,8 +39,10 @@ class States(NamedTuple):
 
     h: Tensor  # [1, C, H, K, V], first state of each chunk
     new_values: Tensor  # [1, T, H, V], values less what the states know of them
-    initial: list[Tensor | None]  # of each level, first states of its segments; None: zeros
-    finals: Tensor | None  # [S, H, K, V] float32; those of the last level may be missing
+    initial: tuple[Tensor | None, ...]  # of each level, first states of its segments; None: zeros
+    finals: Tensor | None
+    """Final states [S, H, K, V] in float32, or of the segments before the last level alone, whose
+    children begin with them; None where there are none."""
 
 
 class OutputGradients(NamedTuple):
@@ -63,9 +65,9 @@ def pass_on(
     shape = num_heads, key_dim, value_dim
     h = k.new_empty(1, len(plan.chunks), *shape)
     new_values = torch.empty_like(u)
-    finals = None
-    if gives_final or len(plan.levels) > 1:
-        finals = k.new_empty(len(plan.lengths), *shape, dtype=torch.float32)
+    finals, stored = None, None if stored is None else stored.contiguous()
+    if num_kept := len(plan.lengths) if gives_final else _num_parents(plan):
+        finals = k.new_empty(num_kept, *shape, dtype=torch.float32)
     initial: list[Tensor | None] = []
     for level, segments in _levels(plan):
         begin = stored
@@ -86,7 +88,7 @@ def pass_on(
             **_sizes(level, k, u),
         )
         initial.append(begin)
-    return States(h, new_values, initial, finals)
+    return States(h, new_values, tuple(initial), finals)
 
 
 def pass_back(
@@ -98,13 +100,12 @@ def pass_back(
     num_heads, value_dim = given.do.shape[2:]
     dh = torch.empty_like(states.h)
     d_values = torch.empty_like(given.new_values)
-    d_finals = given.finals
-    if len(plan.levels) > 1:  # children add theirs
-        shape = len(plan.lengths), *states.h.shape[2:]
-        zeros = states.h.new_zeros(shape, dtype=torch.float32)
-        d_finals = zeros if d_finals is None else d_finals.float().clone()
-    elif d_finals is not None:
-        d_finals = d_finals.float().contiguous()
+    d_finals = None
+    if given.finals is not None:  # children add theirs to a copy
+        d_finals = given.finals.float().clone(memory_format=torch.contiguous_format)
+    elif num_parents := _num_parents(plan):
+        shape = num_parents, *states.h.shape[2:]
+        d_finals = states.h.new_zeros(shape, dtype=torch.float32)
     d_initial = None
     levels = [*zip(_levels(plan), states.initial, strict=True)]
     for (level, segments), begin in reversed(levels):
@@ -131,6 +132,11 @@ def pass_back(
             # Sorted and summed, in the same order each time: `index_add_` would add as they come.
             d_finals.index_put_((level.parents,), d_initial, accumulate=True)
     return dh, d_values, d_initial
+
+
+def _num_parents(plan: SegmentPlan) -> int:
+    """Number of segments before the last level, among which all parents are."""
+    return len(plan.lengths) - len(plan.levels[-1].lengths)
 
 
 def _levels(plan: SegmentPlan) -> Generator[tuple[SegmentLevel, slice]]:
