@@ -25,6 +25,7 @@ from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
 from hone.families.stages import RECURRENCE
+from hone.garbage import rare_garbage_collection
 from hone.hardware import Peaks, known_gpu
 from hone.planner.fitting import gpu_host_roles, rounds_differently
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
@@ -34,7 +35,7 @@ from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
 from hone.tools.plan.search import Notes, Report, no_report, plan_of, plans_that_fit, search
 from hone.tools.plan.simulated_engine import EngineRates
-from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation
+from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation, no_scoring
 from hone.tools.plan.training_time import TrainingTime
 
 __all__ = [
@@ -189,6 +190,7 @@ class Comparison:
         return verdict
 
 
+@rare_garbage_collection()
 def compare(cfg: PlanConfig, report: Report = no_report) -> Comparison:
     """Simulate every mode for every split. `report` is called before each part of the work. Raises
     UserError for what cannot be simulated."""
@@ -524,7 +526,7 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     return Rates(
         engine=engine,
         train_s=training.update_s,
-        scoring=training.scoring,
+        scoring=training.scoring if any(x.has_own_devices for x in plan.scorers) else no_scoring,
         sync_s=assumed_cfg.switch_s
         if placement.colocated
         else weights / assumed_cfg.sync_bytes_per_s,

@@ -166,6 +166,8 @@ class _Stages:
 
     recomputed_share: float
     """Share of the layers that are recomputed."""
+    again: float
+    """Share of a forward pass that is computed again."""
     most_layers: int
     """Layers of the largest stage."""
     most_sparse: int
@@ -196,13 +198,23 @@ def _stages(
 
     numbers = [[*chain(*groups)] for groups in stages]
     num_recomputed = sum(len(span) for own in chain(*spans) for span in own)
+    recomputed_share = num_recomputed / shape.num_layers
     return _Stages(
-        recomputed_share=num_recomputed / shape.num_layers,
+        recomputed_share=recomputed_share,
+        again=again * recomputed_share,
         most_layers=max(map(len, numbers)),
         most_sparse=max(sum(index in shape.expert_layers for index in own) for own in numbers),
         most_spans=max(sum(map(len, own)) for own in spans),
         costs=tuple(sum(map(cost, *each)) for each in zip(stages, spans, strict=True)),
     )
+
+
+def _pace(stages: _Stages, shape: ModelShape, *, head: float = 0.0) -> float:
+    """Compute time of the slowest stage over the mean of all stages, forward and backward. `head`
+    is the time of the head over that of all layers."""
+    *others, last = stages.costs
+    costs = [*others, last + 3 * head * sum(layer_costs(shape))]
+    return max(costs) * len(costs) / sum(costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +248,11 @@ class TrainingTime:
         epoch = _epoch(rows, self._sharing, self._compute, shape, adapters)
         num_tokens, forward, body = epoch.num_tokens, epoch.forward_s, epoch.body_s
         # Of one device, until it is divided among all.
-        again = self._recomputed_share(trainer, shape, plan.policy)
+        stages = self._stages(trainer, shape, plan.policy)
         kept = self._kept_logits_share(len(lengths), num_tokens, num_trained)
         head = (1 - kept / 3) * (forward - body) / body
-        pace = self._pace(trainer, shape, plan.policy, head=head)
-        training = epoch.training_s + again * body
+        pace = _pace(stages, shape, head=head)
+        training = epoch.training_s + stages.again * body
         training -= kept * (forward - body)
         work = pace * epochs * training
         update, values_s, critic_s = work, 0.0, 0.0
@@ -248,9 +260,9 @@ class TrainingTime:
             # The critic's values and its update; it has no logits.
             own_shape = self._run.shape_of(role)
             values = self._forward_s(own_shape, rows, num_head_tokens=0)
-            again = self._recomputed_share(role.trainer, own_shape, role)
-            passes = role.num_epochs * (3 + again)
-            own_pace = self._pace(role.trainer, own_shape, role)
+            own_stages = self._stages(role.trainer, own_shape, role)
+            passes = role.num_epochs * (3 + own_stages.again)
+            own_pace = _pace(own_stages, own_shape)
             values *= own_pace
             if role.has_own_devices:
                 speed = self._speed_of(role)
@@ -274,10 +286,10 @@ class TrainingTime:
         seconds += max(critic_s - (1 + waits) * update / self._speed, 0.0)
         num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
         seconds += waits * compute_s
-        seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
+        seconds += epochs * self._collectives_s(stages, num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
-        seconds += self._activations_s(epochs * num_tokens)
-        of_each = self._unpacking_s + self._adding_s + self._passing_s
+        seconds += self._activations_s(stages, epochs * num_tokens)
+        of_each = self._unpacking_s(stages) + self._adding_s + self._passing_s
         seconds += epochs * num_micro_batches * of_each
         return seconds + self.assumed.overhead_s
 
@@ -365,10 +377,6 @@ class TrainingTime:
         world = role.axes.world
         return world * (self.assumed.training_scaling if world > 1 else 1.0)
 
-    def _recomputed_share(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
-        share = self._stages(trainer, shape, role).recomputed_share
-        return COMPUTED_AGAIN[trainer.recompute_mode] * share
-
     def _stages(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> _Stages:
         """Its layers, by stage."""
         return _stages(
@@ -378,15 +386,6 @@ class TrainingTime:
             COMPUTED_AGAIN[trainer.recompute_mode],
             has_head=role.name == "policy",
         )
-
-    def _pace(
-        self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role, *, head: float = 0.0
-    ) -> float:
-        """Compute time of the slowest stage over the mean of all stages, forward and backward.
-        `head` is the time of the head over that of all layers."""
-        *others, last = self._stages(trainer, shape, role).costs
-        stages = [*others, last + 3 * head * sum(layer_costs(shape))]
-        return max(stages) * len(stages) / sum(stages)
 
     def _num_micro_batches(self, trainer: SFTTrainerConfig, role: Role, num_tokens: int) -> int:
         """Number of micro-batches of each device in an epoch."""
@@ -423,14 +422,13 @@ class TrainingTime:
         assert shape is not None
         return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
 
-    @property
-    def _unpacking_s(self) -> float:
+    def _unpacking_s(self, stages: _Stages) -> float:
         """Seconds for unpacking 4-bit weights in the passes of a micro-batch, recomputation
         included."""
         gpu, cfg, shape = self.plan.devices.gpu, self._config, self.plan.shape
         assert gpu is not None
         assert shape is not None
-        passes = 2 + self._recomputed_share(cfg.trainer, shape, self.plan.policy)
+        passes = 2 + stages.again
         return passes * _UNPACKED_BYTES * params_in_4bit(shape, cfg.model.lora) / gpu.bytes_per_s
 
     @property
@@ -455,7 +453,7 @@ class TrainingTime:
         trainer = self._config.trainer
         return trainer.parallel.zero_stage < 2 and not trainer.offloads("gradients")
 
-    def _collectives_s(self, num_tokens: int, compute_s: float) -> float:
+    def _collectives_s(self, stages: _Stages, num_tokens: int, compute_s: float) -> float:
         """Seconds of an epoch's collectives that do not overlap with compute."""
         plan, axes, gpu = self.plan, self.plan.policy.axes, self.plan.devices.gpu
         shape, trainer = plan.shape, self._config.trainer
@@ -490,7 +488,6 @@ class TrainingTime:
             seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
         own_tokens = num_tokens / (axes.data * axes.context)
         # Passes that talk: forward, backward, and forward again, which may keep attention.
-        stages = self._stages(trainer, shape, plan.policy)
         again, num_layers = stages.recomputed_share, stages.most_layers
         passes, attention_passes = 2 + again, 2 + again * (trainer.recompute_mode == "full")
         keys = 2 * shape.num_kv_heads * shape.head_dim
@@ -512,7 +509,7 @@ class TrainingTime:
             seconds += num_bytes / (link * _REACHED)
         return seconds
 
-    def _activations_s(self, num_tokens: int) -> float:
+    def _activations_s(self, stages: _Stages, num_tokens: int) -> float:
         """Seconds for copying inputs of layers back from the host."""
         plan, trainer = self.plan, self._config.trainer
         gpu, shape = plan.devices.gpu, plan.shape
@@ -521,8 +518,7 @@ class TrainingTime:
         if not trainer.offload_activations or trainer.recompute == "off":
             return 0.0
         axes = plan.policy.axes
-        num_spans = self._stages(trainer, shape, plan.policy).most_spans
-        values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
+        values = stages.most_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
         return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 
     def _offloads_s(self, num_micro_batches: int, backward_s: float) -> float:
