@@ -3,7 +3,7 @@
 A decode step of B sequences that read K keys takes
 
     t(B, K) = max(weights_s - experts_s * u + uneven_s * sqrt(u (1 - u)), B * seq_s)
-              + B * state_s + K * key_s + overhead_s,    u = unused_share**B
+              + B * (state_s + sent_s) + K * key_s + overhead_s,    u = unused_share**B
 
 where the second term is what no sequence passes of a layer's experts, and the third what the rank
 reads more that has most of the others, where ranks share them. Keys of a prompt that members of a
@@ -47,6 +47,8 @@ class EngineRates:
     """Matrix products of one sequence in a decode step."""
     state_s: float = 0.0
     """Reading and writing the recurrent states of one sequence in a decode step."""
+    sent_s: float = 0.0
+    """What the devices of an engine send each other for one sequence in a decode step."""
     key_s: float = 0.0
     """Reading the keys and values of one token."""
     gained_share: float = 0.0
@@ -231,7 +233,8 @@ class SimulatedEngine:
         unused = rates.unused_share**size
         weights_s = rates.weights_s - rates.experts_s * unused
         weights_s += rates.uneven_s * math.sqrt(unused * (1 - unused))
-        return max(weights_s, size * rates.seq_s) + size * rates.state_s + rates.overhead_s
+        of_batch = size * (rates.state_s + rates.sent_s)
+        return max(weights_s, size * rates.seq_s) + of_batch + rates.overhead_s
 
     def _steps_to_event(self) -> tuple[int, float]:
         """Decode steps until a sample ends or the cache is full, at least 1, and their time."""

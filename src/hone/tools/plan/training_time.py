@@ -59,7 +59,7 @@ from hone.tools.plan.simulator import NO_SCORING, Scoring
 from hone.trainer.cost import adapter_params, params_in_4bit
 from hone.trainer.settings import SFTTrainerConfig, recomputed_spans
 
-__all__ = ["TrainingTime"]
+__all__ = ["LINK_SHARE", "TrainingTime"]
 
 Integers: TypeAlias = NDArray[np.integer[Any]]
 Lengths: TypeAlias = Sequence[int] | Integers
@@ -68,7 +68,7 @@ _HIDDEN = 0.8
 """Share of a pass beside which collectives run over links slower than NVLink."""
 _NVLINK = 100e9
 """Bytes a second that no slower link has."""
-_REACHED = 0.7
+LINK_SHARE = 0.7
 """Share of a link's rate that collectives reach."""
 _PASS_S = 0.017
 """Seconds of the passes of a micro-batch through a group of layers of a pipeline stage, forward and
@@ -343,7 +343,7 @@ class TrainingTime:
         budget = self._config.reward.model.max_tokens_per_forward
         num_passes = -(-num_tokens // (axes.world * budget))
         num_bytes = shape.weight_bytes(self.plan.num_bytes) * (axes.fsdp - 1) / axes.fsdp
-        return num_passes * num_bytes / (link * _REACHED)
+        return num_passes * num_bytes / (link * LINK_SHARE)
 
     def _forward_s(self, shape: ModelShape, rows: _Rows, *, num_head_tokens: int) -> float:
         """Seconds of a forward pass on one device, without the prompts that others bring."""
@@ -463,7 +463,7 @@ class TrainingTime:
         # Between the processes of a stage of layers, which are neighbours.
         is_near = axes.world <= per_node or per_node % (axes.world // axes.pipeline) == 0
         link = gpu.link_bytes_per_s if is_near else gpu.node_bytes_per_s
-        own_link = gpu.link_bytes_per_s * _REACHED
+        own_link = gpu.link_bytes_per_s * LINK_SHARE
         num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
         seconds, shards = 0.0, axes.data * axes.context
         if shards > 1:
@@ -481,7 +481,7 @@ class TrainingTime:
                 once += reduced * (1 if stage else 2)
             else:
                 often += reduced * (1 if stage else 2)
-            rate = link * _REACHED * shards / (shards - 1)
+            rate = link * LINK_SHARE * shards / (shards - 1)
             hidden_s = _HIDDEN * compute_s * (link < _NVLINK)
             once_s, often_s = num_steps * once / rate, num_micro_batches * often / rate
             beside_s = min(once_s, hidden_s * min(num_steps / num_micro_batches, 1.0))
@@ -506,7 +506,7 @@ class TrainingTime:
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
             values = num_layers * keys * own_tokens / axes.tensor
             num_bytes = values * (2 * attention_passes * (axes.ring - 1) + 4 * axes.ring)
-            seconds += num_bytes / (link * _REACHED)
+            seconds += num_bytes / (link * LINK_SHARE)
         return seconds
 
     def _activations_s(self, stages: _Stages, num_tokens: int) -> float:
