@@ -29,7 +29,8 @@ On top of them come, by count and with the rates of benchmarks/memory.md:
   in each stage a V-th of that. What they send is hidden; what a pass through a group takes by
   itself, messages and hooks, is what second groups took in measured steps of 0.6B.
 
-Of a critic with devices of its own the products count, and what its stages wait.
+Of a critic with devices of its own products, waiting stages and collectives count, and its sums of
+gradients.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from numpy.typing import NDArray
 from hone.config.plan import Role, RoleName, RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
+from hone.distributed.settings import AxisSizes
 from hone.families.shape import ModelShape
 from hone.families.stages import layer_costs, stage_layers
 from hone.models.settings import LoraConfig
@@ -209,6 +211,31 @@ def _stages(
     )
 
 
+def _num_params(shape: ModelShape, lora: LoraConfig, axes: AxisSizes) -> int:
+    """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
+    return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
+
+
+class _Trained(NamedTuple):
+    """A model that is trained: the policy, or a critic."""
+
+    role: Role
+    shape: ModelShape
+    lora: LoraConfig
+    stages: _Stages
+
+    @property
+    def num_params(self) -> int:
+        """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
+        return _num_params(self.shape, self.lora, self.role.axes)
+
+    @property
+    def reduces_late(self) -> bool:
+        """Whether gradients are reduced once an optimizer step."""
+        trainer = self.role.trainer
+        return trainer.parallel.zero_stage < 2 and not trainer.offloads("gradients")
+
+
 def _pace(stages: _Stages, shape: ModelShape, *, head: float = 0.0) -> float:
     """Compute time of the slowest stage over the mean of all stages, forward and backward. `head`
     is the time of the head over that of all layers."""
@@ -259,16 +286,20 @@ class TrainingTime:
         if (role := plan.roles.get("critic")) is not None:
             # The critic's values and its update; it has no logits.
             own_shape = self._run.shape_of(role)
-            values = self._forward_s(own_shape, rows, num_head_tokens=0)
             own_stages = self._stages(role.trainer, own_shape, role)
             passes = role.num_epochs * (3 + own_stages.again)
             own_pace = _pace(own_stages, own_shape)
-            values *= own_pace
+            values = own_pace * self._forward_s(own_shape, rows, num_head_tokens=0)
             if role.has_own_devices:
                 speed = self._speed_of(role)
                 values_s, critic_s = values / speed, passes * values / speed
                 waits = self._stages_wait(role.trainer, role, num_tokens, own_pace)
                 critic_s *= 1 + waits
+                critic_s += self._besides_s(
+                    _Trained(role, own_shape, LoraConfig(), own_stages),
+                    num_tokens,
+                    passes * values / speed,
+                )
             else:
                 work += (role.num_scorings + passes) * values
         scores = plan.policy.num_scorings * pace * forward
@@ -283,15 +314,26 @@ class TrainingTime:
         # A remote critic computes values while the policy scores the rows, and is trained in
         # parallel to it.
         seconds += max(values_s - scores / self._speed, 0.0)
-        seconds += max(critic_s - (1 + waits) * update / self._speed, 0.0)
-        num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
-        seconds += waits * compute_s
-        seconds += epochs * self._collectives_s(stages, num_tokens, compute_s / epochs)
-        seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
-        seconds += self._activations_s(stages, epochs * num_tokens)
-        of_each = self._unpacking_s(stages) + self._adding_s + self._passing_s
-        seconds += epochs * num_micro_batches * of_each
-        return seconds + self.assumed.overhead_s
+        num_micro_batches = epochs * self._num_micro_batches(trainer, plan.policy, num_tokens)
+        besides_s = self._besides_s(
+            _Trained(plan.policy, shape, lora, stages), num_tokens, compute_s
+        )
+        besides_s += self._offloads_s(num_micro_batches, _BACKWARD * compute_s)
+        besides_s += num_micro_batches * self._unpacking_s(stages)
+        besides_s += self._activations_s(stages, epochs * num_tokens)
+        update_s = (1 + waits) * update / self._speed + besides_s
+        seconds += max(critic_s - update_s, 0.0)
+        return seconds + waits * compute_s + besides_s + self.assumed.overhead_s
+
+    def _besides_s(self, model: _Trained, num_tokens: int, compute_s: float) -> float:
+        """Seconds of an update for what processes of a trained model exchange, for adding up
+        gradients, and for passes through pipeline stages by themselves. It computes for
+        `compute_s`."""
+        role = model.role
+        number = role.num_epochs * self._num_micro_batches(role.trainer, role, num_tokens)
+        exchanged_s = self._collectives_s(model, num_tokens, compute_s / role.num_epochs)
+        of_each = self._adding_s(model) + self._passing_s(role)
+        return role.num_epochs * exchanged_s + number * of_each
 
     def scoring(self, lengths: Lengths, num_trained: int) -> Scoring:
         """Times of remote models for such rows."""
@@ -415,13 +457,6 @@ class TrainingTime:
         assert self.plan.batch is not None
         return self.plan.batch.num_minibatches
 
-    @property
-    def _num_params(self) -> int:
-        """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
-        shape, lora, axes = self.plan.shape, self._config.model.lora, self.plan.policy.axes
-        assert shape is not None
-        return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
-
     def _unpacking_s(self, stages: _Stages) -> float:
         """Seconds for unpacking 4-bit weights in the passes of a micro-batch, recomputation
         included."""
@@ -431,53 +466,44 @@ class TrainingTime:
         passes = 2 + stages.again
         return passes * _UNPACKED_BYTES * params_in_4bit(shape, cfg.model.lora) / gpu.bytes_per_s
 
-    @property
-    def _passing_s(self) -> float:
+    def _passing_s(self, role: Role) -> float:
         """Seconds that passes of a micro-batch through the groups of a pipeline stage take besides
         what they compute."""
-        axes = self.plan.policy.axes
+        axes = role.axes
         return _PASS_S * axes.virtual_stages if axes.pipeline > 1 else 0.0
 
-    @property
-    def _adding_s(self) -> float:
+    def _adding_s(self, model: _Trained) -> float:
         """Seconds for adding a micro-batch's gradients to the sums: two tensors are read, one is
         written."""
         gpu = self.plan.devices.gpu
         assert gpu is not None
-        shards = 1 if self._reduces_late else self.plan.policy.axes.fsdp
-        return 3 * _GRADIENT_BYTES * self._num_params / shards / gpu.bytes_per_s
+        shards = 1 if model.reduces_late else model.role.axes.fsdp
+        return 3 * _GRADIENT_BYTES * model.num_params / shards / gpu.bytes_per_s
 
-    @property
-    def _reduces_late(self) -> bool:
-        """Whether gradients are reduced once an optimizer step."""
-        trainer = self._config.trainer
-        return trainer.parallel.zero_stage < 2 and not trainer.offloads("gradients")
-
-    def _collectives_s(self, stages: _Stages, num_tokens: int, compute_s: float) -> float:
+    def _collectives_s(self, model: _Trained, num_tokens: int, compute_s: float) -> float:
         """Seconds of an epoch's collectives that do not overlap with compute."""
-        plan, axes, gpu = self.plan, self.plan.policy.axes, self.plan.devices.gpu
-        shape, trainer = plan.shape, self._config.trainer
+        plan, role, shape, stages = self.plan, model.role, model.shape, model.stages
+        axes, trainer, gpu = role.axes, role.trainer, plan.devices.gpu
         assert gpu is not None
-        assert shape is not None
         per_node = plan.devices.per_node or axes.world
         # Between the processes of a stage of layers, which are neighbours.
         is_near = axes.world <= per_node or per_node % (axes.world // axes.pipeline) == 0
         link = gpu.link_bytes_per_s if is_near else gpu.node_bytes_per_s
         own_link = gpu.link_bytes_per_s * LINK_SHARE
-        num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
+        num_micro_batches = self._num_micro_batches(trainer, role, num_tokens)
         seconds, shards = 0.0, axes.data * axes.context
         if shards > 1:
             stage, num_steps = trainer.parallel.zero_stage, self._num_steps
-            sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
+            sharded = shape.num_params - params_in_4bit(shape, model.lora)
             # A process gathers and reduces only its own experts.
             elsewhere = shape.expert_params * (axes.expert - 1) // axes.expert
             weights = 2 * (sharded - elsewhere) // axes.tensor // axes.pipeline
-            reduced = _GRADIENT_BYTES * self._num_params
-            if not self._config.model.lora.rank:
+            reduced = _GRADIENT_BYTES * model.num_params
+            if not model.lora.rank:
                 reduced -= _GRADIENT_BYTES * elsewhere // axes.pipeline
             # Per micro-batch, and per optimizer step, of which one micro-batch hides a part.
             often, once = 2 * weights * (stage == 3), weights * (0 < stage < 3)
-            if self._reduces_late:
+            if model.reduces_late:
                 once += reduced * (1 if stage else 2)
             else:
                 often += reduced * (1 if stage else 2)
@@ -528,7 +554,8 @@ class TrainingTime:
         assert gpu is not None
         assert shape is not None
         assert batch is not None
-        num_steps, num_params = batch.optimizer_steps_per_rollout, self._num_params / axes.fsdp
+        num_steps = batch.optimizer_steps_per_rollout
+        num_params = _num_params(shape, lora, axes) / axes.fsdp
         states = 8 if trainer.optimizer.state_dtype == "bfloat16" else 12
         num_bytes = 0.0
         if trainer.offloads("optimizer"):
