@@ -26,7 +26,7 @@ import psutil
 from hone.distributed.calls import Frames, Hub, frame
 from hone.distributed.channel import packed
 from hone.engine.worker import Polled
-from hone.loops.loop import rare_garbage_collection
+from hone.garbage import rare_garbage_collection
 from hone.models.tiny import make_bpe_tokenizer
 from hone.models.tokenizer import decoder
 from hone.rewards.scorer import ScorerStats

@@ -21,7 +21,7 @@ from hone.config.rules import bench, cluster, files, host, mixing, profile, run
 from hone.config.rules.facts import Facts
 from hone.config.rules.finding import Finding, Level
 from hone.config.rules.rule import Rule
-from hone.config.rules.view import Known
+from hone.config.rules.view import Known, command_of
 from hone.engine import rules as engine
 from hone.engine.backend_rules import BACKEND_RULES
 from hone.envs import rules as tools
@@ -76,7 +76,8 @@ def matches(
 ) -> Iterator[tuple[Rule, Finding]]:
     """Each rule, of one level or of all, that applies, with its finding: once for each section that
     samples, or once for a command without sampling."""
-    rules = [rule for rule in RULES if level in (None, rule.level)]
+    command = command_of(plan)
+    rules = [x for x in RULES if level in (None, x.level) and x.is_for(command)]
     for section in plan.sampling or [None]:
         view = _AllFacts(plan, section, known)
         for rule in rules:

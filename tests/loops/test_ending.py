@@ -24,6 +24,7 @@ from hone.config.tree import SFTConfig
 from hone.distributed.processes import Processes
 from hone.distributed.watch import Watch
 from hone.errors import UserError
+from hone.garbage import COLLECTION_THRESHOLDS, rare_garbage_collection
 from hone.loops import loop, reinforce, supervised
 from hone.loops import run as run_module
 from hone.loops.ending import Ending, record_death
@@ -444,8 +445,8 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 def test_garbage_is_collected_as_before_once_a_run_has_ended() -> None:
     def end() -> None:
-        with loop.rare_garbage_collection():
-            assert gc.get_threshold() == loop.COLLECTION_THRESHOLDS
+        with rare_garbage_collection():
+            assert gc.get_threshold() == COLLECTION_THRESHOLDS
             assert gc.get_freeze_count() > 10_000
             raise KeyboardInterrupt
 

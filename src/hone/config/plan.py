@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Literal, TypeAlias, TypedDict, cast
 
@@ -589,23 +590,23 @@ def _engine(plan: RunPlan, engine: EngineConfig, axes: AxisSizes) -> Role:
     family = plan.model and plan.model.family
     is_fused = family is None or family in FUSED_FAMILIES
     layers: Layers = "fused" if is_fused else "eager" if engine.enforce_eager else "compiled"
-    role = Role(
+    role = partial(
+        Role,
         **_common(plan, "engine", engine, _own_model(cfg)),
         axes=AxisSizes(tensor=size),
         layers="exact" if cfg.model.exact else layers,
         replays_routes=_replays_routes(cfg),
     )
     if not isinstance(cfg, RLConfig):
-        return replace(role, num_workers=max((plan.world_size or size) // size, 1))
+        return role(num_workers=max((plan.world_size or size) // size, 1))
     if cfg.cluster.num_engines:
-        return replace(role, num_workers=cfg.cluster.num_engines, where="ray")
+        return role(num_workers=cfg.cluster.num_engines, where="ray")
     if cfg.has_engine_thread:
-        return replace(role, shares_devices_of="policy", where="thread")
+        return role(shares_devices_of="policy", where="thread")
     has_own_weights = BACKENDS[engine.backend].has_own_weights
     has_own_form = bool(cfg.model.lora.rank) or engine.packs_rows
     is_alias = axes.world == 1 and not (has_own_weights or has_own_form)
-    return replace(
-        role,
+    return role(
         num_workers=max(axes.world // size, 1),
         shares_devices_of="policy",
         aliases_weights_of="policy" if is_alias else None,

@@ -14,43 +14,18 @@ collecting is the time in which training waits for samples.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hone.config.tree import RLConfig, SFTConfig
+from hone.garbage import rare_garbage_collection
 from hone.loops.launch import Launch, is_complete, launch
 from hone.loops.run import Outcome, Run
 from hone.observe.pages import Pages
 from hone.observe.resumed_run import exported_step
 
-__all__ = ["rare_garbage_collection", "run_to_end", "train"]
-
-
-COLLECTION_THRESHOLDS = 10_000, 10, 10
-"""Allocations before Python's garbage collector looks at each of its three generations. Python's
-own value for the youngest is 700."""
-
-
-@contextmanager
-def rare_garbage_collection() -> Generator[None]:
-    """Context manager in which Python's garbage collector runs rarely and skips the objects that
-    already exist (modules, models).
-
-    With the default settings it took a third of the CPU time of a process that drives 512 engines,
-    and now 5 %: the objects of ten thousand samples live long, and every collection scans them
-    again (benchmarks/README.md).
-    """
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECTION_THRESHOLDS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+__all__ = ["run_to_end", "train"]
 
 
 def train(run: Run[Any]) -> Outcome:

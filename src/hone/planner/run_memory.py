@@ -393,6 +393,9 @@ class RunMemory:
         """The phases of a step on the fullest device of each role."""
         first: RoleName = "engine" if self.plan.trainer is None else "policy"
 
+        if not any(self.shape_of(role).tower for role in self.plan.roles.values()):
+            return self._phases()
+
         def with_towers(phase: Phase) -> Phase:
             host = first if phase.role in ("", "trainer") else phase.role
             return replace(phase, parts={**phase.parts, **self.towers(host)})

@@ -24,7 +24,7 @@ own memory come on top (`hone.planner.run_memory`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -374,7 +374,17 @@ class _Step:
     known_layers: dict[tuple[RecomputeMode, bool], int] = field(
         default_factory=dict[tuple[RecomputeMode, bool], int]
     )
-    """Results of `_layer_bytes`: layers with the same mixer keep as much."""
+    """Results of `_layer_bytes`."""
+    spans: Sequence[range] = field(init=False)
+    """Spans of layers that are recomputed together, by number in the stage."""
+
+    def __post_init__(self) -> None:
+        starts = accumulate(self.groups, initial=0)
+        self.spans = [
+            range(start + span.start, start + span.stop)
+            for start, number in zip(starts, self.groups, strict=False)
+            for span in self.trainer.recomputed_spans(number)
+        ]
 
     @property
     def is_shared(self) -> bool:
@@ -403,16 +413,6 @@ class _Step:
         """Bytes kept by all passes in flight, where one pass through every group of the stage keeps
         `of_stage`."""
         return self._in_flight * of_stage // len(self.groups)
-
-    @property
-    def _spans(self) -> list[range]:
-        """Spans of layers that are recomputed together, by number in the stage."""
-        starts = accumulate(self.groups, initial=0)
-        return [
-            range(start + span.start, start + span.stop)
-            for start, number in zip(starts, self.groups, strict=False)
-            for span in self.trainer.recomputed_spans(number)
-        ]
 
     def plan(self) -> TrainingMemory:
         gathered, reducing, kept = self._gathered(), self._reducing(), self._activations()
@@ -456,7 +456,7 @@ class _Step:
             # Buffers, which are not sharded: they stay on the device of one of several.
             self._hold("weights", _nf4_bytes(tensor), on_host=False)
         else:
-            self._count_whole(tensor)
+            self._count_whole(tensor, self._whole(tensor))
             self._count_weights(self.num_bytes * self._shard(tensor))
             self._count_padding(tensor, self.num_bytes)
         if is_adapted:
@@ -473,7 +473,7 @@ class _Step:
     def _count_trained(self, tensor: TensorShape) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer
         shard, whole = self._shard(tensor), self._whole(tensor)
-        self._count_whole(tensor)
+        self._count_whole(tensor, whole)
         self.trained += shard
         self._hold("gradients", 4 * shard, on_host=trainer.offloads("gradients"))
         self.layer_gradients += 4 * shard * tensor.in_layer
@@ -515,8 +515,8 @@ class _Step:
         name = "host" if on_host else kind
         setattr(self, name, getattr(self, name) + num_bytes)
 
-    def _count_whole(self, tensor: TensorShape) -> None:
-        num_bytes = self.num_bytes * tensor.count * self._whole(tensor)
+    def _count_whole(self, tensor: TensorShape, whole: int) -> None:
+        num_bytes = self.num_bytes * tensor.count * whole
         if tensor.in_layer:
             self.whole_layers += num_bytes
         else:
@@ -562,11 +562,11 @@ class _Step:
 
     def _activations(self) -> int:
         """Bytes of activations on the device, of the layers, the embedding and the head."""
-        spans, inputs = self._spans, self._input_bytes
+        spans, inputs = self.spans, self._input_bytes
         num_spans, mode = len(spans), self.trainer.recompute_mode
         plain = set(range(self.shape.num_layers)).difference(*spans)
-        of_spans = sum(self._layer_bytes(mode, span[0]) for span in spans)
-        of_layers = self._of_passes(sum(self._layer_bytes("off", i) for i in plain) + of_spans)
+        of_spans = self._layers_bytes(mode, [span[0] for span in spans])
+        of_layers = self._of_passes(self._layers_bytes("off", plain) + of_spans)
         if self.trainer.offload_activations:
             # Of each group, one more is in transfer besides the newest.
             of_layers -= max(self._of_passes(num_spans) - 2 * len(self.groups), 0) * inputs
@@ -578,7 +578,7 @@ class _Step:
         return of_layers + at_end * width
 
     def _activations_on_host(self) -> int:
-        kept = self._of_passes(len(self._spans) * self._input_bytes)
+        kept = self._of_passes(len(self.spans) * self._input_bytes)
         return kept * self.trainer.offload_activations
 
     @property
@@ -592,18 +592,23 @@ class _Step:
         experts has a copy; a device of the tensor axis has those of its share of tokens."""
         return 2 * self.shape.experts_per_token * self.shape.hidden_size // self.sizes.tensor
 
-    def _layer_bytes(self, mode: RecomputeMode, layer: int) -> int:
-        """Bytes that one layer keeps for backward, for all tokens of a micro-batch on this
+    def _layers_bytes(self, mode: RecomputeMode, layers: Collection[int]) -> int:
+        """Bytes that these layers keep for backward, for all tokens of a micro-batch on this
         device."""
         if mode == "full":
-            return self._input_bytes
-        kind = mode, layer in self.shape.recurrent_indices
+            return len(layers) * self._input_bytes
+        num_recurrent = sum(layer in layers for layer in self.shape.recurrent_indices)
+        numbers = {False: len(layers) - num_recurrent, True: num_recurrent}
+        return sum(n * self._layer_bytes(mode, kind) for kind, n in numbers.items() if n)
+
+    def _layer_bytes(self, mode: Literal["off", "selective"], is_recurrent: bool) -> int:
+        """`_layers_bytes` of one layer with one of the two mixers."""
+        kind = mode, is_recurrent
         if kind not in self.known_layers:
-            self.known_layers[kind] = self._bytes_of_layers(*kind)
+            self.known_layers[kind] = self._bytes_of_layer(*kind)
         return self.known_layers[kind]
 
-    def _bytes_of_layers(self, mode: Literal["off", "selective"], is_recurrent: bool) -> int:
-        """`_layer_bytes` of a layer with one of the two mixers."""
+    def _bytes_of_layer(self, mode: Literal["off", "selective"], is_recurrent: bool) -> int:
         shape, tensor = self.shape, self.sizes.tensor
         hidden, inter = shape.hidden_size, shape.mlp_size // tensor
         mixer = (self._recurrent_mixer if is_recurrent else self._attention_mixer)(mode)
@@ -679,12 +684,11 @@ class _Step:
         values = max(4 * inter, self._recurrent_backward) + 3 * hidden + self._routed
         # Activations of the layers of a span while backward goes through them.
         mode = self.trainer.recompute_mode
+        spans = self.spans
+        if not shape.recurrent_indices:  # then the longest span keeps most
+            spans = sorted(spans, key=len)[-1:]
         recomputed = max(
-            (
-                sum(self._layer_bytes("off", layer) for layer in span)
-                - self._layer_bytes(mode, span[0])
-                for span in self._spans
-            ),
+            (self._layers_bytes("off", x) - self._layers_bytes(mode, x[:1]) for x in spans),
             default=0,
         )
         # A matrix's own gradient, before it is added to the master's.

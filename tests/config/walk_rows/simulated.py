@@ -108,8 +108,11 @@ SIMULATE: dict[str, Row] = {
     "plan.prefill_share": Row("0.1", "numbers"),
     "plan.training_share": Row("0.1", "numbers"),
     "plan.training_scaling": Row("0.5", "numbers"),
-    "plan.tensor_parallel_scaling": Row(
-        "0.6", "numbers", ("--engine.tensor_parallel_size=2", "--plan.gpus=4")
+    "plan.two_gpus_layer_s": Row(
+        "1e-3", "numbers", ("--engine.tensor_parallel_size=2", "--plan.gpus=4")
+    ),
+    "plan.more_gpus_layer_s": Row(
+        "1e-3", "numbers", ("--engine.tensor_parallel_size=4", "--plan.gpus=8")
     ),
     "plan.sync_bytes_per_s": Row("1e9", "numbers"),
     "plan.switch_s": Row("1", "numbers"),

@@ -314,6 +314,32 @@ def test_collectives_take_time_where_the_link_is_slow() -> None:
     assert away[1] == pytest.approx(away[2]), "gradients on the host are reduced at once"
 
 
+def test_a_critic_apart_pays_for_what_its_processes_exchange() -> None:
+    """Over a link so slow that the critic is what a step waits for. 8B without its head has 7.57e9
+    parameters. Two devices have four micro-batches of one row each, and send half of everything.
+    Stage 0 reduces four bytes of each parameter once a step and sends the sums on, stage 1 gathers
+    two of weights in their place, and stage 3 reduces and gathers twice in every micro-batch."""
+
+    def step_s(num_critics: int, stage: int, link: float) -> float:
+        plan = plan_of(
+            "qwen3-8b",
+            gpu=replace(GPUS[0], link_bytes_per_s=link),
+            sections={
+                "rollout": {"n_samples_per_prompt": 1},
+                "algorithm": {"advantage": "gae"},
+                "cluster": {"num_trainers": 1, "num_engines": 1, "num_critics": num_critics},
+                "critic": {"parallel": {"zero_stage": stage}},
+            },
+            max_tokens_per_microbatch=2048,
+        )
+        return TrainingTime(plan, PlanningConfig()).update_s([2048] * 8, 8 * 2048)
+
+    for stage, num_bytes in ((0, 4 * 2), (1, 4 + 2), (3, 4 * (4 + 2 * 2))):
+        sent_s = step_s(2, stage, 1e7) - step_s(2, stage, 1e18)
+        assert sent_s == pytest.approx(7.57e9 * num_bytes / 2 / 0.7e7, rel=0.01), stage
+        assert step_s(1, stage, 1e7) == step_s(1, stage, 1e18), "one device has nobody to send to"
+
+
 def test_processes_that_share_a_row_pay_for_what_they_exchange() -> None:
     plain = seconds(plan_of("qwen3-8b", world_size=4))
     for axis in ("tensor_parallel_size", "ulysses_size"):

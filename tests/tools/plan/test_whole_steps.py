@@ -38,6 +38,23 @@ def test_the_figures_of_a_line() -> None:
     assert whole_steps.off([-0.3, 0.01, 0.02]) == "2.0% off in the median and 30.0% at most"
 
 
+def test_engines_over_several_gpus_rank_as_measured() -> None:
+    """8B with engines over two before engines of one, 30B-A3B over two before over four."""
+    steps = {row["placement"]: row for row in ROWS if row["gpus"] == 4}
+    for better, worse in (
+        ("colocated, engines over two", "colocated"),
+        (
+            "colocated, experts over four, engines over two",
+            "colocated, experts over four, one engine over four",
+        ),
+    ):
+        faster, slower = steps[better], steps[worse]
+        gained = slower["step_s"] - faster["step_s"]
+        found = whole_steps.predicted(slower)[0] - whole_steps.predicted(faster)[0]
+        assert gained > 0
+        assert 0.5 * gained < found < 1.5 * gained, better
+
+
 def test_predictions_of_memory_are_near_what_was_measured() -> None:
     known = [row for row in ROWS if row.get("peak_gib")]
     assert known

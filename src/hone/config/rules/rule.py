@@ -252,11 +252,21 @@ class Rule:
     facts: type[Facts] = Facts
     """Class whose attributes are the rule's facts."""
 
-    def find(self, view: Facts) -> Iterator[Finding]:
-        """The findings in a run, which is viewed as the rule's `facts`."""
-        is_for = view.command in self.only if self.only else view.command != "plan"
-        if not is_for or not all(_condition(x).holds(view) for x in (*self.when, *self.given)):
-            return
+    def is_for(self, command: str) -> bool:
+        """Whether the rule applies to a command, given as the words after `hone`."""
+        return command in self.only if self.only else command != "plan"
+
+    def find(self, view: Facts) -> Iterable[Finding]:
+        """The findings in a run of a command that the rule is for, which is viewed as the rule's
+        `facts`."""
+        for text in (*self.when, *self.given):
+            if (holds := view.held.get(text)) is None:
+                holds = view.held[text] = _condition(text).holds(view)
+            if not holds:
+                return ()
+        return self._found(view)
+
+    def _found(self, view: Facts) -> Iterator[Finding]:
         try:
             for details in self._details(view):
                 yield self._finding(view, details)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Generic, TypedDict, TypeVar
 
 from hone.config.base import Section
@@ -14,7 +14,7 @@ from hone.config.schema import is_section, locate
 from hone.config.tree import TREES
 from hone.families.model_facts import ModelFacts
 
-__all__ = ["Details", "Fact", "Known", "NotKnownError", "View", "differs", "required"]
+__all__ = ["Details", "Fact", "Known", "NotKnownError", "View", "command_of", "differs", "required"]
 
 T = TypeVar("T")
 
@@ -76,6 +76,17 @@ def required(value: T | None, name: str) -> T:
     return value
 
 
+def command_of(plan: RunPlan) -> str:
+    """The command that is planned, as the words after `hone`."""
+    return next(name for name, tree in TREES.items() if tree is type(plan.config))
+
+
+@cache
+def _path(key: str) -> tuple[str | int, ...]:
+    """The parts of a dotted key, those of decimal digits as indices."""
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
 @dataclass(frozen=True)
 class View:
     """A run as rules read it."""
@@ -84,11 +95,13 @@ class View:
     section: str | None = None
     """The section whose keys `sampling.*` are; None: nothing is sampled."""
     known: Known = field(default_factory=Known)
+    held: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Whether conditions hold, by their text: many rules have one in common."""
 
     @cached_property
     def command(self) -> str:
         """The words after `hone`."""
-        return next(name for name, tree in TREES.items() if tree is type(self.plan.config))
+        return command_of(self.plan)
 
     @property
     def model(self) -> ModelFacts:
@@ -97,7 +110,7 @@ class View:
 
     def key(self, key: str) -> str:
         """The key with its section in place of `sampling`."""
-        if key.partition(".")[0] != "sampling":
+        if _path(key)[0] != "sampling":
             return key
         if key == "sampling.n_samples_per_prompt" and self.section == "generation":
             return "n_samples_per_prompt"
@@ -109,11 +122,11 @@ class View:
         if key == "run.device":
             return self.plan.device
         value: Any = self.plan.config
-        for part in self.key(key).split("."):
-            try:
-                value = value[int(part)] if part.isdecimal() else getattr(value, part)
-            except (AttributeError, IndexError, TypeError):
-                raise NotKnownError(key) from None
+        try:
+            for part in _path(self.key(key)):
+                value = value[part] if isinstance(part, int) else getattr(value, part)
+        except (AttributeError, IndexError, TypeError):
+            raise NotKnownError(key) from None
         return value
 
     def is_set(self, key: str) -> bool:

@@ -25,6 +25,7 @@ from hone.families.model_facts import ModelFacts
 from hone.families.registry import public_configs
 from hone.families.shape import ModelShape, public_shape
 from hone.families.stages import RECURRENCE
+from hone.garbage import rare_garbage_collection
 from hone.hardware import Peaks, known_gpu
 from hone.planner.fitting import gpu_host_roles, rounds_differently
 from hone.planner.host_memory import saved_at_the_end, saves_in_background
@@ -34,8 +35,8 @@ from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
 from hone.tools.plan.search import Notes, Report, no_report, plan_of, plans_that_fit, search
 from hone.tools.plan.simulated_engine import EngineRates
-from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation
-from hone.tools.plan.training_time import TrainingTime
+from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation, no_scoring
+from hone.tools.plan.training_time import LINK_SHARE, TrainingTime
 
 __all__ = [
     "LETTERS",
@@ -189,6 +190,7 @@ class Comparison:
         return verdict
 
 
+@rare_garbage_collection()
 def compare(cfg: PlanConfig, report: Report = no_report) -> Comparison:
     """Simulate every mode for every split. `report` is called before each part of the work. Raises
     UserError for what cannot be simulated."""
@@ -474,6 +476,23 @@ def _unevenness(shape: ModelShape, size: int) -> float:
     return largest / math.sqrt(shape.num_experts / size)
 
 
+def _sent_s(plan: RunPlan, shape: ModelShape, gpu: Peaks, size: int) -> tuple[float, float]:
+    """Seconds in which the devices of an engine exchange the two sums of each layer for a token,
+    and its logits in float32."""
+    rate = gpu.link_bytes_per_s * LINK_SHARE * size / (size - 1) if size > 1 else math.inf
+    sums = 2 * 2 * shape.num_layers * shape.hidden_size * plan.num_bytes
+    return sums / rate, 4 * shape.vocab_size / rate
+
+
+def _meetings_s(assumed: PlanningConfig, shape: ModelShape, size: int) -> float:
+    """Seconds of a decode step that are not divided among the devices of an engine and do not
+    depend on its batch (docs/design/plan.md)."""
+    if size == 1:
+        return 0.0
+    of_layer = assumed.two_gpus_layer_s if size == 2 else assumed.more_gpus_layer_s
+    return shape.num_layers * of_layer
+
+
 def _gained_share(plan: RunPlan, shape: ModelShape) -> float:
     """Share of the time for repeated reads of shared keys that is saved. Layers with a window,
     engines on a CPU and some backends do not share reads."""
@@ -492,9 +511,9 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     assert shape is not None
     run = RunMemory(plan)
     size = placement.tensor_parallel_size
-    speed = (2.0 * assumed_cfg.tensor_parallel_scaling) ** math.log2(size)
-    read = gpu.bytes_per_s * assumed_cfg.decode_share * speed
-    prefill = gpu.flops_per_s * assumed_cfg.prefill_share * speed
+    sums_s, logits_s = _sent_s(plan, shape, gpu, size)
+    read = gpu.bytes_per_s * assumed_cfg.decode_share * size
+    prefill = gpu.flops_per_s * assumed_cfg.prefill_share * size
     weights = shape.weight_bytes(plan.num_bytes)
     params = shape.active_body_params + shape.head_params
     decoded = float(shape.decode_bytes(plan.num_bytes, packs_rows=plan.packs_rows))
@@ -508,23 +527,25 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
         experts_s=experts / read,
         uneven_s=experts / read * _unevenness(shape, size),
         unused_share=shape.unused_share,
-        seq_s=2.0 * params / (gpu.flops_per_s * product_share * speed),
+        seq_s=2.0 * params / (gpu.flops_per_s * product_share * size),
         state_s=2.0 * shape.state_bytes(plan.num_bytes) / read,
+        sent_s=sums_s + logits_s,
         key_s=run.engine.kv_bytes_per_token * size / read,
         gained_share=_gained_share(plan, shape),
-        overhead_s=assumed_cfg.decode_overhead_s,
+        overhead_s=assumed_cfg.decode_overhead_s + _meetings_s(assumed_cfg, shape, size),
         prefill_token_s=(
             2.0 * shape.active_body_params + RECURRENCE * shape.recurrence_flops_per_token
         )
-        / prefill,
+        / prefill
+        + sums_s,
         prefill_key_s=shape.attention_flops_per_key / prefill,
-        prefill_seq_s=2.0 * shape.head_params / prefill,
+        prefill_seq_s=2.0 * shape.head_params / prefill + logits_s,
     )
     training = TrainingTime(plan, assumed_cfg)
     return Rates(
         engine=engine,
         train_s=training.update_s,
-        scoring=training.scoring,
+        scoring=training.scoring if any(x.has_own_devices for x in plan.scorers) else no_scoring,
         sync_s=assumed_cfg.switch_s
         if placement.colocated
         else weights / assumed_cfg.sync_bytes_per_s,

@@ -3,7 +3,7 @@
 A decode step of B sequences that read K keys takes
 
     t(B, K) = max(weights_s - experts_s * u + uneven_s * sqrt(u (1 - u)), B * seq_s)
-              + B * state_s + K * key_s + overhead_s,    u = unused_share**B
+              + B * (state_s + sent_s) + K * key_s + overhead_s,    u = unused_share**B
 
 where the second term is what no sequence passes of a layer's experts, and the third what the rank
 reads more that has most of the others, where ranks share them. Keys of a prompt that members of a
@@ -47,6 +47,8 @@ class EngineRates:
     """Matrix products of one sequence in a decode step."""
     state_s: float = 0.0
     """Reading and writing the recurrent states of one sequence in a decode step."""
+    sent_s: float = 0.0
+    """What the devices of an engine send each other for one sequence in a decode step."""
     key_s: float = 0.0
     """Reading the keys and values of one token."""
     gained_share: float = 0.0
@@ -77,6 +79,16 @@ _SECONDS = tuple(rate.name for rate in fields(EngineRates) if rate.name.endswith
 
 
 @dataclass(slots=True, eq=False)
+class _Family:
+    """Running samples that share the blocks of their group's prompt."""
+
+    num_block_tokens: int
+    """Tokens in these blocks; a sample always computes the last prompt token itself."""
+    size: int = 0
+    """Number of its running samples."""
+
+
+@dataclass(slots=True, eq=False)
 class SimulatedSample:
     """A completion that will have `length` tokens."""
 
@@ -88,20 +100,14 @@ class SimulatedSample:
     """Length at which it would be truncated, the only length known before it ends."""
     done: int = 0
     """Number of tokens it had when it last entered or left the running batch."""
-    family: int = -1
-    """Number of the running family that shares the blocks of its prompt; -1: the blocks are its
-    own."""
+    family: _Family | None = None
+    """The family with which it shares the blocks of its prompt; None: the blocks are its own."""
     ended_s: float = math.inf
 
     @property
     def outstanding_tokens(self) -> int:
         """Tokens that it may still take, prompt included."""
         return self.num_prompt_tokens + self.most_tokens - self.done
-
-    @property
-    def num_block_tokens(self) -> int:
-        """Prompt tokens in cached blocks; a sample always computes the last prompt token itself."""
-        return max(self.num_prompt_tokens - 1, 0) // BLOCK_SIZE * BLOCK_SIZE
 
 
 @dataclass(slots=True)
@@ -129,13 +135,11 @@ class SimulatedEngine:
     )
     """A heap of (step at which it ends, running number, sample)."""
     _ended: list[SimulatedSample] = field(default_factory=list[SimulatedSample])
-    _prompts: dict[int, int] = field(default_factory=dict[int, int])
+    _prompts: dict[int, _Family] = field(default_factory=dict[int, _Family])
     """Groups whose prompt is cached, and the family of those that read it."""
     _step: int = 0
     _num_keys: int = 0
     """Tokens of all running samples."""
-    _members: dict[int, int] = field(default_factory=dict[int, int])
-    """Running samples of each family."""
     _num_again: int = 0
     """Keys that members of a family need not read again."""
     _num_spared: float = 0.0
@@ -147,7 +151,6 @@ class SimulatedEngine:
     _to_event: tuple[int, float] | None = None
     """Decode steps until the next event, and their time; None once the batch has changed."""
     _order: Iterator[int] = field(default_factory=count)
-    _families: Iterator[int] = field(default_factory=count)
 
     @property
     def has_unfinished(self) -> bool:
@@ -163,10 +166,11 @@ class SimulatedEngine:
         """Queue samples for the first step boundary at or after `now_s`. Raises ValueError for a
         sample that does not fit the cache."""
         self.settle(now_s)
+        waiting, most = self._waiting, self.max_num_keys
         for sample in samples:
-            if (num_tokens := sample.num_prompt_tokens + sample.length) >= self.max_num_keys:
+            if (num_tokens := sample.num_prompt_tokens + sample.length) >= most:
                 raise ValueError(f"{num_tokens} tokens do not fit a cache: {self.max_num_keys=}")
-            self._waiting.append(sample)
+            waiting.append(sample)
             self.outstanding_tokens += sample.outstanding_tokens
         self._admit()
 
@@ -174,12 +178,12 @@ class SimulatedEngine:
         """Time of the next change of the running batch; inf where nothing runs."""
         if not self._running:
             return math.inf
-        return self.time_s + self._steps_to_event()[1]
+        return self.time_s + (self._to_event or self._steps_to_event())[1]
 
     def advance(self) -> None:
         """Work up to the next event, also where that takes no time."""
         if self._running:
-            self._make(*self._steps_to_event())
+            self._make(*(self._to_event or self._steps_to_event()))
 
     def settle(self, now_s: float) -> None:
         """Work up to the first step boundary at or after `now_s`."""
@@ -229,14 +233,16 @@ class SimulatedEngine:
         unused = rates.unused_share**size
         weights_s = rates.weights_s - rates.experts_s * unused
         weights_s += rates.uneven_s * math.sqrt(unused * (1 - unused))
-        return max(weights_s, size * rates.seq_s) + size * rates.state_s + rates.overhead_s
+        of_batch = size * (rates.state_s + rates.sent_s)
+        return max(weights_s, size * rates.seq_s) + of_batch + rates.overhead_s
 
     def _steps_to_event(self) -> tuple[int, float]:
         """Decode steps until a sample ends or the cache is full, at least 1, and their time."""
         if self._to_event is None:
-            until_end = self._running[0][0] - self._step
+            num_steps = self._running[0][0] - self._step
             until_full = (self.max_num_keys - self._num_keys) // len(self._running)
-            num_steps = max(min(until_end, until_full), 1)
+            if until_full < num_steps:
+                num_steps = max(until_full, 1)
             self._to_event = num_steps, self._steps_s(num_steps)
         return self._to_event
 
@@ -256,18 +262,19 @@ class SimulatedEngine:
 
     def _make(self, num_steps: int, seconds: float) -> None:
         """Make decode steps, at most up to the next event, which take so many seconds."""
-        size = len(self._running)
+        running, num_tokens = self._running, num_steps * len(self._running)
+        most = self.max_num_keys - len(running)
         self._to_event = None
         self._work(seconds)
-        self._step += num_steps
-        self._num_keys += num_steps * size
-        self.num_tokens += num_steps * size
-        while self._running and self._running[0][0] == self._step:
-            _, _, sample = heapq.heappop(self._running)
+        step = self._step = self._step + num_steps
+        self._num_keys += num_tokens
+        self.num_tokens += num_tokens
+        while running and running[0][0] == step:
+            _, _, sample = heapq.heappop(running)
             self._count(sample, -1)
             self._num_keys -= sample.num_prompt_tokens + sample.length
             self._end(sample)
-        if self._num_keys + size > self.max_num_keys:
+        if self._num_keys > most:
             self._preempt()
         if self._waiting:
             self._admit()
@@ -287,28 +294,33 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         """Start waiting samples as long as there is room, and compute their prompts."""
-        rates, seconds = self.rates, 0.0
+        rates, waiting, running, seconds = self.rates, self._waiting, self._running, 0.0
         ended: list[SimulatedSample] = []
-        while self._waiting and len(self._running) < self.max_num_seqs:
-            sample = self._waiting[0]
-            context = sample.num_prompt_tokens + sample.done
-            if self._num_keys + context + 1 + len(self._running) + 1 > self.max_num_keys:
+        while waiting and len(running) < self.max_num_seqs:
+            sample = waiting[0]
+            num_prompt_tokens, done = sample.num_prompt_tokens, sample.done
+            context = num_prompt_tokens + done
+            if self._num_keys + context + 1 + len(running) + 1 > self.max_num_keys:
                 break
-            self._waiting.popleft()
-            sample.family = self._prompts.get(sample.group, -1)
-            known = sample.num_prompt_tokens if sample.family >= 0 else 0
-            seconds += rates.prefill_seq_s + (context - known) * rates.prefill_token_s
-            seconds += (context**2 - known**2) / 2 * rates.prefill_key_s
-            if self.shares_prompts and sample.family < 0:
-                sample.family = self._prompts[sample.group] = next(self._families)
+            waiting.popleft()
+            family = sample.family = self._prompts.get(sample.group)
+            known = 0 if family is None else num_prompt_tokens
+            if context == known:
+                seconds += rates.prefill_seq_s
+            else:
+                seconds += rates.prefill_seq_s + (context - known) * rates.prefill_token_s
+                seconds += (context**2 - known**2) / 2 * rates.prefill_key_s
+            if family is None and self.shares_prompts:
+                block_tokens = max(num_prompt_tokens - 1, 0) // BLOCK_SIZE * BLOCK_SIZE
+                sample.family = self._prompts[sample.group] = _Family(block_tokens)
             self.num_tokens += 1
-            if sample.done + 1 == sample.length:
+            if done + 1 == sample.length:
                 ended.append(sample)
                 continue
             self._count(sample, 1)
             self._num_keys += context + 1
-            end = self._step + sample.length - sample.done - 1
-            heapq.heappush(self._running, (end, next(self._order), sample))
+            end = self._step + sample.length - done - 1
+            heapq.heappush(running, (end, next(self._order), sample))
         if seconds:
             self._work(seconds)
         for sample in ended:
@@ -319,13 +331,13 @@ class SimulatedEngine:
     def _count(self, sample: SimulatedSample, change: int) -> None:
         """Update the counters for a sample that enters or leaves the running batch."""
         self._is_new, self._to_event = True, None
-        if sample.family < 0:
+        if (family := sample.family) is None:
             return
-        before = self._members.get(sample.family, 0)
-        after = self._members[sample.family] = before + change
+        before = family.size
+        after = family.size = before + change
         # Of the members that read together, only the first reads the shared keys.
         if (before if change > 0 else after) % SHARED_PREFIX_MEMBERS:
-            self._num_again += change * sample.num_block_tokens
+            self._num_again += change * family.num_block_tokens
 
     def _decide(self) -> None:
         """Decide whether this batch reads shared keys once; valid until the batch changes."""

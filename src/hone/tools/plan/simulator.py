@@ -38,6 +38,7 @@ __all__ = [
     "SimulatedRun",
     "SimulatedStep",
     "Simulation",
+    "no_scoring",
     "simulate",
 ]
 
@@ -86,6 +87,11 @@ class Scoring:
 NO_SCORING = Scoring(seconds={}, beside_s=0.0)
 
 
+def no_scoring(rows: Sequence[int], num_trained: int) -> Scoring:
+    """The times of remote models where there are none."""
+    return NO_SCORING
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """Times of the parts of a placement, in seconds."""
@@ -98,7 +104,7 @@ class Rates:
     """Weights to the engines; colocated, with sleep and wake. Trainers and engines take part."""
     max_num_keys: int
     """Tokens whose keys and values fit the cache of an engine."""
-    scoring: Callable[[Sequence[int], int], Scoring] = lambda rows, num_trained: NO_SCORING
+    scoring: Callable[[Sequence[int], int], Scoring] = no_scoring
     """Times of remote models for such rows, in addition to `train_s`."""
 
 
@@ -324,6 +330,8 @@ class _Run:
     now_s: float = 0.0
     open: dict[int, _Group] = field(default_factory=dict[int, _Group])
     """Groups that were started and not trained, in this order."""
+    num_complete: int = 0
+    """Those of them that are complete."""
     num_started: int = 0
     events_s: list[float] = field(init=False)
     """Time of the next change of each engine's batch."""
@@ -356,7 +364,7 @@ class _Run:
         scoring = self.rates.scoring(rows, num_trained)
         train_s = _time(self.rates.train_s(rows, num_trained), "train_s")
         if self.pipeline.samples_ahead:
-            scored_s = max(self.scored_s[group.number] for group in batch)
+            scored_s = max(self.scored_s.get(group.number, 0.0) for group in batch)
             train_s += max(scored_s - (self.now_s + scoring.beside_s), 0.0)
         else:
             train_s += scoring.wait_s
@@ -364,6 +372,7 @@ class _Run:
         while self._next_completion(trained_s):
             pass
         self.now_s = trained_s
+        self.num_complete -= len(batch)
         for group in batch:
             del self.open[group.number]
             self.scored_s.pop(group.number, None)
@@ -421,11 +430,12 @@ class _Run:
 
     def _choose(self, update: int) -> list[_Group] | None:
         """The batch of this update, in the order in which it was started; None: not yet."""
-        groups, num_groups = list(self.open.values()), self.rollout.prompts_per_step
-        complete = [group for group in groups if group.is_complete]
-        if len(complete) < num_groups:
+        num_groups = self.rollout.prompts_per_step
+        if self.num_complete < num_groups:
             return None
+        groups = list(self.open.values())
         if not self.pipeline.samples_ahead:
+            complete = [group for group in groups if group.is_complete]
             return None if self._is_overdue() else complete[:num_groups]
         chosen = choose(
             [group.version + self.pipeline.max_staleness for group in groups],
@@ -495,13 +505,15 @@ class _Run:
     def _next_completion(self, until_s: float) -> bool:
         """Let engines work until a group is complete, with all that are at the same time; False:
         none is by then."""
+        completing = self.completing
         while True:
             event_s = self._next_event_s()
-            completed_s = self.completing[0][0] if self.completing else math.inf
-            if min(event_s, completed_s) > until_s or event_s == completed_s == math.inf:
+            completed_s = completing[0][0] if completing else math.inf
+            first_s = min(event_s, completed_s)
+            if first_s > until_s or first_s == math.inf:
                 return False
             if completed_s < event_s:
-                while self.completing and self.completing[0][0] == completed_s:
+                while completing and completing[0][0] == completed_s:
                     self._see_completion()
                 return True
             self._next_event()
@@ -521,28 +533,37 @@ class _Run:
     def _next_event(self) -> None:
         """Let the first engine with the next event, which `_next_event_s` has found, work until
         then."""
-        _, index = self.changes[0]
-        self.engines[index].advance()
-        self._refresh(index)
+        changes, (_, index) = self.changes, self.changes[0]
+        engine = self.engines[index]
+        engine.advance()
+        self._take_ended(engine)
+        event_s = self.events_s[index] = engine.next_event_s()
+        if event_s < math.inf:
+            heapq.heapreplace(changes, (event_s, index))
+        else:
+            heapq.heappop(changes)
 
     def _refresh(self, index: int) -> None:
         """Process an engine's ended samples and update the time of its next event."""
         engine = self.engines[index]
-        for sample in engine.take_ended():
-            group = self.open[sample.group]
-            group.num_unfinished -= 1
-            group.completed_s = max(group.completed_s, sample.ended_s)
-            if not group.num_unfinished:
-                self._finish(group)
+        self._take_ended(engine)
         event_s = engine.next_event_s()
         if event_s != self.events_s[index]:
             self.events_s[index] = event_s
             if event_s < math.inf:
                 heapq.heappush(self.changes, (event_s, index))
 
+    def _take_ended(self, engine: SimulatedEngine) -> None:
+        for sample in engine.take_ended():
+            group = self.open[sample.group]
+            group.num_unfinished -= 1
+            group.completed_s = max(group.completed_s, sample.ended_s)
+            if not group.num_unfinished:
+                self._finish(group)
+
     def _finish(self, group: _Group) -> None:
         """Complete a group whose last sample has ended."""
-        if self.pipeline.samples_ahead:
+        if self.pipeline.samples_ahead and self.rates.scoring is not no_scoring:
             self._score_ahead(group)
         heapq.heappush(self.completing, (group.completed_s, group.number))
 
@@ -565,3 +586,4 @@ class _Run:
         completed_s, number = heapq.heappop(self.completing)
         self.now_s = max(self.now_s, completed_s)
         self.open[number].is_complete = True
+        self.num_complete += 1

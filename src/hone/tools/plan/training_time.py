@@ -29,7 +29,8 @@ On top of them come, by count and with the rates of benchmarks/memory.md:
   in each stage a V-th of that. What they send is hidden; what a pass through a group takes by
   itself, messages and hooks, is what second groups took in measured steps of 0.6B.
 
-Of a critic with devices of its own the products count, and what its stages wait.
+Of a critic with devices of its own products, waiting stages and collectives count, and its sums of
+gradients.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from numpy.typing import NDArray
 from hone.config.plan import Role, RoleName, RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.tree import RLConfig
+from hone.distributed.settings import AxisSizes
 from hone.families.shape import ModelShape
 from hone.families.stages import layer_costs, stage_layers
 from hone.models.settings import LoraConfig
@@ -59,7 +61,7 @@ from hone.tools.plan.simulator import NO_SCORING, Scoring
 from hone.trainer.cost import adapter_params, expert_adapter_params, params_in_4bit
 from hone.trainer.settings import SFTTrainerConfig, recomputed_spans
 
-__all__ = ["TrainingTime"]
+__all__ = ["LINK_SHARE", "TrainingTime"]
 
 Integers: TypeAlias = NDArray[np.integer[Any]]
 Lengths: TypeAlias = Sequence[int] | Integers
@@ -68,7 +70,7 @@ _HIDDEN = 0.8
 """Share of a pass beside which collectives run over links slower than NVLink."""
 _NVLINK = 100e9
 """Bytes a second that no slower link has."""
-_REACHED = 0.7
+LINK_SHARE = 0.7
 """Share of a link's rate that collectives reach."""
 _PASS_S = 0.017
 """Seconds of the passes of a micro-batch through a group of layers of a pipeline stage, forward and
@@ -175,6 +177,8 @@ class _Stages:
 
     recomputed_share: float
     """Share of the layers that are recomputed."""
+    again: float
+    """Share of a forward pass that is computed again."""
     most_layers: int
     """Layers of the largest stage."""
     most_sparse: int
@@ -205,13 +209,63 @@ def _stages(
 
     numbers = [[*chain(*groups)] for groups in stages]
     num_recomputed = sum(len(span) for own in chain(*spans) for span in own)
+    recomputed_share = num_recomputed / shape.num_layers
     return _Stages(
-        recomputed_share=num_recomputed / shape.num_layers,
+        recomputed_share=recomputed_share,
+        again=again * recomputed_share,
         most_layers=max(map(len, numbers)),
         most_sparse=max(sum(index in shape.expert_layers for index in own) for own in numbers),
         most_spans=max(sum(map(len, own)) for own in spans),
         costs=tuple(sum(map(cost, *each)) for each in zip(stages, spans, strict=True)),
     )
+
+
+def _num_params(shape: ModelShape, lora: LoraConfig, axes: AxisSizes) -> int:
+    """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
+    return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
+
+
+class _Trained(NamedTuple):
+    """A model that is trained: the policy, or a critic."""
+
+    role: Role
+    shape: ModelShape
+    lora: LoraConfig
+    stages: _Stages
+
+    @property
+    def num_params(self) -> int:
+        """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
+        return _num_params(self.shape, self.lora, self.role.axes)
+
+    def own_params(self, num_params: int, of_experts: int) -> int:
+        """Number of parameters that a rank gathers and reduces, in one pipeline stage, of so many
+        in all, of which some are experts' own: parts of matrices, and whole experts."""
+        axes = self.role.axes
+        of_matrices = (num_params - of_experts) // axes.tensor
+        return (of_matrices + of_experts // axes.expert) // axes.pipeline
+
+    @property
+    def own_trained_params(self) -> int:
+        """`own_params` of what is trained: the model, or adapters."""
+        shape, lora = self.shape, self.lora
+        if lora.rank:
+            return self.own_params(adapter_params(shape, lora), expert_adapter_params(shape, lora))
+        return self.own_params(shape.num_params, shape.expert_params)
+
+    @property
+    def reduces_late(self) -> bool:
+        """Whether gradients are reduced once an optimizer step."""
+        trainer = self.role.trainer
+        return trainer.parallel.zero_stage < 2 and not trainer.offloads("gradients")
+
+
+def _pace(stages: _Stages, shape: ModelShape, *, head: float = 0.0) -> float:
+    """Compute time of the slowest stage over the mean of all stages, forward and backward. `head`
+    is the time of the head over that of all layers."""
+    *others, last = stages.costs
+    costs = [*others, last + 3 * head * sum(layer_costs(shape))]
+    return max(costs) * len(costs) / sum(costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,27 +299,31 @@ class TrainingTime:
         epoch = _epoch(rows, self._sharing, self._compute, shape, adapters)
         num_tokens, forward, body = epoch.num_tokens, epoch.forward_s, epoch.body_s
         # Of one device, until it is divided among all.
-        again = self._recomputed_share(trainer, shape, plan.policy)
+        stages = self._stages(trainer, shape, plan.policy)
         kept = self._kept_logits_share(len(lengths), num_tokens, num_trained)
         head = (1 - kept / 3) * (forward - body) / body
-        pace = self._pace(trainer, shape, plan.policy, head=head)
-        training = epoch.training_s + again * body
+        pace = _pace(stages, shape, head=head)
+        training = epoch.training_s + stages.again * body
         training -= kept * (forward - body)
         work = pace * epochs * training
         update, values_s, critic_s = work, 0.0, 0.0
         if (role := plan.roles.get("critic")) is not None:
             # The critic's values and its update; it has no logits.
             own_shape = self._run.shape_of(role)
-            values = self._forward_s(own_shape, rows, num_head_tokens=0)
-            again = self._recomputed_share(role.trainer, own_shape, role)
-            passes = role.num_epochs * (3 + again)
-            own_pace = self._pace(role.trainer, own_shape, role)
-            values *= own_pace
+            own_stages = self._stages(role.trainer, own_shape, role)
+            passes = role.num_epochs * (3 + own_stages.again)
+            own_pace = _pace(own_stages, own_shape)
+            values = own_pace * self._forward_s(own_shape, rows, num_head_tokens=0)
             if role.has_own_devices:
                 speed = self._speed_of(role)
                 values_s, critic_s = values / speed, passes * values / speed
                 waits = self._stages_wait(role.trainer, role, num_tokens, own_pace)
                 critic_s *= 1 + waits
+                critic_s += self._besides_s(
+                    _Trained(role, own_shape, LoraConfig(), own_stages),
+                    num_tokens,
+                    passes * values / speed,
+                )
             else:
                 work += (role.num_scorings + passes) * values
         scores = plan.policy.num_scorings * pace * forward
@@ -280,15 +338,26 @@ class TrainingTime:
         # A remote critic computes values while the policy scores the rows, and is trained in
         # parallel to it.
         seconds += max(values_s - scores / self._speed, 0.0)
-        seconds += max(critic_s - (1 + waits) * update / self._speed, 0.0)
-        num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
-        seconds += waits * compute_s
-        seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
-        seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
-        seconds += self._activations_s(epochs * num_tokens)
-        of_each = self._unpacking_s + self._adding_s + self._passing_s
-        seconds += epochs * num_micro_batches * of_each
-        return seconds + self.assumed.overhead_s
+        num_micro_batches = epochs * self._num_micro_batches(trainer, plan.policy, num_tokens)
+        besides_s = self._besides_s(
+            _Trained(plan.policy, shape, lora, stages), num_tokens, compute_s
+        )
+        besides_s += self._offloads_s(num_micro_batches, _BACKWARD * compute_s)
+        besides_s += num_micro_batches * self._unpacking_s(stages)
+        besides_s += self._activations_s(stages, epochs * num_tokens)
+        update_s = (1 + waits) * update / self._speed + besides_s
+        seconds += max(critic_s - update_s, 0.0)
+        return seconds + waits * compute_s + besides_s + self.assumed.overhead_s
+
+    def _besides_s(self, model: _Trained, num_tokens: int, compute_s: float) -> float:
+        """Seconds of an update for what processes of a trained model exchange, for adding up
+        gradients, and for passes through pipeline stages by themselves. It computes for
+        `compute_s`."""
+        role = model.role
+        number = role.num_epochs * self._num_micro_batches(role.trainer, role, num_tokens)
+        exchanged_s = self._collectives_s(model, num_tokens, compute_s / role.num_epochs)
+        of_each = self._adding_s(model) + self._passing_s(role)
+        return role.num_epochs * exchanged_s + number * of_each
 
     def scoring(self, lengths: Lengths, num_trained: int) -> Scoring:
         """Times of remote models for such rows."""
@@ -340,7 +409,7 @@ class TrainingTime:
         budget = self._config.reward.model.max_tokens_per_forward
         num_passes = -(-num_tokens // (axes.world * budget))
         num_bytes = shape.weight_bytes(self.plan.num_bytes) * (axes.fsdp - 1) / axes.fsdp
-        return num_passes * num_bytes / (link * _REACHED)
+        return num_passes * num_bytes / (link * LINK_SHARE)
 
     def _forward_s(self, shape: ModelShape, rows: _Rows, *, num_head_tokens: int) -> float:
         """Seconds of a forward pass on one device, without the prompts that others bring."""
@@ -374,10 +443,6 @@ class TrainingTime:
         world = role.axes.world
         return world * (self.assumed.training_scaling if world > 1 else 1.0)
 
-    def _recomputed_share(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> float:
-        share = self._stages(trainer, shape, role).recomputed_share
-        return COMPUTED_AGAIN[trainer.recompute_mode] * share
-
     def _stages(self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role) -> _Stages:
         """Its layers, by stage."""
         return _stages(
@@ -387,15 +452,6 @@ class TrainingTime:
             COMPUTED_AGAIN[trainer.recompute_mode],
             has_head=role.name == "policy",
         )
-
-    def _pace(
-        self, trainer: SFTTrainerConfig, shape: ModelShape, role: Role, *, head: float = 0.0
-    ) -> float:
-        """Compute time of the slowest stage over the mean of all stages, forward and backward.
-        `head` is the time of the head over that of all layers."""
-        *others, last = self._stages(trainer, shape, role).costs
-        stages = [*others, last + 3 * head * sum(layer_costs(shape))]
-        return max(stages) * len(stages) / sum(stages)
 
     def _num_micro_batches(self, trainer: SFTTrainerConfig, role: Role, num_tokens: int) -> int:
         """Number of micro-batches of each device in an epoch."""
@@ -425,93 +481,59 @@ class TrainingTime:
         assert self.plan.batch is not None
         return self.plan.batch.num_minibatches
 
-    @property
-    def _num_params(self) -> int:
-        """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
-        shape, lora, axes = self.plan.shape, self._config.model.lora, self.plan.policy.axes
-        assert shape is not None
-        return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
-
-    def _own_params(self, num_params: int, of_experts: int) -> int:
-        """Number of parameters that a rank gathers and reduces, in one pipeline stage, of so many
-        in all, of which some are experts' own: parts of matrices, and whole experts."""
-        axes = self.plan.policy.axes
-        of_matrices = (num_params - of_experts) // axes.tensor
-        return (of_matrices + of_experts // axes.expert) // axes.pipeline
-
-    @property
-    def _own_trained_params(self) -> int:
-        """`_own_params` of what is trained: the model, or adapters."""
-        shape, lora = self.plan.shape, self._config.model.lora
-        assert shape is not None
-        if lora.rank:
-            return self._own_params(adapter_params(shape, lora), expert_adapter_params(shape, lora))
-        return self._own_params(shape.num_params, shape.expert_params)
-
-    @property
-    def _unpacking_s(self) -> float:
+    def _unpacking_s(self, stages: _Stages) -> float:
         """Seconds for unpacking 4-bit weights in the passes of a micro-batch, recomputation
         included."""
         gpu, cfg, shape = self.plan.devices.gpu, self._config, self.plan.shape
         assert gpu is not None
         assert shape is not None
-        passes = 2 + self._recomputed_share(cfg.trainer, shape, self.plan.policy)
+        passes = 2 + stages.again
         return passes * _UNPACKED_BYTES * params_in_4bit(shape, cfg.model.lora) / gpu.bytes_per_s
 
-    @property
-    def _passing_s(self) -> float:
+    def _passing_s(self, role: Role) -> float:
         """Seconds that passes of a micro-batch through the groups of a pipeline stage take besides
         what they compute."""
-        axes = self.plan.policy.axes
+        axes = role.axes
         return _PASS_S * axes.virtual_stages if axes.pipeline > 1 else 0.0
 
-    @property
-    def _adding_s(self) -> float:
+    def _adding_s(self, model: _Trained) -> float:
         """Seconds for adding a micro-batch's gradients to the sums: two tensors are read, one is
         written."""
         gpu = self.plan.devices.gpu
         assert gpu is not None
-        shards = 1 if self._reduces_late else self.plan.policy.axes.fsdp
-        return 3 * _GRADIENT_BYTES * self._num_params / shards / gpu.bytes_per_s
+        shards = 1 if model.reduces_late else model.role.axes.fsdp
+        return 3 * _GRADIENT_BYTES * model.num_params / shards / gpu.bytes_per_s
 
-    @property
-    def _reduces_late(self) -> bool:
-        """Whether gradients are reduced once an optimizer step."""
-        trainer = self._config.trainer
-        return trainer.parallel.zero_stage < 2 and not trainer.offloads("gradients")
-
-    def _collectives_s(self, num_tokens: int, compute_s: float) -> float:
+    def _collectives_s(self, model: _Trained, num_tokens: int, compute_s: float) -> float:
         """Seconds of an epoch's collectives that do not overlap with compute."""
-        plan, axes, gpu = self.plan, self.plan.policy.axes, self.plan.devices.gpu
-        shape, trainer = plan.shape, self._config.trainer
+        plan, role, shape, stages = self.plan, model.role, model.shape, model.stages
+        axes, trainer, gpu = role.axes, role.trainer, plan.devices.gpu
         assert gpu is not None
-        assert shape is not None
         per_node = plan.devices.per_node or axes.world
         # Between the processes of a stage of layers, which are neighbours.
         is_near = axes.world <= per_node or per_node % (axes.world // axes.pipeline) == 0
         link = gpu.link_bytes_per_s if is_near else gpu.node_bytes_per_s
-        own_link = gpu.link_bytes_per_s * _REACHED
-        num_micro_batches = self._num_micro_batches(trainer, plan.policy, num_tokens)
+        own_link = gpu.link_bytes_per_s * LINK_SHARE
+        num_micro_batches = self._num_micro_batches(trainer, role, num_tokens)
         seconds, shards = 0.0, axes.data * axes.context
         if shards > 1:
             stage, num_steps = trainer.parallel.zero_stage, self._num_steps
-            sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
-            weights = 2 * self._own_params(sharded, shape.expert_params)
-            reduced = _GRADIENT_BYTES * self._own_trained_params
+            sharded = shape.num_params - params_in_4bit(shape, model.lora)
+            weights = 2 * model.own_params(sharded, shape.expert_params)
+            reduced = _GRADIENT_BYTES * model.own_trained_params
             # Per micro-batch, and per optimizer step, of which one micro-batch hides a part.
             often, once = 2 * weights * (stage == 3), weights * (0 < stage < 3)
-            if self._reduces_late:
+            if model.reduces_late:
                 once += reduced * (1 if stage else 2)
             else:
                 often += reduced * (1 if stage else 2)
-            rate = link * _REACHED * shards / (shards - 1)
+            rate = link * LINK_SHARE * shards / (shards - 1)
             hidden_s = _HIDDEN * compute_s * (link < _NVLINK)
             once_s, often_s = num_steps * once / rate, num_micro_batches * often / rate
             beside_s = min(once_s, hidden_s * min(num_steps / num_micro_batches, 1.0))
             seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
         own_tokens = num_tokens / (axes.data * axes.context)
         # Passes that talk: forward, backward, and forward again, which may keep attention.
-        stages = self._stages(trainer, shape, plan.policy)
         again, num_layers = stages.recomputed_share, stages.most_layers
         passes, attention_passes = 2 + again, 2 + again * (trainer.recompute_mode == "full")
         keys = 2 * shape.num_kv_heads * shape.head_dim
@@ -531,10 +553,10 @@ class TrainingTime:
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
             values = num_layers * keys * own_tokens / axes.tensor
             num_bytes = values * (2 * attention_passes * (axes.ring - 1) + 4 * axes.ring)
-            seconds += num_bytes / (link * _REACHED)
+            seconds += num_bytes / (link * LINK_SHARE)
         return seconds
 
-    def _activations_s(self, num_tokens: int) -> float:
+    def _activations_s(self, stages: _Stages, num_tokens: int) -> float:
         """Seconds for copying inputs of layers back from the host."""
         plan, trainer = self.plan, self._config.trainer
         gpu, shape = plan.devices.gpu, plan.shape
@@ -543,8 +565,7 @@ class TrainingTime:
         if not trainer.offload_activations or trainer.recompute == "off":
             return 0.0
         axes = plan.policy.axes
-        num_spans = self._stages(trainer, shape, plan.policy).most_spans
-        values = num_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
+        values = stages.most_spans * shape.hidden_size * num_tokens / (axes.data * axes.context)
         return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 
     def _offloads_s(self, num_micro_batches: int, backward_s: float) -> float:
@@ -554,7 +575,8 @@ class TrainingTime:
         assert gpu is not None
         assert shape is not None
         assert batch is not None
-        num_steps, num_params = batch.optimizer_steps_per_rollout, self._num_params / axes.fsdp
+        num_steps = batch.optimizer_steps_per_rollout
+        num_params = _num_params(shape, lora, axes) / axes.fsdp
         states = 8 if trainer.optimizer.state_dtype == "bfloat16" else 12
         num_bytes = 0.0
         if trainer.offloads("optimizer"):
