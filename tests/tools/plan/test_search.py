@@ -324,7 +324,7 @@ def test_experts_beside_matrices_send_each_token_once() -> None:
     split = changed(whole, {"trainer.parallel.tensor_parallel_size": 2})
     rows = [2048] * 512
     whole_s, split_s = (
-        TrainingTime(plan, cfg.plan)._collectives_s(sum(rows), 1e9) for plan in (whole, split)
+        TrainingTime(plan, cfg.plan).step_s(rows, sum(rows)) for plan in (whole, split)
     )
     # A gather and a sum of hidden states, forward and backward, of which half comes from the other.
     values = 2 * 2 * 2 * 2048 * 48 * sum(rows) / 4 / 2
