@@ -693,16 +693,17 @@ def test_a_critic_apart_learns_while_the_policy_does() -> None:
     shape, rows, gae = public_shape("qwen3-8b"), [1000] * 8, {"advantage": "gae"}
     assert shape is not None
     placement = Placement(num_trainers=2, num_engines=1)
+    gpu = replace(GPUS[0], link_bytes_per_s=1e18)  # what processes exchange costs nothing
 
     def train_s(number: int, **sections: Any) -> float:
         cfg = config(cluster={"num_critics": number}, **sections)
-        return placement_rates(cfg, shape, GPUS[0], placement).train_s(rows, 7000)
+        return placement_rates(cfg, shape, gpu, placement).train_s(rows, 7000)
 
     alone = train_s(0)
     beside, one, two = (train_s(number, algorithm=gae) for number in (0, 1, 2))
     a_pass = (beside - alone) / 4
     assert two == pytest.approx(alone + a_pass, rel=0.01)
-    assert alone + a_pass < two * 1.001 < one
+    assert alone + a_pass < two * 1.006 < one
     assert train_s(8, algorithm=gae) < two
     # It waits where it has stages, and then it is what a step waits for.
     stages = {"parallel": {"pipeline_parallel_size": 2}}

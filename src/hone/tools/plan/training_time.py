@@ -306,7 +306,7 @@ class TrainingTime:
         training = epoch.training_s + stages.again * body
         training -= kept * (forward - body)
         work = pace * epochs * training
-        update, values_s, critic_s = work, 0.0, 0.0
+        update, values_s, critic_s, besides_s = work, 0.0, 0.0, 0.0
         if (role := plan.roles.get("critic")) is not None:
             # The critic's values and its update; it has no logits.
             own_shape = self._run.shape_of(role)
@@ -314,18 +314,19 @@ class TrainingTime:
             passes = role.num_epochs * (3 + own_stages.again)
             own_pace = _pace(own_stages, own_shape)
             values = own_pace * self._forward_s(own_shape, rows, num_head_tokens=0)
+            # Those of the policy where it lies beside it.
+            speed, critic = (
+                self._speed_of(role),
+                _Trained(role, own_shape, LoraConfig(), own_stages),
+            )
+            exchanges_s = self._besides_s(critic, num_tokens, passes * values / speed)
             if role.has_own_devices:
-                speed = self._speed_of(role)
-                values_s, critic_s = values / speed, passes * values / speed
                 waits = self._stages_wait(role.trainer, role, num_tokens, own_pace)
-                critic_s *= 1 + waits
-                critic_s += self._besides_s(
-                    _Trained(role, own_shape, LoraConfig(), own_stages),
-                    num_tokens,
-                    passes * values / speed,
-                )
+                values_s = values / speed
+                critic_s = passes * (1 + waits) * values_s + exchanges_s
             else:
                 work += (role.num_scorings + passes) * values
+                besides_s = exchanges_s
         scores = plan.policy.num_scorings * pace * forward
         work += scores
         for role in plan.scorers:
@@ -339,7 +340,7 @@ class TrainingTime:
         # parallel to it.
         seconds += max(values_s - scores / self._speed, 0.0)
         num_micro_batches = epochs * self._num_micro_batches(trainer, plan.policy, num_tokens)
-        besides_s = self._besides_s(
+        besides_s += self._besides_s(
             _Trained(plan.policy, shape, lora, stages), num_tokens, compute_s
         )
         besides_s += self._offloads_s(num_micro_batches, _BACKWARD * compute_s)
