@@ -388,8 +388,7 @@ class ModelSpec:
     gated linear attention."""
     tensor_plan: Mapping[str, Split] | None = None
     """Split of a layer's modules, by name in the layer. None: cannot be divided among devices.
-    Embedding, head and final norm are treated alike in all families. Engines divide every family
-    with a plan, training those without experts."""
+    Embedding, head and final norm are treated alike in all families."""
     lora_targets: tuple[str, ...] = PROJECTIONS
     """Modules of a layer that have adapters where the recipe names none."""
     gives_values: bool = True

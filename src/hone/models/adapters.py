@@ -166,8 +166,8 @@ def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
     its experts if `cfg.target_modules` names them. A value head stays trained as a whole.
 
     `seed` initialises them on the CPU, so that they are equal on every device. Adapters of a model
-    with deferred weights come with these. Raises UserError if `cfg.target_modules` names no module
-    of the model, and with `load_in_4bit` for widths that are no multiple of a block.
+    with deferred weights come with these. Raises UserError with `load_in_4bit` for widths that are
+    no multiple of a block.
     """
     targets = _targets(model, cfg)
     model.requires_grad_(False)

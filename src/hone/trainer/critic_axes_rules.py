@@ -35,12 +35,14 @@ class CriticFacts(Facts):
     def critic_divisor(self) -> Fact[int]:
         """The divisor that the number of processes of a remote critic must have."""
         parallel = _sizes(self)
+        # Experts lie over the processes of a stage, shards over those of them that hold the same
+        # part of layers.
         within = {"expert_parallel_size": parallel.expert_parallel_size}
+        stages, parts = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        number = math.lcm(parallel.replica_size, stages * parallel.expert_parallel_size)
         if parallel.zero_stage and parallel.fsdp_size > 0:
             within["fsdp_size"] = parallel.fsdp_size
-        # Experts and shards lie over the processes of a stage that hold the same part of layers.
-        of_layers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        number = math.lcm(parallel.replica_size, *(of_layers * size for size in within.values()))
+            number = math.lcm(number, stages * parts * parallel.fsdp_size)
         sizes = {name: getattr(parallel, name) for name in _REPLICA} | within
         how = ", ".join(f"{_key(self, name)} {size}" for name, size in sizes.items() if size > 1)
         return Fact(number, "what the sizes of the critic's axes divide", how)
@@ -76,7 +78,8 @@ def _mixed_shards(view: CriticFacts) -> Iterator[Details]:
     """Experts that are divided over some processes of one set of shards and some of another."""
     parallel = _sizes(view)
     experts, shards = parallel.expert_parallel_size, parallel.fsdp_size
-    if parallel.zero_stage and shards > 0 and shards % experts and experts % shards:
+    together = shards * parallel.tensor_parallel_size
+    if parallel.zero_stage and shards > 0 and together % experts and experts % together:
         keys = (_key(view, name) for name in ("expert_parallel_size", "fsdp_size"))
         yield dict(zip(("key", "other"), keys, strict=True)) | {"size": experts, "shards": shards}
 

@@ -13,7 +13,8 @@ from hone.config.rules.view import Details, Fact, NotKnownError, required
 from hone.config.tree import SAMPLING, SUPERVISED
 from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.registry import DIVIDED_FAMILIES, SPECS, spec_of
-from hone.families.spec import EXPERT_MATRICES, PROJECTIONS
+from hone.families.shape import ModelShape
+from hone.families.spec import EXPERT_MATRICES, PROJECTIONS, RECURRENT_PROJECTIONS
 from hone.families.stages import stage_layers
 
 __all__ = ["RULES"]
@@ -24,6 +25,8 @@ _PARALLEL, _TENSOR = "trainer.parallel", "trainer.parallel.tensor_parallel_size"
 _EXPERTS = "trainer.parallel.expert_parallel_size"
 _STAGES = "trainer.parallel.pipeline_parallel_size"
 _VIRTUAL = "trainer.parallel.virtual_stages"
+_OF_EXPERTS = (EXPERT_MATRICES[0], *EXPERT_MATRICES)
+"""The matrices of experts that compute what gate, up and down of an MLP do."""
 _PRECISION, _RANK = "trainer.matmul_precision", "model.lora.rank"
 _TARGETS = "model.lora.target_modules"
 _BY_TOKENS = "not trainer.micro_batch_size"
@@ -124,6 +127,11 @@ class TrainerFacts(Facts):
         return Fact(number, "the number of processes of a replica of reference or teacher", how)
 
     @cached_property
+    def num_sharing_shards(self) -> Fact[int]:
+        """Processes that share one set of shards."""
+        return Fact(self.plan.policy.axes.fsdp, "the processes that share shards")
+
+    @cached_property
     def num_laid_out(self) -> Fact[int]:
         """Number of trainer processes; those of one replica where the number is not known."""
         return Fact(self.plan.policy.axes.world, "the number of processes")
@@ -162,7 +170,13 @@ class TrainerFacts(Facts):
         layer has."""
         known = self.adaptable
         unknown = [name for name in self["model.lora.target_modules"] if name not in known]
-        near = {name: get_close_matches(name, known, 1) for name in unknown}
+        experts = dict(zip(PROJECTIONS[4:], _OF_EXPERTS, strict=True))
+        near = {
+            name: [experts[name]]
+            if experts.get(name) in known
+            else get_close_matches(name, known, 1)
+            for name in unknown
+        }
         return ", ".join(
             f"{name} (did you mean {near[name][0]}?)" if near[name] else name for name in unknown
         )
@@ -237,9 +251,37 @@ class TrainerFacts(Facts):
         return ", ".join(f"{t.name} ({' x '.join(map(str, t.size))})" for t in broken)
 
     @cached_property
+    def stage_without_adapters(self) -> str:
+        """The first pipeline stage in which nothing is trained, and its layers."""
+        shape, num_stages, groups = self.model.shape, self[_STAGES], self[_VIRTUAL]
+        if shape is None or num_stages == 1 or shape.family not in SPECS:
+            return ""
+        targets = {*(self[_TARGETS] or spec_of(shape.family).lora_targets)}
+        stages = stage_layers(shape, num_stages, groups, has_head=not self.plan.gives_values)
+        for number, own in enumerate(stages):
+            # A head of values is trained as a whole.
+            trains = self.plan.gives_values and number == num_stages - 1
+            # The first group gets no hidden states that others have trained.
+            layers = own[0] if number == 0 else [layer for group in own for layer in group]
+            is_adapted = any(targets & {*_names(shape, layer)} for layer in layers)
+            if layers and not trains and not is_adapted:
+                return f"pipeline stage {number + 1} of {num_stages}, from layer {min(layers)} on"
+        return ""
+
+    @cached_property
     def undivided_in_training(self) -> str:
         """Numbers of the model that `trainer.parallel.tensor_parallel_size` does not divide."""
         return ", ".join(self.model.undivided(self[_TENSOR]))
+
+
+def _names(shape: ModelShape, layer: int) -> Iterator[str]:
+    """Names of the matrices of a layer."""
+    is_recurrent, has_experts = layer in shape.recurrent_indices, layer in shape.expert_layers
+    yield from RECURRENT_PROJECTIONS if is_recurrent else PROJECTIONS[:4]
+    if has_experts:
+        yield from EXPERT_MATRICES
+    if not has_experts or shape.shared_expert_size:
+        yield from PROJECTIONS[4:]
 
 
 def _ulysses_problem(key: str) -> Callable[[TrainerFacts], Iterator[Details]]:
@@ -370,6 +412,14 @@ _FORMATS = (
           why="codes of four bits are not divided over the expert axis, and "
           f"{_TARGETS} names {{adapted_experts}}",
           fix=f"{_EXPERTS} = 1 | model.lora.load_in_4bit = false | leave these out of {_TARGETS}"),
+    error("trainer.optimizer.name = muon", f"{_RANK} < @num_sharing_shards",
+          given=(_RANK,),
+          why="Muon steps matrices whose rows are shared, and each process needs one",
+          fix=f"{_RANK} = {{num_sharing_shards}} or more | trainer.optimizer.name = adamw"),
+    error(_RANK, f"{_STAGES} > 1", "@stage_without_adapters",
+          says=f"{_RANK} is {{{_RANK}}}, and no adapter lies in {{stage_without_adapters}}",
+          why="a pipeline stage that trains nothing has no gradient to send on",
+          fix=f"{_STAGES} = 1 | name a matrix that each stage has in {_TARGETS}, such as q_proj"),
     error("model.lora.load_in_4bit", f"{_TENSOR} > 1", given=(_RANK,),
           why="codes of four bits are not split over the tensor axis",
           fix=f"{_TENSOR} = 1 | model.lora.load_in_4bit = false"),

@@ -60,7 +60,7 @@ from hone.models.decoder import Elsewhere, decoder_layers, head_weight
 from hone.models.heads import has_value_head, value_head
 from hone.trainer.row_shares import first_row, gather_rows
 
-__all__ = ["SplitModule", "has_experts", "own_part", "own_rows", "parallelize"]
+__all__ = ["SplitModule", "own_part", "own_rows", "parallelize"]
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
@@ -93,7 +93,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
             layer.linear_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
         else:
             layer.self_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
-        mlp = getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
+        mlp = getattr(layer.mlp, "shared_experts", None) if _has_experts(layer) else layer.mlp
         if mlp is not None:
             mlp.register_forward_pre_hook(_gather_for_mlp)
     base.register_forward_hook(_gather_output, with_kwargs=True)
@@ -120,7 +120,7 @@ def _split_modules(model: PreTrainedModel) -> Iterator[tuple[nn.Module, type[Spl
         yield embedding, VocabularyEmbedding
 
 
-def has_experts(layer: nn.Module) -> bool:
+def _has_experts(layer: nn.Module) -> bool:
     """Whether a decoder layer has a mixture of experts in place of an MLP."""
     return hasattr(cast(Any, layer).mlp, "experts")
 

@@ -96,6 +96,12 @@ ROWS: list[Row] = [
      "model.lora.target_modules"),
     ("rl", "model.path=qwen3_moe model.lora.rank=8 "
      "model.lora.target_modules=[mlp.experts.down_proj]", "error", "model.lora.target_modules"),
+    ("sft", "--nproc=4 model.lora.rank=2 trainer.optimizer.name=muon "
+     "trainer.parallel.zero_stage=3", "error",
+     "model.lora.rank trainer.optimizer.name"),
+    ("sft", "--nproc=2 model.path=glm4_moe model.lora.rank=8 "
+     "model.lora.target_modules=[experts.down_proj] trainer.parallel.pipeline_parallel_size=2",
+     "error", "model.lora.rank trainer.parallel.pipeline_parallel_size"),
     ("sft", "--nproc=2 model.path=qwen3_moe model.lora.rank=8 model.lora.load_in_4bit=true "
      "model.lora.target_modules=[q_proj,experts.down_proj] "
      "trainer.parallel.expert_parallel_size=2", "error",

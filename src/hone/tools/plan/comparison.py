@@ -487,10 +487,8 @@ def _sent_s(plan: RunPlan, shape: ModelShape, gpu: Peaks, size: int) -> tuple[fl
 def _meetings_s(assumed: PlanningConfig, shape: ModelShape, size: int) -> float:
     """Seconds of a decode step that are not divided among the devices of an engine and do not
     depend on its batch (docs/design/plan.md)."""
-    if size == 1:
-        return 0.0
-    of_layer = assumed.two_gpus_layer_s if size == 2 else assumed.more_gpus_layer_s
-    return shape.num_layers * of_layer
+    two, more = assumed.two_gpus_layer_s, assumed.more_gpus_layer_s
+    return shape.num_layers * (two if size == 2 else more) if size > 1 else 0.0
 
 
 def _gained_share(plan: RunPlan, shape: ModelShape) -> float:

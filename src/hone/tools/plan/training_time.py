@@ -29,8 +29,7 @@ On top of them come, by count and with the rates of benchmarks/memory.md:
   in each stage a V-th of that. What they send is hidden; what a pass through a group takes by
   itself, messages and hooks, is what second groups took in measured steps of 0.6B.
 
-Of a critic with devices of its own products, waiting stages and collectives count, and its sums of
-gradients.
+The critic's products, its waiting stages and its collectives count, and its sums of gradients.
 """
 
 from __future__ import annotations
@@ -220,9 +219,22 @@ def _stages(
     )
 
 
-def _num_params(shape: ModelShape, lora: LoraConfig, axes: AxisSizes) -> int:
-    """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
-    return (adapter_params(shape, lora) or shape.num_params) // axes.tensor // axes.pipeline
+def _own_params(num_params: int, of_experts: int, axes: AxisSizes, *, is_sharded: bool) -> int:
+    """Number of parameters of a rank in one pipeline stage, of so many in all, of which some are
+    experts': parts of matrices, and whole experts of its own; or its shards of both."""
+    shards, of_own_experts = (axes.fsdp, axes.expert_fsdp) if is_sharded else (1, 1)
+    matrices = (num_params - of_experts) // axes.tensor // shards
+    return (matrices + of_experts // axes.expert // of_own_experts) // axes.pipeline
+
+
+def _trained_params(
+    shape: ModelShape, lora: LoraConfig, axes: AxisSizes, *, is_sharded: bool
+) -> int:
+    """`_own_params` of what is trained: the model, or adapters."""
+    numbers = shape.num_params, shape.expert_params
+    if lora.rank:
+        numbers = adapter_params(shape, lora), expert_adapter_params(shape, lora)
+    return _own_params(*numbers, axes, is_sharded=is_sharded)
 
 
 class _Trained(NamedTuple):
@@ -232,26 +244,6 @@ class _Trained(NamedTuple):
     shape: ModelShape
     lora: LoraConfig
     stages: _Stages
-
-    @property
-    def num_params(self) -> int:
-        """Number of trained parameters of a rank along the tensor axis, in one pipeline stage."""
-        return _num_params(self.shape, self.lora, self.role.axes)
-
-    def own_params(self, num_params: int, of_experts: int) -> int:
-        """Number of parameters that a rank gathers and reduces, in one pipeline stage, of so many
-        in all, of which some are experts' own: parts of matrices, and whole experts."""
-        axes = self.role.axes
-        of_matrices = (num_params - of_experts) // axes.tensor
-        return (of_matrices + of_experts // axes.expert) // axes.pipeline
-
-    @property
-    def own_trained_params(self) -> int:
-        """`own_params` of what is trained: the model, or adapters."""
-        shape, lora = self.shape, self.lora
-        if lora.rank:
-            return self.own_params(adapter_params(shape, lora), expert_adapter_params(shape, lora))
-        return self.own_params(shape.num_params, shape.expert_params)
 
     @property
     def reduces_late(self) -> bool:
@@ -314,12 +306,12 @@ class TrainingTime:
             passes = role.num_epochs * (3 + own_stages.again)
             own_pace = _pace(own_stages, own_shape)
             values = own_pace * self._forward_s(own_shape, rows, num_head_tokens=0)
-            # Those of the policy where it lies beside it.
-            speed, critic = (
-                self._speed_of(role),
+            speed = self._speed_of(role)  # that of the policy where it lies beside it
+            exchanges_s = self._besides_s(
                 _Trained(role, own_shape, LoraConfig(), own_stages),
+                num_tokens,
+                passes * values / speed,
             )
-            exchanges_s = self._besides_s(critic, num_tokens, passes * values / speed)
             if role.has_own_devices:
                 waits = self._stages_wait(role.trainer, role, num_tokens, own_pace)
                 values_s = values / speed
@@ -502,8 +494,10 @@ class TrainingTime:
         written."""
         gpu = self.plan.devices.gpu
         assert gpu is not None
-        shards = 1 if model.reduces_late else model.role.axes.fsdp
-        return 3 * _GRADIENT_BYTES * model.num_params / shards / gpu.bytes_per_s
+        number = _trained_params(
+            model.shape, model.lora, model.role.axes, is_sharded=not model.reduces_late
+        )
+        return 3 * _GRADIENT_BYTES * number / gpu.bytes_per_s
 
     def _collectives_s(self, model: _Trained, num_tokens: int, compute_s: float) -> float:
         """Seconds of an epoch's collectives that do not overlap with compute."""
@@ -520,8 +514,9 @@ class TrainingTime:
         if shards > 1:
             stage, num_steps = trainer.parallel.zero_stage, self._num_steps
             sharded = shape.num_params - params_in_4bit(shape, model.lora)
-            weights = 2 * model.own_params(sharded, shape.expert_params)
-            reduced = _GRADIENT_BYTES * model.own_trained_params
+            weights = 2 * _own_params(sharded, shape.expert_params, axes, is_sharded=False)
+            trained = _trained_params(shape, model.lora, axes, is_sharded=False)
+            reduced = _GRADIENT_BYTES * trained
             # Per micro-batch, and per optimizer step, of which one micro-batch hides a part.
             often, once = 2 * weights * (stage == 3), weights * (0 < stage < 3)
             if model.reduces_late:
@@ -577,7 +572,7 @@ class TrainingTime:
         assert shape is not None
         assert batch is not None
         num_steps = batch.optimizer_steps_per_rollout
-        num_params = _num_params(shape, lora, axes) / axes.fsdp
+        num_params = _trained_params(shape, lora, axes, is_sharded=True)
         states = 8 if trainer.optimizer.state_dtype == "bfloat16" else 12
         num_bytes = 0.0
         if trainer.offloads("optimizer"):
@@ -589,8 +584,8 @@ class TrainingTime:
             num_bytes += num_micro_batches * _GRADIENT_BYTES * last
             num_bytes += num_steps * _GRADIENT_BYTES * num_params
         if trainer.offloads("parameters"):
-            weights = 2 * shape.num_params / axes.tensor / axes.pipeline / axes.fsdp
-            num_bytes += 2 * num_micro_batches * weights
+            number = _own_params(shape.num_params, shape.expert_params, axes, is_sharded=True)
+            num_bytes += 2 * num_micro_batches * 2 * number
         if trainer.enable_sleep:
             num_bytes += 2 * states * num_params
         return num_bytes / gpu.host_bytes_per_s
