@@ -5,7 +5,7 @@
 For each seed `python -m hone.recipes.word_problems` writes problems and a model of 84 M random
 weights, `hone sft word-problems-sft` warms it up on problems of two to four steps with their
 solutions, and `hone rl word-problems-rl` goes on with rewards alone, on problems of two to six.
-Held-out problems of both kinds are answered greedily. Prints for each seed the wall time of each
+Held-out problems are answered greedily. Prints for each seed the wall time of each
 command, with its start and compilation, and the minutes of `hone rl`, with its evaluations, until
 GOAL of what it gains; where it gains nothing the table has no time. `--rl` and `--sft` give flags
 to a half. A run that has left its `result.json` is read and not repeated.
@@ -23,7 +23,11 @@ from time import perf_counter
 from typing import Any
 
 GOAL = 0.9
-KINDS = {"short": "two to four steps", "long": "five and six steps, never shown"}
+KINDS = {
+    "short": "two to four steps",
+    "five-steps": "five steps, never shown",
+    "six-steps": "six steps, never shown",
+}
 HALVES = ("sft", "rl")
 
 

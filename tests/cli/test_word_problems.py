@@ -21,7 +21,8 @@ from tests.tables import table
 from tests.tiny_runs import lines
 
 FOLDER = Path("runs/word-problems")
-FILES = {"shown": 60, "train": 40, "held-out-short": 8, "held-out-long": 8}
+HELD_OUT = {"held-out-short": 8, "held-out-five-steps": 8, "held-out-six-steps": 8}
+FILES = {"shown": 60, "train": 40, **HELD_OUT}
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 
 A, B, N = r"(?P<a>[A-Z][a-z]+)", r"(?P<b>[A-Z][a-z]+)", r"(?P<n>\d+)"
@@ -155,19 +156,36 @@ def test_the_reward_reads_the_number_behind_the_last_mark(completion: str, rewar
 def test_no_problem_is_in_two_files_and_only_the_warm_up_has_solutions() -> None:
     rows = {name: lines(FOLDER / f"{name}.jsonl") for name in FILES}
     assert {name: len(found) for name, found in rows.items()} == FILES
-    assert len({row["prompt"] for found in rows.values() for row in found}) == sum(FILES.values())
+    last = [row["prompt"].split("\n\n")[-1] for found in rows.values() for row in found]
+    assert len({*last}) == sum(FILES.values())
     assert all("completion" in row for row in rows["shown"])
     assert not any("completion" in row for name in FILES if name != "shown" for row in rows[name])
     steps = {name: {row["steps"] for row in found} for name, found in rows.items()}
     assert steps["shown"] == {2, 3, 4}
     assert steps["held-out-short"] <= {2, 3, 4}
-    assert steps["held-out-long"] == {5, 6}
+    assert steps["held-out-five-steps"] == {5}
+    assert steps["held-out-six-steps"] == {6}
     assert steps["train"] == {2, 3, 4, 5, 6}
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / "model")
     text = "Ben has 907 cards."
     tokens = tokenizer.tokenize(text)
     assert [token for token in tokens if any(x.isdigit() for x in token)] == ["9", "0", "7"]
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.usefixtures("inputs")
+def test_half_of_the_shown_rows_begin_with_another_shown_problem_and_its_solution() -> None:
+    """So that the warm-up trains positions at which longer problems end."""
+    rows = lines(FOLDER / "shown.jsonl")
+    alone = {row["prompt"]: row["completion"] for row in rows if "\n\n" not in row["prompt"]}
+    longer = [row for row in rows if row["prompt"] not in alone]
+    assert 20 <= len(longer) <= 40
+    texts = {row["prompt"].split("\n\n")[-1] + row["completion"] for row in rows}
+    for row in longer:
+        first, problem = row["prompt"].split("\n\n")
+        assert first in texts
+        assert solve(problem.removesuffix("\n")) == int(row["answer"]), problem
+        assert right(row["completion"], row["answer"]) == 1
 
 
 @pytest.mark.usefixtures("inputs")
@@ -190,7 +208,7 @@ def test_one_step_of_each_half() -> None:
     samples = lines(FOLDER / "rl/samples.jsonl")
     assert all(sample["failure"] is None for sample in samples)
     (row,) = lines(FOLDER / "rl/metrics.jsonl")
-    for name in ("held-out-short", "held-out-long"):
+    for name in HELD_OUT:
         assert row[f"eval/{name}/num_prompts"] == 8
 
 

@@ -20,6 +20,8 @@ __all__ = ["Problem", "invent", "make_word_problems", "right"]
 SHORT, LONG = (2, 3, 4), (5, 6)
 """Steps of the problems that the warm-up shows with their solutions, and of those that it never
 shows."""
+HELD_OUT: Mapping[str, tuple[int, ...]] = {"short": SHORT, "five-steps": (5,), "six-steps": (6,)}
+"""Steps of the problems of each file that is held out."""
 NUM_SHOWN, NUM_TRAIN, NUM_HELD_OUT = 120_000, 40_000, 500
 SHORT_SHARE = 4
 """One training problem in four is short, so that what the warm-up taught is not forgotten."""
@@ -215,16 +217,19 @@ def right(completion: str, answer: str) -> float:
 def make_word_problems(folder: Path, seed: int) -> None:
     """Write an untrained model, and rows of problems. No problem is in two files, not even with
     other names and things."""
+    draw = random.Random(f"order {seed}")
     num_short = NUM_TRAIN // SHORT_SHARE
-    num_long = NUM_TRAIN - num_short
-    short = invent(NUM_HELD_OUT + NUM_SHOWN + num_short, seed, SHORT)
-    long = invent(NUM_HELD_OUT + num_long, seed, LONG)
-    write_jsonl(folder / "held-out-short.jsonl", map(_row, short[:NUM_HELD_OUT]))
-    write_jsonl(folder / "held-out-long.jsonl", map(_row, long[:NUM_HELD_OUT]))
-    shown = short[NUM_HELD_OUT:-num_short]
-    write_jsonl(folder / "shown.jsonl", (_row(x) | {"completion": x.solution} for x in shown))
-    mixed = short[-num_short:] + long[-num_long:]
-    random.Random(f"order {seed}").shuffle(mixed)
+    wanted: dict[tuple[int, ...], int] = {SHORT: NUM_SHOWN + num_short}
+    wanted |= {(steps,): (NUM_TRAIN - num_short) // len(LONG) for steps in LONG}
+    problems = {steps: invent(NUM_HELD_OUT + wanted[steps], seed, steps) for steps in wanted}
+    for name, steps in HELD_OUT.items():
+        held_out = problems[steps]
+        write_jsonl(folder / f"held-out-{name}.jsonl", map(_row, held_out[:NUM_HELD_OUT]))
+        del held_out[:NUM_HELD_OUT]
+    shown = problems[SHORT][:NUM_SHOWN]
+    write_jsonl(folder / "shown.jsonl", (_shown_row(x, shown, draw) for x in shown))
+    mixed = [*problems[SHORT][NUM_SHOWN:], *(x for steps in LONG for x in problems[steps,])]
+    draw.shuffle(mixed)
     write_jsonl(folder / "train.jsonl", map(_row, mixed))
     texts = (f"{x.text}\n{x.solution}" for x in shown[:20_000])
     tokenizer = make_bpe_tokenizer(texts, vocab_size=1024, split_digits=True)
@@ -237,6 +242,19 @@ def _row(problem: Problem) -> dict[str, str | int]:
         "answer": str(problem.answer),
         "steps": problem.num_steps,
     }
+
+
+def _shown_row(
+    problem: Problem, shown: Sequence[Problem], draw: random.Random
+) -> dict[str, str | int]:
+    """A problem with its solution. Half of the rows begin with another such problem, solved: long
+    problems end at positions that no short one reaches by itself, and a model cannot use positions
+    that it was never trained on."""
+    row = _row(problem) | {"completion": problem.solution}
+    if draw.random() < 0.5:
+        first = draw.choice(shown)
+        row["prompt"] = f"{first.text}\n{first.solution}\n\n{row['prompt']}"
+    return row
 
 
 def main() -> None:

@@ -18,7 +18,9 @@ from hone.config import schema
 from hone.config.bench import BenchModelConfig
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine
-from hone.models.tiny import SHAPES, make_tiny_model
+from hone.families.shape import ModelShape
+from hone.models.tiny import SHAPES, make_model_folder, make_tiny_model
+from hone.tools.bench.bench import vllm_model
 from tests.tables import table
 from tests.tools.bench.test_vllm_runner import FAKE
 
@@ -86,6 +88,30 @@ def test_decode_of_a_full_batch(folder: Path, capsys: pytest.CaptureFixture[str]
     assert decode["batch"] == 6
     assert decode["num_steps"] >= 12
     assert decode["context"] == pytest.approx(48, abs=2)
+
+
+@table(
+    "shape, kind",
+    [
+        ("qwen3.5-0.8b", "Qwen3_5ForConditionalGeneration"),
+        ("qwen3.5-35b-a3b", "Qwen3_5MoeForConditionalGeneration"),
+    ],
+)
+def test_vllm_gets_a_hybrid_as_it_is_published_and_loads_no_tower(
+    shape: str, kind: str, tmp_path: Path
+) -> None:
+    make_model_folder(tmp_path, shape)
+    options = vllm_model(shape, tmp_path)
+    assert options["language_model_only"] is True
+    whole = AutoConfig.from_pretrained(options["model"])
+    assert whole.architectures == [kind]
+    ours, theirs = AutoConfig.from_pretrained(tmp_path), whole.text_config
+    assert ModelShape.from_config(theirs.to_dict()) == ModelShape.from_config(ours.to_dict())
+    assert vllm_model(None, Path(options["model"])) == options
+
+
+def test_vllm_gets_any_other_model_as_it_is(folder: Path) -> None:
+    assert vllm_model(None, folder / "model") == {"model": str(folder / "model")}
 
 
 def test_against_vllm(

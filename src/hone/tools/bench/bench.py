@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 import time
@@ -13,12 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from hone.config.bench import BenchModelConfig
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine, make_cache
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
+from hone.families.vision.registry import VISION, public_config
 from hone.hardware import Peaks
 from hone.loops.launch import choose_device
 from hone.models.load import compute_dtype, load_config, load_model
@@ -33,7 +36,7 @@ from hone.tools.bench.vllm_runner import run_vllm
 from hone.tools.bench.workloads import Workload, make_workload
 from hone.version import __version__
 
-__all__ = ["BenchResult", "bench_engine", "model_folder"]
+__all__ = ["BenchResult", "bench_engine", "model_folder", "vllm_model"]
 
 _log = logging.getLogger(__name__)
 PROGRESS_S = 10.0
@@ -183,7 +186,7 @@ def _vllm_options(
     """Options of vLLM for the same model, formats, memory, concurrency and prefix caching. The rest
     is vLLM's default, above all its token budget per step, which vLLM chooses by the device."""
     options: dict[str, Any] = {
-        "model": model_cfg.path,
+        **vllm_model(cfg.model.shape, Path(model_cfg.path)),
         "runner": "generate",
         "load_format": "dummy" if model_cfg.init == "random" else "auto",
         "skip_tokenizer_init": True,
@@ -198,6 +201,19 @@ def _vllm_options(
     if cfg.engine.kv_cache_gib is not None:
         options["kv_cache_memory_bytes"] = int(cfg.engine.kv_cache_gib * 2**30)
     return options
+
+
+def vllm_model(shape: str | None, folder: Path) -> dict[str, Any]:
+    """Options with the folder of the model. Hybrids are published with a tower for images, and vLLM
+    serves them in that form alone; requests are text, so it does not load the tower."""
+    if shape is not None and (whole := public_config(shape)) is not None:
+        folder = folder / "published"
+        folder.mkdir()
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[whole["model_type"]]
+        (folder / "config.json").write_text(json.dumps({**whole, "architectures": [kind]}))
+    config = json.loads((folder / "config.json").read_text())
+    only_text = {"language_model_only": True} if config["model_type"] in VISION else {}
+    return {"model": str(folder), **only_text}
 
 
 @contextmanager
