@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hone.attention.recurrent.launches import FOLDER as LAUNCHES
 from tests.interpreted import run_interpreted
 
 FOLDER = Path(sys.prefix) / "fla"
@@ -23,3 +24,5 @@ def test_passes_of_any_levels_are_those_of_plain_torch():
     results = run_interpreted("tests.recurrent.interpreted_fla", FOLDER)
     assert results["cases"] == 3 * 4 * 2
     assert not results["wrong"]
+    # Without a file a kernel searches its launch parameters in the first step, for minutes.
+    assert results["searched"] == sorted(file.stem for file in LAUNCHES.glob("*.json"))
