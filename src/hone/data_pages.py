@@ -16,6 +16,7 @@ from rich.console import Console
 from hone.cli.data import language_of
 from hone.data.given import GivenRows, given_rows, is_source
 from hone.errors import UserError
+from hone.images.store import STORE
 from hone.observe.disk import TEMPORARY, temporary_directory
 from hone.observe.user_errors import raises_user_errors
 from hone.observe.whole_file import write_whole
@@ -120,9 +121,10 @@ def _viewed(
     name in texts. In the block the data can be read."""
     flags = [f"--{key}={value}" for key, value in _flat("", sections)]
     if is_source(data):
-        yield choose([str(data), *flags], command), lambda text: text
+        with STORE.own_workers():
+            yield choose([str(data), *flags], command), lambda text: text
         return
-    with temporary_directory("hone-") as folder:
+    with STORE.own_workers(), temporary_directory("hone-") as folder:
         file = GivenRows.of("train", given_rows(data, "data")).write(Path(folder), TEMPORARY)
         with standing_in({_ROWS: file}):
             viewed = choose([_ROWS, *flags], command)

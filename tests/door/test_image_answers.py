@@ -136,7 +136,9 @@ def test_sampled_answers_are_those_of_the_engine_with_the_same_seed(
     """The prompt is that of a row of data with the same messages."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": said(ONE, TWO)}) + "\n")
     data = DataConfig(
-        train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),), max_image_tokens=768
+        train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),),
+        max_image_tokens=768,
+        image_workers=0,
     )
     reader = image_reader(twin.cfg, data, twin.tokenizer)
     found = load_prompts(data, twin.tokenizer, seed=0, max_prompt_tokens=400, images=reader)

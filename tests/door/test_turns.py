@@ -320,7 +320,7 @@ def test_a_session_that_ends_aborts_its_turns() -> None:
         ended = client.end()
         thread.join(60)
         served.engine.gate.set()
-        until(lambda: not served.handover._cancelled)  # else the server might end before it
+        until(lambda: served.engine.aborted)
         assert (ended["num_turns"], replies[0].status) == (0, 503)
         assert client.send("/end").status == 404
 

@@ -3,12 +3,15 @@ nothing is left behind."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from hone.images.pixels import TileSource, content_hash, make_tiles
 from hone.images.pool import PixelPool
 from hone.images.store import STORE, PixelStore
 from tests.images.drawn import SETTINGS, drawn, encoded
+from tests.images.workers import workers
 
 TILED = replace(SETTINGS, family="smolvlm", edge=32, longest_edge=64, words=("<a>", "<b>"))
 WAIT_S = 60.0
@@ -41,14 +45,6 @@ def files(num: int, folder: Path | None = None) -> list[ImageFile]:
         else:
             found.append(open_image(data, folder=folder))
     return found
-
-
-def workers() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "hone.images.worker" in child.cmdline()
-    ]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -277,6 +273,34 @@ def test_closing_cancels_what_is_not_done() -> None:
     assert all(made.done() for made in tiles)
     assert tiles[-1].cancelled()
     assert workers() == []
+
+
+def test_a_pool_that_is_closed_cancels_what_comes_later() -> None:
+    """Nobody would take it, and who asks would wait for ever."""
+    pool, store, (file,) = PixelPool(1), PixelStore(), files(1)
+    name = content_hash(file.digest, SETTINGS, 0)
+    store.register({name: TileSource(file, SETTINGS, 0)})
+    store.use(pool)
+    pool.close()
+    assert pool.submit(file, SETTINGS).cancelled()
+    with pytest.raises(CancelledError):
+        store.pixels([name])
+    store.use(None)
+    assert len(store.pixels([name])) == 1, "nobody waits for the one that was cancelled"
+
+
+@pytest.mark.parametrize("data", [encoded(drawn(7)), encoded(drawn(7))[:2000]])
+def test_an_image_goes_with_those_who_have_asked_for_it(pool: PixelPool, data: bytes) -> None:
+    file = open_image(data, folder=None)
+    gone = weakref.ref(file)
+    pool.submit(file, SETTINGS).exception(WAIT_S)
+    del file
+
+    def is_gone() -> bool:
+        gc.collect()  # an error and its frames hold each other
+        return gone() is None
+
+    until(is_gone)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

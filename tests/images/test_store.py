@@ -30,6 +30,7 @@ from hone.models.settings import ModelConfig
 from hone.models.tiny_vision import make_tiny_vision_model
 from hone.types import Request, SamplingParams
 from tests.images.drawn import SETTINGS, drawn, encoded
+from tests.images.workers import workers
 
 NUM_BYTES = 3 * 64 * 64  # of an image of 60 x 80 pixels
 TILED = replace(SETTINGS, family="smolvlm", edge=32, longest_edge=64, words=("<a>", "<b>"))
@@ -276,3 +277,19 @@ def test_a_run_has_the_processes_of_its_recipe(
     children = psutil.Process().children()
     assert sum("hone.images.worker" in child.cmdline() for child in children) == min(number, 1)
     store.use_workers(0)
+
+
+def test_processes_of_a_command_end_with_it_and_earlier_ones_are_used_again() -> None:
+    file = open_image(encoded(drawn(0)), folder=None)
+    store, earlier = PixelStore(), Slow()
+    store.use(earlier)  # type: ignore[arg-type]
+    before = workers()
+    with store.own_workers():
+        store.use_workers(1)
+        assert store.broken([file]) == {}
+        assert len(workers()) == len(before) + 1
+    assert workers() == before
+    tiles = sources(1)
+    store.register(tiles)
+    store.prefetch(list(tiles))
+    assert len(earlier.asked) == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.images.drawn import drawn, encoded
+from tests.images.workers import workers
 from tests.tiny_runs import lines
 
 import hone
@@ -104,6 +105,14 @@ def test_evaluation_and_generation() -> None:
     assert [sample.prompt.count("<|image_pad|>") for sample in found] == [
         number % 3 for number in range(NUM_ROWS)
     ]
+
+
+def test_a_call_that_has_returned_leaves_no_process_that_decodes() -> None:
+    before = workers()
+    hone.generate(DATA, data="prompts.jsonl", generation={"max_completion_tokens": 4}, **GENERATION)
+    assert workers() == before
+    hone.data_check("prompts.jsonl", command="rl", **MODEL, **DATA)
+    assert workers() == before
 
 
 def test_generated_rows_are_demonstrations_in_any_folder(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class Handover:
         """Why no request is taken now."""
         self._is_closed = False
         # Of the thread that owns the runner.
+        self._opening: deque[_Waiting] = deque()
+        """Requests that the runner gets now, until it has them."""
         self._waiting: dict[str, _Waiting] = {}
         """Requests that the runner has, by the id of the episode."""
 
@@ -159,22 +162,29 @@ class Handover:
                     self._refusal = earlier
 
     def close(self) -> None:
-        """Let `serve` return; requests are refused from now on."""
+        """Let `serve` return. New requests are refused from now on, and so are those that no runner
+        has: maybe nobody takes them any more."""
         with self._lock:
             self._is_closed = True
+            self._refusal = refusal = _closed()
+            new = [*self._new]
+            self._new.clear()
             self._has_news.notify()
+        _refuse(new, refusal)
 
     # -- in the thread that owns the runner ------------------------------------------------------
 
     def serve(self, runner: Runner, tokens_since: TokensSince | None = None) -> None:
-        """Drive the runner until `close`. Without work it waits for requests. Raises the errors of
-        the engine, after all requests are refused."""
-        refusal = Refusal(503, "the server ends", code="closed")
+        """Drive the runner until `close`, which aborts the turns that it samples. Without work it
+        waits for requests. Raises the errors of the engine, after all requests are refused."""
+        refusal = _closed()
         try:
             while not self._is_closed:
                 self.take(runner, waits=not runner.has_requests)
                 if runner.has_requests:
                     self.give(runner, runner.step().turns, tokens_since)
+            # Also those that were cancelled since the last `take`.
+            self._drop(runner, refusal)
         except Exception:
             refusal = Refusal(503, "the engine is lost, and the server ends", code="engine_lost")
             raise
@@ -187,12 +197,13 @@ class Handover:
         with self._lock:
             while waits and not (self._new or self._cancelled or self._is_closed):
                 self._has_news.wait()
-            new = [w for w in self._new if _is_of(w, runner)]
-            for waiting in new:
+            for waiting in [w for w in self._new if _is_of(w, runner)]:
                 del self._new[waiting]
+                self._opening.append(waiting)
             cancelled, self._cancelled = self._cancelled, []
-        for waiting in new:
-            self._open(waiting, runner)
+        while self._opening:
+            self._open(self._opening[0], runner)
+            self._opening.popleft()
         for waiting in cancelled:
             if self._waiting.pop(waiting.episode_id, None) is not None:
                 assert waiting.runner is not None
@@ -228,23 +239,24 @@ class Handover:
 
     def drop(self, runner: Runner) -> None:
         """Close the turns that the runner samples, and refuse their requests."""
-        refusal = Refusal(503, "the episode is dropped", code="dropped")
-        for waiting in [w for w in self._waiting.values() if w.runner is runner]:
-            del self._waiting[waiting.episode_id]
-            runner.close(waiting.episode_id)
-            _call(waiting.loop, [partial(_answer, waiting.future, refusal.again())])
+        self._drop(runner, Refusal(503, "the episode is dropped", code="dropped"))
 
     @property
     def owners(self) -> set[str]:
         """Owners of the requests that runners have."""
         return {waiting.owner for waiting in self._waiting.values()}
 
+    def _drop(self, runner: Runner, refusal: Refusal) -> None:
+        for waiting in [w for w in self._waiting.values() if w.runner is runner]:
+            del self._waiting[waiting.episode_id]
+            runner.close(waiting.episode_id)
+            _refuse([waiting], refusal)
+
     def _open(self, waiting: _Waiting, runner: Runner) -> None:
         try:
             episode_id = runner.open(waiting.prompt, waiting.sampling, number=waiting.number)
         except ValueError as error:  # the engine cannot serve it
-            refusal = Refusal(400, f"the engine refuses the request: {error}")
-            _call(waiting.loop, [partial(_answer, waiting.future, refusal)])
+            _refuse([waiting], Refusal(400, f"the engine refuses the request: {error}"))
             return
         waiting.runner, waiting.episode_id = runner, episode_id
         self._waiting[episode_id] = waiting
@@ -252,17 +264,21 @@ class Handover:
     def _refuse_all(self, refusal: Refusal) -> None:
         with self._lock:
             self._refusal = refusal
-            waiting = [*self._waiting.values(), *self._new]
+            waiting = [*self._waiting.values(), *self._opening, *self._new]
             self._new.clear()
             self._cancelled.clear()
         self._waiting.clear()
-        for request in waiting:
-            _call(request.loop, [partial(_answer, request.future, refusal.again())])
+        self._opening.clear()
+        _refuse(waiting, refusal)
 
 
 def shown_tokens(engine: SamplingEngine) -> TokensSince | None:
     """What shows the tokens of running requests. An engine in another process shows none."""
     return engine.tokens_since if isinstance(engine, EngineBase) else None
+
+
+def _closed() -> Refusal:
+    return Refusal(503, "the server ends", code="closed")
 
 
 def _is_of(waiting: _Waiting, runner: Runner) -> bool:
@@ -286,6 +302,11 @@ def _sampled(sample: Sample) -> Sampled | Refusal:
         text=sample.text,
         stop_reason=sample.stop_reason,
     )
+
+
+def _refuse(requests: Iterable[_Waiting], refusal: Refusal) -> None:
+    for request in requests:
+        _call(request.loop, [partial(_answer, request.future, refusal.again())])
 
 
 def _call(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], object]]) -> None:

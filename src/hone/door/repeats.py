@@ -82,8 +82,9 @@ class Repeats:
 
     def _finish(self, names: Sequence[str], turn: AskedTurn) -> None:
         """Remember an answer, in place of the oldest ones where there are too many. A request that
-        was not answered may be asked again."""
-        if _is_refused(turn):
+        was not answered may be asked again. One that nobody can repeat any more, since its session
+        has ended or a newer one has its names, takes no room."""
+        if _is_refused(turn) or not any(self._turns.get(name) is turn for name in names):
             self._forget(names, turn)
             return
         self._finished.append((names, turn))

@@ -108,7 +108,7 @@ class Session:
     reward: Reward | None = None
     counts: Counter[str] = field(default_factory=Counter[str])
     running: set[asyncio.Task[Answer]] = field(default_factory=set[asyncio.Task[Answer]])
-    """Turns that are being sampled."""
+    """Turns that are being sampled, and those that end in this moment (`num_sampling`)."""
     num_started: int = 0
     """Turns that were started; part of their seeds."""
     image_bytes: dict[str, int] = field(default_factory=dict[str, int])
@@ -121,14 +121,21 @@ class Session:
     ignored: set[str] = field(default_factory=set[str])
     used_at: float = field(default_factory=monotonic)
 
+    @property
+    def num_sampling(self) -> int:
+        """Turns that may enter the tree. One that was aborted never will, and one that is done has:
+        the tasks of both run until the event loop comes to them."""
+        return sum(not (task.done() or task.cancelling()) for task in self.running)
+
     def find(self, opening: Hashable, whole: Sequence[Any]) -> Place:
         """The place of a request in the tree. Raises Refusal where history is `linear` and the
         request does not extend the last turn."""
         place = self.tree.find(opening, whole)
-        if self.history == "linear" and (self.running or place.kind not in ("start", "bridged")):
+        is_sampling = self.num_sampling > 0
+        if self.history == "linear" and (is_sampling or place.kind not in ("start", "bridged")):
             raise self.rewritten(
                 "another turn of it is being sampled"
-                if self.running
+                if is_sampling
                 else "its messages are not those of the last turn and new ones behind them"
             )
         return place
@@ -151,7 +158,7 @@ class Session:
 
     def require_turn(self) -> None:
         """Raise Refusal where the session may have no further turn."""
-        num_turns = len(self.tree.turns) + len(self.running)
+        num_turns = len(self.tree.turns) + self.num_sampling
         if self.terms is not None and num_turns >= self.terms.max_turns:
             self.limit = self.limit or StopReason.MAX_TURNS
             raise Refusal(

@@ -67,6 +67,7 @@ class PixelPool:
         self._jobs: queue.SimpleQueue[tuple[ImageFile, ImageSettings | None, Tiles] | None]
         self._jobs = queue.SimpleQueue()
         self._workers: set[_Worker] = set()
+        self._closing = threading.Lock()
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"hone-images-{number}", daemon=True)
@@ -79,16 +80,20 @@ class PixelPool:
     def submit(
         self, file: ImageFile, settings: ImageSettings | None, tiles: Tiles | None = None
     ) -> Tiles:
-        """Have the tiles of an image made; they, or the ImageError, become the result of `tiles`.
-        Without settings the image is only verified."""
-        assert not self._is_closed, "the pool is closed"
+        """Have the tiles of an image made; they, or the ImageError, become the result of `tiles`,
+        which is cancelled where the pool is closed. Without settings the image is only verified."""
         tiles = tiles or Tiles()
-        self._jobs.put((file, settings, tiles))
+        with self._closing:  # else nobody may take the job
+            if not self._is_closed:
+                self._jobs.put((file, settings, tiles))
+                return tiles
+        tiles.cancel()
         return tiles
 
     def close(self) -> None:
         """End the processes, and cancel what is not done."""
-        self._is_closed = True
+        with self._closing:
+            self._is_closed = True
         atexit.unregister(self.close)
         while not self._jobs.empty():
             job = self._jobs.get()
@@ -106,6 +111,7 @@ class PixelPool:
         worker: _Worker | None = None
         while (job := self._jobs.get()) is not None:
             worker = self._make(worker, *job)
+            del job  # the image goes with those who have asked for it, not with the next one
         if worker is not None:
             self._end(worker)
 

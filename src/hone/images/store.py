@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Self
@@ -107,6 +108,17 @@ class PixelStore:
         if self._pool is not None:
             self._pool.close()
         self.use(PixelPool(number) if number else None)
+
+    @contextmanager
+    def own_workers(self) -> Generator[None]:
+        """Context manager of a command: processes that it asks for end with it, and those of before
+        are used again."""
+        earlier, self._pool = self._pool, None
+        try:
+            yield
+        finally:
+            self.use_workers(0)
+            self._pool = earlier
 
     def receive(self, pixels: Mapping[str, TilePixels], users: Iterable[ModelInput]) -> None:
         """Add pixels that another process has made, of the contents of `users`. They stay, whatever
@@ -209,8 +221,8 @@ class PixelStore:
         return tiles
 
     def _make(self, source: TileSource, tiles: Tiles) -> None:
-        if self._pool is not None:
-            self._pool.submit(source.file, source.settings, tiles)
+        if (pool := self._pool) is not None:
+            pool.submit(source.file, source.settings, tiles)
             return
         try:
             made = make_tiles(source.file, source.settings)

@@ -32,6 +32,7 @@ from hone.distributed.watch import Watch
 from hone.distributed.worker_rank import runs_on_gpus
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
+from hone.images.store import STORE
 from hone.loops.choices import settle
 from hone.loops.ending import Ending
 from hone.loops.hosts import require_same_inputs, require_shared
@@ -198,6 +199,8 @@ def join_roles(
     `critic` describes the processes of a remote critic. `cluster` is the address of a Ray cluster,
     whose workers on other hosts receive weights. A single process sets up nothing. Raises UserError
     if there are fewer GPUs than processes.
+
+    Processes that decode images for the command end with it: the program may go on.
     """
     own = processes()
     is_on_one_host = not own.has_other_hosts and cluster is None
@@ -205,6 +208,7 @@ def join_roles(
         _log.warning("%s", _UNSIGNED)
     with (
         on_loopback() if is_on_one_host else nullcontext(),
+        STORE.own_workers(),
         Watch(own, parallel.timeout_s) as watch,
     ):
         device = choose_device(run)
