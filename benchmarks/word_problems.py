@@ -117,7 +117,7 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
             accuracies = [accuracy for _, _, accuracy in one["curves"][kind]]
             label = what if one is found[0] else None
             panel.plot(minutes, accuracies, color=f"C{number}", marker=".", label=label)
-    panel.legend(loc="lower right")
+    panel.legend(loc="center right")
     figure.savefig(path)
 
 

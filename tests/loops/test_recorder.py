@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiny_runs import lines
 from tests.tools.bench.fakes import SHAPE
 
 from hone.config.load import load_config
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.run import LogConfig
-from hone.config.tree import RLConfig
+from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.families.model_facts import ModelFacts
 from hone.families.vision.spec import TowerCost
 from hone.hardware import GIB, GPUS
+from hone.loops import supervised
 from hone.loops.launch import plan_run
 from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.loops.run import Run
@@ -478,3 +480,18 @@ def test_the_first_step_on_a_gpu_says_that_it_compiles() -> None:
         )
         assert list(Run.steps(run)) == [4, 5]
     assert told == [("cuda", "the first step also compiles kernels")]
+
+
+def test_an_idle_gpu_of_a_run_without_engines_is_not_laid_on_its_mode(
+    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advice that a run of `hone sft` cannot follow sends people to `hone plan`, which knows only
+    `hone rl`. The probe is faked: there is no GPU."""
+    probe = lambda _: GPUUse(lambda: 0.4, interval_s=0.01)  # noqa: E731
+    monkeypatch.setattr(GPUUse, "of", probe)
+    longer = sft_config.run.model_copy(update={"steps": 8})
+    supervised.run(sft_config.model_copy(update={"run": longer}))
+    events = lines(sft_config.run.dir / "events.jsonl")
+    (message,) = (x["message"] for x in events if x.get("name") == "low_gpu_utilization")
+    assert "hone plan" not in message
+    assert "trainer.max_tokens_per_microbatch" in message

@@ -458,6 +458,7 @@ def recording(launch: Launch, limits: Limits | None = None) -> Generator[Recorde
     alarms = Alarms(
         max_mismatch_kl=max_mismatch_kl(plan),
         max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,
+        has_engines=is_rl,
         plan=None if limits is None else _as_loaded(plan, limits),
     )
 

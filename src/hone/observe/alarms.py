@@ -96,7 +96,8 @@ class Alarms:
 
     `max_mismatch_kl` is the largest healthy divergence of trainer and engine: about 1e-2 for
     bfloat16 (its floor is 1.5e-3), 1e-4 for float32. Samples may be `max_staleness` updates older
-    than the policy that is trained on them.
+    than the policy that is trained on them. A run without engines (`has_engines`) trains on rows
+    of a data set.
     """
 
     def __init__(
@@ -104,13 +105,15 @@ class Alarms:
         *,
         max_mismatch_kl: float = 1e-2,
         max_staleness: int = 0,
+        has_engines: bool = True,
         plan: RunPlan | None = None,
     ) -> None:
         """Without a `plan` alarms name no settings."""
         mismatch = _mismatch_rules(max_mismatch_kl, max_staleness)
         self._numbers = mismatch + (_STALE if max_staleness else ()) + _SAMPLING + _LEARNING
         in_time = _ahead_rules(max_staleness) if max_staleness else _IN_TURNS
-        self._tuning = in_time + _ENGINE + _memory_rules(plan)
+        idle = _IDLE_TRAINERS if has_engines else _IDLE_WITHOUT_ENGINES
+        self._tuning = (*in_time, *_ENGINE, idle, *_memory_rules(plan))
         self._advisor = None if plan is None else Advisor(plan)
         self._history = History()
         self._last_breach: dict[str, int] = {}
@@ -394,12 +397,22 @@ _ENGINE = (
         "at the network between trainers and engines with `hone doctor`.",
         advice.wider_buffers,
     ),
-    Rule(
-        "low_gpu_utilization",
-        below("perf/gpu_utilization", 0.8, steps=5),
-        "The trainers' GPUs stand still for part of a step; `hone plan` compares other modes.",
-        advice.faster_training,
-    ),
+)
+
+_IDLE_GPU = below("perf/gpu_utilization", 0.8, steps=5)
+_IDLE_TRAINERS = Rule(
+    "low_gpu_utilization",
+    _IDLE_GPU,
+    "The trainers' GPUs stand still for part of a step; `hone plan` compares other modes.",
+    advice.faster_training,
+)
+_IDLE_WITHOUT_ENGINES = Rule(
+    "low_gpu_utilization",
+    _IDLE_GPU,
+    "The GPUs stand still for part of a step. If time/data_s is large, rows come too late; if not, "
+    "a pass computes so little that the host takes longer to start it: put more tokens in each "
+    "(trainer.max_tokens_per_microbatch, and data.examples_per_step where all rows of a step are "
+    "in one).",
 )
 
 

@@ -100,11 +100,13 @@ def test_decode_of_a_full_batch(folder: Path, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_vllm_gets_a_hybrid_as_it_is_published_and_loads_no_tower(
-    shape: str, kind: str, tmp_path: Path
+    shape: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hone.tools.bench.bench.is_installed", lambda name: name != "flashinfer")
     make_model_folder(tmp_path, shape)
     options = vllm_model(shape, tmp_path)
     assert options["language_model_only"] is True
+    assert options["gdn_prefill_backend"] == "triton"
     whole = AutoConfig.from_pretrained(options["model"])
     assert whole.architectures == [kind]
     ours = ModelShape.from_config(AutoConfig.from_pretrained(tmp_path).to_dict())

@@ -20,8 +20,10 @@ from hone.config.bench import BenchModelConfig
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine, make_cache
 from hone.engine.kv_cache import cache_dtype
+from hone.extras import is_installed
+from hone.families.registry import spec_of
 from hone.families.shape import ModelShape
-from hone.families.vision.registry import VISION, public_config
+from hone.families.vision.registry import VISION, decoder_config, public_config
 from hone.hardware import Peaks
 from hone.loops.launch import choose_device
 from hone.models.load import compute_dtype, load_config, load_model
@@ -204,16 +206,23 @@ def _vllm_options(
 
 
 def vllm_model(shape: str | None, folder: Path) -> dict[str, Any]:
-    """Options with the folder of the model. Hybrids are published with a tower for images, and vLLM
-    serves them in that form alone; requests are text, so it does not load the tower."""
+    """Options of vLLM that depend on the model, with its folder. Hybrids are published with a tower
+    for images, and vLLM serves them in that form alone; requests are text, so it does not load the
+    tower. On Hopper GPUs it reads prompts of hybrids with FlashInfer, also where that is missing.
+    """
     if shape is not None and (whole := public_config(shape)) is not None:
         folder = folder / "published"
         folder.mkdir()
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[whole["model_type"]]
         (folder / "config.json").write_text(json.dumps({**whole, "architectures": [kind]}))
+    options: dict[str, Any] = {"model": str(folder)}
     config = json.loads((folder / "config.json").read_text())
-    only_text = {"language_model_only": True} if config["model_type"] in VISION else {}
-    return {"model": str(folder), **only_text}
+    if config["model_type"] in VISION:
+        options["language_model_only"] = True
+    is_hybrid = spec_of(str(decoder_config(config)["model_type"])).is_hybrid
+    if is_hybrid and not is_installed("flashinfer"):
+        options["gdn_prefill_backend"] = "triton"
+    return options
 
 
 @contextmanager
