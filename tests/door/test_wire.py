@@ -386,16 +386,6 @@ def test_a_full_queue_is_answered_with_429_before_the_first_byte_of_a_stream() -
         assert served.send("/v1/chat/completions", chat_body(user("x"))).status == 200
 
 
-def test_requests_are_refused_while_weights_are_pushed_and_running_ones_go_on() -> None:
-    with serving() as served:
-        with served.handover.refusing("new weights are pushed; ask again"):
-            reply = served.send("/v1/chat/completions", chat_body(user("x")))
-        assert (reply.status, reply.headers["x-should-retry"]) == (429, "true")
-        client = served.open()
-        assert served.send("/v1/chat/completions", chat_body(user("x"))).status == 200
-        assert client.end()["num_turns"] == 0
-
-
 def test_an_engine_that_is_lost_is_said_to_all_who_wait_and_come() -> None:
     with serving() as served:
         served.engine.gate.clear()

@@ -16,8 +16,8 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,20 +146,6 @@ class Handover:
                 self._has_news.notify()
 
     # -- in any thread ---------------------------------------------------------------------------
-
-    @contextmanager
-    def refusing(self, text: str) -> Generator[None]:
-        """Context manager in which new requests are refused with status 429 and `text`, as while
-        weights are pushed. Requests that the runner has go on."""
-        refusal = Refusal(429, text, code="paused", retry_after_s=_RETRY_AFTER_S)
-        with self._lock:
-            earlier, self._refusal = self._refusal, self._refusal or refusal
-        try:
-            yield
-        finally:
-            with self._lock:
-                if self._refusal is refusal:
-                    self._refusal = earlier
 
     def close(self) -> None:
         """Let `serve` return. New requests are refused from now on, and so are those that no runner
