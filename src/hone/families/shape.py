@@ -237,6 +237,11 @@ class ModelShape:
         """All parameters of the model; one entry stands for those of all layers."""
         return _tensors(self)
 
+    def matrices_of_layer(self, index: int) -> list[TensorShape]:
+        """The matrices of one layer, and stacks of them."""
+        tensors = self.part([index]).tensors()
+        return [t for t in tensors if t.in_layer and len(t.size) > 1]
+
     def _tensors(self) -> Iterator[TensorShape]:
         spec = spec_of(self.family)
         hidden, inter, vocab = self.hidden_size, self.intermediate_size, self.vocab_size

@@ -222,8 +222,7 @@ the first ones."""
 def _without_gradient(shape: ModelShape, lora: LoraConfig) -> _Start:
     num_inputs, mixers = 0.0, {False: 0.0, True: 0.0}
     for index in range(shape.num_layers):
-        layer = shape.part([index])
-        matrices = [t for t in layer.tensors() if t.in_layer and len(t.size) > 1]
+        matrices = shape.matrices_of_layer(index)
         adapted = [t for t in matrices if has_adapter(shape, t, lora)]
         first = min((_PLACES[t.name] for t in adapted), default=len(_PLACES))
         for tensor in matrices:
@@ -235,7 +234,7 @@ def _without_gradient(shape: ModelShape, lora: LoraConfig) -> _Start:
                 number = shape.experts_per_token if tensor.of_experts else 1
                 num_inputs += number * lora.rank * tensor.size[-1]
         names = {t.name for t in adapted}
-        mixers[bool(layer.recurrent_indices)] += 1.0 if first else _spared_mixing(names)
+        mixers[index in shape.recurrent_indices] += 1.0 if first else _spared_mixing(names)
         if adapted:
             break
     return _Start(

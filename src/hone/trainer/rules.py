@@ -13,8 +13,7 @@ from hone.config.rules.view import Details, Fact, NotKnownError, required
 from hone.config.tree import SAMPLING, SUPERVISED
 from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.registry import DIVIDED_FAMILIES, SPECS, spec_of
-from hone.families.shape import ModelShape
-from hone.families.spec import EXPERT_MATRICES, PROJECTIONS, RECURRENT_PROJECTIONS
+from hone.families.spec import EXPERT_MATRICES, PROJECTIONS
 from hone.families.stages import stage_layers
 
 __all__ = ["RULES"]
@@ -263,8 +262,8 @@ class TrainerFacts(Facts):
             trains = self.plan.gives_values and number == num_stages - 1
             # The first group gets no hidden states that others have trained.
             layers = own[0] if number == 0 else [layer for group in own for layer in group]
-            is_adapted = any(targets & {*_names(shape, layer)} for layer in layers)
-            if layers and not trains and not is_adapted:
+            matrices = {t.name for layer in layers for t in shape.matrices_of_layer(layer)}
+            if layers and not trains and not targets & matrices:
                 return f"pipeline stage {number + 1} of {num_stages}, from layer {min(layers)} on"
         return ""
 
@@ -272,16 +271,6 @@ class TrainerFacts(Facts):
     def undivided_in_training(self) -> str:
         """Numbers of the model that `trainer.parallel.tensor_parallel_size` does not divide."""
         return ", ".join(self.model.undivided(self[_TENSOR]))
-
-
-def _names(shape: ModelShape, layer: int) -> Iterator[str]:
-    """Names of the matrices of a layer."""
-    is_recurrent, has_experts = layer in shape.recurrent_indices, layer in shape.expert_layers
-    yield from RECURRENT_PROJECTIONS if is_recurrent else PROJECTIONS[:4]
-    if has_experts:
-        yield from EXPERT_MATRICES
-    if not has_experts or shape.shared_expert_size:
-        yield from PROJECTIONS[4:]
 
 
 def _ulysses_problem(key: str) -> Callable[[TrainerFacts], Iterator[Details]]:
