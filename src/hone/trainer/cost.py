@@ -601,24 +601,35 @@ class _Step:
 
     def _bytes_of_layer(self, mode: Literal["off", "selective"], is_recurrent: bool) -> int:
         shape, tensor = self.shape, self.sizes.tensor
-        hidden, inter = shape.hidden_size, shape.mlp_size // tensor
+        inputs, inter = shape.hidden_size // tensor, shape.mlp_size // tensor
         mixer = (self._recurrent_mixer if is_recurrent else self._attention_mixer)(mode)
-        inputs = hidden // tensor
         # Both residuals, gate and up.
         values = 2 * inputs + mixer.values + 2 * inter + self._routed
-        match self.layers:
-            case "compiled":
-                # `selective` recomputes everything around the results of attention.
-                values = inputs + mixer.values if mode == "selective" else values
-                values += 0 if mode == "selective" else 2 * hidden + inter
-            case "eager":
-                # Norms keep input and result, wide where it is not float32 anyway.
-                values += 0 if mode == "selective" else 2 * inter
-                values += (1 + self._wide) * 2 * inputs if mode == "off" else 0
+        if mode == "off":
+            values += self._normed + inter
+            if self.layers == "eager":
+                # Norms keep their input in float32, activations their result.
+                values += 2 * self._wide * inputs + inter
+            elif self.sizes.expert > 1:  # divided experts are in no graph
+                values += shape.experts_per_token * shape.expert_size // tensor
+        elif self.layers == "compiled":
+            # `selective` recomputes everything around the results of attention.
+            values = inputs + mixer.values
         if self.lora.rank:
             number = sum(t.of_experts for t in adapted_tensors(shape, self.lora))
             values += (7 + shape.experts_per_token * number) * self.lora.rank
         return self.num_tokens * (values * self.num_bytes + mixer.statistics)
+
+    @property
+    def _normed(self) -> int:
+        """Values of one token in results of norms, which products keep. The tensor axis gathers
+        them for attention and an MLP; a router reads a device's share, as float32 where scores are
+        sigmoids."""
+        shape, share = self.shape, self.shape.hidden_size // self.sizes.tensor
+        has_mlp = shape.num_expert_layers < shape.num_layers or shape.shared_expert_size > 0
+        values = shape.hidden_size + (shape.hidden_size if has_mlp else share)
+        experts = spec_of(shape.family).experts
+        return values + (self._wide * share if experts and experts.scores == "sigmoid" else 0)
 
     @property
     def _wide(self) -> int:
@@ -636,7 +647,7 @@ class _Step:
         values = q if is_compiled and not is_off else gate + (q + 2 * kv) + q
         values += (q + kv + gate) * is_off
         if is_off and not is_compiled:
-            values += (1 + self._wide) * (q + kv) * shape.has_head_norms + gate
+            values += self._wide * (q + kv) * shape.has_head_norms + gate
         return _Mixer(values, 4 * shape.num_heads // tensor)
 
     def _recurrent_mixer(self, mode: Literal["off", "selective"]) -> _Mixer:
