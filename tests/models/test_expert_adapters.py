@@ -21,7 +21,7 @@ from hone.models.adapted import adapters_off, merged_weights
 from hone.models.adapters import LoraAdapters, adapt
 from hone.models.expert_adapters import ExpertLora, GroupedExperts
 from hone.models.manifest import export_weights
-from hone.models.nf4 import dequantise, dequantise_stacked, quantise, quantise_stacked
+from hone.models.nf4 import dequantise, quantise
 from hone.models.settings import LoraConfig
 from tests.models.families import family_model
 from tests.models.test_adapters import logits
@@ -129,14 +129,14 @@ def stir(model: PreTrainedModel) -> None:
 def test_four_bits_of_experts_are_those_of_each():
     """More of them than are computed with at once, in a memory of parts."""
     weight = torch.randn(37, 4, 48)
-    codes, scales = quantise_stacked(weight)
+    codes, scales = quantise(weight)
+    found = dequantise(codes, scales, (37, 4, 48), torch.bfloat16)
     for expert, own in enumerate(map(quantise, weight)):
         assert torch.equal(codes.view(37, -1)[expert], own[0])
         assert torch.equal(scales.view(37, -1)[expert], own[1])
-    found = dequantise_stacked(codes, scales, (37, 4, 48), torch.bfloat16)
-    assert torch.equal(found, dequantise(codes, scales, (37, 4, 48), torch.bfloat16))
+        assert torch.equal(found[expert], dequantise(*own, (4, 48), torch.bfloat16))
     with pytest.raises(ValueError, match="whole number of blocks"):
-        quantise_stacked(torch.ones(64, 3, 5))
+        quantise(torch.ones(64, 3, 5))
 
 
 def adapted(family: str, cfg: LoraConfig = BOTH) -> PreTrainedModel:
@@ -176,7 +176,7 @@ def test_merged_experts_are_rounded_once(is_4bit, dtype):
     }
     expected = stored["weight"].double()
     if is_4bit:
-        stored["codes"], stored["scales"] = codes, scales = quantise_stacked(stored.pop("weight"))
+        stored["codes"], stored["scales"] = codes, scales = quantise(stored.pop("weight"))
         expected = dequantise(codes, scales, (number, 16, 8), torch.float32).double()
     adapters = LoraAdapters(frozenset({"experts.down_proj"}), scaling, is_4bit)
     assert stored.keys() == adapters.stored

@@ -127,7 +127,7 @@ def test_the_advice_makes_it_fit() -> None:
     cfg = configured(*ON_CPU, model="qwen3-0.6b")
     (found,) = found_in(cfg, 40, "qwen3-0.6b")
     assert "Set one of these: trainer.recompute to full" in found.message
-    for flag in ("trainer.recompute=full", "trainer.max_tokens_per_microbatch=4096"):
+    for flag in ("trainer.recompute=full", "trainer.max_tokens_per_microbatch=8192"):
         key, _, value = flag.partition("=")
         assert f"{key} to {value}" in found.message
         better = configured(*ON_CPU, f"--{flag}", model="qwen3-0.6b")

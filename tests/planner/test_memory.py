@@ -146,6 +146,13 @@ def test_activations_by_hand():
     assert found.host == expected["full"]
 
 
+def test_layers_that_processes_share_keep_what_is_planned():
+    """In values of a token. A router's weight is beside them in float32 where scores are
+    sigmoids."""
+    for name, (kept, planned) in run_ranks("tests.planner.activation_ranks", 2).items():
+        assert kept == pytest.approx(planned, abs=4), name
+
+
 def test_R15_the_head_is_bounded_by_its_chunk():
     """Whatever the tokens and the vocabulary, besides the gradient of the matrix."""
     for vocab in (4_096, 151_936, 250_000):

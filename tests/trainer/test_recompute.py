@@ -10,11 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
+from hone.models.adapters import adapt
 from hone.models.decoder import alias_module, hidden_states
+from hone.models.settings import LoraConfig
 from hone.trainer import recompute
 from hone.trainer.offload import ActivationOffload
 from hone.trainer.recompute import apply_recompute
 from hone.trainer.settings import SFTTrainerConfig
+from tests.planner.memory_cases import EXPERTS, ON_EXPERTS, ON_EXPERTS_4BIT
 from tests.tables import table
 from tests.trainer.examples import VOCAB, make_trainer, tiny_model
 
@@ -173,6 +176,27 @@ def test_selective_repeats_no_product_and_full_repeats_every_layer_that_it_is_as
         full = backward_counts("full", every=every)
         assert full["mm"] - off["mm"] in (6 * num_layers, 7 * num_layers)
         assert full["rsqrt"] == off["rsqrt"] + 4 * num_layers
+
+
+@table("lora", [LoraConfig(), ON_EXPERTS, ON_EXPERTS_4BIT])
+def test_selective_repeats_no_product_of_experts_but_in_layers_that_are_compiled(lora: LoraConfig):
+    def counted(mode: str, *, are_compiled: bool = False) -> Counter[str]:
+        model = tiny_model(dtype=torch.bfloat16, **EXPERTS)
+        if lora.rank:
+            adapt(model, lora, seed=0)
+        apply_recompute(layers_of(model), configured(mode), are_compiled=are_compiled)
+        loss = loss_of(model)
+        with CountedProducts() as found:
+            loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert_same_bits(gradients, expected.setdefault("all kept", gradients))
+        return found.counts
+
+    expected: dict[str, Any] = {}
+    off, selective, full = map(counted, ("off", "selective", "full"))
+    assert selective["_grouped_mm"] == off["_grouped_mm"] < full["_grouped_mm"]
+    assert selective["topk"] == full["topk"] == 1
+    assert counted("selective", are_compiled=True)["_grouped_mm"] == full["_grouped_mm"]
 
 
 def test_no_dropout_is_switched_on():

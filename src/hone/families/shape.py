@@ -80,6 +80,17 @@ class TensorShape:
         is_matrix = len(self.size) > 1 and self.name not in _UNPACKED
         return self.in_layer and is_matrix
 
+    def adapter(self, rank: int) -> tuple[TensorShape, TensorShape]:
+        """A and B of an adapter of this rank beside it, in a stack beside each of its matrices."""
+
+        def of(name: str, dim: int) -> TensorShape:
+            size = (*self.size[:dim], rank, *self.size[dim + 1 :])
+            split = None if self.split == dim else self.split
+            return replace(self, name=name, size=size, split=split)
+
+        last = len(self.size) - 1
+        return of("lora_A", last - 1), of("lora_B", last)
+
     def num_bytes(self, tensor: int, bytes_per_param: int, *, packs_rows: bool) -> int:
         """Bytes of one parameter on one of `tensor` ranks of an engine."""
         local = self.local(tensor)
@@ -236,6 +247,17 @@ class ModelShape:
     def tensors(self) -> tuple[TensorShape, ...]:
         """All parameters of the model; one entry stands for those of all layers."""
         return _tensors(self)
+
+    def passed(self, tensor: TensorShape) -> int:
+        """Number of values of one parameter that a token uses: of experts those of its own."""
+        if not tensor.of_experts:
+            return tensor.numel
+        return tensor.numel // self.num_experts * self.experts_per_token
+
+    def matrices_of_layer(self, index: int) -> list[TensorShape]:
+        """The matrices of one layer, and stacks of them."""
+        tensors = self.part([index]).tensors()
+        return [t for t in tensors if t.in_layer and len(t.size) > 1]
 
     def _tensors(self) -> Iterator[TensorShape]:
         spec = spec_of(self.family)

@@ -27,16 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hone.families.model_facts import STACKED_TOGETHER
 from hone.families.registry import SPECS
 from hone.families.spec import EXPERT_MATRICES
-from hone.models.adapted import AdaptedLayer, adapters_of, attach_adapters
+from hone.models.adapted import adapters_of, attach_adapters
 from hone.models.contents import whole_of
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
-from hone.models.expert_adapters import ExpertLora, GroupedExperts
+from hone.models.expert_adapters import GroupedExperts
 from hone.models.heads import has_value_head, value_head
-from hone.models.nf4 import dequantise, quantise, quantise_stacked, unpacked_parts
+from hone.models.lora_layer import LoraLayer
+from hone.models.nf4 import parts, quantise, unpacked_parts
 from hone.models.settings import LoraConfig
 
 if TYPE_CHECKING:
@@ -67,38 +67,15 @@ class _FrozenLinear(torch.autograd.Function):
         return grads[0] @ layer.base_weight(grads[0].dtype), None
 
 
-class LoraLinear(AdaptedLayer):
+class LoraLinear(LoraLayer):
     """A frozen linear layer with its adapter, which replaces an `nn.Linear`."""
 
     def __init__(self, base: nn.Linear, cfg: LoraConfig) -> None:
-        """Take over the parameters of `base`. A and B are zero: `adapt` initialises A, and B stays
-        zero, so that the adapted layer begins as the base."""
-        super().__init__()
-        weight = base.weight.detach()
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.scaling = cfg.alpha / cfg.rank
-        # An attribute of the instance: compiled code guards on where the attribute lies, not only
-        # on its value, and would be compiled once more after the first `adapters_off`.
-        self.is_on = True
-        self.is_4bit = cfg.load_in_4bit
-        if self.is_4bit:
-            codes, scales = quantise(weight)
-            self.register_buffer("codes", codes)
-            self.register_buffer("scales", scales)
-        else:
-            self.weight = nn.Parameter(weight, requires_grad=False)
+        """Take over the parameters of `base`."""
+        super().__init__(base.weight, cfg)
         self.bias = cast("nn.Parameter | None", base.bias)
         if self.bias is not None:
             self.bias.requires_grad_(False)
-        self.lora_A = nn.Parameter(weight.new_zeros(cfg.rank, self.in_features))
-        self.lora_B = nn.Parameter(weight.new_zeros(self.out_features, cfg.rank))
-
-    def base_weight(self, dtype: torch.dtype) -> Tensor:
-        """The frozen weight [out, in]."""
-        if not self.is_4bit:
-            return self.weight
-        codes, scales = cast(Tensor, self.codes), cast(Tensor, self.scales)
-        return dequantise(codes, scales, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_4bit:
@@ -138,27 +115,15 @@ class LoraAdapters:
     def merge(self, stored: Mapping[str, Tensor]) -> Tensor:
         """`W + (alpha / rank) B A` in A's dtype, from tensors by their names in the layer."""
         a, b = stored["lora_A"], stored["lora_B"]
-        if a.ndim == 3:
-            return self._merge_experts(stored, a, b)
+        merged = a.new_empty(*b.shape[:-1], a.shape[-1])
         if self.is_4bit:
-            shape = len(b), a.shape[1]
-            base = dequantise(stored["codes"], stored["scales"], shape, torch.float32)
+            bases = unpacked_parts(stored["codes"], stored["scales"], merged.shape, torch.float32)
         else:
-            base = stored["weight"]
-        product = torch.mm(b.float() * self.scaling, a.float())
-        return product.add_(base).to(a.dtype)
-
-    def _merge_experts(self, stored: Mapping[str, Tensor], a_ENI: Tensor, b_EON: Tensor) -> Tensor:
-        shape = len(a_ENI), b_EON.shape[1], a_ENI.shape[2]
-        merged_EOI = a_ENI.new_empty(shape)
-        if self.is_4bit:
-            bases = unpacked_parts(stored["codes"], stored["scales"], shape, torch.float32)
-        else:
-            bases = stored["weight"].split(STACKED_TOGETHER)
-        parts = (x.split(STACKED_TOGETHER) for x in (merged_EOI, a_ENI, b_EON))
-        for base, merged, a, b in zip(bases, *parts, strict=True):
-            merged.copy_(torch.bmm(b.float() * self.scaling, a.float()).add_(base))
-        return merged_EOI
+            bases = parts(stored["weight"])
+        for base, own, own_a, own_b in zip(bases, *map(parts, (merged, a, b)), strict=True):
+            product = torch.matmul(own_b.float() * self.scaling, own_a.float())
+            own.copy_(product.add_(base))
+        return merged
 
 
 def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
@@ -174,7 +139,7 @@ def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
     if has_value_head(model):
         value_head(model).requires_grad_(True)
     source, dtype = take_source(model), model.dtype
-    layers: dict[str, LoraLinear | ExpertLora] = {}
+    layers: dict[str, LoraLayer] = {}
     for path, base in targets.items():
         parent, _, name = path.rpartition(".")
         if base is None:
@@ -201,7 +166,7 @@ class _AdaptedWeights:
     """Weight source of an adapted model: the base model's source and the initialised adapters."""
 
     base: WeightSource
-    layers: Mapping[str, LoraLinear | ExpertLora]
+    layers: Mapping[str, LoraLayer]
     """Layers by path, in the order of initialisation."""
     dtype: torch.dtype
     """Dtype of the base model before quantisation to four bits."""
@@ -216,8 +181,7 @@ class _AdaptedWeights:
             if layer is None or not layer.is_4bit or leaf != "weight":
                 take(weight if layer is None else replace(weight, name=f"{path}.{leaf}"))
                 return
-            pack = quantise if isinstance(layer, LoraLinear) else quantise_stacked
-            codes, scales = pack(weight.whole().to(device, self.dtype))
+            codes, scales = quantise(weight.whole().to(device, self.dtype))
             take(Weight.of(f"{path}.codes", codes))
             take(Weight.of(f"{path}.scales", scales))
 
@@ -229,7 +193,7 @@ class _AdaptedWeights:
 
 
 def _draw(
-    layers: Mapping[str, LoraLinear | ExpertLora], dtype: torch.dtype, seed: int
+    layers: Mapping[str, LoraLayer], dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     """A new A [rank, in] for each layer, or [experts, rank, in], by path, initialised on the CPU as
     PEFT does."""

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.models.adapted import AdaptedLayer
-from hone.models.nf4 import dequantise_stacked, quantise_stacked
+from hone.models.lora_layer import LoraLayer
 from hone.models.settings import LoraConfig
 
 __all__ = ["ExpertLora", "GroupedExperts", "grouped_product"]
@@ -58,33 +57,9 @@ _frozen_product = cast("Callable[..., Tensor]", torch.compiler.disable(_FrozenPr
 """Not compiled, since the loop over parts of the experts would become one graph of all parts."""
 
 
-class ExpertLora(AdaptedLayer):
+class ExpertLora(LoraLayer):
     """One matrix of each expert of a layer, frozen, with the adapters of all experts. It replaces a
     parameter of the experts module."""
-
-    def __init__(self, weight_EOI: Tensor, cfg: LoraConfig) -> None:
-        """Take over a parameter. A and B are zero, as those of a new `LoraLinear`."""
-        super().__init__()
-        number, num_outputs, num_inputs = weight_EOI.shape
-        self.shape = number, num_outputs, num_inputs
-        self.scaling = cfg.alpha / cfg.rank
-        self.is_on = True  # of the instance, as in `LoraLinear`
-        self.is_4bit = cfg.load_in_4bit
-        if self.is_4bit:
-            codes, scales = quantise_stacked(weight_EOI)
-            self.register_buffer("codes", codes)
-            self.register_buffer("scales", scales)
-        else:
-            self.weight = nn.Parameter(weight_EOI.detach(), requires_grad=False)
-        self.lora_A = nn.Parameter(weight_EOI.new_zeros(number, cfg.rank, num_inputs))
-        self.lora_B = nn.Parameter(weight_EOI.new_zeros(number, num_outputs, cfg.rank))
-
-    def base_weight(self, dtype: torch.dtype) -> Tensor:
-        """The frozen matrices [E, out, in]."""
-        if not self.is_4bit:
-            return self.weight
-        codes, scales = cast(Tensor, self.codes), cast(Tensor, self.scales)
-        return dequantise_stacked(codes, scales, self.shape, dtype)
 
     def forward(self, rows_RI: Tensor, ends_E: Tensor) -> Tensor:
         """As `grouped_product`, with what the adapters add while they are on."""

@@ -7,7 +7,7 @@ of the one before, and is computed with in parts, so that little of it is in flo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from hone.families.model_facts import NF4_BLOCK, STACKED_TOGETHER
 __all__ = [
     "NF4",
     "dequantise",
-    "dequantise_stacked",
+    "parts",
     "quantise",
-    "quantise_stacked",
     "unpacked_parts",
 ]
 
@@ -46,11 +45,17 @@ appendix E)."""
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight to codes [numel / 2] uint8, two per byte, the first in the upper half, and
-    the largest magnitude of each block, [numel / NF4_BLOCK] float32. Raises ValueError if the
-    number of values is no multiple of a block."""
-    if weight.numel() % NF4_BLOCK:
-        raise ValueError(f"{tuple(weight.shape)} is no whole number of blocks of {NF4_BLOCK}")
+    """Quantise a matrix or a stack of them to codes [numel / 2] uint8, two per byte, the first in
+    the upper half, and the largest magnitude of each block, [numel / NF4_BLOCK] float32. Raises
+    ValueError if the number of values of a matrix is no multiple of a block."""
+    size = weight.shape[-2:]
+    if size.numel() % NF4_BLOCK:
+        raise ValueError(f"{tuple(size)} is no whole number of blocks of {NF4_BLOCK}")
+    codes, scales = zip(*map(_pack, parts(weight)), strict=True)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     blocks = weight.detach().float().reshape(-1, NF4_BLOCK)
     scales = blocks.abs().amax(1)
     levels = torch.tensor(NF4, device=weight.device)
@@ -61,38 +66,30 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The weight that `quantise` stored."""
-    levels = torch.tensor(NF4, device=codes.device)
-    halves = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, NF4_BLOCK)
-    return (levels[halves.int()] * scales[:, None]).to(dtype).reshape(shape)
-
-
-def quantise_stacked(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantise` of a stack. Raises ValueError if the values of a matrix are no whole blocks."""
-    if weight_EOI[0].numel() % NF4_BLOCK:
-        raise ValueError(f"{tuple(weight_EOI[0].shape)} is no whole number of blocks")
-    codes, scales = zip(*map(quantise, weight_EOI.split(STACKED_TOGETHER)), strict=True)
-    return torch.cat(codes), torch.cat(scales)
+    """The matrix or the stack that `quantise` stored."""
+    if len(shape) == 2:
+        return _unpack(codes, scales, shape, dtype)
+    whole = torch.empty(shape, dtype=dtype, device=codes.device)
+    for own, part in zip(parts(whole), unpacked_parts(codes, scales, shape, dtype), strict=True):
+        own.copy_(part)
+    return whole
 
 
 def unpacked_parts(
-    codes: Tensor, scales: Tensor, shape: tuple[int, int, int], dtype: torch.dtype
+    codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Neighbouring matrices [STACKED_TOGETHER or less, out, in] of a stack of this shape that
-    `quantise_stacked` stored, one part after the other."""
-    number, *size = shape
-    parts = (x.view(number, -1).split(STACKED_TOGETHER) for x in (codes, scales))
-    for own_codes, own_scales in zip(*parts, strict=True):
-        yield dequantise(own_codes.flatten(), own_scales.flatten(), (len(own_codes), *size), dtype)
+    """The `parts` of what `quantise` stored of this shape, one after the other."""
+    packed = (parts(x.view(*shape[:-2], 1, -1)) for x in (codes, scales))
+    for own_codes, own_scales in zip(*packed, strict=True):
+        yield _unpack(own_codes, own_scales, (*own_codes.shape[:-2], *shape[-2:]), dtype)
 
 
-def dequantise_stacked(
-    codes: Tensor, scales: Tensor, shape: tuple[int, int, int], dtype: torch.dtype
-) -> Tensor:
-    """The stack [E, out, in] that `quantise_stacked` stored."""
-    whole = torch.empty(shape, dtype=dtype, device=codes.device)
-    for own, part in zip(
-        whole.split(STACKED_TOGETHER), unpacked_parts(codes, scales, shape, dtype), strict=True
-    ):
-        own.copy_(part)
-    return whole
+def _unpack(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    levels = torch.tensor(NF4, device=codes.device)
+    halves = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, NF4_BLOCK)
+    return (levels[halves.int()] * scales.reshape(-1, 1)).to(dtype).reshape(shape)
+
+
+def parts(weight: Tensor) -> Sequence[Tensor]:
+    """What is computed with at a time: neighbours in a stack of matrices, or all of one matrix."""
+    return weight.split(STACKED_TOGETHER) if weight.ndim == 3 else (weight,)

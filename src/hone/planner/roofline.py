@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike
 from hone.families.shape import Floats, ModelShape
 from hone.hardware import Peaks
 from hone.models.settings import LoraConfig
-from hone.trainer.cost import active_adapter_params, has_adapter
+from hone.trainer.cost import active_adapter_params, adapted_tensors
 
 __all__ = [
     "RowPasses",
@@ -188,7 +188,7 @@ def training_flops(
 class _Start(NamedTuple):
     """What lies before the first adapters, so that no gradient passes it."""
 
-    num_inputs: float
+    num_inputs: int
     """Weights of a token, those of adapters too, whose inputs have no gradient."""
     attention: float
     """Share of all layers' attention."""
@@ -220,23 +220,19 @@ the first ones."""
 
 
 def _without_gradient(shape: ModelShape, lora: LoraConfig) -> _Start:
-    num_inputs, mixers = 0.0, {False: 0.0, True: 0.0}
+    num_inputs, mixers = 0, {False: 0.0, True: 0.0}
+    names = {t.name for t in adapted_tensors(shape, lora)}
     for index in range(shape.num_layers):
-        layer = shape.part([index])
-        matrices = [t for t in layer.tensors() if t.in_layer and len(t.size) > 1]
-        adapted = [t for t in matrices if has_adapter(shape, t, lora)]
-        first = min((_PLACES[t.name] for t in adapted), default=len(_PLACES))
+        matrices = shape.matrices_of_layer(index)
+        own = names & {t.name for t in matrices}
+        first = min((_PLACES[name] for name in own), default=len(_PLACES))
         for tensor in matrices:
             if _PLACES[tensor.name] <= first:
-                idle = shape.unused_share if tensor.of_experts else 0.0
-                num_inputs += tensor.numel * (1 - idle)
-        for tensor in adapted:
-            if _PLACES[tensor.name] == first:
-                number = shape.experts_per_token if tensor.of_experts else 1
-                num_inputs += number * lora.rank * tensor.size[-1]
-        names = {t.name for t in adapted}
-        mixers[bool(layer.recurrent_indices)] += 1.0 if first else _spared_mixing(names)
-        if adapted:
+                num_inputs += shape.passed(tensor)
+            if _PLACES[tensor.name] == first and tensor.name in own:
+                num_inputs += shape.passed(tensor.adapter(lora.rank)[0])
+        mixers[index in shape.recurrent_indices] += 1.0 if first else _spared_mixing(own)
+        if own:
             break
     return _Start(
         num_inputs,

@@ -34,9 +34,9 @@ from hone.hardware import GIB
 from hone.rewards.settings import RewardModelConfig
 from hone.trainer.cost import (
     TrainingMemory,
+    adapted_tensors,
     frozen_bytes,
     gathered_to_score,
-    has_adapter,
     layer_code,
     planned_step,
     scoring_bytes,
@@ -494,9 +494,8 @@ class RunMemory:
         lora = self.plan.lora
         if lora is None or self.plan.policy.axes.world == 1:
             return 0
-        stacked = [t for t in self.shape.tensors() if t.of_experts]
-        adapted = (t.numel for t in stacked if has_adapter(self.shape, t, lora))
-        return max(adapted, default=0) * self.num_bytes
+        stacked = (t.numel for t in adapted_tensors(self.shape, lora) if t.of_experts)
+        return max(stacked, default=0) * self.num_bytes
 
 
 def peak_bytes(plan: RunPlan) -> int:

@@ -24,7 +24,7 @@ own memory come on top (`hone.planner.run_memory`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -46,11 +46,11 @@ __all__ = [
     "LayerCode",
     "TrainingMemory",
     "active_adapter_params",
+    "adapted_tensors",
     "adapter_params",
     "expert_adapter_params",
     "frozen_bytes",
     "gathered_to_score",
-    "has_adapter",
     "layer_code",
     "params_in_4bit",
     "planned_step",
@@ -271,40 +271,38 @@ def gathered_to_score(shape: ModelShape, *, num_bytes: int) -> int:
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
-    return sum(_adapter_numel(t, lora) for t in shape.tensors() if has_adapter(shape, t, lora))
+    return sum(t.count * t.numel for t in _adapters(shape, lora))
 
 
 def expert_adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """`adapter_params` of experts alone."""
-    stacked = [t for t in shape.tensors() if t.of_experts]
-    return sum(_adapter_numel(t, lora) for t in stacked if has_adapter(shape, t, lora))
+    return sum(t.count * t.numel for t in _adapters(shape, lora) if t.of_experts)
 
 
 def active_adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
-    """`adapter_params` that a token uses: of a layer's experts those of its own."""
-    idle = shape.num_experts - shape.experts_per_token
-    unused = idle * expert_adapter_params(shape, lora) // max(shape.num_experts, 1)
-    return adapter_params(shape, lora) - unused
+    """`adapter_params` that a token uses."""
+    return sum(t.count * shape.passed(t) for t in _adapters(shape, lora))
 
 
 def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
     """Frozen parameters that are kept in four bits, over all layers."""
-    if not lora.load_in_4bit:
-        return 0
-    held = [t for t in shape.tensors() if has_adapter(shape, t, lora)]
+    held = adapted_tensors(shape, lora) if lora.load_in_4bit else ()
     return sum(t.count * t.numel for t in held)
 
 
-def has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> bool:
-    """Whether a tensor of the shape's layers has an adapter beside it."""
+def adapted_tensors(shape: ModelShape, lora: LoraConfig) -> list[TensorShape]:
+    """The tensors of the shape's layers that have adapters beside them."""
+    return [t for t in shape.tensors() if _has_adapter(shape, t, lora)]
+
+
+def _has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> bool:
     targets = lora.target_modules or spec_of(shape.family).lora_targets
     return bool(lora.rank) and tensor.name in targets
 
 
-def _adapter_numel(tensor: TensorShape, lora: LoraConfig) -> int:
-    """Number of elements of the A and B of all `count` tensors."""
-    *experts, rows, columns = tensor.size
-    return tensor.count * prod(experts) * lora.rank * (rows + columns)
+def _adapters(shape: ModelShape, lora: LoraConfig) -> Iterator[TensorShape]:
+    """All A and B."""
+    return chain.from_iterable(t.adapter(lora.rank) for t in adapted_tensors(shape, lora))
 
 
 def _shard(tensor: TensorShape, axes: AxisSizes) -> int:
@@ -451,7 +449,7 @@ class _Step:
         if not self.lora.rank:
             self._count_trained(tensor)
             return
-        is_adapted = has_adapter(self.shape, tensor, self.lora)
+        is_adapted = _has_adapter(self.shape, tensor, self.lora)
         if is_adapted and self.lora.load_in_4bit:
             # Buffers, which are not sharded: they stay on the device of one of several.
             self._hold("weights", _nf4_bytes(tensor), on_host=False)
@@ -460,15 +458,8 @@ class _Step:
             self._count_weights(self.num_bytes * self._shard(tensor))
             self._count_padding(tensor, self.num_bytes)
         if is_adapted:
-            rank, (*experts, rows, columns) = self.lora.rank, tensor.size
-            of_rows, of_columns = (i if tensor.split == i else None for i in (0, 1))
-            for name, size, split in (
-                ("lora_A", (*experts, rank, columns), of_columns),
-                ("lora_B", (*experts, rows, rank), of_rows),
-            ):
-                self._count_trained(
-                    TensorShape(name, size, split, tensor.count, of_experts=tensor.of_experts)
-                )
+            for own in tensor.adapter(self.lora.rank):
+                self._count_trained(own)
 
     def _count_trained(self, tensor: TensorShape) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer
@@ -610,25 +601,35 @@ class _Step:
 
     def _bytes_of_layer(self, mode: Literal["off", "selective"], is_recurrent: bool) -> int:
         shape, tensor = self.shape, self.sizes.tensor
-        hidden, inter = shape.hidden_size, shape.mlp_size // tensor
+        inputs, inter = shape.hidden_size // tensor, shape.mlp_size // tensor
         mixer = (self._recurrent_mixer if is_recurrent else self._attention_mixer)(mode)
-        inputs = hidden // tensor
         # Both residuals, gate and up.
         values = 2 * inputs + mixer.values + 2 * inter + self._routed
-        match self.layers:
-            case "compiled":
-                # `selective` recomputes everything around the results of attention.
-                values = inputs + mixer.values if mode == "selective" else values
-                values += 0 if mode == "selective" else 2 * hidden + inter
-            case "eager":
-                # Norms keep input and result, wide where it is not float32 anyway.
-                values += 0 if mode == "selective" else 2 * inter
-                values += (1 + self._wide) * 2 * inputs if mode == "off" else 0
+        if mode == "off":
+            values += self._normed + inter
+            if self.layers == "eager":
+                # Norms keep their input in float32, activations their result.
+                values += 2 * self._wide * inputs + inter
+            elif self.sizes.expert > 1:  # divided experts are in no graph
+                values += shape.experts_per_token * shape.expert_size // tensor
+        elif self.layers == "compiled":
+            # `selective` recomputes everything around the results of attention.
+            values = inputs + mixer.values
         if self.lora.rank:
-            adapted = [t for t in shape.tensors() if t.of_experts]
-            number = sum(has_adapter(shape, t, self.lora) for t in adapted)
+            number = sum(t.of_experts for t in adapted_tensors(shape, self.lora))
             values += (7 + shape.experts_per_token * number) * self.lora.rank
         return self.num_tokens * (values * self.num_bytes + mixer.statistics)
+
+    @property
+    def _normed(self) -> int:
+        """Values of one token in results of norms, which products keep. The tensor axis gathers
+        them for attention and an MLP; a router reads a device's share, as float32 where scores are
+        sigmoids."""
+        shape, share = self.shape, self.shape.hidden_size // self.sizes.tensor
+        has_mlp = shape.num_expert_layers < shape.num_layers or shape.shared_expert_size > 0
+        values = shape.hidden_size + (shape.hidden_size if has_mlp else share)
+        experts = spec_of(shape.family).experts
+        return values + (self._wide * share if experts and experts.scores == "sigmoid" else 0)
 
     @property
     def _wide(self) -> int:
@@ -646,7 +647,7 @@ class _Step:
         values = q if is_compiled and not is_off else gate + (q + 2 * kv) + q
         values += (q + kv + gate) * is_off
         if is_off and not is_compiled:
-            values += (1 + self._wide) * (q + kv) * shape.has_head_norms + gate
+            values += self._wide * (q + kv) * shape.has_head_norms + gate
         return _Mixer(values, 4 * shape.num_heads // tensor)
 
     def _recurrent_mixer(self, mode: Literal["off", "selective"]) -> _Mixer:
@@ -701,10 +702,9 @@ class _Step:
         it is unpacked."""
         if not self.lora.load_in_4bit:
             return 0
-        stacked = [t for t in self.shape.tensors() if t.of_experts]
-        adapted = [t for t in stacked if has_adapter(self.shape, t, self.lora)]
         number = max(self.shape.num_experts, 1)
-        largest = max((t.numel // number for t in adapted), default=0)
+        stacked = (t for t in adapted_tensors(self.shape, self.lora) if t.of_experts)
+        largest = max((t.numel // number for t in stacked), default=0)
         part = _UNPACKING_BYTES * min(STACKED_TOGETHER, number)
         return largest * (self.num_bytes * number + part)
 

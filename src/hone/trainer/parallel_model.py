@@ -259,7 +259,7 @@ class ParallelModel:
             from hone.trainer.recompute import apply_recompute
 
             for group in layer_groups(self.module):
-                apply_recompute(group, self._cfg)
+                apply_recompute(group, self._cfg, are_compiled=self._compiles)
 
     def _compile_forward(self) -> None:
         """Compile the forward of decoder layers without the hooks that gather their weights."""

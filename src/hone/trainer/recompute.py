@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
 from transformers import GradientCheckpointingLayer
 
-from hone.trainer.settings import RecomputeMode, SFTTrainerConfig
+from hone.trainer.settings import SFTTrainerConfig
 
 if TYPE_CHECKING:
     from hone.trainer.offload import ActivationOffload
@@ -38,27 +37,29 @@ __all__ = ["apply_recompute", "can_recompute"]
 
 for _module in ("torch.nn.attention.varlen", "hone.attention.flash4"):
     import_module(_module)  # registers an operator named here
-_KEPT = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        torch.ops.aten._scaled_mm.default,
-        torch.ops.torch_attn._varlen_attn.default,
-        torch.ops.hone.flash4.default,
-        torch.ops.aten._flash_attention_forward.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    }
+_ATTENTION = (
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.hone.flash4.default,
+    torch.ops.aten._flash_attention_forward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Operators whose results `selective` keeps."""
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_mm.default,
+)
 
 
-def apply_recompute(layers: nn.ModuleList, cfg: SFTTrainerConfig) -> None:
-    """Switch on recomputation in the layers that `cfg` names.
+def apply_recompute(
+    layers: nn.ModuleList, cfg: SFTTrainerConfig, *, are_compiled: bool = False
+) -> None:
+    """Switch on recomputation in the layers that `cfg` names, and that `are_compiled` later.
 
     With `offload_activations`, the kept tensors wait in host memory (`ActivationOffload`). Call
     before `layer.compile` and `fully_shard`. Only the layers themselves are put in training mode,
@@ -80,7 +81,12 @@ def apply_recompute(layers: nn.ModuleList, cfg: SFTTrainerConfig) -> None:
         from hone.trainer.offload import ActivationOffload
 
         offload = ActivationOffload()
-    run = _layer_runner(cfg.recompute_mode, offload)
+    context_fn = noop_context_fn
+    if cfg.recompute_mode == "selective":
+        # Divided experts are in no graph of a compiled layer, which recomputes them all the same.
+        kept = [*_ATTENTION, *(() if are_compiled else _PRODUCTS)]
+        context_fn = partial(create_selective_checkpoint_contexts, kept)
+    run = _layer_runner(context_fn, offload)
     for span in cfg.recomputed_spans(len(layers)):
         callers = [run] if len(span) == 1 else _together(len(span), run)
         for number, caller in zip(span, callers, strict=True):
@@ -118,14 +124,9 @@ def _one_after_the_other(calls: Sequence[Callable[..., Tensor]], hidden: Tensor)
 
 
 def _layer_runner(
-    mode: RecomputeMode, offload: ActivationOffload | None
+    context_fn: Callable[[], Any], offload: ActivationOffload | None
 ) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     """The callable that runs a layer. It is a function, since copies of a module share it."""
-    context_fn = (
-        partial(create_selective_checkpoint_contexts, _policy)
-        if mode == "selective"
-        else noop_context_fn
-    )
 
     def run(layer_call: Callable[..., Any], *inputs: Tensor) -> Any:
         if not torch.is_grad_enabled():
@@ -142,8 +143,3 @@ def _layer_runner(
             )
 
     return run
-
-
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = operator in _KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,9 +13,9 @@ from hone.config.rules.view import Details, Fact, NotKnownError, required
 from hone.config.tree import SAMPLING, SUPERVISED
 from hone.families.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.families.registry import DIVIDED_FAMILIES, SPECS, spec_of
-from hone.families.shape import ModelShape
-from hone.families.spec import EXPERT_MATRICES, PROJECTIONS, RECURRENT_PROJECTIONS
+from hone.families.spec import EXPERT_MATRICES, PROJECTIONS
 from hone.families.stages import stage_layers
+from hone.trainer.cost import adapted_tensors
 
 __all__ = ["RULES"]
 
@@ -242,29 +242,28 @@ class TrainerFacts(Facts):
     def broken_4bit_blocks(self) -> str:
         """Names and sizes of adapted projections whose number of values is no multiple of a 4-bit
         block."""
-        shape = self.plan.shape
-        if shape is None:
+        shape, lora = self.plan.shape, self.plan.lora
+        if shape is None or lora is None:
             return ""
-        targets = self[_TARGETS] or spec_of(shape.family).lora_targets
-        adapted = [t for t in shape.tensors() if t.name in targets]
-        broken = [t for t in adapted if math.prod(t.size[-2:]) % NF4_BLOCK]
+        broken = [t for t in adapted_tensors(shape, lora) if math.prod(t.size[-2:]) % NF4_BLOCK]
         return ", ".join(f"{t.name} ({' x '.join(map(str, t.size))})" for t in broken)
 
     @cached_property
     def stage_without_adapters(self) -> str:
         """The first pipeline stage in which nothing is trained, and its layers."""
-        shape, num_stages, groups = self.model.shape, self[_STAGES], self[_VIRTUAL]
-        if shape is None or num_stages == 1 or shape.family not in SPECS:
+        shape, lora = self.model.shape, self.plan.lora
+        num_stages, groups = self[_STAGES], self[_VIRTUAL]
+        if shape is None or lora is None or num_stages == 1 or shape.family not in SPECS:
             return ""
-        targets = {*(self[_TARGETS] or spec_of(shape.family).lora_targets)}
+        adapted = {t.name for t in adapted_tensors(shape, lora)}
         stages = stage_layers(shape, num_stages, groups, has_head=not self.plan.gives_values)
         for number, own in enumerate(stages):
             # A head of values is trained as a whole.
             trains = self.plan.gives_values and number == num_stages - 1
             # The first group gets no hidden states that others have trained.
             layers = own[0] if number == 0 else [layer for group in own for layer in group]
-            is_adapted = any(targets & {*_names(shape, layer)} for layer in layers)
-            if layers and not trains and not is_adapted:
+            matrices = {t.name for layer in layers for t in shape.matrices_of_layer(layer)}
+            if layers and not trains and not adapted & matrices:
                 return f"pipeline stage {number + 1} of {num_stages}, from layer {min(layers)} on"
         return ""
 
@@ -272,16 +271,6 @@ class TrainerFacts(Facts):
     def undivided_in_training(self) -> str:
         """Numbers of the model that `trainer.parallel.tensor_parallel_size` does not divide."""
         return ", ".join(self.model.undivided(self[_TENSOR]))
-
-
-def _names(shape: ModelShape, layer: int) -> Iterator[str]:
-    """Names of the matrices of a layer."""
-    is_recurrent, has_experts = layer in shape.recurrent_indices, layer in shape.expert_layers
-    yield from RECURRENT_PROJECTIONS if is_recurrent else PROJECTIONS[:4]
-    if has_experts:
-        yield from EXPERT_MATRICES
-    if not has_experts or shape.shared_expert_size:
-        yield from PROJECTIONS[4:]
 
 
 def _ulysses_problem(key: str) -> Callable[[TrainerFacts], Iterator[Details]]:

@@ -509,13 +509,8 @@ class _Gather(torch.autograd.Function):
         return _sum_and_scatter(grads[0], ctx.mesh), None
 
 
-class _GatherWhole(torch.autograd.Function):
+class _GatherWhole(_Gather):
     """All-gather of rows that all ranks use in the same way, so their gradients are equal."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return gather_rows(x, (mesh, 0))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

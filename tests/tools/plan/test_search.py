@@ -285,58 +285,42 @@ def test_axes_cost_what_they_send(sizes: tuple[int, int, int], recompute: str) -
     assert seconds == pytest.approx(step_seconds(QWEN_8B, A10, plan, rows), rel=0.03)
 
 
+def bytes_sent(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, parallel: dict[str, int], axis: str, size: int
+) -> float:
+    """Bytes for which links are busy once an axis has this size, beyond those without, of 30B-A3B
+    on nodes of 8: a step of 512 rows. Links and products are such that sums of weights hide."""
+    # Of fewer experts fewer gradients are added up.
+    monkeypatch.setattr(TrainingTime, "_adding_s", lambda self, model: 0.0)
+    trainer = {"parallel": {"zero_stage": 1, **parallel}}
+    cfg = PlanConfig.model_validate({"model": {"shape": "qwen3-30b-a3b"}, "trainer": trainer})
+    shape = public_shape("qwen3-30b-a3b")
+    assert shape is not None
+    gpu = replace(known_gpu("h200"), link_bytes_per_s=9e10, flops_per_s=1e14)
+    devices = Devices(kind="cuda", gpu=gpu, per_node=8)
+    whole = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=num_gpus)
+    divided = changed(whole, {f"trainer.parallel.{axis}_parallel_size": size})
+    whole_s, divided_s = (
+        TrainingTime(plan, cfg.plan).step_s([2048] * 512, 2048 * 512) for plan in (whole, divided)
+    )
+    return (divided_s - whole_s) * gpu.link_bytes_per_s * 0.7
+
+
 def test_experts_in_stages_send_the_tokens_of_their_own_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """30B-A3B in two stages on 16 of two nodes: of 48 layers 25, twice the tokens."""
-    # Of fewer experts fewer gradients are added up.
-    monkeypatch.setattr(TrainingTime, "_adding_s", lambda self, model: 0.0)
-    stages = {"zero_stage": 1, "pipeline_parallel_size": 2}
-    cfg = PlanConfig.model_validate(
-        {"model": {"shape": "qwen3-30b-a3b"}, "trainer": {"parallel": stages}}
-    )
-    shape = public_shape("qwen3-30b-a3b")
-    assert shape is not None
-    # Where sums of weights are hidden.
-    gpu = replace(known_gpu("h200"), link_bytes_per_s=9e10, flops_per_s=1e14)
-    devices = Devices(kind="cuda", gpu=gpu, per_node=8)
-    whole = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=16)
-    divided = changed(whole, {"trainer.parallel.expert_parallel_size": 8})
-    rows = [2048] * 512
-    whole_s, divided_s = (
-        TrainingTime(plan, cfg.plan).step_s(rows, sum(rows)) for plan in (whole, divided)
-    )
+    """In two stages on 16 of two nodes: of 48 layers 25, twice the tokens."""
+    sent = bytes_sent(monkeypatch, 16, {"pipeline_parallel_size": 2}, "expert", 8)
     # Eight experts of a token, there and back, forward and backward; two bytes a value.
-    values = 2 * 2 * 2 * 8 * 2048 * 25 * sum(rows) / 8 * 7 / 8
-    sent_s = values / (gpu.link_bytes_per_s * 0.7)
-    assert divided_s - whole_s == pytest.approx(sent_s, rel=1e-6)
+    assert sent == pytest.approx(2 * 2 * 2 * 8 * 2048 * 25 * (512 * 2048) / 8 * 7 / 8, rel=1e-6)
 
 
-def test_experts_beside_matrices_send_each_token_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """30B-A3B on 8 GPUs: what two that share matrices gather and add up is that of attention
-    alone, and they send half the tokens each."""
-    # Of fewer experts fewer gradients are added up.
-    monkeypatch.setattr(TrainingTime, "_adding_s", lambda self, model: 0.0)
-    parallel = {"zero_stage": 1, "expert_parallel_size": 2}
-    cfg = PlanConfig.model_validate(
-        {"model": {"shape": "qwen3-30b-a3b"}, "trainer": {"parallel": parallel}}
-    )
-    shape = public_shape("qwen3-30b-a3b")
-    assert shape is not None
-    # Where sums of weights are hidden.
-    gpu = replace(known_gpu("h200"), link_bytes_per_s=9e10, flops_per_s=1e14)
-    devices = Devices(kind="cuda", gpu=gpu, per_node=8)
-    whole = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=8)
-    split = changed(whole, {"trainer.parallel.tensor_parallel_size": 2})
-    rows = [2048] * 512
-    whole_s, split_s = (
-        TrainingTime(plan, cfg.plan).step_s(rows, sum(rows)) for plan in (whole, split)
-    )
+def test_experts_beside_matrices_send_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 8: what two that share matrices gather and add up is that of attention alone, and they
+    send half the tokens each."""
+    sent = bytes_sent(monkeypatch, 8, {"expert_parallel_size": 2}, "tensor", 2)
     # A gather and a sum of hidden states, forward and backward, of which half comes from the other.
-    values = 2 * 2 * 2 * 2048 * 48 * sum(rows) / 4 / 2
-    assert split_s - whole_s == pytest.approx(values / (gpu.link_bytes_per_s * 0.7), rel=1e-6)
+    assert sent == pytest.approx(2 * 2 * 2 * 2048 * 48 * (512 * 2048) / 4 / 2, rel=1e-6)
 
 
 def test_who_shares_matrices_shares_experts() -> None:

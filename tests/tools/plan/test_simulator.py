@@ -800,6 +800,12 @@ def test_the_verdict_says_where_asynchrony_does_not_pay() -> None:
     assert any("takes 1 of 1 GPUs, which leaves none to trainers" in note for note in alone.notes)
 
 
+def step_s(rates: Rates, rows: Sequence[int]) -> float:
+    """Seconds of an update whose samples have all ended at once, with 7000 trained tokens."""
+    scoring = Scoring() if rates.scoring is None else rates.scoring(rows, 7000)
+    return rates.train_s(rows, 7000) + scoring.wait_s
+
+
 def test_references_apart_take_their_time_off_the_trainers() -> None:
     """Two of them beside two trainers, by hand; what trainers score meanwhile is no longer."""
     shape, rows = public_shape("qwen3-0.6b"), [1000] * 8
@@ -813,8 +819,7 @@ def test_references_apart_take_their_time_off_the_trainers() -> None:
             algorithm={"kl": {"coef": coef}},
             trainer={"num_epochs": num_epochs},
         )
-        rates = placement_rates(cfg, shape, GPUS[0], placement)
-        return rates.train_s(rows, 7000) + rates.scoring(rows, 7000).wait_s
+        return step_s(placement_rates(cfg, shape, GPUS[0], placement), rows)
 
     forward_s = train_s(0.1, 0) - train_s(0.0, 0)
     assert forward_s > 0
@@ -847,8 +852,7 @@ def test_the_time_of_a_teacher_and_of_a_reward_model_is_planned_wherever_it_is(r
             cluster={"num_engines": 1, "num_trainers": 1, f"num_{role}s": number},
             **(sections[role] if is_there else {}),
         )
-        rates = placement_rates(cfg, shape, GPUS[0], placement)
-        return rates.train_s(rows, 7000) + rates.scoring(rows, 7000).wait_s
+        return step_s(placement_rates(cfg, shape, GPUS[0], placement), rows)
 
     head = 7000 if role == "teacher" else 0
     compute = Compute(GPUS[0], PlanningConfig())

@@ -35,7 +35,7 @@ from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
 from hone.tools.plan.search import Notes, Report, no_report, plan_of, plans_that_fit, search
 from hone.tools.plan.simulated_engine import EngineRates
-from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation, no_scoring
+from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation
 from hone.tools.plan.training_time import LINK_SHARE, TrainingTime
 
 __all__ = [
@@ -543,7 +543,7 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     return Rates(
         engine=engine,
         train_s=training.update_s,
-        scoring=training.scoring if any(x.has_own_devices for x in plan.scorers) else no_scoring,
+        scoring=training.scoring if any(x.has_own_devices for x in plan.scorers) else None,
         sync_s=assumed_cfg.switch_s
         if placement.colocated
         else weights / assumed_cfg.sync_bytes_per_s,

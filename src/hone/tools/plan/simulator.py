@@ -38,7 +38,6 @@ __all__ = [
     "SimulatedRun",
     "SimulatedStep",
     "Simulation",
-    "no_scoring",
     "simulate",
 ]
 
@@ -70,9 +69,9 @@ class Placement:
 class Scoring:
     """Seconds that remote models take for the rows of an update."""
 
-    seconds: Mapping[RoleName, float]
+    seconds: Mapping[RoleName, float] = field(default_factory=dict[RoleName, float])
     """Seconds of all copies together, by role."""
-    beside_s: float
+    beside_s: float = 0.0
     """Seconds in which the trainers score the rows themselves."""
     left_s: float = 0.0
     """Remaining seconds of a reward model after the last sample has ended."""
@@ -82,14 +81,6 @@ class Scoring:
         """Seconds that trainers wait if all samples end at once."""
         scored = [x for name, x in self.seconds.items() if name != "reward_model"]
         return max(max(scored, default=0.0) - self.beside_s, 0.0) + self.left_s
-
-
-NO_SCORING = Scoring(seconds={}, beside_s=0.0)
-
-
-def no_scoring(rows: Sequence[int], num_trained: int) -> Scoring:
-    """The times of remote models where there are none."""
-    return NO_SCORING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +95,8 @@ class Rates:
     """Weights to the engines; colocated, with sleep and wake. Trainers and engines take part."""
     max_num_keys: int
     """Tokens whose keys and values fit the cache of an engine."""
-    scoring: Callable[[Sequence[int], int], Scoring] = no_scoring
-    """Times of remote models for such rows, in addition to `train_s`."""
+    scoring: Callable[[Sequence[int], int], Scoring] | None = None
+    """Times of remote models for such rows, in addition to `train_s`; None without such models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +352,7 @@ class _Run:
         trained_from_s = self.now_s
         rows = [x.num_prompt_tokens + x.length for group in batch for x in group.samples]
         num_trained = sum(x.length for group in batch for x in group.samples)
-        scoring = self.rates.scoring(rows, num_trained)
+        scoring = Scoring() if self.rates.scoring is None else self.rates.scoring(rows, num_trained)
         train_s = _time(self.rates.train_s(rows, num_trained), "train_s")
         if self.pipeline.samples_ahead:
             scored_s = max(self.scored_s.get(group.number, 0.0) for group in batch)
@@ -563,19 +554,19 @@ class _Run:
 
     def _finish(self, group: _Group) -> None:
         """Complete a group whose last sample has ended."""
-        if self.pipeline.samples_ahead and self.rates.scoring is not no_scoring:
-            self._score_ahead(group)
+        if self.pipeline.samples_ahead and self.rates.scoring is not None:
+            rows = [x.num_prompt_tokens + x.length for x in group.samples]
+            scoring = self.rates.scoring(rows, sum(x.length for x in group.samples))
+            self._score_ahead(group, scoring)
         heapq.heappush(self.completing, (group.completed_s, group.number))
 
-    def _score_ahead(self, group: _Group) -> None:
+    def _score_ahead(self, group: _Group, scoring: Scoring) -> None:
         """Reward models score samples as they end, so that the last is left when a group does,
         which is complete with its score; then references and teachers score it. Groups take
         turns."""
-        rows = [x.num_prompt_tokens + x.length for x in group.samples]
-        scoring = self.rates.scoring(rows, sum(x.length for x in group.samples))
         free_s, seconds = self.scorers_free_s, dict(scoring.seconds)
         if (judging_s := seconds.pop("reward_model", None)) is not None:
-            last_s = group.completed_s + judging_s / len(rows)
+            last_s = group.completed_s + judging_s / len(group.samples)
             free_s["reward_model"] = max(free_s.get("reward_model", 0.0) + judging_s, last_s)
             group.completed_s = free_s["reward_model"]
         for name, scoring_s in seconds.items():

@@ -56,7 +56,7 @@ from hone.planner.roofline import training_work
 from hone.planner.run_memory import RunMemory
 from hone.prefixes import COPIED, saves_enough
 from hone.tools.plan.compute_time import Compute
-from hone.tools.plan.simulator import NO_SCORING, Scoring
+from hone.tools.plan.simulator import Scoring
 from hone.trainer.cost import adapter_params, expert_adapter_params, params_in_4bit
 from hone.trainer.settings import SFTTrainerConfig, recomputed_spans
 
@@ -356,7 +356,7 @@ class TrainingTime:
         """Times of remote models for such rows."""
         remote = [role for role in self.plan.scorers if role.has_own_devices]
         if not remote:
-            return NO_SCORING
+            return Scoring()
         lengths = np.asarray(lengths)
         rows = _Rows.of(lengths, num_trained)
         run, seconds = self._run, dict[RoleName, float]()
