@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.loops.conftest import MakeConfig
 from tests.tiny_runs import lines
 from tests.tools.bench.fakes import SHAPE
 
@@ -22,7 +23,7 @@ from hone.distributed.mesh import Mesh
 from hone.families.model_facts import ModelFacts
 from hone.families.vision.spec import TowerCost
 from hone.hardware import GIB, GPUS
-from hone.loops import supervised
+from hone.loops import reinforce, supervised
 from hone.loops.launch import plan_run
 from hone.loops.recorder import Limits, Recorder, max_mismatch_kl
 from hone.loops.run import Run
@@ -495,3 +496,26 @@ def test_an_idle_gpu_of_a_run_without_engines_is_not_laid_on_its_mode(
     (message,) = (x["message"] for x in events if x.get("name") == "low_gpu_utilization")
     assert "hone plan" not in message
     assert "trainer.max_tokens_per_microbatch" in message
+
+
+def test_an_alarm_of_failures_says_what_failed(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "def score(completion, answer):\n"
+        "    if len(completion) % 2:\n"
+        "        raise KeyError('price')\n"
+        "    return 1.0\n"
+    )
+    function = {"fn": f"{tmp_path / 'broken.py'}:score"}
+    cfg = make_config(
+        run={"steps": 1},
+        reward={"functions": [function], "max_failure_rate": 1.0},
+        data={"eval": []},
+    )
+    reinforce.run(cfg)
+    events = lines(cfg.run.dir / "events.jsonl")
+    (message,) = (x["message"] for x in events if x.get("name") == "failed_samples")
+    assert "broken.py:3: KeyError: 'price'" in message
+    failed = [
+        row["failure_detail"] for row in lines(cfg.run.dir / "samples.jsonl") if row["failure"]
+    ]
+    assert any("KeyError" in detail for detail in failed)

@@ -306,6 +306,20 @@ def test_groups_with_a_failure_come_first_where_asked_for(tmp_path: Path) -> Non
     assert ids == [sample.id for sample in groups[2].samples]
 
 
+@pytest.mark.parametrize(("order", "written"), [((1, 2, 3, 0), 3), ((0, 2, 3, 1), 0)])
+def test_one_written_group_has_a_failure_where_there_is_any(
+    order: tuple[int, ...], written: int, tmp_path: Path
+) -> None:
+    """Else the message of a rare failure would be in no file."""
+    groups = [make_group(1, index, np.random.default_rng(index)) for index in order]
+    failed = [any(sample.failure for sample in group.samples) for group in groups]
+    assert failed == [index == 0 for index in order]
+    with RunLog(tmp_path, LogConfig(to=(), samples_per_step=4)) as log:
+        log.samples(1, groups)
+    ids = [row["id"] for row in rows(tmp_path / "samples.jsonl")]
+    assert ids == [sample.id for sample in groups[written].samples]
+
+
 def test_histograms_are_of_all_samples_of_a_step(tmp_path: Path) -> None:
     groups = [make_group(1, index, np.random.default_rng(index)) for index in range(5)]
     with RunLog(tmp_path, LogConfig(to=(), samples_per_step=4)) as log:

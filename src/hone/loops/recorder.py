@@ -38,7 +38,7 @@ from hone.observe.metrics_server import MetricsServer
 from hone.observe.network import NetworkUse
 from hone.observe.spans import Spans
 from hone.planner.roofline import RowPasses, encoding_time_s, generation_time_s
-from hone.rewards.scorer import FailureRateError
+from hone.rewards.scorer import FailureRateError, describe_failures
 from hone.trainer.prefixes import left_out, shared_prefixes
 from hone.types import Group, Row, Sample
 
@@ -406,7 +406,12 @@ class Recorder:
             }
             self.log.samples(step, groups, advantages=advantages, policy=policy)
             self._unrecorded = None
-        alarms = self.alarms.check(step, scalars, why_untrained=why_untrained)
+        samples = [sample for group in groups for sample in group.samples]
+        has_failed = any(sample.failure is not None for sample in samples)
+        why_failed = describe_failures(samples) if has_failed else None
+        alarms = self.alarms.check(
+            step, scalars, why_untrained=why_untrained, why_failed=why_failed
+        )
         for alarm in alarms:
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))

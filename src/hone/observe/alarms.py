@@ -126,11 +126,18 @@ class Alarms:
         scalars: Mapping[str, float],
         *,
         why_untrained: str | None = None,
+        why_failed: str | None = None,
     ) -> list[Alarm]:
-        """Add one step's metrics and return the symptoms that have newly appeared. `why_untrained`
-        is the reason if no token of the step was trained; its alarm quotes it."""
+        """Add one step's metrics and return the symptoms that have newly appeared. Their alarms
+        quote `why_untrained`, the reason if no token of the step was trained, and `why_failed`, the
+        causes if samples failed."""
         self._history.append(scalars)
         numbers = self._numbers
+        if why_failed is not None:
+            numbers = tuple(
+                rule._replace(advice=f"{rule.advice} {why_failed}") if rule is _FAILED else rule
+                for rule in numbers
+            )
         if why_untrained is not None:
             untrained = Rule("untrained", above("train/untrained_steps", 0), why_untrained)
             numbers = (untrained, *numbers)
@@ -418,18 +425,19 @@ _IDLE_WITHOUT_ENGINES = Rule(
 
 _TRUNCATED = above("rollout/truncated_share", 0.5, steps=2)
 
+_FAILED = Rule(
+    "failed_samples",
+    many_failures,
+    "Samples fail instead of being scored: see `failure_detail` in samples.jsonl.",
+)
 _SAMPLING = (
-    Rule(
-        "failed_samples",
-        many_failures,
-        "Samples fail instead of being scored: see `failure_detail` in samples.jsonl.",
-    ),
+    _FAILED,
     Rule(
         "zero_spread",
         above("rollout/zero_spread_share", 0.95, steps=2),
         "Nearly all groups earn one and the same reward, so there is nothing to learn from: the "
-        "task is too hard, too easy, or the reward does not read the answers. A reward "
-        "function gets one completion a call and cannot rank those of a prompt.",
+        "task is too hard, too easy, or the reward does not read the answers. A function that "
+        "compares the completions of a prompt needs `whole_groups: true`.",
     ),
     Rule(
         "truncated",

@@ -247,8 +247,8 @@ class RunLog:
         failed_first: bool = False,
     ) -> None:
         """Write whole groups, evenly chosen from the step's, until they have `samples_per_step`
-        samples. With `failed_first`, groups without a failed sample are written only if others are
-        too few. The histograms cover all samples.
+        samples; one of them has a failed sample if any does. With `failed_first`, groups without a
+        failed sample are written only if others are too few. The histograms cover all samples.
 
         `advantages` maps the id of each trained sample to the mean advantage of its tokens.
         `policy` maps the id of each row (`Sample.paths`) to per-token columns of the policy,
@@ -285,16 +285,23 @@ class RunLog:
 def groups_to_write(
     groups: Sequence[Group], num_samples: int, *, failed_first: bool = False
 ) -> list[Group]:
-    """The groups to write: as few as have `num_samples` samples, evenly chosen."""
+    """The groups to write: as few as have `num_samples` samples, evenly chosen, at least one with
+    a failed sample where there are any."""
     largest = max((len(group.samples) for group in groups), default=0)
     count = math.ceil(num_samples / max(largest, 1))
-    failed: list[Group] = []
-    others: list[Group] = []
-    for group in groups:
-        has_failed = any(sample.failure is not None for sample in group.samples)
-        (failed if failed_first and has_failed else others).append(group)
-    picked = _spread(failed, count)
-    return picked + _spread(others, count - len(picked))
+    failed = [group for group in groups if _has_failed(group)]
+    if failed_first:
+        picked = _spread(failed, count)
+        others = [group for group in groups if not _has_failed(group)]
+        return picked + _spread(others, count - len(picked))
+    picked = _spread(groups, count)
+    if failed and picked and not any(map(_has_failed, picked)):
+        picked[-1] = failed[0]
+    return picked
+
+
+def _has_failed(group: Group) -> bool:
+    return any(sample.failure is not None for sample in group.samples)
 
 
 def _spread(items: Sequence[Item], count: int) -> list[Item]:
