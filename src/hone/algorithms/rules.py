@@ -213,7 +213,8 @@ RULES = with_facts(
     # The optimizer.
     warning(f"{_OPTIMIZER}.lr = 0", only=_TRAINING,
             why="nothing is learnt", fix="use 1e-6, which is usual for RL, or what you need"),
-    warning(f"{_OPTIMIZER}.lr is default", only=("sft", "reward-model"),
+    warning(f"{_OPTIMIZER}.lr <= 1e-6", given=(f"{_OPTIMIZER}.lr > 0",),
+            only=("sft", "reward-model"),
             why="that is a rate for RL", fix="use 1e-5 to 1e-4, which is usual here"),
     *(warning(f"{_OPTIMIZER}.muon_lr is default", f"{key} = muon", only=_TRAINING,
               why="that is a rate for pre-training",

@@ -52,7 +52,7 @@ from hone.models.settings import ModelConfig, TrainedModelConfig
 from hone.observe.settings import ProfileConfig, RLProfileConfig
 from hone.rewards.settings import GenerateRewardConfig, RewardConfig
 from hone.rollout.settings import EnvConfig, GenerationConfig, PipelineConfig, RolloutConfig
-from hone.trainer.settings import SFTTrainerConfig, TrainerConfig
+from hone.trainer.settings import OptimizerConfig, SFTTrainerConfig, TrainerConfig
 
 __all__ = [
     "RECIPE_COMMANDS",
@@ -150,13 +150,28 @@ class SFTDataConfig(RowsDataConfig):
     """Also learn the prompt's tokens; off: the completion's only."""
 
 
+class SFTOptimizerConfig(OptimizerConfig):
+    """Optimizer of `hone sft` and `hone reward-model`, which learn what is written down and bear
+    longer steps than reinforcement learning."""
+
+    lr: float = Field(default=1e-5, ge=0)
+    """Peak learning rate (of AdamW)."""
+
+
+class SupervisedTrainerConfig(SFTTrainerConfig):
+    """Trainer of `hone sft` and `hone reward-model`."""
+
+    optimizer: SFTOptimizerConfig = SFTOptimizerConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Optimizer and schedule."""
+
+
 class SFTConfig(Section):
     """`hone sft`: supervised fine-tuning on demonstrations."""
 
     run: SFTRunConfig = SFTRunConfig()
     model: TrainedModelConfig
     data: SFTDataConfig
-    trainer: SFTTrainerConfig = SFTTrainerConfig()
+    trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
     eval: SFTEvalConfig = SFTEvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -197,6 +212,8 @@ class DPOConfig(PairsConfig):
     """`hone dpo`: learn from preferences (DPO, KTO, ORPO, SimPO, CPO and kin)."""
 
     run: DPORunConfig = DPORunConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    # As `data` of pairs: another type with the keys that are read.
+    trainer: SFTTrainerConfig = SFTTrainerConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     algorithm: PreferenceConfig = PreferenceConfig()
 
     @property

@@ -18,7 +18,6 @@ __all__ = [
     "VISION_FIELD",
     "complete_config",
     "decoder_config",
-    "public_config",
     "unserved_family",
 ]
 
@@ -109,12 +108,6 @@ def decoder_config(config: Json) -> Json:
         return config
     outer = {name: whole[name] for name in _SHARED if name in whole}
     return {**whole["text_config"], **outer, VISION_FIELD: whole["model_type"]}
-
-
-def public_config(name: str) -> Json | None:
-    """The `config.json` of a public model of the families by its name in lower case, such as
-    `qwen3.5-0.8b`; None where no family has it."""
-    return next((spec.public[name] for spec in VISION.values() if name in spec.public), None)
 
 
 def unserved_family(name: str) -> str | None:

@@ -23,7 +23,7 @@ from hone.engine.kv_cache import cache_dtype
 from hone.extras import is_installed
 from hone.families.registry import spec_of
 from hone.families.shape import ModelShape
-from hone.families.vision.registry import VISION, decoder_config, public_config
+from hone.families.vision.registry import VISION, decoder_config
 from hone.hardware import Peaks
 from hone.loops.launch import choose_device
 from hone.models.load import compute_dtype, load_config, load_model
@@ -210,7 +210,9 @@ def vllm_model(shape: str | None, folder: Path) -> dict[str, Any]:
     for images, and vLLM serves them in that form alone; requests are text, so it does not load the
     tower. On Hopper GPUs it reads prompts of hybrids with FlashInfer, also where that is missing.
     """
-    if shape is not None and (whole := public_config(shape)) is not None:
+    published = {name: whole for spec in VISION.values() for name, whole in spec.public.items()}
+    if shape in published:
+        whole = published[shape]
         folder = folder / "published"
         folder.mkdir()
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[whole["model_type"]]
