@@ -524,7 +524,7 @@ def test_settings_of_the_newest_packages_are_known() -> None:
         read_command("openrlhf", ["python", "-m", "openrlhf.cli.train_opd", "--opd.topk", "0"])
 
 
-def test_environments_and_tools_of_a_script_are_named_by_its_file(tmp_path: Path) -> None:
+def test_environments_and_tools_of_a_script_are_named_by_their_file(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(
         "from trl import GRPOConfig, GRPOTrainer\n"
@@ -536,8 +536,10 @@ def test_environments_and_tools_of_a_script_are_named_by_its_file(tmp_path: Path
         "args=GRPOConfig()).train()\n"
     )
     found = convert(read_file("trl", script, {}))
-    assert str(found.key("env.path")).endswith("own.py:Wordle")
-    assert [Path(tool).name for tool in found.key("env.tools")] == ["own.py:search"]
+    assert found.key("env.path") == "RECIPE_functions.py:Wordle"
+    assert found.key("env.tools") == ["RECIPE_functions.py:search"]
+    assert found.taken_out is not None
+    assert found.taken_out.names == ["Wordle", "search"]
 
 
 @pytest.mark.parametrize(
@@ -622,4 +624,4 @@ def test_a_function_of_the_script_is_not_the_one_of_trl_of_that_name(tmp_path: P
         "GRPOTrainer(model='m', reward_funcs=accuracy_reward, args=GRPOConfig()).train()\n"
     )
     found = convert(read_file("trl", script, {}))
-    assert str(found.key("reward.functions.0.fn")).endswith("own.py:accuracy_reward")
+    assert found.key("reward.functions.0.fn") == "RECIPE_functions.py:accuracy_reward"

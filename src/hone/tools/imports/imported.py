@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from hone.config.schema import Field, fields, locate
 from hone.config.tree import TREES
 from hone.tools.imports.source import Given, Source
+from hone.tools.imports.taken_out import TakenOut
 
 __all__ = ["Imported", "Value", "order"]
 
@@ -40,6 +41,8 @@ class Imported:
     """Settings for which nothing has to be set, with the reason."""
     to_do: list[str] = field(default_factory=list[str])
     """Tasks that are left for the user."""
+    taken_out: TakenOut | None = None
+    """A file that the recipe names and that is to be written beside it."""
     processes: int = 1
     """Training processes: `--nproc`."""
 
