@@ -194,6 +194,13 @@ COMMANDS = [
     ("verl", "verl.trainer.main_ppo data.train_batch_size=128 "
      "actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
      {"rollout.prompts_per_step": 128, "trainer.prompts_per_minibatch": 32}),
+    *(("verl", "verl.trainer.main_ppo data.train_batch_size=256 "
+       "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_epochs=2 "
+       f"trainer.total_training_steps=100 actor_rollout_ref.actor.optim.{setting}",
+       {"trainer.optimizer.warmup_steps": 40})
+      for setting in ("lr_warmup_steps=5", "lr_warmup_steps_ratio=0.05")),
+    ("verl", "verl.trainer.sft_trainer optim.lr_warmup_steps=5",
+     {"trainer.optimizer.warmup_steps": 5}),
     ("verl", "verl.trainer.main_ppo algorithm.adv_estimator=grpo "
      "algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.advantage": "dr_grpo"}),
     ("verl", "verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=gspo",

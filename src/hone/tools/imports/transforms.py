@@ -294,6 +294,17 @@ def optimizer_steps_(value: Any, run: Imported, row: Alias) -> Any:
     return max(1, round(value / _steps_per_rollout(run)))
 
 
+def warmup_(value: Any, run: Imported, row: Alias) -> Any:
+    """Optimizer steps of the warm-up. The schedule of verl moves once a rollout."""
+    if value is None or value < 0:
+        return None
+    per_step = _steps_per_rollout(run) if run.source.framework == "verl" else 1
+    if value and per_step != 1:
+        run.warn(f"lr_warmup_steps {value} counts rollouts there, and each makes {per_step:g} "
+                 "optimizer steps, which are counted here.")  # fmt: skip
+    return round(value * per_step)
+
+
 def warmup_share_(value: Any, run: Imported, row: Alias) -> Any:
     if not value:
         return None
