@@ -194,6 +194,19 @@ COMMANDS = [
     ("verl", "verl.trainer.main_ppo data.train_batch_size=128 "
      "actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
      {"rollout.prompts_per_step": 128, "trainer.prompts_per_minibatch": 32}),
+    # Checkpoints are deleted here where nothing is set, and not there.
+    *((framework, command, {"checkpoint.keep_last": kept}) for framework, command, kept in (
+        ("verl", "verl.trainer.main_ppo trainer.save_freq=20", 1_000_000),
+        ("verl", "verl.trainer.main_ppo trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=null",
+         1_000_000),
+        ("verl", "verl.trainer.main_ppo trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=3", 3),
+        ("verl", "verl.trainer.main_ppo", 2),
+        ("verl", "verl.trainer.sft_trainer trainer.save_freq=20", 1_000_000),
+        ("trl", "trl grpo --save_steps 20", 1_000_000),
+        ("trl", "trl dpo", 1_000_000),
+        ("trl", "trl sft --save_total_limit 1", 1),
+        ("trl", "trl sft --save_strategy no", 2),
+        ("openrlhf", "openrlhf.cli.train_dpo --save_steps 20", 3))),
     *(("verl", "verl.trainer.main_ppo data.train_batch_size=256 "
        "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_epochs=2 "
        f"trainer.total_training_steps=100 actor_rollout_ref.actor.optim.{setting}",

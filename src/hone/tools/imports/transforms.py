@@ -56,11 +56,14 @@ def _texts(value: Any) -> list[str]:
 
 # Numbers and names
 
+_ALL = 1_000_000
+"""More checkpoints than any run writes, where the framework keeps all."""
 _OF_VALUE: Mapping[str, Callable[[Any], Any]] = {
     "not": lambda value: not value,
     "is_given": lambda value: True if value else None,
     "at_least_0": lambda value: None if value is None or value < 0 else value,
     "at_least_1": lambda value: None if value is None or value < 1 else value,
+    "kept": lambda value: _ALL if value is None or value < 1 else value,
     "rounded_up": lambda value: max(1, math.ceil(value)),
     "inverse": lambda value: 1 / value if value else None,
     "minutes": lambda value: value * 60,
