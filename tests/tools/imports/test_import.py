@@ -194,6 +194,28 @@ COMMANDS = [
     ("verl", "verl.trainer.main_ppo data.train_batch_size=128 "
      "actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
      {"rollout.prompts_per_step": 128, "trainer.prompts_per_minibatch": 32}),
+    # Evaluation samples as training does where nothing is set for it.
+    ("trl", "trl grpo --eval_dataset e --temperature 0.9 --max_completion_length 786 --top_p 0.95 "
+     "--top_k 50 --min_p 0.1",
+     {"eval.n_samples_per_prompt": 8, "eval.temperature": 0.9, "eval.max_completion_tokens": 786,
+      "eval.top_p": 0.95, "eval.top_k": 50, "eval.min_p": 0.1}),
+    ("trl", "trl grpo --eval_dataset e --num_generations 4 --num_generations_eval 2 --top_k -1",
+     {"eval.n_samples_per_prompt": 2, "eval.max_completion_tokens": 512, "eval.top_k": 0}),
+    ("trl", "trl rloo --eval_dataset e", {"eval.n_samples_per_prompt": 2}),
+    ("trl", "trl grpo --temperature 0.9 --top_p 0.95",
+     {"eval.n_samples_per_prompt": 1, "eval.temperature": 1.0, "eval.top_p": 1.0}),
+    ("verl", "verl.trainer.main_ppo data.val_files=e data.max_response_length=256 "
+     "actor_rollout_ref.rollout.temperature=0.7",
+     {"eval.max_completion_tokens": 256, "eval.temperature": 0.0, "eval.n_samples_per_prompt": 1}),
+    ("verl", "verl.trainer.main_ppo data.max_response_length=256",
+     {"eval.max_completion_tokens": 1024}),
+    ("openrlhf", "train_ppo_ray.py --eval_dataset e --generate_max_len 300 --temperature 0.9",
+     {"eval.max_completion_tokens": 300, "eval.temperature": 0.6}),
+    ("relax", "relax/entrypoints/train.py --eval-prompt-data a b --rollout-max-response-len 300 "
+     "--rollout-temperature 0.8", {"eval.max_completion_tokens": 300, "eval.temperature": 0.8}),
+    ("relax", "relax/entrypoints/train.py --eval-prompt-data a b --rollout-max-response-len 300 "
+     "--eval-max-response-len 600 --eval-temperature 0.5",
+     {"eval.max_completion_tokens": 600, "eval.temperature": 0.5}),
     # Checkpoints are deleted here where nothing is set, and not there.
     *((framework, command, {"checkpoint.keep_last": kept}) for framework, command, kept in (
         ("verl", "verl.trainer.main_ppo trainer.save_freq=20", 1_000_000),
@@ -645,3 +667,22 @@ def test_a_function_of_the_script_is_not_the_one_of_trl_of_that_name(tmp_path: P
     )
     found = convert(read_file("trl", script, {}))
     assert found.key("reward.functions.0.fn") == "RECIPE_functions.py:accuracy_reward"
+
+
+def test_functions_of_whole_groups_have_groups_in_evaluation_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own.py").write_text(
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        "def score(completions, **kwargs):\n"
+        "    return [0.0 for _ in completions]\n"
+        "GRPOTrainer(model='model', reward_funcs=score, train_dataset='train.jsonl',\n"
+        "            eval_dataset='train.jsonl',\n"
+        "            args=GRPOConfig(max_steps=4, eval_steps=2, max_completion_length=2048))\n"
+    )
+    assert main(["import", "trl", "own.py", "--output", "mine.yaml"]) == 0
+    main(["check", "rl", "mine.yaml"])
+    printed = capsys.readouterr().out
+    assert "whole_groups: true" in printed
+    assert "whole_groups is on" not in printed
+    assert "eval.max_completion_tokens is" not in printed

@@ -838,6 +838,8 @@ def finish(run: Imported) -> None:
         return
     if run.source.framework == "verl" and run.is_set("env.path"):
         _warn_of_limits(run)
+    if run.is_set("data.eval.0.path"):
+        _evaluate_as_in_training(run)
     if not any(key.startswith(_SCORES) for key in run.values):
         run.to_do.append(
             "reward.functions: no reward is named that is served, so that `exact_match` scores"
@@ -849,6 +851,32 @@ def finish(run: Imported) -> None:
         one = Given("training processes", run.processes, "counted")
         run.set("cluster.num_trainers", run.processes, one)
         run.warn(_devices(run))
+
+
+_AS_IN_TRAINING: Mapping[str, Mapping[str, str]] = {
+    "openrlhf": {"max_completion_tokens": "generate_max_len"},
+    "verl": {"max_completion_tokens": "data.max_response_length"},
+    "relax": {"max_completion_tokens": "rollout_max_response_len",
+              "temperature": "rollout_temperature"},
+    "trl": {"max_completion_tokens": "max_completion_length", "temperature": "temperature",
+            "n_samples_per_prompt": "num_generations"},
+}  # fmt: skip
+"""By framework: keys of `rollout` that evaluation has too where nothing else is set, and the
+setting there."""
+
+
+def _evaluate_as_in_training(run: Imported) -> None:
+    """Sample held-out prompts as the framework does where no setting is for them alone."""
+    for name, theirs in _AS_IN_TRAINING[run.source.framework].items():
+        value = run.key(f"rollout.{name}")
+        held = run.values.get(f"rollout.{name}")
+        if not run.is_set(f"eval.{name}"):
+            for one in held.given if held else [Given(theirs, value, "")]:
+                run.set(f"eval.{name}", value, one)
+    if run.source.framework == "trl":
+        for one in run.source.given:
+            if one.name in ("top_p", "top_k", "min_p") and isinstance(one.value, int | float):
+                run.set(f"eval.{one.name}", max(0, one.value), one)
 
 
 def _warn_of_images(run: Imported) -> None:

@@ -42,6 +42,7 @@ def counts(found: Imported) -> str:
     """One line on what became of the settings."""
     given = {one.name for one in found.source.given}
     mapped = given & {one.name for value in found.values.values() for one in value.given}
+    mapped -= {one.name for one, _ in found.missing}  # for evaluation alone
     parts = [f"{len(given)} settings: {len(mapped)} taken over"]
     parts += [f"{len(names)} {words}" for entries, words in (
         (found.unneeded, "need nothing"), (found.missing, "not served"), (found.unread, "not read"),
