@@ -89,16 +89,15 @@ def run(argv: Sequence[str]) -> int:
             f"'{beside.path}' exists, and {', '.join(beside.names)} would be written there. Name "
             "another output, or remove it."
         )
+    told = [counts(imported), *(f"not followed: {note}" for note in source.notes)]
     text = recipe(imported, origin, str(output or "RECIPE.yaml"))
     if output is None:
         sys.stdout.write(printable(text))
-        sys.stderr.write(f"{counts(imported)}\n")
     else:
         write_whole(output, text, "--output")
         if beside is not None:
             write_whole(beside.path, beside.text, "--output")
-            names = ", ".join(beside.names)
-            sys.stderr.write(f"{names} copied to {beside.path}, which a run imports\n")
-        message = f"written to {output}; its comments say what to check"
-        sys.stderr.write(f"{counts(imported)}\n{message}\n")
+            told.append(f"{', '.join(beside.names)} copied to {beside.path}, which a run imports")
+        told.append(f"written to {output}; its comments say what to check")
+    sys.stderr.write(printable("".join(f"{line}\n" for line in told)))
     return 0

@@ -686,3 +686,18 @@ def test_functions_of_whole_groups_have_groups_in_evaluation_too(
     assert "whole_groups: true" in printed
     assert "whole_groups is on" not in printed
     assert "eval.max_completion_tokens is" not in printed
+
+
+def test_what_is_not_followed_is_counted_and_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own.py").write_text(
+        "from datasets import load_dataset\n"
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        "rows = load_dataset('openai/gsm8k', 'main', split='train').map(prepared)\n"
+        "GRPOTrainer(model='m', train_dataset=rows, args=GRPOConfig(max_steps=4))\n"
+    )
+    assert main(["import", "trl", "own.py", "--output", "mine.yaml"]) == 0
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first.endswith("; 1 part not followed")
+    assert second.startswith("not followed: line 3: map(prepared) of openai/gsm8k is not carried")

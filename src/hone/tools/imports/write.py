@@ -50,6 +50,7 @@ def counts(found: Imported) -> str:
     texts = (
         (found.differs, "difference of meaning", "differences of meaning"),
         (found.to_do, "thing to be done", "things to be done"),
+        (found.source.notes, "part not followed", "parts not followed"),
     )
     more = [f"{len(entries)} {one if len(entries) == 1 else many}" for entries, one, many in texts
             if entries]  # fmt: skip
