@@ -17,7 +17,7 @@ from hone.errors import UserError
 from hone.tools.imports import transforms
 from hone.tools.imports.convert import convert
 from hone.tools.imports.frameworks import PROGRAMS, read_command, read_file
-from hone.tools.imports.imported import Imported
+from hone.tools.imports.imported import FILL_IN, Imported
 from hone.tools.imports.source import Given, Source, Unread
 from hone.tools.imports.write import recipe
 from tests.config import workspace as files
@@ -60,6 +60,12 @@ def outcomes(found: Imported) -> set[str]:
     return {one.name for one in told}
 
 
+def filled_in(found: Imported) -> list[str]:
+    """Numbers for the keys that are left open."""
+    keys = ("run.steps", "trainer.optimizer.warmup_steps")
+    return [f"--{key}=1" for key in keys if found.key(key) == FILL_IN]
+
+
 @table("name", SCRIPTS)
 def test_a_recipe_is_that_of_its_golden_file(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -88,6 +94,7 @@ def test_a_recipe_passes_its_check(
     data = "pairs.jsonl" if command == "dpo" else "train.jsonl"
     local = ["--model.path=model", f"--data.train=[{{path: {data}}}]", "--data.eval=[]"]
     local += ["--eval.every_n_steps=0", "--eval.at_start=false", "--log.to=[]"]
+    local += filled_in(found)
     if command == "rl":
         local += ["--reward.functions=[{fn: exact_match}]"]
     nproc = [] if found.is_spread else ["--nproc", str(found.processes)]
@@ -185,7 +192,7 @@ COMMANDS = [
      "--reward.clip_range -5 5",
      {"reward.functions.0.fn": "http://scores:5000/get_reward", "reward.clip": [-5.0, 5.0]}),
     ("openrlhf", "train_ppo_ray.py --remote_rm_url http://a/x,http://b/x",
-     {"reward.functions.0.fn": None}),
+     {"reward.functions.0.fn": FILL_IN}),
     ("openrlhf", "train_sft.py --train.batch_size 64 --data.max_len 512 --data.max_samples 640",
      {"data.examples_per_step": 64, "data.max_tokens": 512, "run.steps": 20}),
     ("openrlhf", "train_rm.py --train.batch_size 64 --train.micro_batch_size 2",
@@ -701,3 +708,24 @@ def test_what_is_not_followed_is_counted_and_told(
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first.endswith("; 1 part not followed")
     assert second.startswith("not followed: line 3: map(prepared) of openai/gsm8k is not carried")
+
+
+OPEN = [
+    # A command, and what the check of its recipe refuses until it is filled in.
+    ("verl.trainer.main_ppo trainer.total_epochs=15", "run.steps: got 'FILL_IN'"),
+    ("verl.trainer.main_ppo trainer.total_training_steps=9 custom_reward_function.path=null "
+     "reward_model.enable=True", "reward.functions.0.fn 'FILL_IN'"),
+]  # fmt: skip
+
+
+@table("command, refused", OPEN)
+def test_a_check_refuses_what_is_left_open(
+    command: str, refused: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["actor_rollout_ref.model.path=model", "data.train_files=train.jsonl"]
+    Path("mine.yaml").unlink(missing_ok=True)
+    made = ["import", "verl", "--output", "mine.yaml", "--", *command.split(), *words]
+    assert main(made) == 0
+    assert main(["check", "rl", "mine.yaml"]) != 0
+    printed = capsys.readouterr()
+    assert refused in f"{printed.out}{printed.err}".replace("\n", " ")

@@ -16,7 +16,7 @@ from hone.tools.imports.frameworks import read_command
 from hone.tools.imports.imported import Imported
 from hone.tools.imports.write import recipe
 from tests.tables import table
-from tests.tools.imports.test_import import outcomes
+from tests.tools.imports.test_import import filled_in, outcomes
 
 PUBLIC: Mapping[str, Mapping[str, Any]] = {
     entry["origin"]: entry for entry in read_recipe_list(Path(__file__).with_name("public.yaml"))
@@ -58,7 +58,7 @@ def test_its_recipe_loads_and_accounts_for_all(origin: str, tmp_path: Path) -> N
     assert {one.name for one in found.source.given} <= outcomes(found)
     file = tmp_path / "mine.yaml"
     file.write_text(recipe(found, origin, "mine.yaml"), encoding="utf-8")
-    load_config(TREES[found.source.command], file, [])
+    load_config(TREES[found.source.command], file, filled_in(found))
 
 
 _P, _N, _MINI = (

@@ -69,7 +69,7 @@ def kept(function):
 
 @kept
 def score(completions, answer, scale=Scale.factor, **kwargs):
-    """The answer, twice."""
+    """The answer,\x0ctwice."""
     args = Count(map(answer_of, completions))
     return [scale * args[one] for one in answer]
 '''

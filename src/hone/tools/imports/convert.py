@@ -15,10 +15,7 @@ from hone.tools.imports.imported import Imported, Value
 from hone.tools.imports.source import Given, Source, Unread, text_of
 from hone.tools.imports.taken_out import Script, take_out
 
-__all__ = ["FILL_IN", "convert"]
-
-FILL_IN = "FILL_IN"
-"""Placeholder in a recipe for a required value that the source does not give."""
+__all__ = ["convert"]
 
 _DEFAULTS = Path(__file__).with_name("defaults.yaml")
 _REQUIRED = ("model.path", "data.train.0.path")
@@ -93,8 +90,7 @@ def _complete(imported: Imported) -> None:
     transforms.finish(imported)
     for key in _REQUIRED:
         if key not in imported.values:
-            imported.values[key] = Value(FILL_IN, [])
-            imported.to_do.append(f"{key}: nothing that could be read names it")
+            imported.leave_open(key, "nothing that could be read names it")
     for key, value in imported.values.items():
         if isinstance(value.value, str) and ("$" in value.value or "`" in value.value):
             imported.to_do.append(f"{key}: {value.value} is known only when the script runs")

@@ -13,7 +13,10 @@ from hone.config.tree import TREES
 from hone.tools.imports.source import Given, Source
 from hone.tools.imports.taken_out import TakenOut
 
-__all__ = ["Imported", "Value", "order"]
+__all__ = ["FILL_IN", "Imported", "Value", "order"]
+
+FILL_IN = "FILL_IN"
+"""Placeholder in a recipe for a value that the source does not give, which `hone check` refuses."""
 
 
 @dataclass(slots=True)
@@ -55,7 +58,12 @@ class Imported:
 
     def is_set(self, key: str) -> bool:
         """Whether a setting has given the key a value."""
-        return key in self.values
+        return key in self.values and self.values[key].value != FILL_IN
+
+    def leave_open(self, key: str, why: str) -> None:
+        """Leave a key to be filled in, which nothing has set."""
+        self.to_do.append(f"{key}: {why}")
+        self.values.setdefault(key, Value(FILL_IN, []))
 
     def given(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these settings that is given."""

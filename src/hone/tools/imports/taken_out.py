@@ -44,7 +44,7 @@ class Script:
     def __init__(self, path: Path, text: str) -> None:
         self.path = path
         self.body = ast.parse(text).body
-        self._lines = text.splitlines()
+        self._lines = text.split("\n")  # as the tree counts them, which a form feed does not end
         self._sets: dict[str, list[ast.stmt]] = {}
         for statement in self.body:
             for name in dict.fromkeys(_names_set(statement)):

@@ -283,8 +283,8 @@ def steps_of_epochs_(value: Any, run: Imported, row: Alias) -> Any:
     ]
     batch = run.key(_PROMPTS if run.is_rl else "data.examples_per_step")
     if not rows:
-        run.to_do.append(f"run.steps: {value:g} x rows / {batch}, for {value:g} passes over the "
-                         "data, whose number of rows is not known here")  # fmt: skip
+        run.leave_open("run.steps", f"{value:g} x rows / {batch}, for {value:g} passes over the "
+                       "data, whose number of rows is not known here")  # fmt: skip
         raise Nothing("run.steps is to be filled in")
     run.warn(f"{value:g} passes over the data are {value:g} x {sum(rows)} / {batch} steps where "
              "there are as many rows as max_rows allows.")  # fmt: skip
@@ -312,7 +312,7 @@ def warmup_share_(value: Any, run: Imported, row: Alias) -> Any:
     if not value:
         return None
     if not run.is_set("run.steps"):
-        run.to_do.append(f"trainer.optimizer.warmup_steps: {value:g} of all optimizer steps")
+        run.leave_open("trainer.optimizer.warmup_steps", f"{value:g} of all optimizer steps")
         raise Nothing("trainer.optimizer.warmup_steps is to be filled in")
     return round(value * run.key("run.steps") * _steps_per_rollout(run))
 
@@ -841,9 +841,7 @@ def finish(run: Imported) -> None:
     if run.is_set("data.eval.0.path"):
         _evaluate_as_in_training(run)
     if not any(key.startswith(_SCORES) for key in run.values):
-        run.to_do.append(
-            "reward.functions: no reward is named that is served, so that `exact_match` scores"
-        )
+        run.leave_open("reward.functions.0.fn", "no reward is named that is served")
     if run.key("pipeline.max_staleness") and not run.key("cluster.num_engines"):
         run.to_do.append("cluster.num_engines: engines sample while the trainers train, on devices "
                          "of their own; say how many there are")  # fmt: skip
