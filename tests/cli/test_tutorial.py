@@ -18,7 +18,13 @@ PAGES = sorted(page.stem for page in (DOCS / "tutorials").glob("*.md"))
 OUTCOMES = {
     "images": ("rows.html", "runs/pictures/report.html"),
     "large-data": ("runs/large/report.html",),
-    "moving": ("from_trl.yaml", "from_verl.yaml", "from_openrlhf.yaml", "runs/moved/report.html"),
+    "moving": (
+        "from_trl.yaml",
+        "from_trl_functions.py",
+        "from_verl.yaml",
+        "from_openrlhf.yaml",
+        "runs/moved/report.html",
+    ),
     "several-gpus": ("runs/two/report.html", "runs/tensor/report.html", "runs/ring/report.html"),
     "tools-and-environments": ("runs/agent/report.html", "runs/game/report.html"),
 }

@@ -28,6 +28,10 @@ script, a YAML file of settings, or for trl a Python script; none is run.
 Variables, arrays, functions and sourced files of a shell script are followed;
 NAME=value before `hone import` sets what it reads from the environment.
 
+With --output, reward functions, tools and environments of a Python script that a
+run must not import, since it trains, are copied with what they use to a file
+beside the recipe.
+
 Each value of the recipe says where it comes from. Comments list what is not
 served, what means something else here, what nothing is to be set for, and what
 is left to be filled in. Settings that are not given count as their framework
@@ -76,13 +80,24 @@ def run(argv: Sequence[str]) -> int:
         source, origin = read_command(framework, command), "A command"
     else:
         source, origin = read_file(framework, Path(words[0]), os.environ), words[0]
-    imported = convert(source)
+    imported = convert(source, output or Path("RECIPE.yaml"))
+    beside = imported.taken_out
+    if output is None and beside is not None:
+        imported.to_do.append(f"{beside.path}: --output FILE also writes the file of functions")
+    if output is not None and beside is not None and beside.path.exists():
+        raise UserError(
+            f"'{beside.path}' exists, and {', '.join(beside.names)} would be written there. Name "
+            "another output, or remove it."
+        )
+    told = [counts(imported), *(f"not followed: {note}" for note in source.notes)]
     text = recipe(imported, origin, str(output or "RECIPE.yaml"))
     if output is None:
         sys.stdout.write(printable(text))
-        sys.stderr.write(f"{counts(imported)}\n")
     else:
         write_whole(output, text, "--output")
-        message = f"written to {output}; its comments say what to check"
-        sys.stderr.write(f"{counts(imported)}\n{message}\n")
+        if beside is not None:
+            write_whole(beside.path, beside.text, "--output")
+            told.append(f"{', '.join(beside.names)} copied to {beside.path}, which a run imports")
+        told.append(f"written to {output}; its comments say what to check")
+    sys.stderr.write(printable("".join(f"{line}\n" for line in told)))
     return 0

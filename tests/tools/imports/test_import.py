@@ -17,7 +17,7 @@ from hone.errors import UserError
 from hone.tools.imports import transforms
 from hone.tools.imports.convert import convert
 from hone.tools.imports.frameworks import PROGRAMS, read_command, read_file
-from hone.tools.imports.imported import Imported
+from hone.tools.imports.imported import FILL_IN, Imported
 from hone.tools.imports.source import Given, Source, Unread
 from hone.tools.imports.write import recipe
 from tests.config import workspace as files
@@ -60,6 +60,12 @@ def outcomes(found: Imported) -> set[str]:
     return {one.name for one in told}
 
 
+def filled_in(found: Imported) -> list[str]:
+    """Numbers for the keys that are left open."""
+    keys = ("run.steps", "trainer.optimizer.warmup_steps")
+    return [f"--{key}=1" for key in keys if found.key(key) == FILL_IN]
+
+
 @table("name", SCRIPTS)
 def test_a_recipe_is_that_of_its_golden_file(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -88,6 +94,7 @@ def test_a_recipe_passes_its_check(
     data = "pairs.jsonl" if command == "dpo" else "train.jsonl"
     local = ["--model.path=model", f"--data.train=[{{path: {data}}}]", "--data.eval=[]"]
     local += ["--eval.every_n_steps=0", "--eval.at_start=false", "--log.to=[]"]
+    local += filled_in(found)
     if command == "rl":
         local += ["--reward.functions=[{fn: exact_match}]"]
     nproc = [] if found.is_spread else ["--nproc", str(found.processes)]
@@ -185,7 +192,7 @@ COMMANDS = [
      "--reward.clip_range -5 5",
      {"reward.functions.0.fn": "http://scores:5000/get_reward", "reward.clip": [-5.0, 5.0]}),
     ("openrlhf", "train_ppo_ray.py --remote_rm_url http://a/x,http://b/x",
-     {"reward.functions.0.fn": None}),
+     {"reward.functions.0.fn": FILL_IN}),
     ("openrlhf", "train_sft.py --train.batch_size 64 --data.max_len 512 --data.max_samples 640",
      {"data.examples_per_step": 64, "data.max_tokens": 512, "run.steps": 20}),
     ("openrlhf", "train_rm.py --train.batch_size 64 --train.micro_batch_size 2",
@@ -194,6 +201,48 @@ COMMANDS = [
     ("verl", "verl.trainer.main_ppo data.train_batch_size=128 "
      "actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
      {"rollout.prompts_per_step": 128, "trainer.prompts_per_minibatch": 32}),
+    # Evaluation samples as training does where nothing is set for it.
+    ("trl", "trl grpo --eval_dataset e --temperature 0.9 --max_completion_length 786 --top_p 0.95 "
+     "--top_k 50 --min_p 0.1",
+     {"eval.n_samples_per_prompt": 8, "eval.temperature": 0.9, "eval.max_completion_tokens": 786,
+      "eval.top_p": 0.95, "eval.top_k": 50, "eval.min_p": 0.1}),
+    ("trl", "trl grpo --eval_dataset e --num_generations 4 --num_generations_eval 2 --top_k -1",
+     {"eval.n_samples_per_prompt": 2, "eval.max_completion_tokens": 512, "eval.top_k": 0}),
+    ("trl", "trl rloo --eval_dataset e", {"eval.n_samples_per_prompt": 2}),
+    ("trl", "trl grpo --temperature 0.9 --top_p 0.95",
+     {"eval.n_samples_per_prompt": 1, "eval.temperature": 1.0, "eval.top_p": 1.0}),
+    ("verl", "verl.trainer.main_ppo data.val_files=e data.max_response_length=256 "
+     "actor_rollout_ref.rollout.temperature=0.7",
+     {"eval.max_completion_tokens": 256, "eval.temperature": 0.0, "eval.n_samples_per_prompt": 1}),
+    ("verl", "verl.trainer.main_ppo data.max_response_length=256",
+     {"eval.max_completion_tokens": 1024}),
+    ("openrlhf", "train_ppo_ray.py --eval_dataset e --generate_max_len 300 --temperature 0.9",
+     {"eval.max_completion_tokens": 300, "eval.temperature": 0.6}),
+    ("relax", "relax/entrypoints/train.py --eval-prompt-data a b --rollout-max-response-len 300 "
+     "--rollout-temperature 0.8", {"eval.max_completion_tokens": 300, "eval.temperature": 0.8}),
+    ("relax", "relax/entrypoints/train.py --eval-prompt-data a b --rollout-max-response-len 300 "
+     "--eval-max-response-len 600 --eval-temperature 0.5",
+     {"eval.max_completion_tokens": 600, "eval.temperature": 0.5}),
+    # Checkpoints are deleted here where nothing is set, and not there.
+    *((framework, command, {"checkpoint.keep_last": kept}) for framework, command, kept in (
+        ("verl", "verl.trainer.main_ppo trainer.save_freq=20", 1_000_000),
+        ("verl", "verl.trainer.main_ppo trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=null",
+         1_000_000),
+        ("verl", "verl.trainer.main_ppo trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=3", 3),
+        ("verl", "verl.trainer.main_ppo", 2),
+        ("verl", "verl.trainer.sft_trainer trainer.save_freq=20", 1_000_000),
+        ("trl", "trl grpo --save_steps 20", 1_000_000),
+        ("trl", "trl dpo", 1_000_000),
+        ("trl", "trl sft --save_total_limit 1", 1),
+        ("trl", "trl sft --save_strategy no", 2),
+        ("openrlhf", "openrlhf.cli.train_dpo --save_steps 20", 3))),
+    *(("verl", "verl.trainer.main_ppo data.train_batch_size=256 "
+       "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_epochs=2 "
+       f"trainer.total_training_steps=100 actor_rollout_ref.actor.optim.{setting}",
+       {"trainer.optimizer.warmup_steps": 40})
+      for setting in ("lr_warmup_steps=5", "lr_warmup_steps_ratio=0.05")),
+    ("verl", "verl.trainer.sft_trainer optim.lr_warmup_steps=5",
+     {"trainer.optimizer.warmup_steps": 5}),
     ("verl", "verl.trainer.main_ppo algorithm.adv_estimator=grpo "
      "algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.advantage": "dr_grpo"}),
     ("verl", "verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
@@ -524,7 +573,7 @@ def test_settings_of_the_newest_packages_are_known() -> None:
         read_command("openrlhf", ["python", "-m", "openrlhf.cli.train_opd", "--opd.topk", "0"])
 
 
-def test_environments_and_tools_of_a_script_are_named_by_its_file(tmp_path: Path) -> None:
+def test_environments_and_tools_of_a_script_are_named_by_their_file(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(
         "from trl import GRPOConfig, GRPOTrainer\n"
@@ -536,8 +585,10 @@ def test_environments_and_tools_of_a_script_are_named_by_its_file(tmp_path: Path
         "args=GRPOConfig()).train()\n"
     )
     found = convert(read_file("trl", script, {}))
-    assert str(found.key("env.path")).endswith("own.py:Wordle")
-    assert [Path(tool).name for tool in found.key("env.tools")] == ["own.py:search"]
+    assert found.key("env.path") == "RECIPE_functions.py:Wordle"
+    assert found.key("env.tools") == ["RECIPE_functions.py:search"]
+    assert found.taken_out is not None
+    assert found.taken_out.names == ["Wordle", "search"]
 
 
 @pytest.mark.parametrize(
@@ -622,4 +673,59 @@ def test_a_function_of_the_script_is_not_the_one_of_trl_of_that_name(tmp_path: P
         "GRPOTrainer(model='m', reward_funcs=accuracy_reward, args=GRPOConfig()).train()\n"
     )
     found = convert(read_file("trl", script, {}))
-    assert str(found.key("reward.functions.0.fn")).endswith("own.py:accuracy_reward")
+    assert found.key("reward.functions.0.fn") == "RECIPE_functions.py:accuracy_reward"
+
+
+def test_functions_of_whole_groups_have_groups_in_evaluation_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own.py").write_text(
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        "def score(completions, **kwargs):\n"
+        "    return [0.0 for _ in completions]\n"
+        "GRPOTrainer(model='model', reward_funcs=score, train_dataset='train.jsonl',\n"
+        "            eval_dataset='train.jsonl',\n"
+        "            args=GRPOConfig(max_steps=4, eval_steps=2, max_completion_length=2048))\n"
+    )
+    assert main(["import", "trl", "own.py", "--output", "mine.yaml"]) == 0
+    main(["check", "rl", "mine.yaml"])
+    printed = capsys.readouterr().out
+    assert "whole_groups: true" in printed
+    assert "whole_groups is on" not in printed
+    assert "eval.max_completion_tokens is" not in printed
+
+
+def test_what_is_not_followed_is_counted_and_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own.py").write_text(
+        "from datasets import load_dataset\n"
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        "rows = load_dataset('openai/gsm8k', 'main', split='train').map(prepared)\n"
+        "GRPOTrainer(model='m', train_dataset=rows, args=GRPOConfig(max_steps=4))\n"
+    )
+    assert main(["import", "trl", "own.py", "--output", "mine.yaml"]) == 0
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first.endswith("; 1 part not followed")
+    assert second.startswith("not followed: line 3: map(prepared) of openai/gsm8k is not carried")
+
+
+OPEN = [
+    # A command, and what the check of its recipe refuses until it is filled in.
+    ("verl.trainer.main_ppo trainer.total_epochs=15", "run.steps: got 'FILL_IN'"),
+    ("verl.trainer.main_ppo trainer.total_training_steps=9 custom_reward_function.path=null "
+     "reward_model.enable=True", "reward.functions.0.fn 'FILL_IN'"),
+]  # fmt: skip
+
+
+@table("command, refused", OPEN)
+def test_a_check_refuses_what_is_left_open(
+    command: str, refused: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["actor_rollout_ref.model.path=model", "data.train_files=train.jsonl"]
+    Path("mine.yaml").unlink(missing_ok=True)
+    made = ["import", "verl", "--output", "mine.yaml", "--", *command.split(), *words]
+    assert main(made) == 0
+    assert main(["check", "rl", "mine.yaml"]) != 0
+    printed = capsys.readouterr()
+    assert refused in f"{printed.out}{printed.err}".replace("\n", " ")

@@ -16,7 +16,7 @@ from hone.tools.imports.frameworks import read_command
 from hone.tools.imports.imported import Imported
 from hone.tools.imports.write import recipe
 from tests.tables import table
-from tests.tools.imports.test_import import outcomes
+from tests.tools.imports.test_import import filled_in, outcomes
 
 PUBLIC: Mapping[str, Mapping[str, Any]] = {
     entry["origin"]: entry for entry in read_recipe_list(Path(__file__).with_name("public.yaml"))
@@ -58,7 +58,7 @@ def test_its_recipe_loads_and_accounts_for_all(origin: str, tmp_path: Path) -> N
     assert {one.name for one in found.source.given} <= outcomes(found)
     file = tmp_path / "mine.yaml"
     file.write_text(recipe(found, origin, "mine.yaml"), encoding="utf-8")
-    load_config(TREES[found.source.command], file, [])
+    load_config(TREES[found.source.command], file, filled_in(found))
 
 
 _P, _N, _MINI = (
@@ -78,11 +78,12 @@ NUMBERS = [
     ("verl-project/verl: examples/grpo_trainer/run_qwen3_8b_fsdp.sh", 8,
      {_P: 1024, _N: 5, _MINI: 256, _TOKENS: 24576, _PROMPT: 1024, _COMPLETION: 2048, _TENSOR: 2,
       "trainer.enable_sleep": False, "algorithm.kl.coef": 0.001, "algorithm.kl.estimator": "k3"}),
-    # 16 nodes of 8; 512 / 32 optimizer steps a rollout; 1,024 x 20 tokens of a completion.
+    # 16 nodes of 8; 512 / 32 optimizer steps a rollout, of which 10 warm up, as its paper says;
+    # 1,024 x 20 tokens of a completion.
     ("volcengine/verl: recipe/dapo/run_dapo_qwen2.5_32b.sh", 128,
      {_P: 512, _N: 16, _MINI: 32, _TOKENS: 22528, _PROMPT: 2048, _COMPLETION: 20480, _TENSOR: 4,
       "trainer.parallel.ulysses_size": 8, "trainer.enable_sleep": True,
-      "trainer.optimizer.warmup_steps": 10, "algorithm.clip_high": 0.28,
+      "trainer.optimizer.warmup_steps": 160, "algorithm.clip_high": 0.28,
       "rollout.dynamic_sampling": True, "reward.functions.1.args": {"buffer_tokens": 4096}}),
     # 3 nodes of 8: 24 = pipeline 3 x tensor 4 x 2.
     ("volcengine/verl: examples/grpo_trainer/run_moonlight16b_math_megatron.sh", 24,

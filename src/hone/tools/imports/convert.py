@@ -13,19 +13,18 @@ from hone.config.schema import locate
 from hone.tools.imports import transforms
 from hone.tools.imports.imported import Imported, Value
 from hone.tools.imports.source import Given, Source, Unread, text_of
+from hone.tools.imports.taken_out import Script, take_out
 
-__all__ = ["FILL_IN", "convert"]
-
-FILL_IN = "FILL_IN"
-"""Placeholder in a recipe for a required value that the source does not give."""
+__all__ = ["convert"]
 
 _DEFAULTS = Path(__file__).with_name("defaults.yaml")
 _REQUIRED = ("model.path", "data.train.0.path")
 _OFF = (False, None, "", [])
 
 
-def convert(source: Source) -> Imported:
-    """Convert all settings of a source, and its framework's defaults."""
+def convert(source: Source, output: Path = Path("RECIPE.yaml")) -> Imported:
+    """Convert all settings of a source, and its framework's defaults, to a recipe that is to be
+    written to `output`."""
     imported = Imported(source)
     imported.processes = source.processes or transforms.processes(imported)
     number = {id(row): place for place, row in enumerate(aliases())}
@@ -48,6 +47,7 @@ def convert(source: Source) -> Imported:
     used = [one for value in imported.values.values() for one in value.given]
     imported.unneeded = [(one, why) for one, why in imported.unneeded if one not in used]
     _complete(imported)
+    _take_out_functions(imported, output)
     return imported
 
 
@@ -90,11 +90,43 @@ def _complete(imported: Imported) -> None:
     transforms.finish(imported)
     for key in _REQUIRED:
         if key not in imported.values:
-            imported.values[key] = Value(FILL_IN, [])
-            imported.to_do.append(f"{key}: nothing that could be read names it")
+            imported.leave_open(key, "nothing that could be read names it")
     for key, value in imported.values.items():
         if isinstance(value.value, str) and ("$" in value.value or "`" in value.value):
             imported.to_do.append(f"{key}: {value.value} is known only when the script runs")
+
+
+def _take_out_functions(imported: Imported, output: Path) -> None:
+    """Name functions of a script that a run must not import by a file beside the recipe."""
+    if imported.source.script is None:
+        return
+    path, text = imported.source.script
+    script, prefix = Script(path, text), f"{path}:"
+    named = [value for value in imported.values.values() if _names(value, prefix)]
+    why = script.why_not_imported()
+    if not named or not why:
+        return
+    place = output.with_name(f"{output.stem}_functions.py")
+    names = dict.fromkeys(name for value in named for name in _names(value, prefix))
+    imported.taken_out, reasons = take_out(script, names, place)
+    if imported.taken_out is not None:
+        imported.warn(f"{path} is not for a run to import, since {why}: {place} has a copy of "
+                      f"{', '.join(imported.taken_out.names)} with what they use.")  # fmt: skip
+    for name, reason in reasons.items():
+        imported.to_do.append(f"{place}: move {name} there, since {path} is not for a run to "
+                              f"import ({why}); it is not copied, since {reason}")  # fmt: skip
+    for value in named:
+        parts = [part.replace(prefix, f"{place}:") for part in _texts(value)]
+        value.value = parts if isinstance(value.value, list) else parts[0]
+
+
+def _names(value: Value, prefix: str) -> list[str]:
+    return [part.removeprefix(prefix) for part in _texts(value) if part.startswith(prefix)]
+
+
+def _texts(value: Value) -> list[str]:
+    parts = value.value if isinstance(value.value, list) else [value.value]
+    return [part for part in parts if isinstance(part, str)]
 
 
 def _take(row: Alias, one: Given, imported: Imported) -> None:

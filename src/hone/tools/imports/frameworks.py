@@ -66,7 +66,7 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
                 "the command that starts it."
             )
         program, given, notes = read_python(text, path, environment)
-        return _source(framework, program, given, notes=notes)
+        return _source(framework, program, given, script=(path, text), notes=notes)
     script = read_script(text, environment, path)
     source = _of_commands(
         framework, script.commands, script.notes, f"'{path}'", path.parent, unsure=script.unsure

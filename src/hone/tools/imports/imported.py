@@ -11,8 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 from hone.config.schema import Field, fields, locate
 from hone.config.tree import TREES
 from hone.tools.imports.source import Given, Source
+from hone.tools.imports.taken_out import TakenOut
 
-__all__ = ["Imported", "Value", "order"]
+__all__ = ["FILL_IN", "Imported", "Value", "order"]
+
+FILL_IN = "FILL_IN"
+"""Placeholder in a recipe for a value that the source does not give, which `hone check` refuses."""
 
 
 @dataclass(slots=True)
@@ -40,6 +44,8 @@ class Imported:
     """Settings for which nothing has to be set, with the reason."""
     to_do: list[str] = field(default_factory=list[str])
     """Tasks that are left for the user."""
+    taken_out: TakenOut | None = None
+    """A file that the recipe names and that is to be written beside it."""
     processes: int = 1
     """Training processes: `--nproc`."""
 
@@ -52,7 +58,12 @@ class Imported:
 
     def is_set(self, key: str) -> bool:
         """Whether a setting has given the key a value."""
-        return key in self.values
+        return key in self.values and self.values[key].value != FILL_IN
+
+    def leave_open(self, key: str, why: str) -> None:
+        """Leave a key to be filled in, which nothing has set."""
+        self.to_do.append(f"{key}: {why}")
+        self.values.setdefault(key, Value(FILL_IN, []))
 
     def given(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these settings that is given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hone.config.recipe import parse_value
@@ -59,6 +60,8 @@ class Source:
     given: list[Given]
     processes: int | None = None
     """Number of processes that its launcher starts. None without a launcher."""
+    script: tuple[Path, str] | None = None
+    """The Python script whose functions settings name as `PATH:NAME`, and its text."""
     notes: list[str] = field(default_factory=list[str])
     """Notes on parts of the script that could not be followed."""
 

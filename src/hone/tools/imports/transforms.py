@@ -56,11 +56,14 @@ def _texts(value: Any) -> list[str]:
 
 # Numbers and names
 
+_ALL = 1_000_000
+"""More checkpoints than any run writes, where the framework keeps all."""
 _OF_VALUE: Mapping[str, Callable[[Any], Any]] = {
     "not": lambda value: not value,
     "is_given": lambda value: True if value else None,
     "at_least_0": lambda value: None if value is None or value < 0 else value,
     "at_least_1": lambda value: None if value is None or value < 1 else value,
+    "kept": lambda value: _ALL if value is None or value < 1 else value,
     "rounded_up": lambda value: max(1, math.ceil(value)),
     "inverse": lambda value: 1 / value if value else None,
     "minutes": lambda value: value * 60,
@@ -280,8 +283,8 @@ def steps_of_epochs_(value: Any, run: Imported, row: Alias) -> Any:
     ]
     batch = run.key(_PROMPTS if run.is_rl else "data.examples_per_step")
     if not rows:
-        run.to_do.append(f"run.steps: {value:g} x rows / {batch}, for {value:g} passes over the "
-                         "data, whose number of rows is not known here")  # fmt: skip
+        run.leave_open("run.steps", f"{value:g} x rows / {batch}, for {value:g} passes over the "
+                       "data, whose number of rows is not known here")  # fmt: skip
         raise Nothing("run.steps is to be filled in")
     run.warn(f"{value:g} passes over the data are {value:g} x {sum(rows)} / {batch} steps where "
              "there are as many rows as max_rows allows.")  # fmt: skip
@@ -294,11 +297,22 @@ def optimizer_steps_(value: Any, run: Imported, row: Alias) -> Any:
     return max(1, round(value / _steps_per_rollout(run)))
 
 
+def warmup_(value: Any, run: Imported, row: Alias) -> Any:
+    """Optimizer steps of the warm-up. The schedule of verl moves once a rollout."""
+    if value is None or value < 0:
+        return None
+    per_step = _steps_per_rollout(run) if run.source.framework == "verl" else 1
+    if value and per_step != 1:
+        run.warn(f"lr_warmup_steps {value} counts rollouts there, and each makes {per_step:g} "
+                 "optimizer steps, which are counted here.")  # fmt: skip
+    return round(value * per_step)
+
+
 def warmup_share_(value: Any, run: Imported, row: Alias) -> Any:
     if not value:
         return None
     if not run.is_set("run.steps"):
-        run.to_do.append(f"trainer.optimizer.warmup_steps: {value:g} of all optimizer steps")
+        run.leave_open("trainer.optimizer.warmup_steps", f"{value:g} of all optimizer steps")
         raise Nothing("trainer.optimizer.warmup_steps is to be filled in")
     return round(value * run.key("run.steps") * _steps_per_rollout(run))
 
@@ -824,10 +838,10 @@ def finish(run: Imported) -> None:
         return
     if run.source.framework == "verl" and run.is_set("env.path"):
         _warn_of_limits(run)
+    if run.is_set("data.eval.0.path"):
+        _evaluate_as_in_training(run)
     if not any(key.startswith(_SCORES) for key in run.values):
-        run.to_do.append(
-            "reward.functions: no reward is named that is served, so that `exact_match` scores"
-        )
+        run.leave_open("reward.functions.0.fn", "no reward is named that is served")
     if run.key("pipeline.max_staleness") and not run.key("cluster.num_engines"):
         run.to_do.append("cluster.num_engines: engines sample while the trainers train, on devices "
                          "of their own; say how many there are")  # fmt: skip
@@ -835,6 +849,32 @@ def finish(run: Imported) -> None:
         one = Given("training processes", run.processes, "counted")
         run.set("cluster.num_trainers", run.processes, one)
         run.warn(_devices(run))
+
+
+_AS_IN_TRAINING: Mapping[str, Mapping[str, str]] = {
+    "openrlhf": {"max_completion_tokens": "generate_max_len"},
+    "verl": {"max_completion_tokens": "data.max_response_length"},
+    "relax": {"max_completion_tokens": "rollout_max_response_len",
+              "temperature": "rollout_temperature"},
+    "trl": {"max_completion_tokens": "max_completion_length", "temperature": "temperature",
+            "n_samples_per_prompt": "num_generations"},
+}  # fmt: skip
+"""By framework: keys of `rollout` that evaluation has too where nothing else is set, and the
+setting there."""
+
+
+def _evaluate_as_in_training(run: Imported) -> None:
+    """Sample held-out prompts as the framework does where no setting is for them alone."""
+    for name, theirs in _AS_IN_TRAINING[run.source.framework].items():
+        value = run.key(f"rollout.{name}")
+        held = run.values.get(f"rollout.{name}")
+        if not run.is_set(f"eval.{name}"):
+            for one in held.given if held else [Given(theirs, value, "")]:
+                run.set(f"eval.{name}", value, one)
+    if run.source.framework == "trl":
+        for one in run.source.given:
+            if one.name in ("top_p", "top_k", "min_p") and isinstance(one.value, int | float):
+                run.set(f"eval.{one.name}", max(0, one.value), one)
 
 
 def _warn_of_images(run: Imported) -> None:

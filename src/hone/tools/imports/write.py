@@ -42,6 +42,7 @@ def counts(found: Imported) -> str:
     """One line on what became of the settings."""
     given = {one.name for one in found.source.given}
     mapped = given & {one.name for value in found.values.values() for one in value.given}
+    mapped -= {one.name for one, _ in found.missing}  # for evaluation alone
     parts = [f"{len(given)} settings: {len(mapped)} taken over"]
     parts += [f"{len(names)} {words}" for entries, words in (
         (found.unneeded, "need nothing"), (found.missing, "not served"), (found.unread, "not read"),
@@ -49,6 +50,7 @@ def counts(found: Imported) -> str:
     texts = (
         (found.differs, "difference of meaning", "differences of meaning"),
         (found.to_do, "thing to be done", "things to be done"),
+        (found.source.notes, "part not followed", "parts not followed"),
     )
     more = [f"{len(entries)} {one if len(entries) == 1 else many}" for entries, one, many in texts
             if entries]  # fmt: skip
