@@ -287,7 +287,7 @@ def test_demonstrations_in_a_template_that_nobody_asked_for_are_told_once(tmp_pa
     rows = [{"prompt": "1 + 1 =", "completion": "2"}, {"prompt": "1 + 2 =", "completion": "3"}]
     with caplog.at_level(logging.INFO):
         load_rows(tmp_path, bpe_tokenizer(CHATML), rows, chat=chat)
-    told = "demonstrations are put into the tokenizer's chat template (data.chat never leaves them"
+    told = "demonstrations are put into the tokenizer's chat template (with data.chat=never they"
     assert caplog.text.count(told) == (chat == "auto")
     assert ("the first one: '<|im_start|>user" in caplog.text) == (chat == "auto")
 

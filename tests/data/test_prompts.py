@@ -71,7 +71,7 @@ def test_a_chat_template_that_nobody_asked_for_is_told(chat, tmp_path, caplog):
     tokenizer = char_tokenizer(CHATML)
     with caplog.at_level(logging.INFO):
         load(source(tmp_path, "a", rows(2)), tokenizer=tokenizer, chat=chat)
-    told = "put into the tokenizer's chat template (data.chat never leaves them as they are)"
+    told = "put into the tokenizer's chat template (with data.chat=never they stay as they are)"
     assert (told in caplog.text) == (chat == "auto")
     assert ("the first one: '<|im_start|>user" in caplog.text) == (chat == "auto")
 

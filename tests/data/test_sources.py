@@ -119,6 +119,11 @@ BAD_FILES = {
     "not json": ("a.jsonl", b'{"a": 1}\n{"a" 2}\n', r"a.jsonl, line 2: not valid JSON .*\"a\" 2"),
     "after a blank line": ("a.jsonl", b'{"a": 1}\n\n\noops\n', r"a.jsonl, line 4: .*near: oops"),
     "cut off": ("a.jsonl", b'{"a": 1}\n{"a": [1, 2', r"a.jsonl, line 2: not valid JSON"),
+    "ends early": (
+        "a.jsonl",
+        b'{"a": [1, 2\n{"a": 1}\n',
+        r"a.jsonl, line 1: not valid JSON \([^)]* at column 12\)",
+    ),
     "an array in lines": (
         "a.jsonl",
         b'[\n {"a": 1}\n]\n',

@@ -101,8 +101,8 @@ def is_put_into_template(prompt: object, renderer: Renderer, cfg: DataConfig) ->
 def show_template(what: str, first: str) -> None:
     """Log that texts are put into the chat template, with the first one."""
     _log.info(
-        "%s are put into the tokenizer's chat template (data.chat never leaves them as they are); "
-        "the first one: %s",
+        "%s are put into the tokenizer's chat template (with data.chat=never they stay as they "
+        "are); the first one: %s",
         what,
         shorten(repr(first)),
     )

@@ -61,7 +61,7 @@ def decode(data: bytes, location: str) -> str:
 def parse_json(text: str, location: str) -> Any:
     """The value of a JSON text. Raises UserError, with the place, where it is none."""
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())  # an end of line would be where a row ends too early
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, " if error.lineno > 1 else ""
         begin = max(0, error.pos - 40)

@@ -564,8 +564,7 @@ class Scorer:
         if len(self._first_failures) == _FIRST_CALLS:
             raise FailureRateError(
                 f"all of the first {_FIRST_CALLS} samples failed to be scored: "
-                f"{describe_failures(self._first_failures)}. No step and no evaluation waits for "
-                "more.",
+                f"{describe_failures(self._first_failures)}. The others are not waited for.",
                 self._first_failures,
             )
 
