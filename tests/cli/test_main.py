@@ -883,6 +883,27 @@ def test_check_says_for_what_hardware_it_plans(
     assert told in " ".join(capsys.readouterr().out.split())
 
 
+@table(
+    "command, flags, number",
+    [
+        ("rl", "", 1),
+        ("rl", "--trainer.parallel.ulysses_size=2 --engine.tensor_parallel_size=4", 4),
+        ("sft", "--trainer.parallel.pipeline_parallel_size=2", 2),
+        ("eval", "--engine.tensor_parallel_size=2", 2),
+        ("rl", "--cluster.num_trainers=2 --cluster.num_engines=1", 3),
+    ],
+)
+def test_on_named_gpus_a_check_without_processes_is_for_the_fewest(
+    command: str, flags: str, number: int, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = ("--gpu=4090", "--model.path=Qwen/Qwen3-32B")
+    told = output(capsys, "check", command, *BASE[command], *gpu, *flags.split(), code=2)
+    flat = " ".join(told.split())
+    assert f"Planned for {number} x RTX 4090 of 24 GiB." in flat
+    assert "add --nproc N" not in flat
+    assert "error: by prediction the run does not fit into the 24 GiB of a GPU" in flat
+
+
 def test_check_refuses_more_processes_than_this_host_has_cores_for(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

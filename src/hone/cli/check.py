@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -56,10 +57,11 @@ Resolves and checks a recipe of COMMAND (rl, sft, dpo, reward-model, eval or
 generate; unset: the one that its keys are for), and prints what is wrong, what
 was set, the numbers that follow, the memory of each phase, and whether it fits: N
 processes, one a device, on the GPUs of this host, or with --gpu on others (h200,
-h100, a100-80g, a100-40g, l40s, a10, 4090, ...); on a CPU, and of what is
-offloaded, whether this host's memory holds the run. Loads no model, of one on the
-hub config.json alone, of --model.shape (qwen3-8b, ...) in place of model.path
-nothing; needs no GPU, and with --gpu no packages of that host.
+h100, a100-80g, a100-40g, l40s, a10, 4090, ...; without --nproc on as few as the
+recipe can have); on a CPU, and of what is offloaded, whether this host's memory
+holds the run. Loads no model, of one on the hub config.json alone, of
+--model.shape (qwen3-8b, ...) in place of model.path nothing; needs no GPU, and
+with --gpu no packages of that host.
 Exit code: 2 with errors, else 0.
 `hone check COMMAND --help` explains the keys.
 """
@@ -96,6 +98,10 @@ def run(argv: Sequence[str]) -> int:
     if gpu is not None:
         known["can_install"] = True  # assumed for the host with these GPUs
     plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
+    if gpu is not None and nproc is None:
+        nproc = _fewest_processes(plan)
+        plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
+        notes.append(f"Without --nproc the check is for the fewest processes of a run, {nproc}.")
     findings = _findings(plan, known)
     if shape is not None:
         findings = [f for f in findings if f.keys != ("model.path",)]  # a shape, not a path
@@ -106,6 +112,11 @@ def run(argv: Sequence[str]) -> int:
     else:
         _print_tables(cfg, plan, findings, [f"Checked for `hone {command}`.", *notes])
     return 2 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _fewest_processes(plan: RunPlan) -> int:
+    """The fewest processes that divide every role of a run on shared devices as its recipe says."""
+    return math.lcm(*(role.axes.world for role in plan.roles.values()))
 
 
 def _require_public(shape: str) -> None:
