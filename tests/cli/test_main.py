@@ -649,6 +649,41 @@ def test_a_check_takes_a_public_shape_in_place_of_a_model(
     assert "did you mean qwen3-0.6b?" in capsys.readouterr().err
 
 
+@table(
+    "argv, command",
+    [
+        ("", "rl"),
+        ("rl", "rl"),
+        ("sft", "sft"),
+        ("plan.yaml", "rl"),
+        ("plan.yaml --engine.enable_sleep true", "rl"),
+    ],
+)
+def test_a_check_without_data_has_numbers_of_training_beside_the_error(
+    argv: str, command: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "--model.shape=qwen3-0.6b", "--plan.gpus=1", "--output=plan.yaml"])
+    words = [*argv.split(), "--model.shape=qwen3-0.6b", "--gpu=h200", "--nproc=1"]
+    capsys.readouterr()
+    told = " ".join(output(capsys, "check", *words, code=2).split())
+    assert f"Checked for `hone {command}`." in told
+    found = json.loads(output(capsys, "check", *words, "--json", code=2))
+    assert found["derived"]["train_peak_gib" if command == "rl" else "training_peak_gib"] > 5
+    messages = [x["message"] for x in found["findings"] if x["level"] == "error"]
+    assert messages == ["data.train is empty. Name at least one source."]
+
+
+@table("flag", ["--data.train=3", "--data.train.0.weight=2", "--model.path=3"])
+def test_a_check_of_data_that_are_no_sources_names_them(
+    flag: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "r.yaml").write_text("run: {steps: x}")
+    assert main(["check", "rl", "r.yaml", flag]) == 2
+    told = capsys.readouterr().err
+    assert "data.train" in told
+    assert "run.steps" in told
+
+
 def test_a_recipe_of_pairs_is_known_by_its_columns(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,8 @@ Exit code: 2 with errors, else 0.
 `hone check COMMAND --help` explains the keys.
 """
 
+_SOURCES = ("data", "train")
+
 
 def run(argv: Sequence[str]) -> int:
     """Check a recipe and print the result. Returns 2 if it has errors."""
@@ -85,15 +87,14 @@ def run(argv: Sequence[str]) -> int:
     words = [word for word in words if word != "--json"]
     is_named = command is not None
     command = command or _command_of(words)
-    cfg, notes = load_arguments(RECIPE_TREES[command], words, starts=True)
+    cfg, notes = _load(command, words)
     if not is_named and (fitting := _command_of(words, has_pairs=_has_pairs(cfg))) != command:
         command = fitting
-        cfg, notes = load_arguments(RECIPE_TREES[command], words, starts=True)
+        cfg, notes = _load(command, words)
     # A run on a CPU is assumed to run on this host.
     known: Known = started_here(nproc) if nproc is not None and cfg.run.device == "cpu" else {}
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_processes
-    assert isinstance(cfg, Command)
     gpu = None if name is None else known_gpu(name)
     if gpu is not None:
         known["can_install"] = True  # assumed for the host with these GPUs
@@ -130,14 +131,33 @@ def _require_public(shape: str) -> None:
         )
 
 
+def _load(command: str, words: Sequence[str]) -> tuple[Command, list[str]]:
+    """Load a recipe and flags of a command. Where only sources to train on are missing, which no
+    number depends on, the configuration has none, and a rule reports it."""
+    tree = RECIPE_TREES[command]
+    try:
+        return load_arguments(tree, words, starts=True)
+    except UserError:
+        if any(path[:2] == _SOURCES[: len(path)] for path in _given_keys(words)):
+            raise
+        with suppress(UserError):
+            return load_arguments(tree, [*words, f"--{'.'.join(_SOURCES)}=[]"], starts=True)
+        raise
+
+
 def _command_of(words: Sequence[str], *, has_pairs: bool = False) -> str:
     """The command to which a recipe and flags belong: `rl` if several fit and its data are not
     pairs."""
+    return command_of(_given_keys(words), has_pairs=has_pairs)
+
+
+def _given_keys(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """The paths of all keys in a recipe and flags."""
     recipe, flags = split(words)
     values = {} if recipe is None else read_recipe(recipe).values
     named = [word.removeprefix("--").partition("=")[0] for word in flags if word.startswith("--")]
     in_flags = (tuple(name.replace("-", "_").split(".")) for name in named)
-    return command_of([*key_paths(values, into_lists=True), *in_flags], has_pairs=has_pairs)
+    return [*key_paths(values, into_lists=True), *in_flags]
 
 
 def _has_pairs(cfg: Section) -> bool:
