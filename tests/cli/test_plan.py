@@ -163,6 +163,26 @@ def test_a_shape_that_is_not_known_is_told_with_the_nearest(
     assert "Did you mean 'qwen3-32b'?" in text
 
 
+@table(
+    "flags",
+    [
+        "--model.lora.target_modules=[nonsense]",
+        "--model.lora.target_modules=[q_proj,experts.gate_up]",
+        "--model.lora.load_in_4bit=true --rollout.temperature=0",
+    ],
+)
+def test_what_no_placement_mends_is_refused_as_by_the_check(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model.shape=qwen3-30b-a3b", "--model.lora.rank=16", *flags.split())
+    text = output(capsys, *given, "--plan.gpus=4", "--plan.gpu=h100", code=2)
+    told = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error")]
+    main(["check", "rl", *given, "--gpu=h100", "--nproc=4", "--json"])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert told
+    assert set(told) <= {x["message"] for x in found if x["level"] == "error"}
+
+
 @pytest.mark.parametrize("goal", ["throughput", "on_policy", "memory"])
 def test_the_goal_says_what_comes_first(goal: str) -> None:
     found = compare(load_config(PlanConfig, None, [*BIG, f"--plan.goal={goal}"])).outcomes

@@ -33,7 +33,15 @@ from hone.planner.knobs import gpus_of_a_node
 from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
-from hone.tools.plan.search import Notes, Report, no_report, plan_of, plans_that_fit, search
+from hone.tools.plan.search import (
+    Notes,
+    Report,
+    broken_rules,
+    no_report,
+    plan_of,
+    plans_that_fit,
+    search,
+)
 from hone.tools.plan.simulated_engine import EngineRates
 from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation, no_scoring
 from hone.tools.plan.training_time import LINK_SHARE, TrainingTime
@@ -196,6 +204,8 @@ def compare(cfg: PlanConfig, report: Report = no_report) -> Comparison:
     UserError for what cannot be simulated."""
     gpu, shape = known_gpu(cfg.plan.gpu, key="plan.gpu"), _shape(cfg.model)
     num_gpus, rng = _num_gpus(cfg), np.random.default_rng(cfg.run.seed)
+    if broken := broken_rules(cfg, shape, gpu, num_gpus):
+        raise UserError("\nerror: ".join(finding.message for finding in broken))
     rollout, notes = cfg.rollout, list[str]()
     num_groups = rollout.prompts_per_step * (cfg.plan.steps + 2)
     drawn = draw_lengths(

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hone.config.plan import Devices, RunPlan, known_models, resolve
+from hone.config.rules.finding import Finding
 from hone.config.tree import PlanConfig
 from hone.distributed.settings import ClusterConfig
 from hone.families.model_facts import ModelFacts
@@ -39,7 +40,7 @@ from hone.tools.plan.best_settings import (
 from hone.tools.plan.divisions import divisions, movable_roles
 from hone.tools.plan.simulator import Placement
 
-__all__ = ["Notes", "Report", "no_report", "plan_of", "plans_that_fit", "search"]
+__all__ = ["Notes", "Report", "broken_rules", "no_report", "plan_of", "plans_that_fit", "search"]
 
 _MAX_SPLITS = 16
 _ENGINE_SIZES = (1, 2, 4, 8)
@@ -47,6 +48,11 @@ _MAX_HOSTS = 4
 """Hosts up to which trainers of no whole number of hosts may leave some devices to others."""
 _MAX_DIVISIONS = 2
 """Divisions of more trainers than a host has that are settled: those that may be the fastest."""
+
+_READ = ("model", "rollout", "engine", "algorithm", "critic", "teacher", "trainer")
+"""Sections whose settings a plan reads."""
+_VARIED = ("model.path", "rollout.oversample_prompts", "algorithm.correction", "critic.parallel")
+"""Settings of these that modes set, that a plan does without, or that it does not divide by."""
 
 Report: TypeAlias = Callable[[str, int, int], None]
 """Called with what is done, how much of it is, and how much there is."""
@@ -86,6 +92,23 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
     facts, world_size = ModelFacts.of_shape(shape), placement.num_trainers
     plan = resolve(cfg, facts, devices, world_size=world_size, others=known_models(cfg))
     return changed(plan, change)
+
+
+def broken_rules(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> list[Finding]:
+    """The rules' errors about settings that a plan keeps, where they are those of every
+    placement. What costs no time or memory, such as data and rewards, is not asked about."""
+    first, *others = _placements(cfg, shape, num_gpus)
+    kept = {
+        error
+        for error in errors(plan_of(cfg, shape, gpu, first))
+        if all(key.partition(".")[0] in _READ for key in error.keys)
+        and not names_one_of(error, (*DECIDED, *_VARIED))
+    }
+    for placement in others:
+        if not kept:
+            break
+        kept &= errors(plan_of(cfg, shape, gpu, placement))
+    return sorted(kept, key=lambda finding: finding.keys)
 
 
 def search(
