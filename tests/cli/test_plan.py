@@ -330,8 +330,9 @@ def test_colocated_engines_are_over_as_many_devices_as_they_need(tmp_path: Path)
     )
     result = compare(load_config(PlanConfig, None, given))
     assert {x.split for x in result.outcomes if x.run.placement.colocated} == {"64 = 8 x 8"}
-    told = "64 trainers: where they share GPUs with engines, a step needs more than the 79 GiB"
+    told = "engines of 1 GPU: where they share GPUs with trainers, a step needs more than the 79"
     assert any(told in note for note in result.notes)
+    assert not any(" trainers: where they share" in note for note in result.notes)
     for outcome in result.outcomes:
         assert does_fit(outcome.plan)
         if outcome.run.placement.colocated:
@@ -355,6 +356,13 @@ def test_trainers_of_several_nodes_are_started_on_each() -> None:
     )
     assert "--nproc" not in run_flags(cfg, found["16 = 16"])
     assert launch_words(found["8 + 8"]) == ["hone", "rl"]
+
+
+def test_a_note_on_numbers_of_trainers_names_none_that_is_in_the_table() -> None:
+    result = compare(load_config(PlanConfig, None, [*SMALL, "--plan.gpus=24"]))
+    assert {16, 24} <= {x.run.placement.num_trainers for x in result.outcomes}
+    (told,) = (note for note in result.notes if "trainers: " in note)
+    assert told.startswith("9 to 15 and 17 to 23 trainers: beside engines they have whole nodes")
 
 
 def test_the_fastest_comes_with_its_flags_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
