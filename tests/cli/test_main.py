@@ -30,6 +30,7 @@ from hone.config.commands import COMMANDS
 from hone.config.load import load_config, resolve_recipe
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import recipe_names
+from hone.config.rules.finding import Finding
 from hone.config.run import RunConfig
 from hone.config.tree import TREES, RLConfig
 from hone.distributed.processes import HONE_LAUNCHER
@@ -916,6 +917,23 @@ def test_check_says_for_what_hardware_it_plans(
     monkeypatch.setattr(commands, "installed_gpu", lambda: None)
     main(["check", *BASE["rl"], flag])
     assert told in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_check_warns_where_a_gpu_is_as_good_as_full(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no effect on the exit code, and hides nothing that is said of the host."""
+    size = "--nproc=64 --trainer.parallel.zero_stage=3 --engine.tensor_parallel_size=4"
+    room = "--engine.enable_sleep=true --trainer.max_tokens_per_microbatch=2048"
+    gpu = ("--gpu=h100", "--model.shape=llama-3.1-70b", *size.split(), *room.split())
+    said = Finding("warning", ("run.dir",), "the host is full")
+    monkeypatch.setattr(commands, "check_host", lambda plan: [said])
+    told = " ".join(output(capsys, "check", "rl", *BASE["rl"], *gpu).split())
+    assert "warning: by prediction the run hardly fits into the 79 GiB of a GPU (H100)" in told
+    assert "Set trainer.offload to optimizer." in told
+    assert "warning: the host is full" in told
+    told = output(capsys, "check", "rl", *BASE["rl"], *gpu, "--trainer.offload=optimizer")
+    assert "hardly fits" not in told
 
 
 @table(

@@ -358,6 +358,21 @@ def test_trainers_of_several_nodes_are_started_on_each() -> None:
     assert launch_words(found["8 + 8"]) == ["hone", "rl"]
 
 
+def test_rows_that_fit_by_less_than_predictions_were_off_are_marked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("--model.shape=qwen3-32b", "--plan.gpus=8", "--plan.steps=4", "--output=all.json")
+    text = output(capsys, *given)
+    runs = json.loads(Path("all.json").read_text())["runs"][:16]
+    rows = [line for line in text.splitlines() if re.match("(sync|partial|async, ).*%", line)]
+    for run, row in zip(runs, rows, strict=True):
+        assert run["leaves_margin"] != (" ! " in row), row
+    assert {run["leaves_margin"] for run in runs} == {True, False}
+    assert "! fits by less than predictions have been off: `hone check` says what helps" in text
+    text = output(capsys, *SMALL)
+    assert "!" not in text
+
+
 def test_a_note_on_numbers_of_trainers_names_none_that_is_in_the_table() -> None:
     result = compare(load_config(PlanConfig, None, [*SMALL, "--plan.gpus=24"]))
     assert {16, 24} <= {x.run.placement.num_trainers for x in result.outcomes}
