@@ -100,7 +100,7 @@ def test_the_first_is_written_as_a_recipe_that_passes_the_check(
     recipe = Path("plan.yaml").read_text()
     assert recipe.startswith("# ")
     assert "model.path is yours to set: a folder or hub name of a qwen2.5-7b" in recipe
-    best = compare(load_config(PlanConfig, None, BIG)).outcomes[0]
+    best = compare(load_config(PlanConfig, None, BIG)).recommended
     flags = ["--model.path=Qwen/Qwen2.5-7B", "--data.train.0.path=openai/gsm8k"]
     planned = load_config(RLConfig, Path("plan.yaml"), flags)
     assert planned.trainer == best.plan.config.trainer
@@ -380,10 +380,34 @@ def test_a_note_on_numbers_of_trainers_names_none_that_is_in_the_table() -> None
     assert told.startswith("9 to 15 and 17 to 23 trainers: beside engines they have whole nodes")
 
 
+def test_what_no_prediction_tells_from_the_first_is_left_on_policy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("--model.shape=qwen3.5-0.8b", "--plan.gpus=1", "--plan.gpu=h200", "--plan.steps=4")
+    result = compare(load_config(PlanConfig, None, given))
+    assert result.outcomes[0].mode == "partial colocated"
+    assert result.speedup(result.outcomes[0]) < 1.1
+    text = " ".join(output(capsys, *given, "--output=plan.yaml").split())
+    assert "To run sync colocated, 1 GPU (all of whose samples are of the newest weights" in text
+    assert "a step of partial colocated, 1 GPU: " in text, "the first is told of too"
+    assert "memory of sync colocated, 1 GPU, of 140 GiB" in text
+    recipe = Path("plan.yaml").read_text()
+    assert recipe.startswith("# sync colocated, 1 GPU, planned for ")
+    assert "oversample_prompts" not in recipe + text
+    assert "correction" not in recipe + text
+    output(capsys, *given, "--output=all.json")
+    found = json.loads(Path("all.json").read_text())
+    assert found["runs"][found["recommended"]]["mode"] == "sync colocated"
+    least = compare(load_config(PlanConfig, None, [*given, "--plan.goal=memory"]))
+    assert least.recommended is least.outcomes[0]
+
+
 def test_the_fastest_comes_with_its_flags_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     given = (*SMALL, "--plan.gpus=8", "--plan.lengths.sigma=1.5")
-    best = compare(load_config(PlanConfig, None, given)).outcomes[0]
+    result = compare(load_config(PlanConfig, None, given))
+    best = result.outcomes[0]
     assert best.is_async
+    assert result.recommended is best, "it is faster by more than predictions are off"
     text = output(capsys, *given)
     assert re.search(
         r"a step of async, [^:]*: [0-9.]+ s waiting for samples, ", " ".join(text.split())
