@@ -674,15 +674,19 @@ def test_a_check_without_data_has_numbers_of_training_beside_the_error(
     assert messages == ["data.train is empty. Name at least one source."]
 
 
-@table("flag", ["--data.train=3", "--data.train.0.weight=2", "--model.path=3"])
+@table(
+    "flags, said",
+    [
+        ("--data.train=3", "data.train: got 3"),
+        ("--data.train.0.weight=2", "data.train.0.path: required"),
+        ("--run.steps=x", "data.train: required"),
+    ],
+)
 def test_a_check_of_data_that_are_no_sources_names_them(
-    flag: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, said: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (workspace / "r.yaml").write_text("run: {steps: x}")
-    assert main(["check", "rl", "r.yaml", flag]) == 2
-    told = capsys.readouterr().err
-    assert "data.train" in told
-    assert "run.steps" in told
+    assert main(["check", "rl", "--model.path=model", *flags.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_recipe_of_pairs_is_known_by_its_columns(
