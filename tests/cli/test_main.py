@@ -30,6 +30,7 @@ from hone.config.commands import COMMANDS
 from hone.config.load import load_config, resolve_recipe
 from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import recipe_names
+from hone.config.rules.finding import Finding
 from hone.config.run import RunConfig
 from hone.config.tree import TREES, RLConfig
 from hone.distributed.processes import HONE_LAUNCHER
@@ -649,6 +650,45 @@ def test_a_check_takes_a_public_shape_in_place_of_a_model(
     assert "did you mean qwen3-0.6b?" in capsys.readouterr().err
 
 
+@table(
+    "argv, command",
+    [
+        ("", "rl"),
+        ("rl", "rl"),
+        ("sft", "sft"),
+        ("plan.yaml", "rl"),
+        ("plan.yaml --engine.enable_sleep true", "rl"),
+    ],
+)
+def test_a_check_without_data_has_numbers_of_training_beside_the_error(
+    argv: str, command: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "--model.shape=qwen3-0.6b", "--plan.gpus=1", "--output=plan.yaml"])
+    words = [*argv.split(), "--model.shape=qwen3-0.6b", "--gpu=h200", "--nproc=1"]
+    capsys.readouterr()
+    told = " ".join(output(capsys, "check", *words, code=2).split())
+    assert f"Checked for `hone {command}`." in told
+    found = json.loads(output(capsys, "check", *words, "--json", code=2))
+    assert found["derived"]["train_peak_gib" if command == "rl" else "training_peak_gib"] > 5
+    messages = [x["message"] for x in found["findings"] if x["level"] == "error"]
+    assert messages == ["data.train is empty. Name at least one source."]
+
+
+@table(
+    "flags, said",
+    [
+        ("--data.train=3", "data.train: got 3"),
+        ("--data.train.0.weight=2", "data.train.0.path: required"),
+        ("--run.steps=x", "data.train: required"),
+    ],
+)
+def test_a_check_of_data_that_are_no_sources_names_them(
+    flags: str, said: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "rl", "--model.path=model", *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_recipe_of_pairs_is_known_by_its_columns(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -881,6 +921,44 @@ def test_check_says_for_what_hardware_it_plans(
     monkeypatch.setattr(commands, "installed_gpu", lambda: None)
     main(["check", *BASE["rl"], flag])
     assert told in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_check_warns_where_a_gpu_is_as_good_as_full(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no effect on the exit code, and hides nothing that is said of the host."""
+    size = "--nproc=64 --trainer.parallel.zero_stage=3 --engine.tensor_parallel_size=4"
+    room = "--engine.enable_sleep=true --trainer.max_tokens_per_microbatch=2048"
+    gpu = ("--gpu=h100", "--model.shape=llama-3.1-70b", *size.split(), *room.split())
+    said = Finding("warning", ("run.dir",), "the host is full")
+    monkeypatch.setattr(commands, "check_host", lambda plan: [said])
+    told = " ".join(output(capsys, "check", "rl", *BASE["rl"], *gpu).split())
+    assert "warning: by prediction the run hardly fits into the 79 GiB of a GPU (H100)" in told
+    assert "Set trainer.offload to optimizer." in told
+    assert "warning: the host is full" in told
+    told = output(capsys, "check", "rl", *BASE["rl"], *gpu, "--trainer.offload=optimizer")
+    assert "hardly fits" not in told
+
+
+@table(
+    "command, flags, number",
+    [
+        ("rl", "", 1),
+        ("rl", "--trainer.parallel.ulysses_size=2 --engine.tensor_parallel_size=4", 4),
+        ("sft", "--trainer.parallel.pipeline_parallel_size=2", 2),
+        ("eval", "--engine.tensor_parallel_size=2", 2),
+        ("rl", "--cluster.num_trainers=2 --cluster.num_engines=1", 3),
+    ],
+)
+def test_on_named_gpus_a_check_without_processes_is_for_the_fewest(
+    command: str, flags: str, number: int, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = ("--gpu=4090", "--model.path=Qwen/Qwen3-32B")
+    told = output(capsys, "check", command, *BASE[command], *gpu, *flags.split(), code=2)
+    flat = " ".join(told.split())
+    assert f"Planned for {number} x RTX 4090 of 24 GiB." in flat
+    assert "add --nproc N" not in flat
+    assert "error: by prediction the run does not fit into the 24 GiB of a GPU" in flat
 
 
 def test_check_refuses_more_processes_than_this_host_has_cores_for(

@@ -100,7 +100,7 @@ def test_the_first_is_written_as_a_recipe_that_passes_the_check(
     recipe = Path("plan.yaml").read_text()
     assert recipe.startswith("# ")
     assert "model.path is yours to set: a folder or hub name of a qwen2.5-7b" in recipe
-    best = compare(load_config(PlanConfig, None, BIG)).outcomes[0]
+    best = compare(load_config(PlanConfig, None, BIG)).recommended
     flags = ["--model.path=Qwen/Qwen2.5-7B", "--data.train.0.path=openai/gsm8k"]
     planned = load_config(RLConfig, Path("plan.yaml"), flags)
     assert planned.trainer == best.plan.config.trainer
@@ -161,6 +161,26 @@ def test_a_shape_that_is_not_known_is_told_with_the_nearest(
     text = output(capsys, f"--model.shape={shape}", "--plan.gpus=1", code=2)
     assert f"model.shape is '{shape}', which is no public shape" in text
     assert "Did you mean 'qwen3-32b'?" in text
+
+
+@table(
+    "flags",
+    [
+        "--model.lora.target_modules=[nonsense]",
+        "--model.lora.target_modules=[q_proj,experts.gate_up]",
+        "--model.lora.load_in_4bit=true --rollout.temperature=0",
+    ],
+)
+def test_what_no_placement_mends_is_refused_as_by_the_check(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model.shape=qwen3-30b-a3b", "--model.lora.rank=16", *flags.split())
+    text = output(capsys, *given, "--plan.gpus=4", "--plan.gpu=h100", code=2)
+    told = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error")]
+    main(["check", "rl", *given, "--gpu=h100", "--nproc=4", "--json"])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert told
+    assert set(told) <= {x["message"] for x in found if x["level"] == "error"}
 
 
 @pytest.mark.parametrize("goal", ["throughput", "on_policy", "memory"])
@@ -310,8 +330,9 @@ def test_colocated_engines_are_over_as_many_devices_as_they_need(tmp_path: Path)
     )
     result = compare(load_config(PlanConfig, None, given))
     assert {x.split for x in result.outcomes if x.run.placement.colocated} == {"64 = 8 x 8"}
-    told = "64 trainers: where they share GPUs with engines, a step needs more than the 79 GiB"
+    told = "engines of 1 GPU: where they share GPUs with trainers, a step needs more than the 79"
     assert any(told in note for note in result.notes)
+    assert not any(" trainers: where they share" in note for note in result.notes)
     for outcome in result.outcomes:
         assert does_fit(outcome.plan)
         if outcome.run.placement.colocated:
@@ -337,10 +358,56 @@ def test_trainers_of_several_nodes_are_started_on_each() -> None:
     assert launch_words(found["8 + 8"]) == ["hone", "rl"]
 
 
+def test_rows_that_fit_by_less_than_predictions_were_off_are_marked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("--model.shape=qwen3-32b", "--plan.gpus=8", "--plan.steps=4", "--output=all.json")
+    text = output(capsys, *given)
+    runs = json.loads(Path("all.json").read_text())["runs"][:16]
+    rows = [line for line in text.splitlines() if re.match("(sync|partial|async, ).*%", line)]
+    for run, row in zip(runs, rows, strict=True):
+        assert run["leaves_margin"] != (" ! " in row), row
+    assert {run["leaves_margin"] for run in runs} == {True, False}
+    assert "! fits by less than predictions have been off: `hone check` says what helps" in text
+    text = output(capsys, *SMALL)
+    assert "!" not in text
+
+
+def test_a_note_on_numbers_of_trainers_names_none_that_is_in_the_table() -> None:
+    result = compare(load_config(PlanConfig, None, [*SMALL, "--plan.gpus=24"]))
+    assert {16, 24} <= {x.run.placement.num_trainers for x in result.outcomes}
+    (told,) = (note for note in result.notes if "trainers: " in note)
+    assert told.startswith("9 to 15 and 17 to 23 trainers: beside engines they have whole nodes")
+
+
+def test_what_no_prediction_tells_from_the_first_is_left_on_policy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("--model.shape=qwen3.5-0.8b", "--plan.gpus=1", "--plan.gpu=h200", "--plan.steps=4")
+    result = compare(load_config(PlanConfig, None, given))
+    assert result.outcomes[0].mode == "partial colocated"
+    assert result.speedup(result.outcomes[0]) < 1.1
+    text = " ".join(output(capsys, *given, "--output=plan.yaml").split())
+    assert "To run sync colocated, 1 GPU (all of whose samples are of the newest weights" in text
+    assert "a step of partial colocated, 1 GPU: " in text, "the first is told of too"
+    assert "memory of sync colocated, 1 GPU, of 140 GiB" in text
+    recipe = Path("plan.yaml").read_text()
+    assert recipe.startswith("# sync colocated, 1 GPU, planned for ")
+    assert "oversample_prompts" not in recipe + text
+    assert "correction" not in recipe + text
+    output(capsys, *given, "--output=all.json")
+    found = json.loads(Path("all.json").read_text())
+    assert found["runs"][found["recommended"]]["mode"] == "sync colocated"
+    least = compare(load_config(PlanConfig, None, [*given, "--plan.goal=memory"]))
+    assert least.recommended is least.outcomes[0]
+
+
 def test_the_fastest_comes_with_its_flags_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     given = (*SMALL, "--plan.gpus=8", "--plan.lengths.sigma=1.5")
-    best = compare(load_config(PlanConfig, None, given)).outcomes[0]
+    result = compare(load_config(PlanConfig, None, given))
+    best = result.outcomes[0]
     assert best.is_async
+    assert result.recommended is best, "it is faster by more than predictions are off"
     text = output(capsys, *given)
     assert re.search(
         r"a step of async, [^:]*: [0-9.]+ s waiting for samples, ", " ".join(text.split())

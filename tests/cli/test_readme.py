@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import struct
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from hone.cli.main import main
 from hone.config.load import load_config
 from hone.config.plan import Devices
 from hone.config.plan import resolve as resolve_plan
@@ -122,6 +125,22 @@ def test_the_check_of_a_small_card_says_what_the_text_says(
     named = re.findall(r"(\b\w+\.\w+) to \w+", message)
     assert f"`{named[0]}` and `{named[1]}`" in README
     assert len(named) == 2
+
+
+def test_the_line_that_checks_for_a_small_card_refuses_and_advises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files.fill(tmp_path)
+    shutil.copy("train.jsonl", "test.jsonl")
+    Path("mine.yaml").write_text(block("yaml", "# mine.yaml"))
+    Path("rewards.py").write_text(block("python", "# rewards.py"))
+    line = next(x for x in block("bash", "hone check mine.yaml").splitlines() if "hone check" in x)
+    assert main(shlex.split(line, comments=True)[1:]) == 2
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Planned for 1 x RTX 4090 of 24 GiB." in told
+    assert "Set engine.enable_sleep to true and trainer.max_tokens_per_microbatch to 8192." in told
+    assert "errors: 1, warnings: 0" in told
 
 
 def test_pictures_are_there_in_both_colours_of_one_size_and_for_phones() -> None:

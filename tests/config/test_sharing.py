@@ -208,6 +208,8 @@ def test_generation_samples_as_the_run_does_and_leaves_evaluation_out(tmp_path: 
     "keys, command",
     [
         ("", "rl"),
+        ("model.path", "rl"),
+        ("model.path engine.enable_sleep", "rl"),
         ("model.path data.train", "rl"),
         ("model.path data.train data.max_tokens trainer.optimizer.lr", "sft"),
         ("model.path data.train rollout.temperature trainer.optimizer.lr", "rl"),

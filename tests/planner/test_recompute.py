@@ -20,7 +20,8 @@ from hone.families.shape import ModelShape, public_shape
 from hone.families.stages import layer_costs, stage_layers
 from hone.hardware import GIB, known_gpu
 from hone.planner.fitting import check_gpu_memory
-from hone.planner.recompute import chosen_values, free_share, settled
+from hone.planner.margin import free_share
+from hone.planner.recompute import chosen_values, settled
 from hone.planner.run_memory import RunMemory
 from hone.rules import findings
 from hone.tools.plan.lines import plan_lines

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
+from math import ceil
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from hone.families.shape import ModelShape, public_shape
 from hone.hardware import Peaks, gpu_peaks, known_gpu
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.planner import run_memory
-from hone.planner.fitting import changed, check_gpu_memory, memory_changes
+from hone.planner.fitting import changed, check_gpu_memory, check_margin, memory_changes
 from hone.planner.host_memory import host_roles
 from hone.planner.knobs import LOGITS
 from hone.planner.run_memory import Phase, RunMemory
@@ -535,6 +536,35 @@ def test_8_bit_weights_are_named_where_nothing_else_makes_a_run_fit(exact: bool)
     better = planned(configured(*flags, *change), shape_of("qwen3-32b"), gpu=known_gpu("h100"))
     assert [*check_gpu_memory(better)] == []
     assert rules.findings(better) == []
+
+
+@table("world_size, share, above", [(1, 0.03, "1%"), (2, 0.07, "5%")])
+def test_a_run_that_fits_by_less_than_predictions_were_off_is_warned_of(
+    world_size: int, share: float, above: str
+) -> None:
+    """The advice leaves what the warning asks for; a GPU that is full or has more room than that
+    is not warned of."""
+    flags = ("--engine.kv_cache_gib=4", "--trainer.max_tokens_per_microbatch=32768")
+    peak = phases(*flags, world_size=world_size)["train"].num_bytes / (1 << 30)
+    shape = shape_of("qwen3-0.6b")
+    sizes = {ceil(peak) - 1: False, ceil(peak): True, ceil(peak / (1 - share)): False}
+    for gib, is_warned_of in sizes.items():
+        gpu = replace(known_gpu("h200"), memory_gib=gib)
+        plan = planned(configured(*flags), shape, world_size=world_size, gpu=gpu)
+        assert bool([*check_gpu_memory(plan)]) == (gib < peak)
+        told = [*check_margin(plan)]
+        assert bool(told) == is_warned_of, gib
+        for finding in told:
+            assert finding.level == "warning"
+            assert (
+                f"train takes {peak:.1f} GiB, and more than {(1 - share) * gib:.1f} may be too"
+                in (finding.message)
+            )
+            assert f"measured up to {above} above their prediction" in finding.message
+            (change,) = advised(finding.message)
+            assert {flag[2:].partition("=")[0] for flag in change} == {*finding.keys}
+            better = planned(configured(*flags, *change), shape, world_size=world_size, gpu=gpu)
+            assert [*check_gpu_memory(better), *check_margin(better)] == []
 
 
 def test_a_refusal_names_phases_and_numbers() -> None:

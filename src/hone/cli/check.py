@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -56,13 +57,16 @@ Resolves and checks a recipe of COMMAND (rl, sft, dpo, reward-model, eval or
 generate; unset: the one that its keys are for), and prints what is wrong, what
 was set, the numbers that follow, the memory of each phase, and whether it fits: N
 processes, one a device, on the GPUs of this host, or with --gpu on others (h200,
-h100, a100-80g, a100-40g, l40s, a10, 4090, ...); on a CPU, and of what is
-offloaded, whether this host's memory holds the run. Loads no model, of one on the
-hub config.json alone, of --model.shape (qwen3-8b, ...) in place of model.path
-nothing; needs no GPU, and with --gpu no packages of that host.
+h100, a100-80g, a100-40g, l40s, a10, 4090, ...; without --nproc on as few as the
+recipe can have); on a CPU, and of what is offloaded, whether this host's memory
+holds the run. Loads no model, of one on the hub config.json alone, of
+--model.shape (qwen3-8b, ...) in place of model.path nothing; needs no GPU, and
+with --gpu no packages of that host.
 Exit code: 2 with errors, else 0.
 `hone check COMMAND --help` explains the keys.
 """
+
+_SOURCES = ("data", "train")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -83,19 +87,22 @@ def run(argv: Sequence[str]) -> int:
     words = [word for word in words if word != "--json"]
     is_named = command is not None
     command = command or _command_of(words)
-    cfg, notes = load_arguments(RECIPE_TREES[command], words, starts=True)
+    cfg, notes = _load(command, words)
     if not is_named and (fitting := _command_of(words, has_pairs=_has_pairs(cfg))) != command:
         command = fitting
-        cfg, notes = load_arguments(RECIPE_TREES[command], words, starts=True)
+        cfg, notes = _load(command, words)
     # A run on a CPU is assumed to run on this host.
     known: Known = started_here(nproc) if nproc is not None and cfg.run.device == "cpu" else {}
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_processes
-    assert isinstance(cfg, Command)
     gpu = None if name is None else known_gpu(name)
     if gpu is not None:
         known["can_install"] = True  # assumed for the host with these GPUs
     plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
+    if gpu is not None and nproc is None:
+        nproc = _fewest_processes(plan)
+        plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
+        notes.append(f"Without --nproc the check is for the fewest processes of a run, {nproc}.")
     findings = _findings(plan, known)
     if shape is not None:
         findings = [f for f in findings if f.keys != ("model.path",)]  # a shape, not a path
@@ -106,6 +113,11 @@ def run(argv: Sequence[str]) -> int:
     else:
         _print_tables(cfg, plan, findings, [f"Checked for `hone {command}`.", *notes])
     return 2 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _fewest_processes(plan: RunPlan) -> int:
+    """The fewest processes that divide every role of a run on shared devices as its recipe says."""
+    return math.lcm(*(role.axes.world for role in plan.roles.values()))
 
 
 def _require_public(shape: str) -> None:
@@ -119,14 +131,33 @@ def _require_public(shape: str) -> None:
         )
 
 
+def _load(command: str, words: Sequence[str]) -> tuple[Command, list[str]]:
+    """Load a recipe and flags of a command. Where only sources to train on are missing, which no
+    number depends on, the configuration has none, and a rule reports it."""
+    tree = RECIPE_TREES[command]
+    try:
+        return load_arguments(tree, words, starts=True)
+    except UserError:
+        if any(path[:2] == _SOURCES[: len(path)] for path in _given_keys(words)):
+            raise
+        with suppress(UserError):
+            return load_arguments(tree, [*words, f"--{'.'.join(_SOURCES)}=[]"], starts=True)
+        raise
+
+
 def _command_of(words: Sequence[str], *, has_pairs: bool = False) -> str:
     """The command to which a recipe and flags belong: `rl` if several fit and its data are not
     pairs."""
+    return command_of(_given_keys(words), has_pairs=has_pairs)
+
+
+def _given_keys(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """The paths of all keys in a recipe and flags."""
     recipe, flags = split(words)
     values = {} if recipe is None else read_recipe(recipe).values
     named = [word.removeprefix("--").partition("=")[0] for word in flags if word.startswith("--")]
     in_flags = (tuple(name.replace("-", "_").split(".")) for name in named)
-    return command_of([*key_paths(values, into_lists=True), *in_flags], has_pairs=has_pairs)
+    return [*key_paths(values, into_lists=True), *in_flags]
 
 
 def _has_pairs(cfg: Section) -> bool:

@@ -61,7 +61,12 @@ from hone.observe.resumed_run import (
 )
 from hone.paths import data_suffix, local_path, must_be_local
 from hone.planner.disk import check_disk
-from hone.planner.fitting import check_gpu_memory, check_host_memory, has_room_for_two_rows
+from hone.planner.fitting import (
+    check_gpu_memory,
+    check_host_memory,
+    check_margin,
+    has_room_for_two_rows,
+)
 from hone.planner.recompute import settled
 from hone.rewards.builtin import BUILTINS, build
 from hone.rewards.rules import needs_columns
@@ -331,8 +336,9 @@ def check_plan(plan: RunPlan, **known: Unpack[Known]) -> list[Finding]:
     if not plan.is_refused:
         # Otherwise more processes could be enough.
         if plan.world_size is not None or plan.trainer is None:
-            memory = [*check_gpu_memory(plan)]
-        memory = memory or check_host(plan)
+            memory = [*check_gpu_memory(plan)] or [*check_margin(plan)]
+        if all(finding.level == "warning" for finding in memory):
+            memory += check_host(plan)
     return sorted([*results, *memory], key=lambda finding: finding.level)
 
 

@@ -23,7 +23,7 @@ from hone.config.tree import PlanConfig
 from hone.errors import UserError
 from hone.hardware import available_host_bytes, installed_gpu, known_gpu
 from hone.observe.whole_file import write_whole
-from hone.planner.fitting import gpu_host_roles
+from hone.planner.fitting import gpu_host_roles, leaves_margin
 from hone.planner.run_memory import RunMemory
 from hone.rules import findings
 from hone.tools.plan.comparison import (
@@ -53,11 +53,12 @@ tokens, ZeRO stage, recomputation, offloads and sleep: what fits its memory at
 the least cost, and `hone check` accepts.
 It simulates the steps of each and ranks them: seconds a step, tokens/s, who is
 idle, how stale samples are; then memory by phase, and why each of the first
-beats the next. What fits nowhere is refused with what would make it possible.
-Needs no GPU, no model (only its shape) and no data. --output FILE.yaml writes
-the first as a recipe, FILE.json all numbers. What the columns mean is below
-the table; tok/s is that of `hone rl`, tokens of trained rows with their
-prompts over all GPUs.
+beats the next. It recommends the first, or the best synchronous one where no
+prediction tells them apart. What fits nowhere is refused with what would make
+it possible. Needs no GPU, no model (only its shape) and no data. --output
+FILE.yaml writes what it recommends as a recipe, FILE.json all numbers. What the
+columns mean is below the table; tok/s is that of `hone rl`, tokens of trained
+rows with their prompts over all GPUs.
 
 Lengths decide: give measured ones where there are any (plan.lengths). The
 speed of programs is assumed to be what has been measured on one H200; every
@@ -135,19 +136,20 @@ def _write(result: Comparison, output: Path) -> str:
     """Write the recipe or all numbers. Returns a line on what to do with the file."""
     if output.suffix in (".yaml", ".yml"):
         write_whole(output, _recipe(result), "output")
-        launch = " ".join(launch_words(result.outcomes[0]))
-        placement, cluster = result.outcomes[0].run.placement, result.outcomes[0].plan.cluster
+        outcome = result.recommended
+        launch = " ".join(launch_words(outcome))
+        placement, cluster = outcome.run.placement, outcome.plan.cluster
         nproc = 1
         if placement.colocated and launch == "hone rl":
             nproc = cluster.num_processes if cluster.is_used else placement.num_trainers
-        return f"to run the first: {launch} {output}{f' --nproc {nproc}' * (nproc > 1)}"
+        return f"to run {_named(result)}: {launch} {output}{f' --nproc {nproc}' * (nproc > 1)}"
     write_whole(output, f"{json.dumps(_as_json(result), indent=1)}\n", "output")
     return f"numbers in {output}"
 
 
 def _recipe(result: Comparison) -> str:
-    """The first outcome as a recipe, with comments on what it was made for."""
-    outcome = result.outcomes[0]
+    """The recommended outcome as a recipe, with comments on what it was made for."""
+    outcome = result.recommended
     recipe = recipe_of(planned_config(result.cfg, outcome))
     head = [
         f"{outcome.name}, planned for {_model(result)} on {result.num_gpus} x {result.gpu.name}",
@@ -169,8 +171,8 @@ def _print(result: Comparison, console: Console) -> None:
     for name in ("split", "s/step", "tok/s", "x plain", "idle", "stale, most"):
         table.add_column(name, justify="right", no_wrap=True)
     shown = list(result.outcomes[:_MAX_ROWS])
-    if result.plain not in shown:
-        shown[-1] = result.plain
+    needed = [x for x in dict.fromkeys([result.recommended, result.plain]) if x not in shown]
+    shown[len(shown) - len(needed) :] = needed
     for outcome in shown:
         style = "bold" if outcome is result.plain else None
         table.add_row(*_cells(result, outcome), style=style)
@@ -183,12 +185,12 @@ def _print(result: Comparison, console: Console) -> None:
         has_all = output is not None and output.suffix == ".json"
         where = f"in {output}" if has_all else "left out; --output FILE.json has all"
         console.print(f"{rest} slower ones are {where}", markup=False)
-    for outcome in dict.fromkeys([result.outcomes[0], result.plain]):
+    for outcome in dict.fromkeys([result.outcomes[0], result.recommended, result.plain]):
         console.print(_where_time_goes(outcome), markup=False)
     for better, next_best in pairwise(_distinct(result)):
         console.print(_why(better, next_best), markup=False)
-    console.print(f"memory of {result.outcomes[0].name}, of {result.gpu.memory_gib} GiB a GPU:")
-    for phase in RunMemory(result.outcomes[0].plan).phases():
+    console.print(f"memory of {result.recommended.name}, of {result.gpu.memory_gib} GiB a GPU:")
+    for phase in RunMemory(result.recommended.plan).phases():
         console.print(f"  {phase.title}: {phase.in_words()}", markup=False)
     for line in _host_lines(result):
         console.print(f"  {line}", markup=False)
@@ -203,23 +205,35 @@ def _print(result: Comparison, console: Console) -> None:
             style="dim",
         )
     console.print(result.verdict, markup=False)
-    flags = run_flags(result.cfg, result.outcomes[0])
-    launch = shlex.join(launch_words(result.outcomes[0]))
+    flags = run_flags(result.cfg, result.recommended)
+    launch = shlex.join(launch_words(result.recommended))
     if flags or launch != "hone rl":
         how = "" if launch == "hone rl" else ", started on every node,"
         console.print(
-            f"To run the fastest, add this to `{launch}`{how} with the recipe and flags given here "
-            "(but for --plan, --output and --model.shape):",
+            f"To run {_named(result)}, add this to `{launch}`{how} with the recipe and flags given "
+            "here (but for --plan, --output and --model.shape):",
             markup=False,
         )
         console.print(shlex.join(flags), markup=False, soft_wrap=True)  # one line, to be copied
     else:
-        console.print("The fastest is what `hone rl` does with this recipe as it is.", markup=False)
+        named = _named(result)
+        told = f"{named[0].upper()}{named[1:]} is what `hone rl` does with this recipe as it is."
+        console.print(told, markup=False)
+
+
+def _named(result: Comparison) -> str:
+    """What the recommended outcome is called, with the reason where it is not the first."""
+    if result.recommended is result.outcomes[0]:
+        return "the first"
+    return (
+        f"{result.recommended.name} (all of whose samples are of the newest weights, and whose "
+        "speed a prediction cannot tell from that of the first)"
+    )
 
 
 def _host_lines(result: Comparison) -> list[str]:
-    """Host memory of the first outcome, on its fullest host."""
-    roles, limit = gpu_host_roles(result.outcomes[0].plan), result.cfg.plan.host_gib
+    """Host memory of the recommended outcome, on its fullest host."""
+    roles, limit = gpu_host_roles(result.recommended.plan), result.cfg.plan.host_gib
     needed = sum(role.num_bytes for role in roles) / 2**30
     if needed < 0.05:  # too little to show
         return []
@@ -237,6 +251,8 @@ def _legend(result: Comparison, shown: Sequence[Outcome]) -> str:
         f"* plain run ({result.plain.mode}); x plain: tok/s over its; idle: trainers, engines",
         "3 + 5: trainers + engines; 8 = 8: same GPUs for both; stale: updates behind, mean",
     ]
+    if any(not leaves_margin(x.plan) for x in shown):
+        lines.append("! fits by less than predictions have been off: `hone check` says what helps")
     roles = {role: None for x in shown for role, _ in x.run.placement.others}
     if roles:
         words = (f"{LETTERS[role]} {role.replace('_', ' ')}" for role in roles)
@@ -247,7 +263,7 @@ def _legend(result: Comparison, shown: Sequence[Outcome]) -> str:
 def _cells(result: Comparison, outcome: Outcome) -> list[str]:
     run = outcome.run
     return [
-        outcome.mode + " *" * (outcome is result.plain),
+        outcome.mode + " *" * (outcome is result.plain) + " !" * (not leaves_margin(outcome.plan)),
         outcome.split,
         f"{run.step_s:.1f}" if run.step_s >= 10 else f"{run.step_s:.3g}",
         f"{run.tokens_per_s:,.0f}",
@@ -320,6 +336,7 @@ def _as_json(result: Comparison) -> dict[str, Any]:
         "gpu": asdict(result.gpu),
         "num_gpus": result.num_gpus,
         "num_params": result.num_params,
+        "recommended": result.outcomes.index(result.recommended),
         "runs": [
             {
                 "mode": x.mode,
@@ -335,6 +352,7 @@ def _as_json(result: Comparison) -> dict[str, Any]:
                 "staleness_mean": x.run.staleness_mean,
                 "staleness_max": x.run.staleness_max,
                 "num_preemptions": x.run.num_preemptions,
+                "leaves_margin": leaves_margin(x.plan),
                 "steps": [
                     {
                         "wait_s": round(step.wait_s, 6),

@@ -97,6 +97,9 @@ class Devices:
     nodes: int = 1
     host_bytes: int | None = None
     """Memory of this host that processes can still take; None: not known."""
+    keeps_margin: bool = False
+    """Whether a run has to leave as much of the GPU free as predictions have been off
+    (`hone.planner.margin`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,8 +136,10 @@ def command_of(paths: Collection[tuple[str, ...]], *, has_pairs: bool = False) -
     """The command of `RECIPE_COMMANDS` that a recipe and flags with these keys are for.
 
     The one that knows the most of them; of equals one that trains on pairs, where the data
-    `has_pairs`, then one whose required keys are all there; of these the first.
+    `has_pairs`, then one whose required keys are all there; of these the first. Without any data
+    no command can run, so that its required keys say nothing.
     """
+    names_data = any(path[:1] == ("data",) for path in paths)
 
     def fitness(name: str) -> tuple[int, bool, bool]:
         tree = TREES[name]
@@ -145,7 +147,7 @@ def command_of(paths: Collection[tuple[str, ...]], *, has_pairs: bool = False) -
         reads_pairs = has_pairs and locate(tree, _CHOSEN) is not None
         given = {path[:length] for path in paths for length in range(1, len(path) + 1)}
         needed = (key.path for key in fields(tree) if _is_needed(key.path, tree))
-        return known, reads_pairs, all(path in given for path in needed)
+        return known, reads_pairs, names_data and all(path in given for path in needed)
 
     return max(RECIPE_COMMANDS, key=fitness)
 

@@ -29,18 +29,21 @@ from hone.planner.knobs import (
     setting,
     two_rows,
 )
-from hone.planner.run_memory import RunMemory
+from hone.planner.margin import UNUSABLE, above_plan
+from hone.planner.run_memory import Phase, RunMemory
 from hone.rules import findings
 
 __all__ = [
     "changed",
     "check_gpu_memory",
     "check_host_memory",
+    "check_margin",
     "does_fit",
     "does_fit_host",
     "errors",
     "gpu_host_roles",
     "has_room_for_two_rows",
+    "leaves_margin",
     "memory_changes",
     "remedies",
     "rl_config",
@@ -74,6 +77,42 @@ def check_gpu_memory(plan: RunPlan) -> Iterator[Finding]:
     message = f"{_lack(RunMemory(plan))} {_remedy(changes, plan)}{more}"
     named = keys or [key for key in _OTHER_WAYS if re.search(rf"(?<![.\w]){key}", message)]
     yield Finding("error", tuple(named), message)
+
+
+def check_margin(plan: RunPlan) -> Iterator[Finding]:
+    """Yield a warning where a run fits its GPU by no more than predictions have been off."""
+    if leaves_margin(plan):
+        return
+    wary, gpu = _with_margin(plan), plan.devices.gpu
+    assert gpu is not None
+    phases = [x for x in RunMemory(plan).phases() if x.num_bytes > _room(wary, x)]
+    taken = [
+        f"{x.title} takes {x.num_bytes / GIB:.1f} GiB, and more than {_room(wary, x) / GIB:.1f} "
+        "may be too much"
+        for x in phases
+    ]
+    why = f"a program cannot use up to {UNUSABLE:.0%} of it"
+    if above := max(_above_plan(plan, x) for x in phases):
+        why += f", and peaks of training were measured up to {above:.0%} above their prediction"
+    cheapest = remedies(wary, moves=False)[:1]
+    advice = _remedy(cheapest, plan) if cheapest else "No setting that was tried makes more room."
+    keys = [key for change in cheapest for key in change] or ["model.path"]
+    yield Finding(
+        "warning",
+        tuple(keys),
+        f"by prediction the run hardly fits into the {gpu.memory_gib} GiB of a GPU ({gpu.name}): "
+        f"{listed(taken)}, since {why}. {advice}",
+    )
+
+
+def leaves_margin(plan: RunPlan) -> bool:
+    """Whether a run does not fit, or fits with more room than predictions have been off; true where
+    that is not known."""
+    return bool(_excess(plan)) or not _excess(_with_margin(plan))
+
+
+def _with_margin(plan: RunPlan) -> RunPlan:
+    return replace(plan, devices=replace(plan.devices, keeps_margin=True))
 
 
 def check_host_memory(plan: RunPlan, *, num_local: int) -> Iterator[Finding]:
@@ -224,12 +263,28 @@ def _excesses(plan: RunPlan) -> tuple[int, int]:
     gpu = plan.devices.gpu
     if plan.shape is None or plan.is_on_cpu or gpu is None or plan.problem is not None:
         return 0, 0
-    run, limit = RunMemory(plan), (gpu.memory_gib or 0) * GIB
-    if not limit:
+    if not gpu.memory_gib:
         return 0, 0
-    too_much = sum(max(phase.num_bytes - limit, 0) for phase in run.phases())
+    run = RunMemory(plan)
+    too_much = sum(max(phase.num_bytes - _room(plan, phase), 0) for phase in run.phases())
     missing = (run.engine.sequence_bytes or 0) - (run.cache or 0) if run.lacks_room_for_one else 0
     return too_much, missing
+
+
+def _room(plan: RunPlan, phase: Phase) -> int:
+    """Bytes that a phase may take of a GPU whose memory is known."""
+    gpu, share = plan.devices.gpu, 0.0
+    assert gpu is not None
+    if plan.devices.keeps_margin:
+        share = UNUSABLE + _above_plan(plan, phase)
+    return int((1 - share) * (gpu.memory_gib or 0) * GIB)
+
+
+def _above_plan(plan: RunPlan, phase: Phase) -> float:
+    """Largest share by which a phase was measured above its prediction."""
+    if phase.name != "train":
+        return 0.0
+    return above_plan(plan.roles["critic" if phase.role == "critic" else "policy"].axes.world)
 
 
 def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:

@@ -466,8 +466,10 @@ def _ways_to_recompute(plan: RunPlan) -> Iterator[Change]:
 
 def _shared_rows(plan: RunPlan) -> Iterator[Change]:
     """Processes that share the tokens of rows too long for a smaller budget."""
+    if plan.trainer is None or plan.policy.axes.context > 1:
+        return
     longest = _longest_part(plan)
-    if plan.trainer is None or longest is None or plan.policy.axes.context > 1:
+    if longest is None:
         return
     budget, size = plan.trainer.max_tokens_per_microbatch, 2
     if longest <= budget // 2:

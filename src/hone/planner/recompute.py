@@ -6,7 +6,7 @@
 
 The values that the key can have are tried in the order of their predicted time, and the first one
 is taken with which the steps of the policy, and of a critic that has the same value, leave a share
-of the GPU's memory free (`free_share`). Where none does, the one that takes the least memory is
+of the GPU's memory free (`margin.py`). Where none does, the one that takes the least memory is
 taken: whether that fits is for `hone.planner.fitting` to say, as of any other value. A plan keeps
 `auto` where nothing can be predicted yet, such as without a GPU or a number of processes. Its
 memory is then that of `off`.
@@ -25,6 +25,7 @@ from hone.families.stages import layer_costs, stage_layers
 from hone.hardware import GIB
 from hone.planner.fitting import changed, errors
 from hone.planner.knobs import setting
+from hone.planner.margin import free_share
 from hone.planner.run_memory import RunMemory
 from hone.trainer.settings import RecomputeMode, SFTTrainerConfig
 
@@ -32,7 +33,6 @@ __all__ = [
     "COMPUTED_AGAIN",
     "KEY",
     "chosen_values",
-    "free_share",
     "is_open",
     "settled",
 ]
@@ -40,18 +40,7 @@ __all__ = [
 KEY = "trainer.recompute"
 COMPUTED_AGAIN: Mapping[RecomputeMode, float] = {"off": 0.0, "selective": 0.8, "full": 1.0}
 """Share of a layer's forward pass: measured 18 and 22 % of a step of 1.7B, 22 and 27 % of 4B."""
-_UNUSABLE = 0.02
-"""Share of a GPU's memory that a program cannot use, at most (`hone.hardware.Peaks`)."""
-_ABOVE_PLAN, _ABOVE_PLAN_OF_SEVERAL = 0.01, 0.05
-"""Largest share by which peaks of training were measured above their prediction, of one process and
-of several (`hone.trainer.cost`; benchmarks/README.md)."""
 _Learner: TypeAlias = Literal["policy", "critic"]
-
-
-def free_share(num_processes: int) -> float:
-    """Share of a GPU's memory that has to stay free by prediction, where so many processes train a
-    model together."""
-    return _UNUSABLE + (_ABOVE_PLAN if num_processes == 1 else _ABOVE_PLAN_OF_SEVERAL)
 
 
 def is_open(plan: RunPlan) -> bool:

@@ -404,15 +404,14 @@ def test_the_impossible_is_refused_with_what_would_make_it_possible(
 
 
 def test_8_bit_weights_are_named_only_where_rules_allow_them() -> None:
-    """They would make the room, and `hone rl` would refuse exact mode with them."""
-    flags = ["--model.shape=qwen3-32b", "--plan.gpu=h100", "--plan.gpus=1", "--model.exact=true"]
-    flags += ["--model.lora.rank=16", "--model.lora.load_in_4bit=true", "--plan.steps=4"]
-    with pytest.raises(UserError, match=r"possible with 2 of these GPUs or 1 x H200"):
+    """They would make the room, and `hone rl` would refuse them for this family."""
+    flags = ["--model.shape=gemma-3-12b", "--plan.gpu=5090", "--plan.gpus=1", "--plan.steps=4"]
+    flags += ["--model.lora.rank=16", "--model.lora.load_in_4bit=true"]
+    flags += ["--rollout.max_completion_tokens=512"]
+    with pytest.raises(UserError, match=r"possible with 2 of these GPUs or 1 x A100"):
         compare(load_config(PlanConfig, None, flags))
     flags += ["--engine.weight_dtype=int8"]
-    with pytest.raises(
-        UserError, match=r"1 trainers: model\.exact is on, and engine\.weight_dtype"
-    ):
+    with pytest.raises(UserError, match=r"1 trainer: engine\.weight_dtype is int8, and the model"):
         compare(load_config(PlanConfig, None, flags))
 
 

@@ -797,7 +797,9 @@ def test_the_verdict_says_where_asynchrony_does_not_pay() -> None:
     assert compare(config(**tail)).verdict.startswith("Asynchrony pays: the best of it")
     alone = compare(config(**small(gpus=1)))
     assert "Asynchrony needs engines on GPUs of their own" in alone.verdict
-    assert any("takes 1 of 1 GPUs, which leaves none to trainers" in note for note in alone.notes)
+    assert not any("leaves none to trainers" in note for note in alone.notes)
+    with pytest.raises(UserError, match="takes 1 of 1 GPUs, which leaves none to trainers"):
+        compare(config(**{**small(gpus=1, gpu="4090"), "model": {"shape": "qwen3-32b"}}))
 
 
 def step_s(rates: Rates, rows: Sequence[int]) -> float:
@@ -952,7 +954,7 @@ def test_splits_follow_the_recipe() -> None:
     result = compare(config(**small(gpus=7), **pairs))
     assert {x.split for x in result.outcomes} == {"3 + 2 x 2"}
     assert result.plain.mode == "sync separate"
-    assert any("1 to 7 trainers: " in note for note in result.notes)
+    assert any("1 and 5 to 7 trainers: " in note for note in result.notes)
     beside = compare(config(**small(gpus=4), engine={"tensor_parallel_size": 2}))
     assert {x.split for x in beside.outcomes} == {"4 = 4", "4 = 2 x 2", "2 + 1 x 2"}
     assert any(x.name.endswith("colocated, 4 GPUs, engines of 2") for x in beside.outcomes)

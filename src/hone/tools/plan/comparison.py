@@ -1,7 +1,8 @@
 """All modes and splits of a number of GPUs, simulated and ranked.
 
-outcomes = compare(cfg).outcomes        # cfg: a PlanConfig; fastest first
-run_flags(cfg, outcomes[0])             # command-line flags of `hone rl` for it
+result = compare(cfg)                   # cfg: a PlanConfig
+result.outcomes                         # fastest first
+run_flags(cfg, result.recommended)      # command-line flags of `hone rl` for it
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ from hone.planner.knobs import gpus_of_a_node
 from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.rollout.settings import PipelineConfig, RolloutConfig
 from hone.tools.plan.lengths import draw_lengths
-from hone.tools.plan.search import Notes, Report, no_report, plan_of, plans_that_fit, search
+from hone.tools.plan.search import (
+    Notes,
+    Report,
+    broken_rules,
+    no_report,
+    plan_of,
+    plans_that_fit,
+    search,
+)
 from hone.tools.plan.simulated_engine import EngineRates
 from hone.tools.plan.simulator import Placement, Rates, SimulatedRun, Simulation
 from hone.tools.plan.training_time import LINK_SHARE, TrainingTime
@@ -89,6 +98,11 @@ class Outcome:
     run: SimulatedRun
     plan: RunPlan
     """The plan of its placement, with settings that make it fit."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is synchronous, and no sample is carried over into a later step."""
+        return not (self.is_async or self.run.rollout.oversample_prompts)
 
     @property
     def peak_bytes(self) -> int:
@@ -156,10 +170,18 @@ class Comparison:
     def plain(self) -> Outcome:
         """The plain run, for comparison: the first in rank that is synchronous and colocated,
         without carry-over of samples; with remote engines where colocation is not possible."""
-        plain = [
-            x for x in self.outcomes if not x.is_async and not x.run.rollout.oversample_prompts
-        ]
+        plain = [x for x in self.outcomes if x.is_plain]
         return next((x for x in plain if x.run.placement.colocated), plain[0])
+
+    @property
+    def recommended(self) -> Outcome:
+        """The one to run: the best in rank, or where no prediction tells its speed from that of the
+        best which trains on samples of the newest weights alone, the latter."""
+        first = self.outcomes[0]
+        plain = next(x for x in self.outcomes if x.is_plain)
+        ratio = first.run.tokens_per_s / plain.run.tokens_per_s
+        is_alike = self.cfg.plan.goal != "memory" and ratio < _MIN_SIGNIFICANT_RATIO
+        return plain if is_alike else first
 
     def speedup(self, outcome: Outcome) -> float:
         """Tokens/s of the outcome over those of the plain run."""
@@ -196,6 +218,8 @@ def compare(cfg: PlanConfig, report: Report = no_report) -> Comparison:
     UserError for what cannot be simulated."""
     gpu, shape = known_gpu(cfg.plan.gpu, key="plan.gpu"), _shape(cfg.model)
     num_gpus, rng = _num_gpus(cfg), np.random.default_rng(cfg.run.seed)
+    if broken := broken_rules(cfg, shape, gpu, num_gpus):
+        raise UserError("\nerror: ".join(finding.message for finding in broken))
     rollout, notes = cfg.rollout, list[str]()
     num_groups = rollout.prompts_per_step * (cfg.plan.steps + 2)
     drawn = draw_lengths(

@@ -11,15 +11,17 @@ tried; the settings of each are those that fit and cost least (`best_settings.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from hone.config.plan import Devices, RunPlan, known_models, resolve
+from hone.config.rules.finding import Finding
 from hone.config.tree import PlanConfig
 from hone.distributed.settings import ClusterConfig
+from hone.errors import listed
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.hardware import Peaks
@@ -39,7 +41,7 @@ from hone.tools.plan.best_settings import (
 from hone.tools.plan.divisions import divisions, movable_roles
 from hone.tools.plan.simulator import Placement
 
-__all__ = ["Notes", "Report", "no_report", "plan_of", "plans_that_fit", "search"]
+__all__ = ["Notes", "Report", "broken_rules", "no_report", "plan_of", "plans_that_fit", "search"]
 
 _MAX_SPLITS = 16
 _ENGINE_SIZES = (1, 2, 4, 8)
@@ -47,6 +49,11 @@ _MAX_HOSTS = 4
 """Hosts up to which trainers of no whole number of hosts may leave some devices to others."""
 _MAX_DIVISIONS = 2
 """Divisions of more trainers than a host has that are settled: those that may be the fastest."""
+
+_READ = ("model", "rollout", "engine", "algorithm", "critic", "teacher", "trainer")
+"""Sections whose settings a plan reads."""
+_VARIED = ("model.path", "rollout.oversample_prompts", "algorithm.correction", "critic.parallel")
+"""Settings of these that modes set, that a plan does without, or that it does not divide by."""
 
 Report: TypeAlias = Callable[[str, int, int], None]
 """Called with what is done, how much of it is, and how much there is."""
@@ -88,6 +95,23 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
     return changed(plan, change)
 
 
+def broken_rules(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> list[Finding]:
+    """The rules' errors about settings that a plan keeps, where they are those of every
+    placement. What costs no time or memory, such as data and rewards, is not asked about."""
+    first, *others = _placements(cfg, shape, num_gpus)
+    kept = {
+        error
+        for error in errors(plan_of(cfg, shape, gpu, first))
+        if all(key.partition(".")[0] in _READ for key in error.keys)
+        and not names_one_of(error, (*DECIDED, *_VARIED))
+    }
+    for placement in others:
+        if not kept:
+            break
+        kept &= errors(plan_of(cfg, shape, gpu, placement))
+    return sorted(kept, key=lambda finding: finding.keys)
+
+
 def search(
     cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int, notes: Notes
 ) -> dict[Placement, RunPlan]:
@@ -101,7 +125,7 @@ def plans_that_fit(
     """Yield a plan for each placement that can be laid out and fits: colocated, then the recipe's
     split, or at most `_MAX_SPLITS` of all splits. Engines have the recipe's number of devices each,
     or any where it has one. At the end `notes` receive the omitted placements."""
-    refused: dict[str, tuple[str, list[int]]] = {}
+    refused: dict[str, tuple[str, list[Placement]]] = {}
     laid_out: dict[Placement, RunPlan] = {}
     placements = [*_placements(cfg, shape, num_gpus)]
     placements += [*_beside_others(cfg, plan_of(cfg, shape, gpu, placements[0]), placements)]
@@ -114,29 +138,34 @@ def plans_that_fit(
             laid_out[placement] = plan
         else:
             kind, reason = refusal
-            refused.setdefault(kind, (reason, []))[1].append(placement.num_trainers)
-    size = cfg.engine.tensor_parallel_size
-    if num_gpus <= size:
-        notes.lines.append(
-            f"an engine takes {size} of {num_gpus} GPUs, which leaves none to trainers"
-        )
+            refused.setdefault(kind, (reason, []))[1].append(placement)
     kept = [*_evenly_spread(laid_out, notes.lines)]
     known = Known()
+    too_large, fitting = list[Placement](), list[Placement]()
     has_changed = False
     for number, placement in enumerate(kept):
         notes.report("settings", number, len(kept))
         fitted = _fitted(cfg, placement, laid_out[placement], num_gpus, known)
-        if not fitted and placement.num_gpus == num_gpus:
-            what = "share GPUs with engines" if placement.colocated else "have GPUs of their own"
-            reason = f"where they {what}, a step needs more than the {gpu.memory_gib} GiB of a GPU"
-            if cfg.plan.host_gib is not None:
-                reason += f" beside {cfg.plan.host_gib:g} GiB of a host"
-            refused.setdefault(what, (reason, []))[1].append(placement.num_trainers)
+        if fitted:
+            fitting.append(placement)
+        elif placement.num_gpus == num_gpus:
+            too_large.append(placement)
         has_changed |= any(plan is not laid_out[placement] for plan in fitted.values())
         yield from fitted.items()
-    notes.lines.extend(
-        f"{_listed(numbers)} trainers: {reason}" for reason, numbers in refused.values()
-    )
+    size = cfg.engine.tensor_parallel_size
+    if num_gpus <= size and not fitting:
+        notes.lines.append(
+            f"an engine takes {size} of {num_gpus} GPUs, which leaves none to trainers"
+        )
+    for reason, left_out in refused.values():
+        notes.lines.extend(_of_trainers(left_out, fitting, reason))
+    needs = f"a step needs more than the {gpu.memory_gib} GiB of a GPU"
+    if cfg.plan.host_gib is not None:
+        needs += f" beside {cfg.plan.host_gib:g} GiB of a host"
+    for colocated in (True, False):
+        own = [x for x in too_large if x.colocated == colocated]
+        beside = [x for x in fitting if x.colocated == colocated]
+        notes.lines.extend(_too_large(own, beside, needs))
     if has_changed:
         notes.lines.append("the flags below also change what the recipe says about memory")
 
@@ -321,6 +350,39 @@ def _refusal(plan: RunPlan, placement: Placement) -> tuple[str, str] | None:
     return None
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low}" if low == high else f"{low} to {high}"
+def _too_large(
+    refused: Sequence[Placement], fitting: Sequence[Placement], needs: str
+) -> Iterator[str]:
+    """Notes on the placements, all of them colocated or none, that do not fit: the numbers of
+    trainers of which no placement does, and the sizes of engines."""
+    sizes = {x.tensor_parallel_size for x in refused}
+    sizes -= {x.tensor_parallel_size for x in fitting}
+    shared = {x.colocated for x in refused} == {True}
+
+    def where(others: str) -> str:
+        return f"share GPUs with {others}" if shared else "have GPUs of their own"
+
+    yield from _of_trainers(refused, fitting, f"where they {where('engines')}, {needs}")
+    if sizes and fitting:
+        words = f"{listed([*map(str, sorted(sizes))], last='or')} GPU{'s' * (sizes != {1})}"
+        yield f"engines of {words}: where they {where('trainers')}, {needs}"
+
+
+def _of_trainers(
+    refused: Iterable[Placement], fitting: Sequence[Placement], reason: str
+) -> Iterator[str]:
+    """A note on numbers of trainers with which no placement fits, if there are any: in ranges
+    without a number that fits."""
+    fits = {(x.colocated, x.num_trainers) for x in fitting}
+    left_out = {(x.colocated, x.num_trainers) for x in refused} - fits
+    homes = {colocated for colocated, _ in left_out}
+    between = {number for colocated, number in fits if colocated in homes}
+    ranges: list[list[int]] = []
+    for number in sorted({number for _, number in left_out}):
+        if ranges and not any(ranges[-1][-1] < x < number for x in between):
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    if ranges:
+        words = [f"{x[0]}" if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in ranges]
+        yield f"{listed(words)} trainer{'s' * (words != ['1'])}: {reason}"
