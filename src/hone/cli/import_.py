@@ -81,23 +81,23 @@ def run(argv: Sequence[str]) -> int:
     else:
         source, origin = read_file(framework, Path(words[0]), os.environ), words[0]
     imported = convert(source, output or Path("RECIPE.yaml"))
-    beside = imported.taken_out
-    if output is None and beside is not None:
-        imported.to_do.append(f"{beside.path}: --output FILE also writes the file of functions")
-    if output is not None and beside is not None and beside.path.exists():
+    copied = imported.taken_out
+    if output is None and copied is not None:
+        imported.to_do.append(f"{copied.path}: --output FILE also writes the file of functions")
+    if output is not None and copied is not None and copied.path.exists():
         raise UserError(
-            f"'{beside.path}' exists, and {', '.join(beside.names)} would be written there. Name "
+            f"'{copied.path}' exists, and {', '.join(copied.names)} would be written there. Name "
             "another output, or remove it."
         )
-    told = [counts(imported), *(f"not followed: {note}" for note in source.notes)]
+    lines = [counts(imported), *(f"not followed: {note}" for note in source.notes)]
     text = recipe(imported, origin, str(output or "RECIPE.yaml"))
     if output is None:
         sys.stdout.write(printable(text))
     else:
         write_whole(output, text, "--output")
-        if beside is not None:
-            write_whole(beside.path, beside.text, "--output")
-            told.append(f"{', '.join(beside.names)} copied to {beside.path}, which a run imports")
-        told.append(f"written to {output}; its comments say what to check")
-    sys.stderr.write(printable("".join(f"{line}\n" for line in told)))
+        if copied is not None:
+            write_whole(copied.path, copied.text, "--output")
+            lines.append(f"{', '.join(copied.names)} copied to {copied.path}, which a run imports")
+        lines.append(f"written to {output}; its comments say what to check")
+    sys.stderr.write(printable("".join(f"{line}\n" for line in lines)))
     return 0

@@ -217,8 +217,8 @@ def _print(result: Comparison, console: Console) -> None:
         console.print(shlex.join(flags), markup=False, soft_wrap=True)  # one line, to be copied
     else:
         named = _named(result)
-        told = f"{named[0].upper()}{named[1:]} is what `hone rl` does with this recipe as it is."
-        console.print(told, markup=False)
+        text = f"{named[0].upper()}{named[1:]} is what `hone rl` does with this recipe as it is."
+        console.print(text, markup=False)
 
 
 def _named(result: Comparison) -> str:

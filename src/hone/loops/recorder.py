@@ -406,9 +406,8 @@ class Recorder:
             }
             self.log.samples(step, groups, advantages=advantages, policy=policy)
             self._unrecorded = None
-        samples = [sample for group in groups for sample in group.samples]
-        has_failed = any(sample.failure is not None for sample in samples)
-        why_failed = describe_failures(samples) if has_failed else None
+        failed = [s for group in groups for s in group.samples if s.failure is not None]
+        why_failed = describe_failures(failed) if failed else None
         alarms = self.alarms.check(
             step, scalars, why_untrained=why_untrained, why_failed=why_failed
         )

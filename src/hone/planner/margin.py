@@ -10,7 +10,8 @@ __all__ = ["UNUSABLE", "above_plan", "free_share"]
 UNUSABLE = 0.02
 """Share of a GPU's memory that a program cannot use, at most (`hone.hardware.Peaks`)."""
 _ABOVE_PLAN, _ABOVE_PLAN_OF_SEVERAL = 0.01, 0.05
-"""Of one process and of several."""
+"""Largest shares by which peaks of training were measured above their prediction, of one process
+and of several."""
 
 
 def above_plan(num_processes: int) -> float:

@@ -247,9 +247,8 @@ def _row(problem: Problem) -> dict[str, str | int]:
 def _shown_row(
     problem: Problem, shown: Sequence[Problem], draw: random.Random
 ) -> dict[str, str | int]:
-    """A problem with its solution. Half of the rows begin with another such problem, solved: long
-    problems end at positions that no short one reaches by itself, and a model cannot use positions
-    that it was never trained on."""
+    """A problem with its solution. Half of the rows begin with another such problem, solved, so
+    that the positions at which long problems end are trained as well."""
     row = _row(problem) | {"completion": problem.solution}
     if draw.random() < 0.5:
         first = draw.choice(shown)
