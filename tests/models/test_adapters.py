@@ -18,14 +18,18 @@ from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
 from hone.models.adapted import adapters_of, adapters_off, attach_adapters, merged_weights
 from hone.models.adapters import LoraAdapters, LoraLinear, adapt
-from hone.models.decoder import head_logits, hidden_states
+from hone.models.decoder import decoder_layers, head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.nf4 import NF4, dequantise, quantise
 from hone.models.settings import LoraConfig, ModelConfig
 from hone.models.tiny import make_tiny_model
 from hone.models.vision_decoders import own_class
+from tests.interpreted import run_interpreted
 from tests.tables import table
+
+BACKEND = "aot_eager_decomp_partition"
+"""Divides forward from backward as the default does, and makes no kernels."""
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 LORA_4BIT = LoraConfig(rank=3, alpha=6.0, load_in_4bit=True)
@@ -101,6 +105,57 @@ def test_four_bits_are_the_nearest_levels():
     assert sum(t.nbytes for t in stored) == weight.numel() // 2 + weight.numel() // NF4_BLOCK * 4
     again = dequantise(*quantise(restored), tuple(weight.shape), torch.float64)
     torch.testing.assert_close(again, restored, rtol=1e-6, atol=1e-7)  # rounding is for good
+
+
+def test_kernel_unpacks_four_bits_as_torch_does():
+    equal = run_interpreted("tests.models.interpreted_nf4")
+    assert len(equal) == 12
+    assert all(equal.values()), equal
+
+
+def kept_bytes(layer, x):
+    """Bytes that a compiled layer keeps from forward to backward besides x and its parameters."""
+    known = {x.data_ptr()} | {tensor.data_ptr() for tensor in layer.state_dict().values()}
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        torch.compile(layer, backend=BACKEND, dynamic=True, fullgraph=True)(x)
+    return sum(t.nbytes for t in kept if t.data_ptr() not in known)
+
+
+def test_compiled_layers_keep_no_unpacked_weight():
+    torch.manual_seed(0)
+    x = torch.randn(8, 64, requires_grad=True)
+    layer = LoraLinear(nn.Linear(64, 128, bias=False), LORA_4BIT)
+    inner = 8 * LORA.rank * x.itemsize
+    assert kept_bytes(layer, x) <= 2 * inner
+    torch.testing.assert_close(torch.compile(layer, backend=BACKEND)(x), layer(x))
+
+
+def gradients(model):
+    model.zero_grad()
+    logits(model).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_compiled(model):
+    """Compiled layers have the gradients of the model."""
+    stir(model)
+    expected = gradients(model)
+    torch.compiler.reset()
+    for layer in decoder_layers(model):
+        layer.compile(backend=BACKEND, dynamic=True)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_layers_have_the_gradients_of_the_model(folder):
+    model = load(folder)
+    adapt(model, LORA_4BIT, seed=3)
+    check_compiled(model)
 
 
 @pytest.mark.parametrize("cfg", [LORA, LORA_4BIT], ids=["whole", "4-bit"])

@@ -24,7 +24,7 @@ from hone.models.manifest import export_weights
 from hone.models.nf4 import dequantise, quantise
 from hone.models.settings import LoraConfig
 from tests.models.families import family_model
-from tests.models.test_adapters import logits
+from tests.models.test_adapters import check_compiled, logits
 from tests.tables import table
 
 NUMBER, WIDTH, INNER = 6, 32, 24
@@ -187,6 +187,10 @@ def test_merged_experts_are_rounded_once(is_4bit, dtype):
         )
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected.to(dtype))
+
+
+def test_compiled_layers_have_the_gradients_of_the_model():
+    check_compiled(adapted("qwen3_moe", BOTH_4BIT))
 
 
 def test_without_adapters_it_is_the_base_and_it_begins_as_it():

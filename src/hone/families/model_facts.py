@@ -28,7 +28,6 @@ __all__ = [
     "EXACT_HEAD_DIMS",
     "FP8_ALIGNMENT",
     "NF4_BLOCK",
-    "STACKED_TOGETHER",
     "ModelFacts",
 ]
 
@@ -40,9 +39,6 @@ FP8_ALIGNMENT = 16
 """Alignment of float8 products, in values. Projections of other widths stay unquantised."""
 NF4_BLOCK = 64
 """Number of 4-bit values that share a scale."""
-STACKED_TOGETHER = 16
-"""Matrices of a stack, as of a layer's experts, that are unpacked or merged in float32 at once. All
-of them would be twice as large as in the format that computes, and several times while unpacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

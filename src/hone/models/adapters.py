@@ -53,20 +53,6 @@ _ADAPTER = frozenset(("lora_A", "lora_B"))
 """Names of an adapter's tensors in the projection."""
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """`x W^T` with a 4-bit W that is dequantised only during the product."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: LoraLinear) -> Tensor:
-        ctx.layer = layer
-        return F.linear(x, layer.base_weight(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        layer: LoraLinear = ctx.layer
-        return grads[0] @ layer.base_weight(grads[0].dtype), None
-
-
 class LoraLinear(LoraLayer):
     """A frozen linear layer with its adapter, which replaces an `nn.Linear`."""
 
@@ -79,7 +65,7 @@ class LoraLinear(LoraLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_4bit:
-            y = _FrozenLinear.apply(x, self)
+            y = self.nf4_product(x)
             y = y if self.bias is None else y + self.bias
         else:
             y = F.linear(x, self.weight, self.bias)

@@ -11,50 +11,19 @@ D model width, I inputs and O outputs of a matrix, N rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.lora_layer import LoraLayer
+from hone.models.products import grouped_product
 from hone.models.settings import LoraConfig
 
-__all__ = ["ExpertLora", "GroupedExperts", "grouped_product"]
+__all__ = ["ExpertLora", "GroupedExperts"]
 
 _ALIGNED = 8
 """Grouped products read rows of whole 16 bytes, which are 8 values of bfloat16. Other ranks are
 padded with zeros for a product."""
-
-_eager_grouped_mm = cast("Callable[..., Tensor]", torch.compiler.disable(F.grouped_mm))
-"""The operator for other formats than bfloat16, which a compiled layer does not have."""
-
-
-def grouped_product(rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Products [R, O] of rows that are sorted by expert with the matrices of their experts. The
-    rows of expert e end before `ends_E[e]`, int32; there may be none."""
-    multiply = F.grouped_mm if rows_RI.dtype == torch.bfloat16 else _eager_grouped_mm
-    return multiply(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
-
-
-class _FrozenProduct(torch.autograd.Function):
-    """`grouped_product` with 4-bit matrices that are dequantised only during the product."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RI: Tensor, ends_E: Tensor, layer: ExpertLora) -> Tensor:
-        ctx.layer, ctx.ends_E = layer, ends_E
-        return grouped_product(rows_RI, layer.base_weight(rows_RI.dtype), ends_E)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        layer: ExpertLora = ctx.layer
-        weight_EIO = layer.base_weight(grads[0].dtype).transpose(1, 2)
-        return grouped_product(grads[0], weight_EIO, ctx.ends_E), None, None
-
-
-_frozen_product = cast("Callable[..., Tensor]", torch.compiler.disable(_FrozenProduct.apply))
-"""Not compiled, since the loop over parts of the experts would become one graph of all parts."""
 
 
 class ExpertLora(LoraLayer):
@@ -64,7 +33,7 @@ class ExpertLora(LoraLayer):
     def forward(self, rows_RI: Tensor, ends_E: Tensor) -> Tensor:
         """As `grouped_product`, with what the adapters add while they are on."""
         if self.is_4bit:
-            y_RO = _frozen_product(rows_RI, ends_E, self)
+            y_RO = self.nf4_product(rows_RI, ends_E)
         else:
             y_RO = grouped_product(rows_RI, self.weight, ends_E)
         return self.add_adapters(y_RO, rows_RI, ends_E, self.lora_A, self.lora_B)

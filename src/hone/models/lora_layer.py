@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hone.models.adapted import AdaptedLayer
 from hone.models.nf4 import dequantise, quantise
+from hone.models.products import nf4_product
 from hone.models.settings import LoraConfig
 
 __all__ = ["LoraLayer"]
@@ -44,3 +45,8 @@ class LoraLayer(AdaptedLayer):
             return self.weight
         codes, scales = cast(Tensor, self.codes), cast(Tensor, self.scales)
         return dequantise(codes, scales, self.shape, dtype)
+
+    def nf4_product(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
+        """What `products.nf4_product` has for `x` and the frozen weight, which is in 4 bits."""
+        codes, scales = cast(Tensor, self.codes), cast(Tensor, self.scales)
+        return nf4_product(x, codes, scales, self.shape, ends_E)

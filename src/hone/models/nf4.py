@@ -2,7 +2,8 @@
 arXiv:2305.14314).
 
 A stack of matrices [E, out, in], as of a layer's experts, has the codes of each matrix behind those
-of the one before, and is computed with in parts, so that little of it is in float32 at a time.
+of the one before. Where no kernel unpacks it, it is computed with in parts, so that little of it is
+in float32 at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hone.families.model_facts import NF4_BLOCK, STACKED_TOGETHER
+from hone.families.model_facts import NF4_BLOCK
 
 __all__ = [
     "NF4",
@@ -43,6 +44,10 @@ NF4 = (
 """The levels: quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA,
 appendix E)."""
 
+_TOGETHER = 16
+"""Matrices of a stack that are merged, and without a kernel unpacked, in float32 at once. All of
+them would be twice as large as in the format that computes, and several times while unpacked."""
+
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise a matrix or a stack of them to codes [numel / 2] uint8, two per byte, the first in
@@ -67,7 +72,7 @@ def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The matrix or the stack that `quantise` stored."""
-    if len(shape) == 2:
+    if len(shape) == 2 or codes.is_cuda:
         return _unpack(codes, scales, shape, dtype)
     whole = torch.empty(shape, dtype=dtype, device=codes.device)
     for own, part in zip(parts(whole), unpacked_parts(codes, scales, shape, dtype), strict=True):
@@ -85,6 +90,10 @@ def unpacked_parts(
 
 
 def _unpack(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if codes.is_cuda:
+        from hone.models.nf4_kernel import unpack  # needs triton, absent on CPUs
+
+        return unpack(codes.contiguous(), scales.contiguous(), NF4, dtype).reshape(shape)
     levels = torch.tensor(NF4, device=codes.device)
     halves = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, NF4_BLOCK)
     return (levels[halves.int()] * scales.reshape(-1, 1)).to(dtype).reshape(shape)
@@ -92,4 +101,4 @@ def _unpack(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.
 
 def parts(weight: Tensor) -> Sequence[Tensor]:
     """What is computed with at a time: neighbours in a stack of matrices, or all of one matrix."""
-    return weight.split(STACKED_TOGETHER) if weight.ndim == 3 else (weight,)
+    return weight.split(_TOGETHER) if weight.ndim == 3 else (weight,)

@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 
 from hone.config.plan import Role, RunPlan
 from hone.distributed.settings import AxisSizes
-from hone.families.model_facts import NF4_BLOCK, STACKED_TOGETHER
+from hone.families.model_facts import NF4_BLOCK
 from hone.families.registry import spec_of
 from hone.families.shape import ModelShape, TensorShape
 from hone.families.stages import most_of_a_round, passes_in_flight, stage_layers
@@ -69,8 +69,6 @@ _MESSAGES = 6
 """Hidden states and gradients that a pipeline stage has received, or has not sent yet."""
 _MESSAGES_OF_GROUPS = 9
 """`_MESSAGES` of a stage that has several groups of layers."""
-_UNPACKING_BYTES = 9
-"""Work memory for unpacking 4-bit weights, per value: its code, and two values of 32 bits."""
 _MUON_COPIES = 12
 """Work memory of Muon's Newton-Schulz steps: bytes per element of the largest matrix."""
 
@@ -698,15 +696,11 @@ class _Step:
 
     @property
     def _unpacked(self) -> int:
-        """Bytes of a layer's 4-bit experts during a product: all of a stack, and a part of it while
-        it is unpacked."""
+        """Bytes of the largest matrix in 4 bits, or of that of all experts, during a product."""
         if not self.lora.load_in_4bit:
             return 0
-        number = max(self.shape.num_experts, 1)
-        stacked = (t for t in adapted_tensors(self.shape, self.lora) if t.of_experts)
-        largest = max((t.numel // number for t in stacked), default=0)
-        part = _UNPACKING_BYTES * min(STACKED_TOGETHER, number)
-        return largest * (self.num_bytes * number + part)
+        held = adapted_tensors(self.shape, self.lora)
+        return self.num_bytes * max((tensor.numel for tensor in held), default=0)
 
     @property
     def _recurrent_backward(self) -> int:

@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers
-from hone.models.expert_adapters import ExpertLora, GroupedExperts, grouped_product
+from hone.models.expert_adapters import ExpertLora, GroupedExperts
+from hone.models.products import grouped_product
 from hone.trainer.tensor import SplitModule, own_part
 
 __all__ = ["DividedExperts", "divide_experts", "experts_of"]

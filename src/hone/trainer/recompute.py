@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_recompute", "can_recompute"]
 
-for _module in ("torch.nn.attention.varlen", "hone.attention.flash4"):
+for _module in ("torch.nn.attention.varlen", "hone.attention.flash4", "hone.models.products"):
     import_module(_module)  # registers an operator named here
 _ATTENTION = (
     torch.ops.torch_attn._varlen_attn.default,
@@ -53,6 +53,7 @@ _PRODUCTS = (
     torch.ops.aten.baddbmm.default,
     torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_mm.default,
+    torch.ops.hone.nf4_product.default,
 )
 
 

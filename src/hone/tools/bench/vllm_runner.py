@@ -28,6 +28,8 @@ from hone.types import Request
 __all__ = ["main", "run_vllm"]
 
 _TIMEOUT_S = 1800.0
+_PROGRESS_S = 10.0
+"""Seconds between two lines of progress in the log."""
 _EXIT_S = 10.0
 """Longest wait until the processes of a killed group have released the GPU."""
 
@@ -100,8 +102,10 @@ def main(argv: Sequence[str]) -> None:
     start_s = time.perf_counter()
     llm = vllm.LLM(**job["options"], disable_log_stats=False)
     started_s = time.perf_counter()
+    _note(f"started after {started_s - start_s:.1f} s")
     _generate(vllm, llm, job["warmup"])
     warm_s = time.perf_counter()
+    _note(f"warm-up took {warm_s - started_s:.1f} s")
     run = EngineRun(
         name="vllm",
         version=str(vllm.__version__),
@@ -112,6 +116,12 @@ def main(argv: Sequence[str]) -> None:
     Path(argv[1]).write_text(json.dumps(asdict(run)))
 
 
+def _note(line: str) -> None:
+    """Write a line to the log, among those of vLLM."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 @dataclass(slots=True)
 class _Recorder:
     """Replaces vLLM's loggers: `LLMEngine.step` calls `record` after each step."""
@@ -119,6 +129,7 @@ class _Recorder:
     start_s: float
     steps: list[Step] = field(default_factory=list[Step])
     num_preemptions: int = 0
+    next_line_s: float = _PROGRESS_S
 
     def record(self, *, scheduler_stats: Any, iteration_stats: Any, **others: Any) -> None:
         finished = iteration_stats.finished_requests
@@ -136,6 +147,11 @@ class _Recorder:
                 kv_cache_usage=scheduler_stats.kv_cache_usage,
             )
         )
+        end_s = self.steps[-1].end_s
+        if end_s >= self.next_line_s:
+            done = sum(step.num_tokens for step in self.steps)
+            _note(f"{end_s:.0f} s: {len(self.steps)} steps, {done:,} tokens")
+            self.next_line_s = end_s + _PROGRESS_S
 
     def log(self) -> None:
         """Do nothing. vLLM calls this every ten seconds."""
