@@ -23,6 +23,7 @@ from hone.algorithms.algorithm import Objective, Outputs
 from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.model_input import ContentPiece
+from hone.models.compiler import compile_module, compiled
 from hone.models.contents import follow_inputs, require_features
 from hone.models.cpu_products import multiply_by_onednn
 from hone.models.decoder import (
@@ -122,7 +123,7 @@ class ParallelModel:
             offload_gradients=self._cfg.offloads("gradients"),
         )
         for layer in decoder_layers(self.module) if self._compiles else ():
-            layer.compile(dynamic=True)  # no two micro-batches have the same shape
+            compile_module(layer)
         return policy
 
     def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
@@ -264,7 +265,7 @@ class ParallelModel:
     def _compile_forward(self) -> None:
         """Compile the forward of decoder layers without the hooks that gather their weights."""
         for layer in decoder_layers(self.module) if self._compiles else ():
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = compiled(layer.forward)
 
 
 def _share_graphs(module: PreTrainedModel) -> None:
