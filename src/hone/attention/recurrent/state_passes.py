@@ -154,6 +154,9 @@ def pass_back(
 
 
 _launched: set[tuple[object, ...]] = set()
+_MOST_SEGMENTS = 64
+"""Enough to fill a GPU, since the package may search launch parameters with them. Their states take
+64 MiB in 0.8B."""
 
 
 def _launch_each_kind(
@@ -163,18 +166,18 @@ def _launch_each_kind(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Launch a kernel for the first segment with each mix of states that training has, once for
-    heads of these sizes. What it writes into the pass is written again by the pass itself."""
+    """Launch a kernel for segments of the first level with each mix of states that training has,
+    once for heads of these sizes. What it writes into the pass is written again by the pass."""
     heads = keys.device, keys.dtype, *keys.shape[2:], *values.shape[2:]
     if (direction, *heads) in _launched:
         return
     _launched.add((direction, *heads))
     first = plan.levels[0]
-    alone = replace(first, lengths=first.lengths[:1])
-    shape = 1, values.shape[2], keys.shape[3], values.shape[3]
+    some = replace(first, lengths=first.lengths[:_MOST_SEGMENTS])
+    shape = len(some.lengths), values.shape[2], keys.shape[3], values.shape[3]
     begin, end = (keys.new_zeros(shape, dtype=torch.float32) for _ in range(2))
     for states in ((None, None), (None, end), (begin, None)):
-        launch(alone, *states)
+        launch(some, *states)
 
 
 def _num_parents(plan: SegmentPlan) -> int:
