@@ -23,7 +23,6 @@ from hone.algorithms.algorithm import Objective, Outputs
 from hone.algorithms.settings import Output
 from hone.distributed.mesh import Mesh
 from hone.model_input import ContentPiece
-from hone.models.compiler import compile_module, compiled
 from hone.models.contents import follow_inputs, require_features
 from hone.models.cpu_products import multiply_by_onednn
 from hone.models.decoder import (
@@ -122,8 +121,11 @@ class ParallelModel:
             offload_optimizer=self._cfg.offloads("optimizer"),
             offload_gradients=self._cfg.offloads("gradients"),
         )
-        for layer in decoder_layers(self.module) if self._compiles else ():
-            compile_module(layer)
+        if self._compiles:
+            from hone.models.compiler import compile_module
+
+            for layer in decoder_layers(self.module):
+                compile_module(layer)
         return policy
 
     def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
@@ -264,8 +266,11 @@ class ParallelModel:
 
     def _compile_forward(self) -> None:
         """Compile the forward of decoder layers without the hooks that gather their weights."""
-        for layer in decoder_layers(self.module) if self._compiles else ():
-            layer.forward = compiled(layer.forward)
+        if self._compiles:
+            from hone.models.compiler import compiled
+
+            for layer in decoder_layers(self.module):
+                layer.forward = compiled(layer.forward)
 
 
 def _share_graphs(module: PreTrainedModel) -> None:
