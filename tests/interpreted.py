@@ -1,4 +1,4 @@
-"""Results of kernels in Triton's interpreter, from a process that has imported it first."""
+"""Results of a process that has changed Triton: to its interpreter, or to pretend a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_interpreted(module: str, *folders: Path) -> Any:
-    """What `python -m module` prints, JSON; the module imports `tests.triton_interpreter`. Packages
-    may lie in further `folders`."""
+    """What `python -m module` prints, JSON; the module imports `tests.triton_interpreter` or
+    `tests.triton_compilations`. Packages may lie in further `folders`."""
     command = [sys.executable, "-W", "ignore", "-m", module]
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

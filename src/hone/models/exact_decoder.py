@@ -22,6 +22,7 @@ from hone.attention import PackedContext, PagedContext
 from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
 from hone.families.registry import inputs_of
+from hone.models.compiler import compiled
 from hone.models.exact import exact_supported, linear
 from hone.models.fused_layers import FusedDecoder, is_fusible
 from hone.models.layer_ops import (
@@ -181,7 +182,7 @@ _Operation = Callable[..., Any]
 def _gradients_of(device_type: str) -> Callable[..., tuple[Tensor, ...]]:
     """`_gradients`; on CUDA compiled to one or two kernels, which compute in float32 and round
     once."""
-    return torch.compile(_gradients, dynamic=True) if device_type == "cuda" else _gradients
+    return compiled(_gradients) if device_type == "cuda" else _gradients
 
 
 def _gradients(

@@ -98,7 +98,21 @@ def _cap(x: tl.tensor, softcap: tl.tensor) -> tl.tensor:
     return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "temperature", "softcap"])
+# A chunk begins anywhere among the labels and gradients of all tokens: whether these lie at a
+# multiple of 16 bytes differs from step to step, and kernels would be compiled for both.
+_OF_TOKENS = (
+    "labels_ptr",
+    "normaliser_ptr",
+    "entropy_ptr",
+    "grad_logprobs_ptr",
+    "grad_entropy_ptr",
+)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "temperature", "softcap"],
+    do_not_specialize_on_alignment=["labels_ptr"],
+)
 def _statistics_kernel(
     statistics_ptr: tl.tensor,
     logits_ptr: tl.tensor,
@@ -153,7 +167,7 @@ def _statistics_kernel(
         tl.store(place_ptr + 3 * num_rows, tl.sum(weight * (moment + shift), 0))
 
 
-@triton.jit(do_not_specialize=["temperature", "softcap"])
+@triton.jit(do_not_specialize=["temperature", "softcap"], do_not_specialize_on_alignment=_OF_TOKENS)
 def _gradient_kernel(
     gradient_ptr: tl.tensor,
     logits_ptr: tl.tensor,

@@ -121,8 +121,11 @@ class ParallelModel:
             offload_optimizer=self._cfg.offloads("optimizer"),
             offload_gradients=self._cfg.offloads("gradients"),
         )
-        for layer in decoder_layers(self.module) if self._compiles else ():
-            layer.compile(dynamic=True)  # no two micro-batches have the same shape
+        if self._compiles:
+            from hone.models.compiler import compile_module
+
+            for layer in decoder_layers(self.module):
+                compile_module(layer)
         return policy
 
     def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
@@ -263,8 +266,11 @@ class ParallelModel:
 
     def _compile_forward(self) -> None:
         """Compile the forward of decoder layers without the hooks that gather their weights."""
-        for layer in decoder_layers(self.module) if self._compiles else ():
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if self._compiles:
+            from hone.models.compiler import compiled
+
+            for layer in decoder_layers(self.module):
+                layer.forward = compiled(layer.forward)
 
 
 def _share_graphs(module: PreTrainedModel) -> None:

@@ -8,10 +8,11 @@ S segments, of which the first level has s, Hk key heads, H value heads, K and V
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
+from fla.modules.norm.l2norm import l2norm_bwd_kernel, l2norm_fwd_kernel
 from fla.ops.common.chunk_o import chunk_bwd_dv_local, chunk_fwd_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
@@ -19,8 +20,9 @@ from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
+from hone.attention.kernel_launch import next_power_of_2
 from hone.attention.recurrent.chunk_gradients import ChunkInputs, chunk_gradients
-from hone.attention.recurrent.delta_rule import Tokens
+from hone.attention.recurrent.delta_rule import UNIT_EPS, Tokens
 from hone.attention.recurrent.state_passes import (
     ChunkTokens,
     OutputGradients,
@@ -49,8 +51,8 @@ class _Rule(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
         q, k, v, g, beta, stored, plan, gives_final = args
         packed = _packed(plan)
-        q, q_scale = l2norm_fwd(q[None])
-        k, k_scale = l2norm_fwd(k[None])
+        q, q_scale = _unit(q[None])
+        k, k_scale = _unit(k[None])
         scale = k.shape[-1] ** -0.5
         log2_decays = chunk_local_cumsum(g[None], chunk_size=CHUNK, scale=RCP_LN2, **packed)
         w, u, solved = chunk_gated_delta_rule_fwd_intra(
@@ -85,8 +87,8 @@ class _Rule(torch.autograd.Function):
             k=k, v=v, beta=beta, g=log2_decays, A=solved, dw=dw, du=dv, **packed
         )
         dg = chunk_local_cumsum(dg + dg_more, chunk_size=CHUNK, reverse=True, **packed)
-        dq = l2norm_bwd(q, q_scale, dq)
-        dk = l2norm_bwd(k, k_scale, dk + dk_more)
+        dq = _unit_gradient(q, q_scale, dq)
+        dk = _unit_gradient(k, k_scale, dk + dk_more)
         return (
             dq[0],
             dk[0],
@@ -102,6 +104,34 @@ class _Rule(torch.autograd.Function):
 def _packed(plan: SegmentPlan) -> dict[str, Tensor]:
     """What the kernels would otherwise compute and send, waiting for it."""
     return {"cu_seqlens": plan.cu_seqlens, "chunk_indices": plan.chunks}
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each x[..., :] times the inverse of its norm, and these inverses in float32."""
+    y = torch.empty_like(x)
+    inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    l2norm_fwd_kernel[_row_grid(x)](x=x, y=y, rstd=inverse, **_row_sizes(x))
+    return y, inverse
+
+
+def _unit_gradient(y: Tensor, inverse: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of what `_unit` has made y of."""
+    dx = torch.empty_like(y)
+    l2norm_bwd_kernel[_row_grid(y)](y=y, rstd=inverse, dy=dy, dx=dx, **_row_sizes(y))
+    return dx
+
+
+def _row_grid(x: Tensor) -> Callable[[Mapping[str, int]], tuple[int]]:
+    """Programs of a launch, by the rows `BT` that each serves."""
+    return lambda launch: (-(-x.shape[:-1].numel() // launch["BT"]),)
+
+
+def _row_sizes(x: Tensor) -> dict[str, Any]:
+    """Arguments that both kernels share. The package's own functions count in `NB` how often 65,536
+    goes into the rows. The kernels do not read it, but would be compiled again for each number."""
+    size = x.shape[-1]
+    num_rows = x.shape[:-1].numel()
+    return {"eps": UNIT_EPS, "T": num_rows, "D": size, "BD": next_power_of_2(size), "NB": 1}
 
 
 def _of_key_heads(x: Tensor, keys: Tensor) -> Tensor:

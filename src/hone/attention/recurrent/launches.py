@@ -1,9 +1,9 @@
 """Launch parameters of the kernels of `fla-core` on Hopper GPUs.
 
 The package tries 140 variants of twelve kernels at their first calls, one after another, which
-takes minutes before the first step of a run, and again for other numbers of tokens. It can read
-launch parameters from files instead: the folder `fla_launches` beside this module holds what
-`benchmarks/gpu/fla_launches.py` has found on an H200, for heads of 128, a file for each kernel.
+takes minutes before the first step of a run. It can read launch parameters from files instead: the
+folder `fla_launches` beside this module holds what `benchmarks/gpu/fla_launches.py` has found on an
+H200, for heads of 128, a file for each kernel.
 
 There is none for the kernel that `chunk_gradients` replaces.
 """

@@ -3,13 +3,20 @@
 
 These are the only two kernels of `fla-core` that follow a segment, so they are launched for one
 level of segments after the other, over arrays of the whole pass. The package's own functions around
-them allocate what they return, and would need a copy for each level. Letters: T tokens, C chunks,
-S segments, of which the first level has s, Hk key heads, H value heads, K and V sizes of a head.
+them allocate what they return, and would need a copy for each level.
+
+Each of the two is compiled three times for training: for rows, for prompts and for their
+completions, which differ in the states that they are given and asked for. The first pass compiles
+all three, so that no later step waits for a kind that it is the first to have.
+
+Letters: T tokens, C chunks, S segments, of which the first level has s, Hk key heads, H value
+heads, K and V sizes of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -68,13 +75,8 @@ def pass_on(
     finals, stored = None, None if stored is None else stored.contiguous()
     if num_kept := len(plan.lengths) if gives_final else _num_parents(plan):
         finals = k.new_empty(num_kept, *shape, dtype=torch.float32)
-    initial: list[Tensor | None] = []
-    for level, segments in _levels(plan):
-        begin = stored
-        if level.parents is not None:
-            assert finals is not None
-            begin = finals[level.parents]
-        is_followed = gives_final or segments.stop < len(plan.lengths)
+
+    def launch(level: SegmentLevel, begin: Tensor | None, end: Tensor | None) -> None:
         chunk_gated_delta_rule_fwd_kernel_h_blockdim64[_grid(level, num_heads, value_dim)](
             k=k,
             v=u,
@@ -84,9 +86,20 @@ def pass_on(
             gk=None,
             h=h,
             h0=begin,
-            ht=finals[segments] if finals is not None and is_followed else None,
+            ht=end,
             **_sizes(level, k, u),
         )
+
+    if not gives_final:
+        _launch_each_kind("forward", launch, plan, k, u)
+    initial: list[Tensor | None] = []
+    for level, segments in _levels(plan):
+        begin = stored
+        if level.parents is not None:
+            assert finals is not None
+            begin = finals[level.parents]
+        is_followed = gives_final or segments.stop < len(plan.lengths)
+        launch(level, begin, finals[segments] if finals is not None and is_followed else None)
         initial.append(begin)
     return States(h, new_values, tuple(initial), finals)
 
@@ -106,19 +119,16 @@ def pass_back(
     elif num_parents := _num_parents(plan):
         shape = num_parents, *states.h.shape[2:]
         d_finals = states.h.new_zeros(shape, dtype=torch.float32)
-    d_initial = None
-    levels = [*zip(_levels(plan), states.initial, strict=True)]
-    for (level, segments), begin in reversed(levels):
-        is_followed = given.finals is not None or segments.stop < len(plan.lengths)
-        d_initial = None if begin is None else torch.empty_like(begin, dtype=torch.float32)
+
+    def launch(level: SegmentLevel, d_begin: Tensor | None, d_end: Tensor | None) -> None:
         chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64[_grid(level, num_heads, value_dim)](
             q=given.q,
             k=k,
             w=w,
             g=log2_decays,
             gk=None,
-            dht=d_finals[segments] if d_finals is not None and is_followed else None,
-            dh0=d_initial,
+            dht=d_end,
+            dh0=d_begin,
             do=given.do,
             dh=dh,
             dv=given.new_values,
@@ -126,12 +136,48 @@ def pass_back(
             scale=given.scale,
             **_sizes(level, k, given.do),
         )
+
+    _launch_each_kind("backward", launch, plan, k, given.do)
+    d_initial = None
+    levels = [*zip(_levels(plan), states.initial, strict=True)]
+    for (level, segments), begin in reversed(levels):
+        is_followed = given.finals is not None or segments.stop < len(plan.lengths)
+        d_initial = None if begin is None else torch.empty_like(begin, dtype=torch.float32)
+        d_end = d_finals[segments] if d_finals is not None and is_followed else None
+        launch(level, d_initial, d_end)
         if level.parents is not None:
             assert d_finals is not None
             assert d_initial is not None
             # Sorted and summed, in the same order each time: `index_add_` would add as they come.
             d_finals.index_put_((level.parents,), d_initial, accumulate=True)
     return dh, d_values, d_initial
+
+
+_launched: set[tuple[object, ...]] = set()
+_MOST_SEGMENTS = 64
+"""Enough to fill a GPU, since the package may search launch parameters with them. Their states take
+64 MiB in 0.8B."""
+
+
+def _launch_each_kind(
+    direction: str,
+    launch: Callable[[SegmentLevel, Tensor | None, Tensor | None], None],
+    plan: SegmentPlan,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Launch a kernel for segments of the first level with each mix of states that training has,
+    once for heads of these sizes. What it writes into the pass is written again by the pass."""
+    heads = keys.device, keys.dtype, *keys.shape[2:], *values.shape[2:]
+    if (direction, *heads) in _launched:
+        return
+    _launched.add((direction, *heads))
+    first = plan.levels[0]
+    some = replace(first, lengths=first.lengths[:_MOST_SEGMENTS])
+    shape = len(some.lengths), values.shape[2], keys.shape[3], values.shape[3]
+    begin, end = (keys.new_zeros(shape, dtype=torch.float32) for _ in range(2))
+    for states in ((None, None), (None, end), (begin, None)):
+        launch(some, *states)
 
 
 def _num_parents(plan: SegmentPlan) -> int:
