@@ -194,6 +194,18 @@ def test_adapters_of_experts_take_what_was_measured(rank: int) -> None:
     assert (both - attention) / shape.num_expert_layers == pytest.approx(3.5e-3, rel=0.15)
 
 
+def test_short_passes_of_recurrent_layers_wait_for_the_host() -> None:
+    """0.8B has 18 of them. Its 16 passes of 16,384 tokens took 0.31 s each on an H200."""
+    short, long = (
+        seconds(plan_of("qwen3.5-0.8b", max_tokens_per_microbatch=n)) for n in (16384, 65536)
+    )
+    adding = seconds(plan_of("qwen3.5-0.8b", max_tokens_per_microbatch=32768)) - long
+    assert short == pytest.approx(16 * 0.31, rel=0.03)
+    assert 0 < adding < 0.01 * long < 0.3 * (short - long)
+    others = (seconds(plan_of("qwen3-0.6b", max_tokens_per_microbatch=n)) for n in (16384, 65536))
+    assert next(others) < 1.02 * next(others)
+
+
 def test_layers_computed_again_cost_what_they_are_of_all() -> None:
     """Of 36: `uniform` computes each once more, `block` those that it names."""
     off, full = (seconds(plan_of("qwen3-4b", recompute=mode)) for mode in ("off", "full"))

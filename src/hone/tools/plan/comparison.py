@@ -69,6 +69,9 @@ NUM_WHOLE = 16
 _CODES_READ, _CODES_RATE = 0.75, 0.65
 """Share of the rates of bandwidth and of products that decode steps with int8 weights reach
 (benchmarks/README.md: the steps of 8B and 30B-A3B)."""
+_STATES_MOVED = 0.85
+"""Rate at which recurrent states are read and written, of that at which weights and keys are read.
+On an H200 it was 0.79 with 256 sequences of Qwen3.5 0.8B and 0.92 with 9B."""
 _GAINED_SHARE = 0.5
 """Share of the time for repeated reads of a prompt's keys that is saved where members of a group
 read them once: 0.5 for 64 x 8 and 0.6 for 32 x 8 samples on an H200. Merging takes the rest."""
@@ -550,7 +553,7 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
         uneven_s=experts / read * _unevenness(shape, size),
         unused_share=shape.unused_share,
         seq_s=2.0 * params / (gpu.flops_per_s * product_share * size),
-        state_s=2.0 * shape.state_bytes(plan.num_bytes) / read,
+        state_s=2.0 * shape.state_bytes(plan.num_bytes) / (read * _STATES_MOVED),
         sent_s=sums_s + logits_s,
         key_s=run.engine.kv_bytes_per_token * size / read,
         gained_share=_gained_share(plan, shape),
