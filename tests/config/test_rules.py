@@ -66,6 +66,10 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
      {"weak_pairs": [{"key": "data.train.0.path", "problem": "1 of the 2 rows"}]}),
     (("rl", "", "warning", "data.train.0.path"),
      {"unread_arrays": [{"key": "data.train.0.path", "path": "train.json", "mib": 99}]}),
+    (("rl", "rollout.prompts_per_step=12", "warning", "rollout.prompts_per_step"),
+     {"num_train_rows": 11}),
+    (("dpo", "data.examples_per_step=12", "warning", "data.examples_per_step"),
+     {"num_train_rows": 11}),
 ]  # fmt: skip
 """Rows with facts that no plan has, only the host where a command starts."""
 
