@@ -674,6 +674,22 @@ def test_a_check_without_data_has_numbers_of_training_beside_the_error(
     assert messages == ["data.train is empty. Name at least one source."]
 
 
+def test_a_check_without_a_model_says_what_gives_the_numbers(
+    workspace: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    hint = "Without a model the numbers come from a public one of its sizes: --model.shape"
+    with caplog.at_level("INFO"):
+        assert (
+            main(["plan", "--model.shape=qwen3-0.6b", "--plan.gpus=1", "--output=plan.yaml"]) == 0
+        )
+    assert "plan.yaml, once model.path and data.train are set in it" in caplog.text
+    for words in (["plan.yaml"], ["rl", "--data.train.0.path=train.jsonl"]):
+        assert main(["check", *words]) == 2
+        assert hint in capsys.readouterr().err
+    assert main(["check", "rl", "--model.path=model", "--run.steps=x"]) == 2
+    assert hint not in capsys.readouterr().err
+
+
 @table(
     "flags, said",
     [

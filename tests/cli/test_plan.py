@@ -100,6 +100,12 @@ def test_the_first_is_written_as_a_recipe_that_passes_the_check(
     recipe = Path("plan.yaml").read_text()
     assert recipe.startswith("# ")
     assert "model.path is yours to set: a folder or hub name of a qwen2.5-7b" in recipe
+    (line,) = (line for line in recipe.splitlines() if "its numbers come from: hone check" in line)
+    words = line.partition("hone check THIS_FILE ")[2].split()
+    assert main(["check", "plan.yaml", *words]) == 2
+    told = " ".join(capsys.readouterr().out.split())
+    assert "errors: 1, of data.train" in told
+    assert "Planned for 4 x A100" in told
     best = compare(load_config(PlanConfig, None, BIG)).recommended
     flags = ["--model.path=Qwen/Qwen2.5-7B", "--data.train.0.path=openai/gsm8k"]
     planned = load_config(RLConfig, Path("plan.yaml"), flags)

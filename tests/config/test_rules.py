@@ -66,6 +66,10 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
      {"weak_pairs": [{"key": "data.train.0.path", "problem": "1 of the 2 rows"}]}),
     (("rl", "", "warning", "data.train.0.path"),
      {"unread_arrays": [{"key": "data.train.0.path", "path": "train.json", "mib": 99}]}),
+    (("rl", "rollout.prompts_per_step=12", "warning", "rollout.prompts_per_step"),
+     {"num_train_rows": 11}),
+    (("dpo", "data.examples_per_step=12", "warning", "data.examples_per_step"),
+     {"num_train_rows": 11}),
 ]  # fmt: skip
 """Rows with facts that no plan has, only the host where a command starts."""
 
@@ -108,6 +112,38 @@ def test_a_model_that_is_not_there_is_told_from_one_on_the_hub(workspace: Path) 
     (found,) = findings("rl", "model.path=runs/nowhere")
     assert "taken for a name on the hub: the folder 'runs' is here" in found.message
     assert "Did you mean" not in found.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "key"),
+    [
+        # Greedy samples of training are an error, and one sample of a prompt does not mend it.
+        ("rollout.temperature=0", "error", "rollout.temperature"),
+        ("rollout.temperature=1 eval.temperature=0 eval.n_samples_per_prompt=2 "
+         "data.eval.0.path=train.jsonl eval.every_n_steps=1", "warning", "eval.temperature"),
+        # Where more samples of a prompt are needed, a cache of prefixes helps.
+        ("rollout.n_samples_per_prompt=1", "error", "rollout.n_samples_per_prompt"),
+        ("rollout.n_samples_per_prompt=1 teacher.path=model", "warning",
+         "engine.enable_prefix_caching"),
+        # Sizes without an effect are no error.
+        ("model.path=qwen3_vl trainer.parallel.reference_ring_size=2", "warning",
+         "trainer.parallel.reference_ring_size"),
+        ("model.path=hybrid trainer.parallel.reference_ring_size=2", "warning",
+         "trainer.parallel.reference_ring_size"),
+        ("--nproc=4 trainer.parallel.reference_ulysses_size=3", "warning",
+         "trainer.parallel.reference_ulysses_size"),
+        # Where memory is predicted, no rule of thumb stands beside the prediction.
+        ("--gpu=A10 --here=1 --nproc=1 engine.gpu_memory_utilization=0.9", None,
+         "engine.gpu_memory_utilization"),
+        ("engine.gpu_memory_utilization=0.9", "warning", "engine.gpu_memory_utilization"),
+    ],
+)  # fmt: skip
+def test_an_error_and_a_warning_do_not_advise_opposites(
+    flags: str, level: str | None, key: str, workspace: Path
+) -> None:
+    others = ("engine.enable_prefix_caching",) if key == "rollout.n_samples_per_prompt" else (key,)
+    levels = {x.level for x in findings("rl", flags) if {key, *others} & {*x.keys}}
+    assert levels == ({level} if level else set())
 
 
 def assert_table(rows: Iterable[Row]) -> None:

@@ -88,6 +88,8 @@ JUDGES: dict[str, dict[str, object]] = {
 """Likewise, but for what scores."""
 
 
+_ROWS_OF_A_STEP = 64
+
 BASE = {name: [*tree.checked] for name, tree in WALKED.items()}
 """Flags of each command with which `hone check` has nothing to say."""
 
@@ -100,8 +102,10 @@ def fill(folder: Path) -> None:
     (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
     (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "model.safetensors").write_bytes(b"")
-    (folder / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
-    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "completion": "2"}\n')
+    pair = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n'
+    row = '{"prompt": "1+1=", "answer": "2", "completion": "2"}\n'
+    (folder / "pairs.jsonl").write_text(_ROWS_OF_A_STEP * pair)
+    (folder / "train.jsonl").write_text(_ROWS_OF_A_STEP * row)
     (folder / "notes.txt").write_text("no data set")
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_text(json.dumps(MODEL_CONFIG))

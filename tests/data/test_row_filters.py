@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.cli.command import first_rows
-from hone.config.tree import PairsDataConfig, SFTConfig, SFTDataConfig, SFTRunConfig
+from hone.config.tree import PairsDataConfig, RLConfig, SFTConfig, SFTDataConfig, SFTRunConfig
 from hone.data.missing import is_silent
 from hone.data.pairs import load_pairs, map_pairs
 from hone.data.prompts import load_prompts
@@ -29,6 +29,7 @@ from hone.data.streamed import StreamedRows
 from hone.errors import UserError
 from hone.models.settings import TrainedModelConfig
 from hone.observe.resumed_run import changed_settings, save_config
+from hone.rollout.settings import RolloutConfig
 from hone.tools.data_view.check import check
 from hone.tools.data_view.chosen import choose
 from hone.tools.data_view.text import plain_text
@@ -464,3 +465,31 @@ def test_first_pairs_are_checked_without_silent_ones():
     assert told == [
         "chosen and rejected of all first 3 rows begin with the prompt, which is taken off them"
     ]
+
+
+def test_rows_that_do_not_fill_a_step_are_counted_with_what_the_filter_leaves(tmp_path: Path):
+    (tmp_path / "own.py").write_text("def even(row):\n    return row['id'] % 2 == 0\n")
+    data = [{"prompt": "p", "answer": "1", "completion": "1", "id": n} for n in range(200)]
+    path = write_rows(tmp_path / "f.jsonl", data)
+
+    def number(size: int, *sources: str, **settings: Any) -> int | None:
+        train = tuple(SourceConfig(path=each) for each in sources)
+        model = TrainedModelConfig(path="none")
+        rl = RLConfig(
+            model=model,
+            data=DataConfig(train=train, **settings),
+            rollout=RolloutConfig(prompts_per_step=size),
+        )
+        sft = SFTConfig(
+            model=model, data=SFTDataConfig(train=train, examples_per_step=size, **settings)
+        )
+        (found,) = {first_rows(cfg).get("num_train_rows") for cfg in (rl, sft)}
+        return found
+
+    even = {"filter": f"{tmp_path / 'own.py'}:even"}
+    assert number(200, path) is None
+    assert number(201, path) == 200
+    assert number(100, path, **even) is None
+    assert number(101, path, **even) == 100
+    assert number(201, path, path, **even) == 200
+    assert number(201, path, "owner/name") is None

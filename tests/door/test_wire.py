@@ -386,6 +386,38 @@ def test_a_full_queue_is_answered_with_429_before_the_first_byte_of_a_stream() -
         assert served.send("/v1/chat/completions", chat_body(user("x"))).status == 200
 
 
+def _seeds(*, in_session: bool, refuses: bool) -> list[int]:
+    """Seeds of two turns, between which a request may be refused."""
+    path = "/v1/chat/completions"
+    with serving(max_requests=1, max_sessions=1) as served:
+        asks = served.open() if in_session else served
+        served.engine.gate.clear()
+
+        def second() -> None:
+            until(lambda: served.engine.submitted)
+            if refuses:
+                assert asks.send(path, chat_body(user("y"))).status == 429
+            served.engine.gate.set()
+
+        answered, _ = in_threads([lambda: asks.send(path, chat_body(user("x"))), second])
+        assert answered is not None
+        assert answered.status == 200
+        if refuses and in_session:
+            assert served.send("/sessions").status == 429
+        assert asks.send(path, chat_body(user("y"))).status == 200
+        if in_session:
+            asks.send("/end")
+            served.open().chat(user("z"))
+        return [request.sampling.seed for request in served.engine.submitted]
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_requests_that_are_refused_change_no_later_turn(in_session: bool) -> None:
+    seeds = _seeds(in_session=in_session, refuses=False)
+    assert len(set(seeds)) == 2 + in_session
+    assert _seeds(in_session=in_session, refuses=True) == seeds
+
+
 def test_an_engine_that_is_lost_is_said_to_all_who_wait_and_come() -> None:
     with serving() as served:
         served.engine.gate.clear()

@@ -206,6 +206,19 @@ def test_a_close_aborts_the_turn_that_is_sampled(
         runner.close(name)
 
 
+def test_a_turn_that_ends_in_a_withdrawal_is_not_returned_once_its_episode_is_closed() -> None:
+    runner = Runner(LateEngine(length=lambda _: 1), None, episodes())
+    other, name = runner.open(prompt(1), SAMPLING), runner.open(prompt(0), SAMPLING)
+    assert not runner.step().turns
+    runner.withdraw()
+    assert len(runner.close(name, 1.0).turns) == 1
+    runner.resume([])
+    assert [one.id for one in runner.step().turns] == [other]
+    runner.close(other)
+    assert not runner.groups
+    assert not runner.num_unfinished
+
+
 def both_ended(runner: Runner) -> list[Sample]:
     while not (turns := runner.step().turns):
         pass

@@ -42,11 +42,6 @@ class AlgorithmFacts(Facts):
         return Fact(number, "the number of optimizer steps a rollout", how)
 
     @cached_property
-    def learns_from_rewards(self) -> bool:
-        """Whether rewards make advantages, rather than a teacher alone."""
-        return self["teacher.path"] is None or self["teacher.reward_coef"] > 0
-
-    @cached_property
     def resumes_samples(self) -> bool:
         """Whether samples go on under other weights than those that began them."""
         pipeline = self["pipeline"]

@@ -67,6 +67,7 @@ Exit code: 2 with errors, else 0.
 """
 
 _SOURCES = ("data", "train")
+_MODEL = ("model", "path")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -137,12 +138,17 @@ def _load(command: str, words: Sequence[str]) -> tuple[Command, list[str]]:
     tree = RECIPE_TREES[command]
     try:
         return load_arguments(tree, words, starts=True)
-    except UserError:
-        if any(path[:2] == _SOURCES[: len(path)] for path in _given_keys(words)):
+    except UserError as error:
+        keys = _given_keys(words)
+        if not any(path[:2] == _SOURCES[: len(path)] for path in keys):
+            with suppress(UserError):
+                return load_arguments(tree, [*words, f"--{'.'.join(_SOURCES)}=[]"], starts=True)
+        if any(path == _MODEL for path in keys) or ".".join(_MODEL) not in f"{error}":
             raise
-        with suppress(UserError):
-            return load_arguments(tree, [*words, f"--{'.'.join(_SOURCES)}=[]"], starts=True)
-        raise
+        raise UserError(
+            f"{error}\nWithout a model the numbers come from a public one of its sizes: "
+            "--model.shape qwen3-8b, for instance."
+        ) from error
 
 
 def _command_of(words: Sequence[str], *, has_pairs: bool = False) -> str:

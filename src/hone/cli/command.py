@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, Unpack
@@ -39,7 +40,7 @@ from hone.data.columns import Example, ExampleReader, choose_columns
 from hone.data.pairs import map_pairs
 from hone.data.row_filters import Keep, load_filter, wanted
 from hone.data.settings import SourceBase
-from hone.data.sources import is_json_array, read_source, shorten
+from hone.data.sources import is_json_array, iter_source, read_source, shorten
 from hone.distributed.openmp import set_up_openmp
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
@@ -482,7 +483,33 @@ def first_rows(cfg: Command) -> Known:
     facts: Known = {"data_problems": problems, "weak_pairs": weak}
     if named:
         facts |= {"first_rows": rows, "unread_arrays": unread}
-    return facts
+    return facts | _too_few_rows(cfg, keep)
+
+
+def _too_few_rows(
+    cfg: RLConfig | SFTConfig | EvaluateConfig | GenerateConfig, keep: Keep | None
+) -> Known:
+    """How many rows there are to train on, where all sources are local files of moderate size and
+    their rows do not fill a step."""
+    if isinstance(cfg, EvaluateConfig | GenerateConfig):
+        return {}
+    is_supervised = isinstance(cfg, SFTConfig)
+    size = cfg.data.examples_per_step if is_supervised else cfg.rollout.prompts_per_step
+    number = 0
+    for source in cfg.data.train:
+        path = local_path(source.path)
+        if not path.is_file() or data_suffix(path) is None:
+            return {}
+        try:
+            if path.stat().st_size > _MAX_ARRAY_BYTES:
+                return {}
+            rows = (row for row in iter_source(source) if keep is None or keep(row))
+            number += sum(1 for _ in islice(rows, size - number))
+        except (OSError, UserError):
+            return {}  # reported by the rules on files
+        if number == size:
+            return {}
+    return {"num_train_rows": number} if number else {}
 
 
 def _read_head(

@@ -11,7 +11,7 @@ from hone.cli.command import take_word
 from hone.config.aliases import FRAMEWORKS
 from hone.errors import UserError
 from hone.observe.printable import printable
-from hone.observe.whole_file import write_whole
+from hone.observe.whole_file import whole_file, write_whole
 from hone.tools.imports.convert import convert
 from hone.tools.imports.frameworks import read_command, read_file
 from hone.tools.imports.write import counts, recipe
@@ -94,9 +94,12 @@ def run(argv: Sequence[str]) -> int:
     if output is None:
         sys.stdout.write(printable(text))
     else:
-        write_whole(output, text, "--output")
+        with whole_file(output, "--output", len(text.encode())) as file:
+            file.write(text)
+            file.flush()
+            if copied is not None:  # a recipe without its functions would not run
+                write_whole(copied.path, copied.text, "--output")
         if copied is not None:
-            write_whole(copied.path, copied.text, "--output")
             lines.append(f"{', '.join(copied.names)} copied to {copied.path}, which a run imports")
         lines.append(f"written to {output}; its comments say what to check")
     sys.stderr.write(printable("".join(f"{line}\n" for line in lines)))

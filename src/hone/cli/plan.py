@@ -20,7 +20,7 @@ from hone.cli.command import load_checked, plan_here
 from hone.cli.help import is_help, print_help
 from hone.config.recipe import to_yaml
 from hone.config.tree import PlanConfig
-from hone.errors import UserError
+from hone.errors import UserError, listed
 from hone.hardware import available_host_bytes, installed_gpu, known_gpu
 from hone.observe.whole_file import write_whole
 from hone.planner.fitting import gpu_host_roles, leaves_margin
@@ -142,7 +142,12 @@ def _write(result: Comparison, output: Path) -> str:
         nproc = 1
         if placement.colocated and launch == "hone rl":
             nproc = cluster.num_processes if cluster.is_used else placement.num_trainers
-        return f"to run {_named(result)}: {launch} {output}{f' --nproc {nproc}' * (nproc > 1)}"
+        line = f"to run {_named(result)}: {launch} {output}{f' --nproc {nproc}' * (nproc > 1)}"
+        missing = ["model.path"] * (result.cfg.model.shape is not None)
+        missing += ["data.train"] * (not result.cfg.data.train)
+        if not missing:
+            return line
+        return f"{line}, once {listed(missing)} {'are' if missing[1:] else 'is'} set in it"
     write_whole(output, f"{json.dumps(_as_json(result), indent=1)}\n", "output")
     return f"numbers in {output}"
 
@@ -160,6 +165,11 @@ def _recipe(result: Comparison) -> str:
     if shape := result.cfg.model.shape:
         recipe.setdefault("model", {}).pop("path", None)
         head.append(f"model.path is yours to set: a folder or hub name of a {shape}")
+        nproc = outcome.run.placement.num_trainers
+        head.append(
+            f"without a model its numbers come from: hone check THIS_FILE --model.shape {shape} "
+            f"--gpu {result.cfg.plan.gpu}{f' --nproc {nproc}' * outcome.run.placement.colocated}"
+        )
     comments = "".join(f"# {line}\n" for line in head)
     return f"{comments}{to_yaml(recipe)}"
 

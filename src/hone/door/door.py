@@ -104,7 +104,7 @@ class Door:
         Raises Refusal where too many are open."""
         return self._sessions.open(
             history=history,
-            seed=next(self._asked) if seed is None else seed,
+            seed=lambda: next(self._asked) if seed is None else seed,
             terms=terms,
             on_expired=lambda session: self.loop_calls.soon(
                 partial(self._finish, session, "expired")
@@ -198,6 +198,7 @@ class Door:
             session.require_tokens(len(given.token_ids), MAX_CONTEXTS * self.prompts.max_model_len)
             session.require_images(bytes_of(given.model_input))
         turn.prompt_ids = ids
+        self._handover.require_place()  # a request that is sent again gets the seed of the first
         prompt, number = self._seeded(asked, session, ids, input_of(nodes))
         sampled = await self._handover.sample(
             prompt,

@@ -112,16 +112,7 @@ class Handover:
             owner=owner,
         )
         with self._lock:
-            if self._refusal is not None:
-                raise self._refusal.again()
-            if self._num_open >= self._max_requests:
-                raise Refusal(
-                    429,
-                    f"{self._num_open} requests are sampled or wait, as many as serve.max_requests "
-                    "allows; ask again",
-                    code="queue_full",
-                    retry_after_s=_RETRY_AFTER_S,
-                )
+            self._require_place()
             self._num_open += 1
             self._new[waiting] = None
             self._has_news.notify()
@@ -134,6 +125,23 @@ class Handover:
         finally:
             with self._lock:
                 self._num_open -= 1
+
+    def require_place(self) -> None:
+        """Raise the Refusal that `sample` would raise now for any request."""
+        with self._lock:
+            self._require_place()
+
+    def _require_place(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal.again()
+        if self._num_open >= self._max_requests:
+            raise Refusal(
+                429,
+                f"{self._num_open} requests are sampled or wait, as many as serve.max_requests "
+                "allows; ask again",
+                code="queue_full",
+                retry_after_s=_RETRY_AFTER_S,
+            )
 
     def _withdraw(self, waiting: _Waiting) -> None:
         """Forget a request at once where the runner has not got it: it may be long until somebody

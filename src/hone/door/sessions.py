@@ -256,31 +256,27 @@ class Sessions:
         self,
         *,
         history: History,
-        seed: int,
+        seed: Callable[[], int],
         terms: Terms | None = None,
         on_expired: Callable[[Session], object],
     ) -> Session:
         """Open a session. Where as many are open as there may be, those that have had no request
         for long are ended by `on_expired`. Raises Refusal where that is not enough, though not for
         a session with `terms`: a run opens as many as it plays, and each may begin while the one
-        before it is being ended."""
-        session = Session(id=new_id(), history=history, seed=seed, terms=terms)
-        expired = list[Session]()
+        before it is being ended. A session that is refused uses up no `seed`."""
+        session, expired = None, list[Session]()
         with self._lock:
-            if terms is not None:
-                self._open[session.id] = session
-                return session
-            if len(self._open) >= self._max_sessions:
+            if terms is None and len(self._open) >= self._max_sessions:
                 limit = monotonic() - self._timeout_s
                 expired = [x for x in self._open.values() if x.used_at < limit and not x.running]
                 for old in expired:
                     del self._open[old.id]
-            is_full = len(self._open) >= self._max_sessions
-            if not is_full:
+            if terms is not None or len(self._open) < self._max_sessions:
+                session = Session(id=new_id(), history=history, seed=seed(), terms=terms)
                 self._open[session.id] = session
         for old in expired:
             on_expired(old)
-        if is_full:
+        if session is None:
             raise Refusal(
                 429,
                 f"{self._max_sessions} sessions are open, as many as serve.max_sessions allows; "

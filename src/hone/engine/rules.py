@@ -46,6 +46,19 @@ class EngineFacts(Facts):
         return Fact((prompts + more) * samples, "the samples of a step", how)
 
     @cached_property
+    def needs_several_samples(self) -> bool:
+        """Whether one sample of a prompt is an error."""
+        compares = self["algorithm"].needs.samples_per_group > 1 and self.learns_from_rewards
+        return compares or self["rollout.dynamic_sampling"]
+
+    @cached_property
+    def predicts_memory(self) -> bool:
+        """Whether what each GPU has to hold is predicted, and compared with what it has."""
+        plan, gpu = self.plan, self.plan.devices.gpu
+        is_known = plan.shape is not None and plan.world_size is not None and plan.problem is None
+        return is_known and not plan.is_on_cpu and gpu is not None and bool(gpu.memory_gib)
+
+    @cached_property
     def broken_rows(self) -> int:
         """A row length, on one device of an engine, that int8 weights do not support; 0 where all
         are supported."""
@@ -143,6 +156,7 @@ _ENGINE = (
             why="prompts are prefilled in chunks too small to fill a GPU",
             fix=f"engine.max_num_batched_tokens = {_SMALL_BATCHED_TOKENS} | more"),
     warning("engine.enable_prefix_caching", "rollout.n_samples_per_prompt = 1",
+            given=("not @needs_several_samples",),
             why="it shares prompts within a group, and helps otherwise only where prompts begin "
             "alike",
             fix="engine.enable_prefix_caching = false | raise rollout.n_samples_per_prompt"),
@@ -152,7 +166,7 @@ _ENGINE = (
     unused("engine.enable_sleep", only=(*_NOT_TRAINING, "bench engine"),
            why="it frees the KV cache while a trainer works, and nothing trains here"),
     warning("engine.gpu_memory_utilization > 0.8", "engine.kv_cache_gib = unset", only=("rl",),
-            given=("not @is_apart", "not engine.enable_sleep"),
+            given=("not @is_apart", "not engine.enable_sleep", "not @predicts_memory"),
             why="the trainer needs the same GPU for gradients, optimizer and activations",
             fix="engine.gpu_memory_utilization = 0.5 | set engine.kv_cache_gib"),
     unused("engine.gpu_memory_utilization", "engine.kv_cache_gib",

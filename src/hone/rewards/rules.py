@@ -37,7 +37,7 @@ from hone.user_code.signatures import (
     takes_labels,
 )
 
-__all__ = ["RULES", "needs_columns"]
+__all__ = ["RULES", "columns_needed", "needs_columns"]
 
 Found = Iterator[Details]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -204,6 +204,12 @@ def _late_tests(view: RewardFacts) -> Found:
 def needs_columns(reward: RewardConfig) -> bool:
     """Whether a function asks for a column of the data, as far as its file tells."""
     return any(_needed(one) or _takes_labels(one) for one in reward.functions)
+
+
+def columns_needed(reward: RewardConfig) -> list[tuple[str, str]]:
+    """Each function with a column of the data that it asks for, as far as its file tells. The
+    column `answer` is the one that has this role."""
+    return [(one.fn, name) for one in reward.functions for name in _needed(one)]
 
 
 def _missing_column(view: RewardFacts) -> Found:

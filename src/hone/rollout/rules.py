@@ -24,6 +24,11 @@ class SamplingFacts(Facts):
         return Fact(sum(self[key] for key in keys), "the longest sequence", " + ".join(keys))
 
     @cached_property
+    def is_trained(self) -> bool:
+        """Whether what is sampled is trained on."""
+        return self.section == "rollout"
+
+    @cached_property
     def completion_limit(self) -> int:
         """Tokens that the model's context leaves to completions."""
         length = required(self.context_length.value, "context_length")
@@ -87,6 +92,7 @@ RULES = with_facts(
             fix="eval.max_completion_tokens = {rollout.max_completion_tokens}"),
     # Any distribution.
     warning("sampling.temperature = 0", "sampling.n_samples_per_prompt > 1",
+            given=("not @is_trained",),
             why="greedy samples of a prompt are all equal",
             fix="sampling.n_samples_per_prompt = 1 | raise sampling.temperature"),
     unused("sampling.(top_p|top_k|min_p)", "sampling.temperature = 0",

@@ -265,8 +265,7 @@ class Runner:
 
     @property
     def num_waiting(self) -> int:
-        """Samples with the scorer that wait for the place of a session, which takes turns of
-        others."""
+        """Samples with the scorer that wait until a session ends and leaves them its place."""
         return 0 if self.sessions is None else self.sessions.num_waiting
 
     @property
@@ -410,8 +409,7 @@ class Runner:
         episode is open.
         """
         order, self._num_opened = self._num_opened, self._num_opened + 1
-        # Unlike the order it is unique in the process: several runners may have requests of one
-        # source.
+        # Unlike the order unique in the process: several runners may have requests of one source.
         name = f"open-{next(_OPENED)}"
         entry = RunningGroup.of(
             prompt,
@@ -467,6 +465,8 @@ class Runner:
         """
         entry, index = self._opened(episode_id)
         del self.groups[entry.group.id]
+        turns = [turn for turn in self._ended.turns if turn.id != episode_id]  # of `withdraw`
+        self._ended = self._ended._replace(turns=turns)
         self._sent_at.pop(episode_id, None)
         sample = entry.episodes.get(index) or self.episodes.begin(
             entry.group.prompt, episode_id, number=entry.number

@@ -273,6 +273,11 @@ class TrainerFacts(Facts):
         return ", ".join(self.model.undivided(self[_TENSOR]))
 
 
+def _where_read(name: str) -> tuple[str, ...]:
+    """Conditions for errors of an axis: the sizes of frozen models have no effect without them."""
+    return ("@trainers_hold_frozen",) if name.startswith("reference_") else ()
+
+
 def _ulysses_problem(key: str) -> Callable[[TrainerFacts], Iterator[Details]]:
     def find(view: TrainerFacts) -> Iterator[Details]:
         size, fix = view[key], "use a size that fits"
@@ -461,7 +466,7 @@ _FORMATS = (
           fix="remove {meant} | model.exact = false"),
     *(error(f"{_PARALLEL}.{name} > 1", "@sees_images",
             says=f"{_PARALLEL}.{name} is {{{_PARALLEL}.{name}}}, and {{the_model}} sees images",
-            why=why, fix=f"{_PARALLEL}.{name} = 1")
+            given=_where_read(name), why=why, fix=f"{_PARALLEL}.{name} = 1")
       for names, why in (
           (("ring_size", "ulysses_size", "reference_ring_size", "reference_ulysses_size"),
            "an image's features go to the process that has all of its row"),
@@ -470,6 +475,7 @@ _FORMATS = (
     *(error(f"{_PARALLEL}.{name} > 1", "@is_hybrid",
             says=f"{_PARALLEL}.{name} is {{{_PARALLEL}.{name}}}, and {{the_model}} has layers of "
             "gated linear attention",
+            given=_where_read(name),
             why="these read a row from its first token to its last, and a ring has parts of it in "
             "another order",
             fix=f"{_PARALLEL}.{name} = 1 | {_PARALLEL}.{name.replace('ring', 'ulysses')}, which "
@@ -538,7 +544,8 @@ _AXES = (
     error(f"{_STAGES} > 1", only=("bench train",),
           why="it measures passes that run through all layers",
           fix=f"{_STAGES} = 1"),
-    *(error(each=_ulysses_problem(key), given=("not @undivided_in_training",),
+    *(error(each=_ulysses_problem(key),
+            given=("not @undivided_in_training", *_where_read(key.removeprefix(f"{_PARALLEL}."))),
             says=f"{key} is {{{key}}}, for {{the_model}}", why="{problem}",
             fix="{fix}")
       for key in (f"{_PARALLEL}.ulysses_size", f"{_PARALLEL}.reference_ulysses_size")),

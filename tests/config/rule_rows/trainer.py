@@ -206,7 +206,7 @@ ROWS: list[Row] = [
        f"model.exact trainer.parallel.{name}")
       for name in ("ulysses_size", "tensor_parallel_size")],
     # images
-    *[("rl", f"model.path=qwen3_vl trainer.parallel.{name}=2", "error",
+    *[("rl", f"model.path=qwen3_vl algorithm.kl.coef=0.1 trainer.parallel.{name}=2", "error",
        f"trainer.parallel.{name} model.path")
       for name in ("ring_size", "ulysses_size", "pipeline_parallel_size",
                    "reference_ring_size", "reference_ulysses_size")],
@@ -214,7 +214,7 @@ ROWS: list[Row] = [
      "trainer.parallel.ring_size model.path"),
     ("rl", "model.path=qwen3_vl model.exact=true", "error", "model.exact model.path"),
     # gated linear attention
-    *[("rl", f"model.path=hybrid trainer.parallel.{name}=2", "error",
+    *[("rl", f"model.path=hybrid algorithm.kl.coef=0.1 trainer.parallel.{name}=2", "error",
        f"trainer.parallel.{name} model.path")
       for name in ("ring_size", "reference_ring_size")],
     ("sft", "--nproc=4 model.path=hybrid trainer.parallel.ulysses_size=4", "error",

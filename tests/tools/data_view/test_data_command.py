@@ -450,6 +450,35 @@ def test_all_problems_are_told_with_their_places(
     assert "errors: 33" in out
 
 
+def test_columns_that_reward_functions_need_are_asked_of_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"q{n}", "label": f"{n}", "level": n} for n in range(1, 301)
+    ]
+    rows[269]["level"] = None
+    del rows[279]["level"]
+    rows[289] = {"prompt": "q", "label": "1", "level": None, "depth": 1}
+    path = in_lines(rows, tmp_path / "rows.jsonl")
+    code = tmp_path / "own.py"
+    code.write_text("def graded(completion, answer, level, depth=0):\n    return 1.0\n")
+    words = [path, "--for=rl", f"--reward.functions.0.fn={code}:graded"]
+    assert main(["data", "check", *words]) == 1
+    out = said(capsys)
+    for line in (270, 280, 290):
+        assert f"{path}, line {line}: '{code}:graded' needs the column 'level' of each row" in out
+    assert "(here are: depth, label, prompt); fill it" in out
+    assert "or give the parameter a default" in out
+    assert "errors: 3" in out
+    # `answer` is the column with that role.
+    filled = [row | {"level": 1} for row in rows]
+    assert main(["data", "check", in_lines(filled, tmp_path / "rows.jsonl"), *words[1:]]) == 0
+    bare = in_lines([{"prompt": f"q{n}"} for n in range(9)], tmp_path / "bare.jsonl")
+    capsys.readouterr()
+    assert main(["data", "check", bare, "--for=rl", "--reward.functions.0.fn=exact_match"]) == 1
+    assert "error: 9 x 'exact_match' needs the answer of each row" in said(capsys)
+
+
 def test_a_good_source_is_taken(write: Callable[[Rows], Path], model: Path) -> None:
     for rows in (PROMPTS, DEMONSTRATIONS, PAIRS):
         assert main(["data", "check", str(write(rows)), f"--model.path={model}"]) == 0

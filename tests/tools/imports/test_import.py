@@ -695,6 +695,35 @@ def test_functions_of_whole_groups_have_groups_in_evaluation_too(
     assert "eval.max_completion_tokens is" not in printed
 
 
+@table(
+    "settings, steps",
+    [
+        ("eval_strategy='steps', eval_steps=20", 5),
+        # As in transformers, whose rule this is.
+        ("eval_strategy='steps', logging_steps=40", 10),
+        ("eval_strategy='steps', eval_steps=0, logging_steps=40", 10),
+        ("eval_strategy='steps'", 2),
+        ("eval_strategy='steps', logging_steps=0.25", 10),
+        ("eval_strategy='steps', eval_steps=0.1", 4),
+        ("eval_strategy='no', logging_steps=40", 0),
+        ("logging_steps=40", 0),
+        ("eval_strategy='epoch', logging_steps=40", 0),
+    ],
+)
+def test_steps_between_evaluations_of_trl(settings: str, steps: int, tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        "GRPOTrainer(model='m', train_dataset='a.jsonl', eval_dataset='b.jsonl', args=GRPOConfig(\n"
+        "    max_steps=160, steps_per_generation=4, per_device_train_batch_size=8,\n"
+        f"    gradient_accumulation_steps=1, {settings}))\n"
+    )
+    found = convert(read_file("trl", script, {}))
+    assert found.key("run.steps") == 40
+    assert found.key("eval.every_n_steps") == steps
+    assert [one.name for one, _ in found.missing] == ["eval_strategy"] * ("epoch" in settings)
+
+
 def test_what_is_not_followed_is_counted_and_told(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

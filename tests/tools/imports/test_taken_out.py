@@ -120,6 +120,16 @@ def test_nothing_is_written_without_an_output_and_nothing_is_overwritten(
     assert not (folder / "mine.yaml").exists()
 
 
+def test_a_recipe_is_written_with_its_functions_or_not_at_all(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "grpo.py").write_text(f"{IMPORTS}def score(completions): ...\n{TRAINS}")
+    name = "m" * 230  # a name of the second file that no file system has
+    assert main(["import", "trl", "grpo.py", "--output", f"{name}.yaml"]) == 2
+    assert f"Could not write {name}_functions.py (--output)" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["grpo.py"]
+
+
 def test_a_script_that_only_defines_is_named_itself(folder: Path) -> None:
     found = imported(
         dedent("""

@@ -87,6 +87,11 @@ class Facts(View):
         return Fact(sum(role.number for role in roles), "the number of devices of all roles", how)
 
     @cached_property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards make advantages, rather than a teacher alone."""
+        return self["teacher.path"] is None or self["teacher.reward_coef"] > 0
+
+    @cached_property
     def evaluates(self) -> bool:
         """Whether a run evaluates at all."""
         return "eval" in self.plan.sampling or bool(self["eval"].is_scheduled)

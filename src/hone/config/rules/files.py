@@ -15,7 +15,7 @@ from typing import Any
 from hone.config.roles import MODEL_KEYS
 from hone.config.rules.facts import Facts
 from hone.config.rules.rule import error, unused, warning, with_facts
-from hone.config.rules.view import Details, NotKnownError, differs, required
+from hone.config.rules.view import Details, Fact, NotKnownError, differs, required
 from hone.config.tree import RECIPE_COMMANDS, SUPERVISED
 from hone.data.settings import SourceBase, template_fields
 from hone.extras import missing_extra
@@ -69,6 +69,12 @@ class FileFacts(Facts):
     def weak_pairs(self) -> Sequence[Details]:
         """Sources of pairs among whose first rows some teach nothing."""
         return required(self.known.get("weak_pairs"), "weak_pairs")
+
+    @cached_property
+    def num_train_rows(self) -> Fact[int]:
+        """Rows to train on, where they are known not to fill a step."""
+        number = required(self.known.get("num_train_rows"), "num_train_rows")
+        return Fact(number, "the number of rows of data.train")
 
     @cached_property
     def unread_arrays(self) -> Sequence[Details]:
@@ -545,6 +551,12 @@ _DATA = (
     error(each="@data_problems", says="{key}: {problem}"),
     warning(each="@weak_pairs", says="{key}: {problem}",
             fix="leave such rows out"),
+    warning("rollout.prompts_per_step > @num_train_rows",
+            why="a step draws prompts more than once, each time as a group of its own",
+            fix="rollout.prompts_per_step = {num_train_rows} | add rows"),
+    warning("data.examples_per_step > @num_train_rows",
+            why="a step trains on rows more than once",
+            fix="data.examples_per_step = {num_train_rows} | add rows"),
     error(each=_bad_pattern, says="{key}.answer_pattern '{pattern}' is no regular expression",
           why="{problem}"),
     warning(each="@unread_arrays",

@@ -63,6 +63,8 @@ class Known(TypedDict, total=False):
     """Sources whose first rows cannot be read or lack a column."""
     weak_pairs: Sequence[Details]
     """Sources of pairs among whose first rows some teach nothing."""
+    num_train_rows: int
+    """Rows to train on, before some are held out or dropped, where they do not fill a step."""
     reward_problems: Sequence[Details]
     """Built-in reward functions that cannot be made with their arguments."""
     hub_problems: Sequence[Details]

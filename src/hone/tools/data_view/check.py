@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from hone.address import names_code
 from hone.config.tree import SFTConfig
+from hone.data.columns import Example
 from hone.data.curriculum import ROLES
 from hone.data.filters import REASONS, FilterReport
 from hone.data.index import SourceIndex
@@ -15,6 +17,7 @@ from hone.data.pairs import Compared, weak_pairs
 from hone.data.settings import SourceBase, SourceConfig
 from hone.data.split import is_held_out
 from hone.errors import UserError
+from hone.rewards.rules import columns_needed
 from hone.tools.data_view.chosen import Viewed
 from hone.tools.data_view.problems import MOST_SHOWN, Problems
 from hone.tools.data_view.reading import (
@@ -109,7 +112,8 @@ class _Checker:
 
     def __init__(self, viewed: Viewed, language: Language, tell: Tell) -> None:
         self._data, self._seed = viewed.cfg.data, viewed.cfg.run.seed
-        self._is_paired = isinstance(viewed.cfg, SFTConfig)
+        cfg = viewed.cfg
+        self._needed = [] if isinstance(cfg, SFTConfig) else columns_needed(cfg.reward)
         self._language, self._tell = language, tell
         self.begin()
 
@@ -177,6 +181,7 @@ class _Checker:
         broken = next((x for x in language.limits if x.length(entry) > x.max_tokens), None)
         if broken is None:
             self._require_known(item, entry)
+            self._require_columns(item)
             checked.longest = max(checked.longest, entry.num_whole)
             return None
         length = broken.length(entry)
@@ -199,6 +204,22 @@ class _Checker:
                     "model's own in model.tokenizer, or leave such rows out"
                 )
                 return
+
+    def _require_columns(self, item: Item) -> None:
+        """Refuse a row without what a reward function asks for, as a run does."""
+        if not isinstance(item, Example):
+            return
+        has = {name for name, value in item.metadata.items() if value is not None}
+        for fn, name in self._needed:
+            is_answer = name == "answer"
+            if (item.answer is not None) if is_answer else (name in has):
+                continue
+            what = "the answer of each row" if is_answer else f"the column '{name}' of each row"
+            default = ", or give the parameter a default" if names_code(fn) else ""
+            self.checked.problems.add(
+                f"{item.location}: '{fn}' needs {what} (here are: {', '.join(sorted(has))}); fill "
+                f"it, take the row out{default}"
+            )
 
     def _weak(self, source: SourceChecked, items: Sequence[Item]) -> None:
         """Count pairs from which little is learned."""

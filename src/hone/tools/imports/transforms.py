@@ -58,6 +58,8 @@ def _texts(value: Any) -> list[str]:
 
 _ALL = 1_000_000
 """More checkpoints than any run writes, where the framework keeps all."""
+_TRL_LOGGING_STEPS = 10
+"""TRL's own default; that of transformers is 500."""
 _OF_VALUE: Mapping[str, Callable[[Any], Any]] = {
     "not": lambda value: not value,
     "is_given": lambda value: True if value else None,
@@ -318,12 +320,31 @@ def warmup_share_(value: Any, run: Imported, row: Alias) -> Any:
 
 
 def rollouts_(value: Any, run: Imported, row: Alias) -> Any:
-    """Steps of ours between evaluations or checkpoints; TRL counts optimizer steps."""
+    """Steps of ours between evaluations or checkpoints; TRL counts optimizer steps, and a number
+    below 1 is a share of all of them."""
     if value is None or value <= 0:
         return None
-    return (
-        max(1, round(value / _steps_per_rollout(run))) if run.source.framework == "trl" else value
-    )
+    if run.source.framework != "trl":
+        return value
+    if value >= 1:
+        return max(1, round(value / _steps_per_rollout(run)))
+    if run.is_set("run.steps"):
+        return max(1, math.ceil(value * run.key("run.steps")))
+    raise NotServed(f"a share of all steps, whose number is not known; set {row.to[0]}")
+
+
+def eval_strategy_(value: Any, run: Imported, row: Alias) -> Any:
+    """Steps between evaluations where `eval_steps` does not say it: transformers takes those of
+    `logging_steps` then."""
+    if text_of(value) == "no":
+        raise Nothing("nothing is evaluated")
+    if value != "steps":
+        raise NotServed(f"an evaluation each {value}; eval.every_n_steps counts steps")
+    if run.given("eval_steps"):
+        raise Nothing("eval_steps says how often")
+    if not run.is_set("data.eval.0.path"):
+        raise Nothing("nothing to evaluate on could be read")
+    return rollouts_(run.given("logging_steps", default=_TRL_LOGGING_STEPS), run, row)
 
 
 def rollouts_or_end_(value: Any, run: Imported, row: Alias) -> Any:
