@@ -43,11 +43,11 @@ they are those of the training pass. Frameworks that run another pass for them s
 FOOT = """
 Seconds are medians over the steps after the first one, which compiles kernels. "Pause" is how long
 sampling stands still while new weights are brought. A dash is a figure that was not recorded. Peaks
-are those of one GPU, which has 140 GiB; where more is predicted, the run fitted all the same. Predicted peaks
-are of full micro-batches, where those of a step are of equal size and may be less than full.
-Tokens are those of prompts and completions. A commit names the code that was measured. Steps that
-were measured before rows of a group shared their prompt in training (2026-11-27) take longer and
-are not in the table.
+are those of one GPU, which has 140 GiB; where more is predicted, the run fitted all the same.
+Predicted peaks are of full micro-batches, where those of a step are of equal size and may be less
+than full. Tokens are those of prompts and completions. A commit names the code that was measured.
+Steps that were measured before rows of a group shared their prompt in training (2026-11-27) take
+longer and are not in the table.
 
 A row is measured again with
 

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,46 @@ from tests.tables import table
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
 )
+
+
+@pytest.fixture(autouse=True)
+def _onednn_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Whatever processor this is."""
+    monkeypatch.setattr(cpu_products, "_is_faster", lambda: True)
+
+
+IS_FASTER = cpu_products._is_faster.__wrapped__  # pyright: ignore[reportPrivateUsage]
+
+
+@table(
+    "maker, has_mkl, expected",
+    [
+        ("AuthenticAMD", True, True),
+        ("GenuineIntel", True, False),
+        ("GenuineIntel", False, True),
+        ("", True, True),
+    ],
+)
+def test_mkl_multiplies_on_processors_of_intel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, maker: str, has_mkl: bool, expected: bool
+) -> None:
+    facts = tmp_path / "cpuinfo"
+    if maker:
+        facts.write_text(f"processor\t: 0\nvendor_id\t: {maker}\n")
+    monkeypatch.setattr(cpu_products, "_CPU_FACTS", facts)
+    monkeypatch.setattr("platform.processor", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    assert IS_FASTER() == expected
+
+
+def test_where_mkl_is_faster_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "_is_faster", lambda: False)
+    monkeypatch.setattr(cpu_products, "_product", None)  # not called
+    module = nn.Linear(128, 128)
+    multiply_by_onednn(module)
+    assert "forward" not in vars(module)
+    x = draw(128, 128, seed=1)
+    assert torch.equal(linear(x, module.weight, module.bias), module(x))
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -97,10 +138,12 @@ def test_layers_of_a_module_and_of_its_copies_use_their_own_weights() -> None:
 def test_products_of_many_shapes_take_little_memory() -> None:
     """In a process of its own, since others have made products. Without a bound it is 200 MiB."""
     program = """
+from hone.models import cpu_products
 from hone.models.cpu_products import linear
 from hone.observe.host_memory import host_memory
 import torch
 
+cpu_products._is_faster = lambda: True
 x_TK, weight_NK = torch.ones(800, 64), torch.ones(192, 64)
 used = []
 for num_rows in range(400, 800):
