@@ -25,7 +25,15 @@ from hone.errors import UserError
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape, public_shape
 from hone.hardware import known_gpu
-from hone.planner.fitting import changed, does_fit, does_fit_host, errors, gpu_host_roles, rl_config
+from hone.planner.fitting import (
+    changed,
+    does_fit,
+    does_fit_host,
+    errors,
+    gpu_host_roles,
+    keeping_margin,
+    rl_config,
+)
 from hone.planner.run_memory import RunMemory, peak_bytes
 from hone.rules import findings
 from hone.tools.plan.comparison import Outcome, compare, planned_config
@@ -438,11 +446,12 @@ def ways_to_recompute(num_layers: int) -> list[tuple[str, int, bool]]:
 def every_choice(
     cfg: PlanConfig, placement: Placement, ways: list[tuple[str, int, bool]]
 ) -> list[RunPlan]:
-    """Plans of all ways to recompute so, offload, shard and sleep that fit and are served."""
+    """Plans of all ways to recompute so, offload, shard and sleep that fit with the margin and are
+    served."""
     assert cfg.model.shape is not None
     shape = public_shape(cfg.model.shape)
     assert shape is not None
-    base = plan_of(cfg, shape, known_gpu(cfg.plan.gpu), placement)
+    base = keeping_margin(plan_of(cfg, shape, known_gpu(cfg.plan.gpu), placement))
     known = {x for x in errors(base) if "data.train" in x.message}
     found: list[RunPlan] = []
     levels = ("none", "optimizer", "gradients", "parameters")
