@@ -106,7 +106,11 @@ def test_stages_are_priced_with_micro_batches_that_fit() -> None:
     assert shape is not None
     plans = plans_that_fit(cfg, shape, known_gpu("a10"), 16, Notes())
     plan = next(own for x, own in plans if x == placement)
-    staged = {"trainer.parallel.pipeline_parallel_size": 4, "trainer.offload": "optimizer"}
+    staged = {
+        "trainer.parallel.pipeline_parallel_size": 4,
+        "trainer.offload": "optimizer",
+        "engine.gpu_memory_utilization": cfg.engine.gpu_memory_utilization,
+    }
     budgets = [{"trainer.max_tokens_per_microbatch": tokens} for tokens in (2048, 4096)]
     ways = product(RECOMPUTE.choices(plan), (1, 2, 3), budgets)
     others = [
