@@ -97,7 +97,7 @@ H200 = GPU("h200", 140, 790e12, 450e9, 50e9, 4.3e12)
 
 CASES = {
     "8B on 4 + 4 A10": (QWEN_8B, A10, ("--cluster.num_trainers=4", "--cluster.num_engines=4")),
-    "70B on 64 A100": (LLAMA_70B, A100, ("--plan.gpus=64",)),
+    "70B on 64 A100": (LLAMA_70B, A100, ("--plan.gpus=64", "--cluster.devices_per_node=8")),
     "70B on 16 H200": (LLAMA_70B, H200, ("--plan.gpus=16",)),
     "128k tokens on 8 A100": (
         QWEN_8B,
@@ -511,8 +511,8 @@ def test_no_choice_of_settings_is_better_than_the_one_found(
 @pytest.mark.parametrize(
     ("model", "gpu", "axes", "num_rows", "way"),
     [
-        ("qwen3-32b", "h200", {"ring_size": 2}, 44, "uniform:2"),
-        ("qwen3-8b", "a100", {"ring_size": 2}, 18, "block:27"),
+        ("qwen3-32b", "h200", {"ring_size": 2}, 37, "uniform:2"),
+        ("qwen3-8b", "a100", {"ring_size": 2}, 16, "block:27"),
     ],
 )
 def test_layers_recomputed_together_or_in_a_block_are_found_where_they_alone_are_best(
