@@ -35,6 +35,7 @@ from hone.config.run import RunConfig
 from hone.config.tree import TREES, RLConfig
 from hone.distributed.processes import HONE_LAUNCHER
 from hone.errors import UserError
+from hone.families.model_facts import ModelFacts
 from hone.hardware import Peaks, gpu_peaks
 from hone.observe.console import Console
 from hone.observe.resumed_run import save_config
@@ -975,6 +976,25 @@ def test_on_named_gpus_a_check_without_processes_is_for_the_fewest(
     assert f"Planned for {number} x RTX 4090 of 24 GiB." in flat
     assert "add --nproc N" not in flat
     assert "error: by prediction the run does not fit into the 24 GiB of a GPU" in flat
+
+
+def test_a_check_for_the_fewest_processes_asks_no_oftener_for_the_model(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one with their number does, on the hub where the model has no folder here."""
+    asked, known = list[str](), ModelFacts.known
+
+    def recorded(path: str, *, may_fetch: bool = False) -> ModelFacts | None:
+        asked.append(path)
+        return known(path, may_fetch=may_fetch)
+
+    monkeypatch.setattr(ModelFacts, "known", recorded)
+    words = ("check", *BASE["rl"], "--gpu=h200", "--model.path=Qwen/Qwen3-0.6B")
+    size = "--trainer.parallel.ulysses_size=2"
+    assert "Planned for 2 x H200" in output(capsys, *words, size)
+    number = len(asked)
+    assert "Planned for 2 x H200" in output(capsys, *words, size, "--nproc=2")
+    assert len(asked) == 2 * number
 
 
 def test_check_refuses_more_processes_than_this_host_has_cores_for(

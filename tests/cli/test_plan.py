@@ -15,7 +15,7 @@ from hone.cli.command import plan_here, take_nproc
 from hone.cli.main import main
 from hone.config import schema
 from hone.config.load import load_config, resolve_recipe
-from hone.config.plan import Devices, resolve
+from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import PlanConfig, RLConfig
 from hone.planner.fitting import does_fit
 from hone.rules import findings
@@ -367,8 +367,9 @@ def test_trainers_of_several_nodes_are_started_on_each() -> None:
 def test_rows_that_fit_by_less_than_predictions_were_off_are_marked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = ("--model.shape=qwen3-32b", "--plan.gpus=8", "--plan.steps=4", "--output=all.json")
-    text = output(capsys, *given)
+    """Whole weights for sampling hardly fit beside a trainer of 7B on GPUs of 24 GiB."""
+    given = ("--model.shape=qwen2.5-7b", "--plan.gpu=4090", "--plan.gpus=4", "--plan.steps=4")
+    text = output(capsys, *given, "--output=all.json")
     runs = json.loads(Path("all.json").read_text())["runs"][:16]
     rows = [line for line in text.splitlines() if re.match("(sync|partial|async, ).*%", line)]
     for run, row in zip(runs, rows, strict=True):
@@ -377,6 +378,21 @@ def test_rows_that_fit_by_less_than_predictions_were_off_are_marked(
     assert "! fits by less than predictions have been off: `hone check` says what helps" in text
     text = output(capsys, *SMALL)
     assert "!" not in text
+
+
+def test_what_is_shown_of_memory_is_what_the_search_has_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a row leaves the margin is asked for once for each plan that was found without it."""
+    given = (*SMALL, "--output=all.json")
+    result = compare(load_config(PlanConfig, None, given))
+
+    def asked(plan: RunPlan) -> int:
+        raise AssertionError("asked again whether a plan fits")
+
+    monkeypatch.setattr("hone.cli.plan.compare", lambda cfg, report: result)
+    monkeypatch.setattr("hone.planner.fitting._excess", asked)
+    assert "tok/s" in output(capsys, *given)
 
 
 def test_a_note_on_numbers_of_trainers_names_none_that_is_in_the_table() -> None:

@@ -19,6 +19,7 @@ from hone.cli.command import (
     check_host,
     check_plan,
     check_run_disk,
+    in_processes,
     load_arguments,
     near_name,
     plan_here,
@@ -102,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
     if gpu is not None and nproc is None:
         nproc = _fewest_processes(plan)
-        plan = plan_here(cfg, nproc, starts=True, gpu=gpu)
+        plan = in_processes(cfg, plan, nproc)
         notes.append(f"Without --nproc the check is for the fewest processes of a run, {nproc}.")
     findings = _findings(plan, known)
     if shape is not None:

@@ -81,6 +81,7 @@ __all__ = [
     "chosen_device",
     "conclude",
     "has_nothing_left",
+    "in_processes",
     "load_arguments",
     "load_checked",
     "load_fitted",
@@ -303,6 +304,18 @@ def plan_here(
         world_size=world_size,
         others=known_models(cfg, may_fetch=starts),
     )
+    return _settled(cfg, plan)
+
+
+def in_processes(cfg: Command, plan: RunPlan, world_size: int) -> RunPlan:
+    """The plan of `cfg` in `world_size` processes, with the devices and the models of `plan`, which
+    was made for no particular number."""
+    laid_out = resolve(cfg, plan.model, plan.devices, world_size=world_size, others=plan.others)
+    return _settled(cfg, laid_out)
+
+
+def _settled(cfg: Command, plan: RunPlan) -> RunPlan:
+    """A plan of `cfg` with values in place of `auto`, as a run that goes on has chosen them."""
     return settled(plan, kept=kept_choices(cfg)) if _trains(cfg) else plan
 
 

@@ -23,7 +23,7 @@ from hone.config.tree import PlanConfig
 from hone.errors import UserError, listed
 from hone.hardware import available_host_bytes, installed_gpu, known_gpu
 from hone.observe.whole_file import write_whole
-from hone.planner.fitting import gpu_host_roles, leaves_margin
+from hone.planner.fitting import gpu_host_roles
 from hone.planner.run_memory import RunMemory
 from hone.rules import findings
 from hone.tools.plan.comparison import (
@@ -261,7 +261,7 @@ def _legend(result: Comparison, shown: Sequence[Outcome]) -> str:
         f"* plain run ({result.plain.mode}); x plain: tok/s over its; idle: trainers, engines",
         "3 + 5: trainers + engines; 8 = 8: same GPUs for both; stale: updates behind, mean",
     ]
-    if any(not leaves_margin(x.plan) for x in shown):
+    if any(not x.leaves_margin for x in shown):
         lines.append("! fits by less than predictions have been off: `hone check` says what helps")
     roles = {role: None for x in shown for role, _ in x.run.placement.others}
     if roles:
@@ -273,7 +273,7 @@ def _legend(result: Comparison, shown: Sequence[Outcome]) -> str:
 def _cells(result: Comparison, outcome: Outcome) -> list[str]:
     run = outcome.run
     return [
-        outcome.mode + " *" * (outcome is result.plain) + " !" * (not leaves_margin(outcome.plan)),
+        outcome.mode + " *" * (outcome is result.plain) + " !" * (not outcome.leaves_margin),
         outcome.split,
         f"{run.step_s:.1f}" if run.step_s >= 10 else f"{run.step_s:.3g}",
         f"{run.tokens_per_s:,.0f}",
@@ -362,7 +362,7 @@ def _as_json(result: Comparison) -> dict[str, Any]:
                 "staleness_mean": x.run.staleness_mean,
                 "staleness_max": x.run.staleness_max,
                 "num_preemptions": x.run.num_preemptions,
-                "leaves_margin": leaves_margin(x.plan),
+                "leaves_margin": x.leaves_margin,
                 "steps": [
                     {
                         "wait_s": round(step.wait_s, 6),

@@ -41,8 +41,10 @@ __all__ = [
     "does_fit",
     "does_fit_host",
     "errors",
+    "exceeds_room",
     "gpu_host_roles",
     "has_room_for_two_rows",
+    "keeping_margin",
     "leaves_margin",
     "memory_changes",
     "remedies",
@@ -83,7 +85,7 @@ def check_margin(plan: RunPlan) -> Iterator[Finding]:
     """Yield a warning where a run fits its GPU by no more than predictions have been off."""
     if leaves_margin(plan):
         return
-    wary, gpu = _with_margin(plan), plan.devices.gpu
+    wary, gpu = keeping_margin(plan), plan.devices.gpu
     assert gpu is not None
     phases = [x for x in RunMemory(plan).phases() if x.num_bytes > _room(wary, x)]
     taken = [
@@ -108,10 +110,12 @@ def check_margin(plan: RunPlan) -> Iterator[Finding]:
 def leaves_margin(plan: RunPlan) -> bool:
     """Whether a run does not fit, or fits with more room than predictions have been off; true where
     that is not known."""
-    return bool(_excess(plan)) or not _excess(_with_margin(plan))
+    return bool(_excess(plan)) or not _excess(keeping_margin(plan))
 
 
-def _with_margin(plan: RunPlan) -> RunPlan:
+def keeping_margin(plan: RunPlan) -> RunPlan:
+    """The plan, which fits only where it leaves as much of a GPU free as predictions have been
+    off."""
     return replace(plan, devices=replace(plan.devices, keeps_margin=True))
 
 
@@ -149,6 +153,13 @@ def check_host_memory(plan: RunPlan, *, num_local: int) -> Iterator[Finding]:
 def does_fit(plan: RunPlan) -> bool:
     """Whether every phase fits the GPU; true where that is not known."""
     return not _excess(plan)
+
+
+def exceeds_room(plan: RunPlan, name: str, role: str | None = None) -> bool:
+    """Whether a phase with this name (and role) takes more of a GPU whose memory is known than it
+    may."""
+    phases = [x for x in RunMemory(plan).phases() if x.name == name and role in (None, x.role)]
+    return any(phase.num_bytes > _room(plan, phase) for phase in phases)
 
 
 def does_fit_host(plan: RunPlan) -> bool:

@@ -25,7 +25,7 @@ from hone.errors import UserError
 from hone.families.shape import ModelShape, public_shape
 from hone.families.stages import stage_layers
 from hone.hardware import Peaks, known_gpu
-from hone.planner.fitting import changed, does_fit, does_fit_host, errors, leaves_margin
+from hone.planner.fitting import changed, does_fit, does_fit_host, errors, keeping_margin
 from hone.planner.knobs import SEARCHED, choices_that_differ
 from hone.planner.run_memory import peak_bytes
 from hone.tools.plan import best_settings
@@ -117,7 +117,7 @@ def test_no_way_to_share_layers_is_better_than_the_one_found(
         is_shared = axes.tensor * axes.context * axes.pipeline > 1
         return value * (1.05 if is_shared else 1.0)
 
-    base = plan_of(cfg, shape, gpu, placement)
+    base = keeping_margin(plan_of(cfg, shape, gpu, placement))
     base = changed(base, {"engine": found.engine})
     known = errors(base)
     plans = sorted(((cost(x), n, x) for n, x in enumerate(every_plan(base, shape))))
@@ -342,7 +342,7 @@ def test_hone_check_has_nothing_to_say_of_a_plan(
     assert main([*words, f"--model.path={path}", "--data.train.0.path=a/b"]) == 0
     found = [x["message"] for x in json.loads(capsys.readouterr().out)["findings"]]
     is_tight = ["hardly fits into" in message for message in found]
-    assert is_tight == [True] * (not leaves_margin(launch.plan)), found
+    assert is_tight == [True] * (not launch.leaves_margin), found
 
 
 # -- divisions -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ cost least. Settings that change the training method (LoRA, numbers of bits) sta
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -26,7 +27,15 @@ from hone.config.plan import RunPlan
 from hone.config.rules.finding import Finding
 from hone.config.tree import PlanConfig
 from hone.distributed.settings import AxisSizes
-from hone.planner.fitting import changed, does_fit, does_fit_host, errors, remedies
+from hone.planner.fitting import (
+    changed,
+    does_fit,
+    does_fit_host,
+    errors,
+    exceeds_room,
+    keeping_margin,
+    remedies,
+)
 from hone.planner.knobs import (
     LOGITS,
     MOMENTS,
@@ -174,12 +183,27 @@ def _settled(
     if best is not None or most < math.inf:
         return best
     smallest = ({**_smallest_memory(x, SEARCHED), **next(MOMENTS.gpu(x), {})} for x in laid_out)
-    if all(_excess_of(changed(*x), "train") for x in zip(laid_out, smallest, strict=True)):
+    if all(exceeds_room(changed(*x), "train") for x in zip(laid_out, smallest, strict=True)):
         return None
-    further = remedies(laid_out[0], moves=False)  # rounded states, other caches, several together
-    fitting = [changed(laid_out[0], change) for change in further]
-    served = (x for x in fitting if does_fit_host(x) and errors(x) <= allowed)
-    return min(served, key=cost, default=None)
+    return _last_resort(laid_out[0], cost, allowed)
+
+
+def _last_resort(
+    plan: RunPlan, cost: Callable[[RunPlan], float], allowed: Set[Finding]
+) -> RunPlan | None:
+    """The cheapest of the remedies for a plan whose searched settings do not fit: rounded states,
+    other caches, several together. States are not rounded for the margin alone, and where they
+    have to be, the margin is kept if it can be."""
+    wary = keeping_margin(plan)
+    for base in (wary,) if plan.devices.keeps_margin else (wary, plan):
+        further = remedies(base, moves=False)
+        if plan.devices.keeps_margin:
+            further = [change for change in further if not change.keys() & set(MOMENTS.keys)]
+        fitting = [changed(base, change) for change in further]
+        served = [x for x in fitting if does_fit_host(x) and errors(x) <= allowed]
+        if served:
+            return min(served, key=cost)
+    return None
 
 
 def _least_in_stages(plan: RunPlan, number: int, cost: Callable[[RunPlan], float]) -> float:
@@ -193,8 +217,9 @@ class _Kind(IntEnum):
     """What waits in a search, in the order in which it is looked at where bounds are equal."""
 
     WAY = 0
-    PLAN = 1
-    LAYOUT = 2
+    PRICED = 1
+    PLAN = 2
+    LAYOUT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +289,8 @@ class _Trial:
                     further = self._ways(first)
                 case _Kind.WAY:
                     further = self._plans(first)
+                case _Kind.PRICED:
+                    further = [self._at_its_price(first)]
                 case _Kind.PLAN:
                     rank = first.bound, first.differing
                     if rank >= least:
@@ -306,12 +333,22 @@ class _Trial:
             if knob.keys not in (RECOMPUTE.keys, OFFLOAD.keys)
         ]
         priced = self._priced(base)
+        kind = _Kind.PLAN if priced is base else _Kind.PRICED
         for number, changes in enumerate(product(offloads, *others)):
             change = {key: value for each in changes for key, value in each.items()}
             differing = sum(value != setting(base.config, key) for key, value in change.items())
             bound, order = self._weighed(priced, change), (*way.order, number)
             of = _Way(base, searched, change)
-            yield _Waiting(bound, _Kind.PLAN, differing, order, of)
+            yield _Waiting(bound, kind, differing, order, of)
+
+    def _at_its_price(self, plan: _Waiting) -> _Waiting:
+        """A plan that was priced with larger micro-batches than its own, at its own price where
+        these do not fit."""
+        base, change = plan.of.base, plan.of.change
+        larger = changed(self._priced(base), change)
+        if does_fit(larger) and does_fit_host(larger):
+            return replace(plan, kind=_Kind.PLAN)
+        return replace(plan, kind=_Kind.PLAN, bound=self._weighed(base, change))
 
     def _priced(self, base: RunPlan) -> RunPlan:
         """The plan by which `base` is priced: in more stages than the recipe's, which wait less the
@@ -471,7 +508,7 @@ def _lacks_engine(plan: RunPlan) -> bool:
         assert plan.devices.gpu is not None
         return RunMemory(plan).engine.weights > (plan.devices.gpu.memory_gib or 0) << 30
     lacks_room = RunMemory(plan).lacks_room_for_one
-    return lacks_room or _excess_of(plan, "generate") or _excess_of(plan, "sync", "engine")
+    return lacks_room or exceeds_room(plan, "generate") or exceeds_room(plan, "sync", "engine")
 
 
 def _lacks_cache(plan: RunPlan) -> bool:
@@ -480,14 +517,6 @@ def _lacks_cache(plan: RunPlan) -> bool:
     engine = RunMemory(plan).engine
     most, needed = engine.cache(reserved=0), engine.sequence_bytes
     return most is not None and needed is not None and most < needed
-
-
-def _excess_of(plan: RunPlan, name: str, role: str | None = None) -> bool:
-    """Whether a phase with this name (and role) exceeds the memory of a GPU."""
-    assert plan.devices.gpu is not None
-    limit = (plan.devices.gpu.memory_gib or 0) << 30
-    phases = [x for x in RunMemory(plan).phases() if x.name == name and role in (None, x.role)]
-    return any(phase.num_bytes > limit for phase in phases)
 
 
 def with_memory_used(cfg: PlanConfig, placement: Placement, fitted: RunPlan) -> RunPlan:
@@ -516,12 +545,14 @@ def _with_more_cache(plan: RunPlan, num_keys: int) -> RunPlan:
         return plan
     known = errors(plan)
 
+    def with_share(base: Change, hundredths: int) -> RunPlan:
+        return changed(plan, {**base, "engine.gpu_memory_utilization": hundredths / 100})
+
     def largest(base: Change) -> RunPlan:
-        shares = [n / 100 for n in range(95, round(100 * engine.gpu_memory_utilization), -5)]
-        changes = [{**base, "engine.gpu_memory_utilization": share} for share in shares]
-        plans = [changed(plan, change) for change in (*changes, base)]
-        plans.sort(key=lambda each: -min(_cache_keys(each), num_keys))
-        return next((each for each in plans if _is_served(each, known)), plan)
+        larger = range(95, round(100 * engine.gpu_memory_utilization), -1)
+        first = bisect_left(larger, True, key=lambda n: does_fit(with_share(base, n)))
+        most = with_share(base, larger[first]) if larger[first:] else changed(plan, base)
+        return most if _is_served(most, known) else plan
 
     awake = largest({})
     if plan.is_apart or engine.enable_sleep:

@@ -108,6 +108,11 @@ class Outcome:
         return not (self.is_async or self.run.rollout.oversample_prompts)
 
     @property
+    def leaves_margin(self) -> bool:
+        """Whether it leaves as much memory of a GPU free as predictions have been off."""
+        return self.plan.devices.keeps_margin
+
+    @property
     def peak_bytes(self) -> int:
         """Memory of the fullest device in its fullest phase."""
         return peak_bytes(self.plan)

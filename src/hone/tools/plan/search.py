@@ -25,7 +25,7 @@ from hone.errors import listed
 from hone.families.model_facts import ModelFacts
 from hone.families.shape import ModelShape
 from hone.hardware import Peaks
-from hone.planner.fitting import changed, errors
+from hone.planner.fitting import changed, errors, keeping_margin, leaves_margin
 from hone.planner.knobs import GPUS_OF_A_NODE, gpus_of_a_node
 from hone.tools.plan.best_settings import (
     CHOSEN,
@@ -140,7 +140,7 @@ def plans_that_fit(
             kind, reason = refusal
             refused.setdefault(kind, (reason, []))[1].append(placement)
     kept = [*_evenly_spread(laid_out, notes.lines)]
-    known = Known()
+    known = _Margins()
     too_large, fitting = list[Placement](), list[Placement]()
     has_changed = False
     for number, placement in enumerate(kept):
@@ -150,7 +150,8 @@ def plans_that_fit(
             fitting.append(placement)
         elif placement.num_gpus == num_gpus:
             too_large.append(placement)
-        has_changed |= any(plan is not laid_out[placement] for plan in fitted.values())
+        given = laid_out[placement].config
+        has_changed |= any(plan.config is not given for plan in fitted.values())
         yield from fitted.items()
     size = cfg.engine.tensor_parallel_size
     if num_gpus <= size and not fitting:
@@ -170,12 +171,30 @@ def plans_that_fit(
         notes.lines.append("the flags below also change what the recipe says about memory")
 
 
+@dataclass(frozen=True, slots=True)
+class _Margins:
+    """What is known of plans that keep the margin, and of plans without it."""
+
+    kept: Known = field(default_factory=Known)
+    without: Known = field(default_factory=Known)
+
+
 def _fitted(
-    cfg: PlanConfig,
-    placement: Placement,
-    plan: RunPlan,
-    num_gpus: int,
-    known: Known,
+    cfg: PlanConfig, placement: Placement, plan: RunPlan, num_gpus: int, known: _Margins
+) -> dict[Placement, RunPlan]:
+    """The plans of a placement that leave as much of a GPU free as predictions have been off, and
+    only where there is none, those that fit; `Devices.keeps_margin` says which they are. Empty
+    where nothing fits."""
+    found = _best_plans(cfg, placement, keeping_margin(plan), num_gpus, known.kept)
+    is_smaller = placement.num_gpus < num_gpus
+    if found or (is_smaller and placement.tensor_parallel_size in known.kept.colocated):
+        return found
+    found = _best_plans(cfg, placement, plan, num_gpus, known.without)
+    return {x: keeping_margin(own) if leaves_margin(own) else own for x, own in found.items()}
+
+
+def _best_plans(
+    cfg: PlanConfig, placement: Placement, plan: RunPlan, num_gpus: int, known: Known
 ) -> dict[Placement, RunPlan]:
     """The plan of a placement with the settings that fit and cost least, and with the devices of
     critic and frozen models that do: where engines sample ahead of frozen models, two plans may be
