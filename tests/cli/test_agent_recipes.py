@@ -383,7 +383,7 @@ def test_commands_that_compute_are_learnt(
     assert main(["rl", "shell-rl", f"--run.seed={seed}", OWN_PYTHON]) == 0
     first, last = held_out("shell")
     assert first < 0.55
-    assert last > 0.6  # the weakest of six seeds ended at 0.81, of 48 tasks
+    assert last > 0.6  # the weakest of three seeds ended at 0.875, of 48 tasks
 
 
 def held_out(name: str) -> tuple[float, float]:
