@@ -47,7 +47,8 @@ are those of one GPU, which has 140 GiB; where more is predicted, the run fitted
 Predicted peaks are of full micro-batches, where those of a step are of equal size and may be less
 than full. Tokens are those of prompts and completions. A commit names the code that was measured.
 Steps that were measured before rows of a group shared their prompt in training (2026-11-27) take
-longer and are not in the table.
+longer and are not in the table. How long the host needs to start recurrent layers was taken from
+the rows of Qwen3.5.
 
 A row is measured again with
 

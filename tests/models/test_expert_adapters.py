@@ -22,6 +22,7 @@ from hone.models.adapters import LoraAdapters, adapt
 from hone.models.expert_adapters import ExpertLora, GroupedExperts
 from hone.models.manifest import export_weights
 from hone.models.nf4 import dequantise, quantise
+from hone.models.products import nf4_product
 from hone.models.settings import LoraConfig
 from tests.models.families import family_model
 from tests.models.test_adapters import check_compiled, logits
@@ -137,6 +138,16 @@ def test_four_bits_of_experts_are_those_of_each():
         assert torch.equal(found[expert], dequantise(*own, (4, 48), torch.bfloat16))
     with pytest.raises(ValueError, match="whole number of blocks"):
         quantise(torch.ones(64, 3, 5))
+
+
+def test_products_in_four_bits_take_a_gradient_that_is_expanded():
+    weight = torch.randn(3, 16, 64)
+    x = torch.randn(8, 64).bfloat16().requires_grad_()
+    codes, scales = quantise(weight)
+    ends = torch.tensor([2, 2, 8], dtype=torch.int32)
+    nf4_product(x, codes, scales, weight.shape, ends).sum().backward()
+    own = dequantise(codes, scales, (3, 16, 64), torch.bfloat16).sum(1)
+    torch.testing.assert_close(x.grad, own[[0, 0, 2, 2, 2, 2, 2, 2]], rtol=2e-2, atol=2e-2)
 
 
 def adapted(family: str, cfg: LoraConfig = BOTH) -> PreTrainedModel:

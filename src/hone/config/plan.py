@@ -99,8 +99,8 @@ class Devices:
     """Memory of this host that processes can still take; None: not known."""
     keeps_margin: bool = False
     """Whether a run has to leave as much of the GPU free as predictions have been off
-    (`hone.planner.margin`). A plan that `hone.tools.plan.search` has found says with it whether it
-    does."""
+    (`hone.planner.margin`). In a plan that `hone.tools.plan.search` has found, it says whether the
+    run does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

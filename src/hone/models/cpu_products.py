@@ -1,9 +1,9 @@
 """float32 matrix products on CPUs through oneDNN where MKL, torch's default, is slow.
 
-MKL uses AVX-512 on Intel processors only, where it is the faster one: a step of the tiny model of
-benchmarks/vs_trl.py takes 0.42 s with it and 0.52 s with oneDNN. On one core of an AMD EPYC (Zen 5)
-it reaches 100 GFLOP/s and oneDNN 230. torch contains oneDNN as the operation that compiled models
-call.
+MKL uses AVX-512 on Intel processors only. There it is taken, since on a Xeon with AMX a step of the
+tiny model of benchmarks/vs_trl.py takes 0.42 s with it and 0.52 s with oneDNN. On one core of an
+AMD EPYC (Zen 5) it reaches 100 GFLOP/s and oneDNN 230. torch contains oneDNN as the operation that
+compiled models call.
 
 oneDNN makes a program of 280 KiB for each shape of a product. torch and oneDNN both keep the
 latest 1,024 of them, torch in each thread. Batches of packed rows and steps of an engine have a new

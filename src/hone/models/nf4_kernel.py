@@ -28,7 +28,9 @@ def unpack(codes: Tensor, scales: Tensor, levels: Sequence[float], dtype: torch.
     times the scale of the value's block, in float32 and then rounded to `dtype`. Scales are float32
     and belong to blocks of equal size, a whole number of bytes each."""
     values = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)
-    if codes.numel():
+    if not codes.numel():
+        return values
+    with torch.cuda.device_of(codes):
         _unpack_kernel[(triton.cdiv(codes.numel(), _BLOCK),)](
             values,
             codes,

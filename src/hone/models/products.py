@@ -32,7 +32,7 @@ def nf4_product(
 ) -> Tensor:
     """`x W^T` with a frozen matrix of this shape [O, I], as `nf4.quantise` stored it, or with
     `ends_E` a `grouped_product` with a stack of them, [E, O, I]. The matrix is unpacked for the
-    product, and once more in backward."""
+    product, and once more in backward. The result has the dtype of x; autocast is not served."""
     return _product(x, codes, scales, shape, ends_E, False)
 
 
@@ -72,6 +72,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
     codes, scales, ends = ctx.saved_tensors
+    if ends is not None:  # grouped products refuse a gradient that is expanded
+        grad = grad.contiguous()
     own = _product(grad, codes, scales, ctx.shape, ends, not ctx.transposed)
     return own, None, None, None, None, None
 

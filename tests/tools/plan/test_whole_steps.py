@@ -56,9 +56,11 @@ def test_engines_over_several_gpus_rank_as_measured() -> None:
 
 
 def test_predictions_of_memory_are_near_what_was_measured() -> None:
-    """They are of full micro-batches. Six of 0.8B had 45,056 of 49,152 tokens each."""
+    """They are of full micro-batches. Six of 0.8B had 45,056 of 49,152 tokens each, and seventeen
+    15,902 of 16,384."""
     known = [row for row in ROWS if row.get("peak_gib")]
     assert known
     for row in known:
         _, peak_gib = whole_steps.predicted(row)
-        assert -0.05 < peak_gib / row["peak_gib"] - 1 < 0.12, row
+        most = 0.12 if "Qwen3.5" in row["model"] else 0.05
+        assert -0.05 < peak_gib / row["peak_gib"] - 1 < most, row

@@ -74,7 +74,7 @@ class FileFacts(Facts):
     def num_train_rows(self) -> Fact[int]:
         """Rows to train on, where they are known not to fill a step."""
         number = required(self.known.get("num_train_rows"), "num_train_rows")
-        return Fact(number, "the number of rows of data.train")
+        return Fact(number, "the number of rows of data.train, before some are held out or dropped")
 
     @cached_property
     def unread_arrays(self) -> Sequence[Details]:

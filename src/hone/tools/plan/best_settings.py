@@ -551,7 +551,8 @@ def _with_more_cache(plan: RunPlan, num_keys: int) -> RunPlan:
     def largest(base: Change) -> RunPlan:
         larger = range(95, round(100 * engine.gpu_memory_utilization), -1)
         first = bisect_left(larger, True, key=lambda n: does_fit(with_share(base, n)))
-        most = with_share(base, larger[first]) if larger[first:] else changed(plan, base)
+        plans = (with_share(base, n) for n in larger[first::5])
+        most = next((each for each in plans if _is_served(each, known)), changed(plan, base))
         return most if _is_served(most, known) else plan
 
     awake = largest({})

@@ -183,7 +183,7 @@ def _fitted(
     cfg: PlanConfig, placement: Placement, plan: RunPlan, num_gpus: int, known: _Margins
 ) -> dict[Placement, RunPlan]:
     """The plans of a placement that leave as much of a GPU free as predictions have been off, and
-    only where there is none, those that fit; `Devices.keeps_margin` says which they are. Empty
+    where there is none, those that fit without; `Devices.keeps_margin` says which they are. Empty
     where nothing fits."""
     found = _best_plans(cfg, placement, keeping_margin(plan), num_gpus, known.kept)
     is_smaller = placement.num_gpus < num_gpus
